@@ -5,7 +5,7 @@ import logging
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedbn_flwr.engines.logs import OneLine, use_json
+from fedbn_flwr.experiment.logs import OneLine, use_json
 from fedbn_flwr.experiment.run.loop import serve
 
 app = ServerApp()

@@ -11,16 +11,13 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-
-from flwr.app import Message
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.dynamics import Dynamics
-from fedbn_flwr.experiment.listeners.listener import RunState
+from fedbn_flwr.experiment.listeners.listener import Round, Running
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import train_round
@@ -40,14 +37,15 @@ ROUNDS = 10
 class Timed(Dynamics):
     seconds = 0.0
 
-    def on_replies(self, state: RunState, replies: Sequence[Message]) -> None:
+    def on_round(self, running: Running, at: Round) -> Round:
         start = time.perf_counter()
-        super().on_replies(state, replies)
+        at = super().on_round(running, at)
         self.seconds = time.perf_counter() - start
+        return at
 
 
 def percentages(text: str, folder: Path) -> list[float]:
-    words = [f"rounds={ROUNDS}", "train.lr=0.02", "train.batch_size=20", "engine.device=cpu"]
+    words = ["evaluate.dynamics=true", f"rounds={ROUNDS}", "train.lr=0.02", "train.batch_size=20", "engine.device=cpu"]
     experiment = load_experiment(text, words)
     (prepared,) = prepare(experiment)
     workers = os.cpu_count() or 1
@@ -56,13 +54,13 @@ def percentages(text: str, folder: Path) -> list[float]:
         arrays = pack(initial_arrays(prepared.model))
         prepared.rule.begin(ROUNDS, arrays)
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32}
-        state = RunState(prepared, grid, identity, arrays)  # type: ignore[arg-type]
+        running = Running(prepared, grid, identity)  # type: ignore[arg-type]
         listener = Timed(RunFolder(folder))
-        listener.on_start(state)
+        at = listener.on_start(running, Round(0, arrays, arrays))
         shares = []
         for _ in range(ROUNDS):
             start = time.perf_counter()
-            train_round(state, [listener])
+            at = listener.on_round(running, train_round(running, at))
             shares.append(100 * listener.seconds / (time.perf_counter() - start - listener.seconds))
     return shares[1:]
 

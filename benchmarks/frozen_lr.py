@@ -17,7 +17,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 
 data = load(Source(sys.argv[2])).train
-inputs, targets = data.images.float() / 255, data.labels
+inputs, targets = data.inputs.float() / 255, data.labels
 
 
 def begin():

@@ -23,7 +23,7 @@ STAGES = {"resnet20": ("stages.2", "stages.5", "stages.8"), "resnet18": ("layer1
 NORMS = ("bn", "gn", "fixup", "none", "won", "won, branches x 0.2")
 
 data = load(Source(sys.argv[1])).train
-images = data.images[:20_000].float() / 255
+images = data.inputs[:20_000].float() / 255
 inputs = (images - images.mean((0, 2, 3), keepdim=True)) / images.std((0, 2, 3), keepdim=True)
 targets = data.labels[:20_000]
 

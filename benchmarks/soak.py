@@ -32,7 +32,7 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.listener import RunState
+from fedbn_flwr.experiment.listeners.listener import Round, Running
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
@@ -130,10 +130,11 @@ class Watch(Reporter):
         self.rows: list[tuple[int, ...]] = []
         self.digest = ""
 
-    def on_round(self, state: RunState) -> None:
-        if state.round % self.every == 0:
-            self.rows.append((state.round, *measured(self.temporary)))
-        self.digest = hashlib.sha256(b"".join(v.tobytes() for v in unpack(state.arrays).values())).hexdigest()
+    def on_round(self, running: Running, at: Round) -> Round:
+        if at.number % self.every == 0:
+            self.rows.append((at.number, *measured(self.temporary)))
+        self.digest = hashlib.sha256(b"".join(v.tobytes() for v in unpack(at.arrays).values())).hexdigest()
+        return at
 
 
 HEADS = ("round", "RSS_MB", "workers_MB", "files", "threads", "workers", "temporary")

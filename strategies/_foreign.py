@@ -1,18 +1,11 @@
-"""Strategies that are not rules of this package: Flower's own, which experiments can name, and those of other projects.
-
-Flower's are used inside `MeanStatistics`: a server optimiser must not step along statistics, since a variance could
-become negative, a robust rule must not measure distances by them, and counters are no weights. For robust rules the
-statistics are the median of the clients' values instead of their mean, which one malicious client could set to any
-value.
-"""
+"""Strategies that are not rules of this package: Flower's own, and those of other projects."""
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -45,54 +38,6 @@ _LACK = (
 )
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial)
-
-
-@dataclass(frozen=True)
-class OfFlower:
-    """A strategy of Flower that an experiment can name."""
-
-    strategy: type[Strategy]
-    does: str
-    robust: bool = False  # it withstands some malicious clients
-    needs: Callable[[int], int] | None = None  # the clients that it needs for this many malicious ones
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # where Flower's do not suit the clients here
-
-
-FLOWER: dict[str, OfFlower] = {
-    "FedAdam": OfFlower(flower.FedAdam, "Adam on the server, along the clients' mean change (Reddi et al. 2021)"),
-    "FedYogi": OfFlower(flower.FedYogi, "Yogi on the server, along the clients' mean change (Reddi et al. 2021)"),
-    "FedAdagrad": OfFlower(
-        flower.FedAdagrad, "Adagrad on the server, along the clients' mean change (Reddi et al. 2021)"
-    ),
-    "FedAvgM": OfFlower(flower.FedAvgM, "momentum on the server (Hsu et al. 2019)"),
-    "QFedAvg": OfFlower(
-        flower.QFedAvg,
-        "clients with a higher loss count more, by the exponent q (Li et al. 2020)",
-        defaults={"train_loss_key": protocol.TRAIN_LOSS},
-    ),
-    "FedMedian": OfFlower(flower.FedMedian, "the median of the clients' values (Yin et al. 2018)", True),
-    "FedTrimmedAvg": OfFlower(
-        flower.FedTrimmedAvg, "the mean without the share beta of values at each end (Yin et al. 2018)", True
-    ),
-    "Krum": OfFlower(
-        flower.Krum,
-        "the model that is nearest to its neighbours (Blanchard et al. 2017)",
-        True,
-        lambda bad: 2 * bad + 3,
-    ),
-    "MultiKrum": OfFlower(
-        flower.MultiKrum,
-        "the mean of the models that are nearest to their neighbours (Blanchard et al. 2017)",
-        True,
-        lambda bad: 2 * bad + 3,
-    ),
-    "Bulyan": OfFlower(
-        flower.Bulyan,
-        "models chosen by Krum, and the mean of the values around their median (El Mhamdi et al. 2018)",
-        True,
-        lambda bad: 4 * bad + 3,
-    ),
-}
 
 
 class Foreign(Leaf):
@@ -260,6 +205,6 @@ def _set_attributes(strategy: Strategy, values: Mapping[str, Any]) -> None:
             setattr(strategy, name, value)
 
 
-def as_rule(strategy: Strategy) -> Rule:
+def as_rule(strategy: Strategy, seed: int | None = None) -> Rule:
     """The strategy itself if it is a rule; otherwise a rule that forwards every call to it."""
-    return strategy if isinstance(strategy, Rule) else Foreign(strategy)
+    return strategy if isinstance(strategy, Rule) else Foreign(strategy, seed)

@@ -2,25 +2,19 @@
 
 from typing import Any
 
-from fedbn_flwr.extensions import declared
+from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages.gate import Reply as Reply
 
-from ._describe import Description as Description
-from ._describe import describe as describe
-from ._foreign import FLOWER as FLOWER
 from ._foreign import as_rule as as_rule
 from ._records import CannotSave as CannotSave
 from ._records import restore as restore
 from ._records import state_of as state_of
-from ._registry import build_strategy as build_strategy
-from ._registry import check_strategy as check_strategy
-from ._registry import register
 from ._rule import Round as Round
 from ._rule import Rule as Rule
 from ._rule import Traits as Traits
 from ._wrapper import Wrapper as Wrapper
 
-# One line for each strategy: `register` collects the registry from these names, to which extensions add theirs.
+# One line for each strategy: from these names an experiment can choose, and from those of extensions.
 from .fedavg import FedAvg as FedAvg
 from .fedbn import FedBN as FedBN
 from .fedbs import FedBS as FedBS
@@ -37,11 +31,9 @@ from .scaffold import Scaffold as Scaffold
 from .silobn import SiloBN as SiloBN
 from .standalone import Standalone as Standalone
 
-STRATEGIES = register(globals())
-
 
 def __getattr__(name: str) -> Any:
     """A strategy of an extension, which is imported when it is used."""
     if name in declared("strategies"):
-        return STRATEGIES[name]
+        return part("strategies", name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -79,7 +79,6 @@ class Traits:
     # Records of arrays, by name, that each client sends back, with an array for every parameter that it trains; and
     # whether all clients count equally in their mean. The `instructions` of these names are sent as such records.
     records: Mapping[str, bool] = field(default_factory=dict)
-    hides: str | None = None  # what the server does with replies instead of reading single ones, in words
 
     @property
     def personal(self) -> bool:
@@ -116,7 +115,7 @@ class Rule(Strategy):
     # What a rule around this one may need and this one does not have, with the reason (an empty one: it has what those
     # inside it lack); and what this one needs of the rules inside it, with the rest of the error. `check_composition`
     # names these properties and compares them. A class with a hook that sees the replies of single clients must declare
-    # what it lacks.
+    # what it lacks. One that lacks "inside" hides the replies of single clients from all who read the run.
     lacks: Mapping[str, str] = {}
     needs: Mapping[str, str] = {}
     # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an

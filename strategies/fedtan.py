@@ -12,8 +12,11 @@ exchanges travel; all give the same results.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal, Unpack
 
 import numpy as np
@@ -21,8 +24,8 @@ from annotated_types import Ge, Gt
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.batch import Value, count
 from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.client.training import SGD, Gradient, Loss
 from fedbn_flwr.engines.base import capabilities
@@ -30,7 +33,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange import carriers
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.round import run_exchanges
-from fedbn_flwr.exchange.step import LayerwiseStep, check_batch
+from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, exchanged_layers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import normalised, weighted_mean
 from fedbn_flwr.norms.roles import Role
@@ -130,7 +133,7 @@ class FedTAN(FedAvg):
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
         """The result of the exchange that messages call `what`."""
         p = [each.examples if self.weights_by == "data" else each.batch for each in contributions]
-        return algorithm_3(contributions, self.bounded(what, p))
+        return algorithm_3(contributions, p, partial(self.bounded, what))
 
     def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
         carrier, self._carrier = self._carrier, None
@@ -139,24 +142,37 @@ class FedTAN(FedAvg):
         return replies
 
 
-def algorithm_3(contributions: Sequence[Contribution], weights: Sequence[float]) -> Agreement:
+def algorithm_3(
+    contributions: Sequence[Contribution],
+    weights: Sequence[float],
+    bounded: Callable[[list[float]], Sequence[float]] = list,
+) -> Agreement:
     """One exchange of Algorithm 3 on the server: means over the clients i, whose `weights` are p_i up to scale.
 
-        mu = sum_i p_i mu_i                  var = sum_i p_i (var_i + (mu_i - mu)^2)
+        mu = sum_i q_i mu_i                  var = sum_i q_i (var_i + (mu_i - mu)^2)
         dF/dmu = sum_i p_i dF_i/dmu          dF/dvar = sum_i p_i dF_i/dvar
 
-    With "paper" var_i is around mu, which the clients have received before, so that var = sum_i p_i var_i.
+    q_i is the share of client i in the values of the union, see `fedbn_flwr.exchange.step`: p_i, if all examples have
+    the same number of values. With "paper" var_i is around mu, which the clients have received before, so that var =
+    sum_i q_i var_i. `bounded` limits the influence of single clients.
     """
-    batch = sum(each.batch for each in contributions)
-    tensors = [each.tensors for each in contributions]
+    tensors, per_example = (
+        [each.tensors for each in contributions],
+        [each.values / each.batch for each in contributions],
+    )
+    # Relative to the first client's: sums and quotients of ones are exact.
+    relative = [size / per_example[0] for size in per_example]
+    p, q = (bounded([*each]) for each in (weights, map(operator.mul, weights, relative)))
+    mean_size = per_example[0] * (math.fsum(map(operator.mul, p, relative)) / math.fsum(p))
+    numbers = sum(each.values for each in contributions), mean_size
     if contributions[0].kind != "moments":
-        return Agreement(weighted_mean(tensors, weights), batch)
+        return Agreement(weighted_mean(tensors, p if contributions[0].kind == "gradients" else q), *numbers)
     mus, variances = ([each[name].astype(np.float64) for each in tensors] for name in ("mean", "var"))
-    p = normalised(weights)
-    mu = sum(p_i * mu_i for p_i, mu_i in zip(p, mus, strict=True))
-    var = sum(p_i * (var_i + (mu_i - mu) ** 2) for p_i, mu_i, var_i in zip(p, mus, variances, strict=True))
+    shares = normalised(q)
+    mu = sum(q_i * mu_i for q_i, mu_i in zip(shares, mus, strict=True))
+    var = sum(q_i * (var_i + (mu_i - mu) ** 2) for q_i, mu_i, var_i in zip(shares, mus, variances, strict=True))
     agreed = {"mean": np.asarray(mu), "var": np.asarray(var)}
-    return Agreement({name: value.astype(tensors[0][name].dtype) for name, value in agreed.items()}, batch)
+    return Agreement({name: value.astype(tensors[0][name].dtype) for name, value in agreed.items()}, *numbers)
 
 
 class FedTANClient(ClientRule):
@@ -171,8 +187,9 @@ class FedTANClient(ClientRule):
         protocol.COHORT_STEP: Key(
             "int", "the number of this message in a layer-wise round: 0 begins it, k has the result of exchange k"
         ),
-        protocol.COHORT_BATCH: Key(
-            "int", "examples in the batches of all clients, sent with the result of an exchange"
+        protocol.COHORT_VALUES: Key(
+            "two floats",
+            "values per channel in the batches of all clients, and in an example, with an exchange's result",
         ),
         protocol.REPORT_BATCH: Key("true", "also report the metric `batch-examples`, the examples in the first batch"),
     }
@@ -183,7 +200,7 @@ class FedTANClient(ClientRule):
             return None
         if local.exchange is None:
             raise MessageError(f"{protocol.COHORT!r} needs a ClientApp made by fedbn_flwr.client_app")
-        if not any(isinstance(module, _BatchNorm) for module in local.model.modules()):
+        if not exchanged_layers(local.model):
             raise MessageError(
                 f"{protocol.COHORT!r} asks for exchanges of batch norm's statistics, and this client's model has no "
                 "batch norm (instance norm has no statistics of a batch); use FedAvg, or a model with batch norm"
@@ -203,9 +220,9 @@ class FedTANClient(ClientRule):
             partition=local.partition,
         )
 
-        def checked(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
+        def checked(model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss) -> Tensor:
             allowed = int(config.get(protocol.COHORT_MIN_BATCH, protocol.MIN_BATCH))
-            check_batch(len(inputs), allowed=allowed, own=local.client.min_batch)  # before anything is sent
+            check_batch(count(inputs), allowed=allowed, own=local.client.min_batch)  # before anything is sent
             return step(model, inputs, targets, loss_fn)
 
         return checked

@@ -30,12 +30,12 @@ from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.experiment import settings
 from fedbn_flwr.experiment.faults import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
+from fedbn_flwr.experiment.registry import STRATEGIES, describe
 from fedbn_flwr.experiment.trackers import TRACKERS, options_of
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.results.folder import flat_settings
-from fedbn_flwr.strategies import STRATEGIES, describe
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table: ([^>]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

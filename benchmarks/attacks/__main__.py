@@ -69,7 +69,7 @@ class Setting:
     def pixels(self) -> tuple[Tensor, Tensor]:
         source = load(Source(self.data)).train
         order = torch.randperm(len(source.labels), generator=seeding.generator(0, self.data))[:20_000]
-        return source.images[order].float() / 255, source.labels[order]  # type: ignore[union-attr]
+        return source.inputs[order].float() / 255, source.labels[order]  # type: ignore[union-attr]
 
     def normalise(self, images: Tensor) -> Tensor:
         mean, deviation = (torch.tensor(each).view(1, -1, 1, 1) for each in CATALOGUE[self.data].moments or ())
@@ -84,7 +84,7 @@ class Setting:
         return range(10_000)
 
     def not_in_batches(self, count: int, *, attacker: bool) -> slice:
-        """Images that no client has: for the attacker's covariance, or as false candidates."""
+        """InMemory that no client has: for the attacker's covariance, or as false candidates."""
         start = 10_000 if attacker else 15_000
         return slice(start, start + count)
 
@@ -303,7 +303,7 @@ def measures(setting: Setting, true: Tensor, images: Tensor) -> dict[str, float]
 
 
 def picture() -> None:
-    """Images of MNIST batches of 1, 8 and 32, and those reconstructed from what each kind of server sees."""
+    """InMemory of MNIST batches of 1, 8 and 32, and those reconstructed from what each kind of server sees."""
     setting = SETTINGS["mnist/mlp"]
     rows: list[tuple[str, Tensor]] = []
     for size in (1, 8, 32):

@@ -14,7 +14,7 @@ from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.data.batches import ClientBatches
-from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.experiment.run.cohort import TrainedNodes
 from fedbn_flwr.messages.arrays import pack
@@ -77,7 +77,7 @@ def processes(
 
 
 def _measure(
-    options: Options, case: Case, data: Images, grid: LocalGrid, nodes: range
+    options: Options, case: Case, data: InMemory, grid: LocalGrid, nodes: range
 ) -> tuple[list[float], list[float]]:
     """Client steps per second of rounds of these nodes, and their ratio to the steps per second of the bare loop."""
     bare = BareLoop(data, case.batch, _build(case, options.device))
@@ -94,7 +94,7 @@ def _measure(
     return speeds, ratios
 
 
-def _client(data: Images, cases: tuple[Case, ...], clients: int, steps: int, context: Context) -> BNClient:
+def _client(data: InMemory, cases: tuple[Case, ...], clients: int, steps: int, context: Context) -> BNClient:
     partition = int(context.node_config["partition-id"])
     case = cases[partition // clients]
     rows = torch.arange(case.batch * steps)

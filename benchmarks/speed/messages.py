@@ -54,8 +54,8 @@ def exchange(options: Options) -> Iterator[Figure]:
             yield measured(grid, where, most)
     if importlib.util.find_spec("ray") is None:
         return
-    from fedbn_flwr.engines.cluster import connected
-    from fedbn_flwr.engines.ray import RayGrid
+    from fedbn_flwr.extensions.ray.cluster import connected
+    from fedbn_flwr.extensions.ray.grid import RayGrid
 
     with connected(cores=options.workers), RayGrid(app, 5, workers=options.workers) as actors:
         yield measured(actors, f"{options.workers} Ray actors", 10.0)

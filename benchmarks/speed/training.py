@@ -114,7 +114,7 @@ def fedtan(options: Options) -> Iterator[Figure]:
     torch.set_num_threads(1)
     data = random_images(clients * batch, device)
     batches = [
-        ((data.images[rows].float() - 128) / 64, data.labels[rows])
+        ((data.inputs[rows].float() - 128) / 64, data.labels[rows])
         for rows in torch.arange(clients * batch).split(batch)
     ]
     models = [resnet20(device) for _ in range(clients)]

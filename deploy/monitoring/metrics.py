@@ -170,7 +170,7 @@ def _samples_of_run(run: RunState, labels: dict[str, str]) -> Iterator[Sample]:
     figures = {
         "round": run.round,
         "rounds": run.rounds,
-        "accuracy": run.accuracy,
+        "accuracy": run.value if run.measure == "accuracy" else None,
         "loss": run.loss,
         "clients": run.clients,
         "clients_expected": run.clients_expected,

@@ -20,6 +20,7 @@ from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
+from fedbn_flwr.batch import each
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.extensions import declared, part
@@ -27,9 +28,11 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
+from fedbn_flwr.tasks import Task, task_named
 
 from .evaluation import evaluate
-from .metrics import Metric, name_of
+from .losses import default_loss
+from .metrics import Metric, check_metrics
 from .model_tensors import ModelTensors, copied
 from .node_state import NodeState, number_of, place_of, run_of
 from .optimizers import OptimizerSpec, decay_of, make_optimizer
@@ -43,7 +46,6 @@ from .training import (
     LocalOptimizer,
     Loss,
     backpropagate,
-    cross_entropy,
     local_batches,
     size_of,
     train,
@@ -67,9 +69,9 @@ class BNClient(NumPyClient):
         tensors must then not be replaced; if arrays stay on the client (FedBN), it needs `build`.
     train_data, eval_data
         Iterables of batches, such as a DataLoader, or, for data whose order is a function of the round, an object with
-        `num_examples` and `epoch(server_round, epoch)`. A batch is a pair (inputs, targets) or a dict with common
-        names such as "img" and "label"; see `batch`. `eval_data` may also be a dict of several sets by name, or a
-        function that returns the data and is called when the client is evaluated.
+        `num_examples` and `epoch(server_round, epoch)`. A batch is a pair (inputs, targets), each a tensor or a dict
+        of tensors, or a dict with common names such as "img" and "label"; see `batch`. `eval_data` may also be a dict
+        of several sets by name, or a function that returns the data and is called when the client is evaluated.
     batch
         How to read batches of another form: the keys of inputs and targets, for instance ("photo", "species") or
         (0, 1), or a function that returns inputs and targets of a batch.
@@ -91,15 +93,19 @@ class BNClient(NumPyClient):
     clip
         Scale the gradients of a step so that their norm over all parameters is at most this, after all other changes
         of the gradients (Scaffold's correction, FedProx's term, FedWon's clipping).
+    task
+        "classification", "segmentation", "binary", "multilabel" or "regression", which has a loss and the figures that
+        evaluation reports. By default classification or segmentation, if targets are whole numbers.
     loss
-        A function of what the model returns and the targets: the mean loss over the examples of a batch. By default the
-        cross entropy of the logits, perhaps those in `outputs.logits`; for a segmentation model it is the mean over the
-        pixels whose label is not 255. `fedbn_flwr.client.losses.CrossEntropy` has label smoothing and class weights.
+        A function of what the model returns and the targets: the mean loss over the examples of a batch. By default
+        that of the task, else the cross entropy of the logits, perhaps those in `outputs.logits`; for a segmentation
+        model it is the mean over the pixels whose label is not 255. `fedbn_flwr.client.losses` has others, and label
+        smoothing and class weights.
     eval_loss
         The loss that evaluation reports; by default `loss`.
     metrics
-        What evaluation reports beside loss and accuracy: names ("balanced_accuracy", "macro_f1", "auc", "dice",
-        "mean_iou"), or functions of the logits and labels of all examples.
+        What evaluation reports beside the loss and the figures of the task: names of `fedbn_flwr.tasks.METRICS`, or
+        functions of what the model returns and the targets of all examples.
     channels_last
         Train with inputs and filters in this memory format. Convolutions are faster; results differ in the last bits.
     precision
@@ -137,7 +143,8 @@ class BNClient(NumPyClient):
         bias_weight_decay: float | None = None,
         keep_momentum: bool = False,
         clip: float | None = None,
-        loss: Loss = cross_entropy,
+        task: Task | str | None = None,
+        loss: Loss | None = None,
         eval_loss: Loss | None = None,
         metrics: Sequence[Metric] = (),
         channels_last: bool = False,
@@ -154,8 +161,9 @@ class BNClient(NumPyClient):
             raise ValueError(f"clip is {clip!r}; expected a norm above zero, or None")
         if compile and "compiled" not in declared("passes"):
             raise ValueError("compile is True, but fedbn_flwr has no folder extensions/compiled; expected False")
-        for metric in metrics:
-            name_of(metric)  # refuses unknown ones
+        self.task = task_named(task) if isinstance(task, str) else task
+        check_metrics(self.task, metrics)
+        loss = default_loss(self.task) if loss is None else loss
         if channels_last and isinstance(model, nn.Module):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parts = model if isinstance(model, ModelTensors) else ModelTensors(model, device)
@@ -244,7 +252,9 @@ class BNClient(NumPyClient):
         first, wanted = next(iter(sets), ""), str(config.get(protocol.TEST_SETS, ",".join(sets))).split(",")
         found: Metrics = {}
         for name in filter(wanted.__contains__, sets):
-            figures = evaluate(self.model, self._pairs(sets[name]), self.eval_loss, self._parts.device, self.metrics)
+            figures = evaluate(
+                self.model, self._pairs(sets[name]), self.eval_loss, self._parts.device, self.metrics, task=self.task
+            )
             found |= {key if name == first else f"{name}-{key}": value for key, value in figures.items()}
         return found
 
@@ -329,7 +339,7 @@ class BNClient(NumPyClient):
             pairs = self._pairs(local_batches(self.train_data, server_round, epochs=epochs, steps=steps))
             trained = train(
                 self.model,
-                ((_channels_last(inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
+                ((each(_channels_last, inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
                 optimizer,
                 self.loss,
                 device=self._parts.device,

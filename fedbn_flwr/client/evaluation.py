@@ -1,22 +1,25 @@
-"""Loss, accuracy and other metrics of a model on batches."""
+"""Loss and other figures of a model on batches."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedbn_flwr.batch import count, each
 from fedbn_flwr.data import IGNORED
+from fedbn_flwr.tasks import SEVERAL, Task, task_of
 from fedbn_flwr.threads import map_batches
 
-from .metrics import Measurement, Metric, confusion, of_matrix
-from .training import Batch, Loss, logits_of
+from .metrics import Counts, Measurement, Metric
+from .training import Batch, Loss
 
-# Of a batch: sums over its examples, or over the pixels of a segmentation model: their number, the losses, the correct
-# ones (not if the outputs are not logits of classes), and the confusion matrix of such a model. Logits and targets.
-_Sums = tuple[dict[str, Any], Any, Tensor]
+# Of a batch: the sum of the losses over its examples, or over the pixels of a segmentation model, and their number;
+# what the model returned, the targets, and counts of its predictions.
+_Sums = tuple[Tensor, int, Any, Any, Counts | None]
 
 
 @torch.no_grad()
@@ -27,57 +30,45 @@ def evaluate(
     device: torch.device,
     metrics: Sequence[Metric] = (),
     *,
+    task: Task | None = None,
     threads: int = 1,
 ) -> dict[str, float | int]:
-    """`loss` and `accuracy` (a fraction) in evaluation mode, means over `num-examples` examples, and the `metrics`.
+    """The `loss` in evaluation mode over `num-examples` examples, the figures of the task, and the `metrics`.
 
-    For a segmentation model, whose logits are [N, C, H, W], they are means over the pixels whose label is not 255, and
-    the result includes `mean-iou`. A metric that the examples do not define is left out. If outputs or targets are not
-    those of a classifier (a regression, several labels per example, one logit), there is no accuracy. The result does
-    not depend on the number of threads, each of which has a batch in memory.
+    Without a task it is classification or segmentation if targets are whole numbers, else only the loss and functions
+    of the user are reported. Of a segmentation model, whose logits are [N, C, H, W], the loss is a mean over the pixels
+    whose label is not 255. A figure that the examples do not define is left out, and so are the task's if outputs or
+    targets have another form (a tuple, one logit). The result does not depend on the number of threads, each of which
+    has a batch in memory.
     """
+    batches = iter(batches)
+    if (first := next(batches, None)) is None:
+        raise ValueError("there are no examples to evaluate on")
+    own = task or _of_whole_numbers(first[1])
+    measurement = Measurement(own, metrics)
 
     @torch.no_grad()  # a setting of the thread
     def sums_of(model: nn.Module, batch: Batch) -> _Sums:
-        inputs, targets = (tensor.to(device) for tensor in batch)
+        inputs, targets = (each(lambda tensor: tensor.to(device), part) for part in batch)
         outputs = model(inputs)
-        loss, logits = loss_fn(outputs, targets).double(), logits_of(outputs)
-        sums: dict[str, Any] = {"number": len(targets)}
-        if _has_classes(logits, targets):
-            if logits.ndim > 2:
-                sums["matrix"] = matrix = confusion(logits, targets)
-                sums |= {"number": matrix.sum(), "correct": matrix.trace()}
-            else:
-                sums["correct"] = (logits.argmax(1) == targets).sum()
-        return {"loss": loss * sums["number"], **sums}, logits, targets
+        loss, counts = loss_fn(outputs, targets).double(), measurement.counts(outputs, targets)
+        number = count(targets) if counts is None or own.form != "classes" else counts[0]
+        return loss * number, number, outputs, targets, counts
 
     was_training = model.training
     model.eval()
-    examples, others, sums = 0, Measurement(metrics), dict[str, Any]()
-    for more, logits, targets in map_batches(sums_of, model, batches, threads):
-        # Without those that another batch does not have.
-        sums = {key: sums[key] + more[key] for key in sums if key in more} if examples else more
-        others.add(logits, targets, more.get("matrix"))
-        examples += len(targets)
+    total, numbers, examples = torch.zeros((), dtype=torch.float64, device=device), 0, 0
+    for loss, number, outputs, targets, counts in map_batches(
+        sums_of, model, itertools.chain([first], batches), threads
+    ):
+        total, numbers, examples = total + loss, numbers + number, examples + count(targets)
+        measurement.add(outputs, targets, counts)
     model.train(was_training)
-    if not examples:
-        raise ValueError("there are no examples to evaluate on")
-    if not (number := int(sums["number"])):
+    if not numbers:
         raise ValueError(f"all pixels of the examples have the label {IGNORED}, which is left out")
-    figures = {"loss": float(sums["loss"]) / number, "num-examples": examples}
-    if "correct" in sums:
-        figures["accuracy"] = int(sums["correct"]) / number
-    if "matrix" in sums:
-        figures["mean-iou"] = of_matrix("mean_iou", sums["matrix"])
-    return figures | others.values()
+    return {"loss": float(total) / numbers, "num-examples": examples} | measurement.values()
 
 
-def _has_classes(logits: object, targets: torch.Tensor) -> bool:
-    """Whether they are logits [N, C, ...] of two or more classes, and their numbers [N, ...]."""
-    return (
-        isinstance(logits, torch.Tensor)
-        and logits.ndim >= 2
-        and logits.shape[1] > 1
-        and not targets.is_floating_point()
-        and targets.shape == logits.shape[:1] + logits.shape[2:]
-    )
+def _of_whole_numbers(targets: Any) -> Task:
+    found = task_of(targets)
+    return found if found.losses == ("cross_entropy",) else SEVERAL

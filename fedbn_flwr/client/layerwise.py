@@ -172,8 +172,8 @@ def train_by_messages(
     if not step:
         context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
     # The message's model or agreement, without its other records.
-    batch = ConfigRecord({protocol.COHORT_BATCH: config.get(protocol.COHORT_BATCH, 0)})
-    exchanged = RecordDict({"arrays": arrays_of(content), "config": batch})
+    numbers = ConfigRecord({key: config[key] for key in (protocol.COHORT_VALUES,) if key in config})
+    exchanged = RecordDict({"arrays": arrays_of(content), "config": numbers})
     state.save_records(_name(step), exchanged)
     place, number = _place(context)
     parked, agreement = parked_rounds.take(place, number, step), None

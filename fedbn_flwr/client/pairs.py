@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Pair = tuple[Any, Any]  # (inputs, targets), tensors
+Pair = tuple[Any, Any]  # (inputs, targets), each a tensor or a dict of tensors
 # A function that returns the pair of a batch, or the keys (or positions) of both.
 Split = Callable[[Any], Pair] | tuple[str | int, str | int]
 
@@ -27,12 +27,19 @@ def split_batch(batch: Any, how: Split | None) -> Pair:
             raise TypeError(f"batch={how!r} does not suit the data: a batch is {_described(batch)}") from None
     if not _is_pair(pair):
         origin = "a batch is" if how is None else f"batch={getattr(how, '__name__', how)!r} returned"
-        raise TypeError(f"{origin} {_described(pair)}; expected a pair of tensors (inputs, targets). {_CURE}")
+        raise TypeError(
+            f"{origin} {_described(pair)}; expected a pair of tensors (inputs, targets), or of dicts of them. {_CURE}"
+        )
     return pair[0], pair[1]
 
 
 def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, tuple | list) and len(batch) == 2 and hasattr(batch[0], "to") and hasattr(batch[1], "to")
+    return isinstance(batch, tuple | list) and len(batch) == 2 and all(map(_is_value, batch))
+
+
+def _is_value(value: Any) -> bool:
+    tensors = [*value.values()] if isinstance(value, Mapping) else [value]
+    return bool(tensors) and all(hasattr(tensor, "to") for tensor in tensors)
 
 
 _CURE = (

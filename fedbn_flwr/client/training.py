@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -12,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from fedbn_flwr.data import IGNORED
+from fedbn_flwr.batch import Value, count, each, first
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Array
 
 from .model_tensors import tensor_like
 
-Batch = Any  # what the loader yields: (inputs, targets)
-Loss = Callable[[Tensor, Tensor], Tensor]
+Batch = Any  # what the loader yields: (inputs, targets), see fedbn_flwr.batch
+Loss = Callable[[Any, Any], Tensor]  # of what the model returns, and the targets
 # (model, inputs, targets, loss_fn): sets the gradients of the parameters and returns the detached loss.
-Gradient = Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]
+Gradient = Callable[[nn.Module, Value, Value, Loss], Tensor]
 Adjust = Callable[[], Any]
-Compiled = Callable[[Tensor, Tensor], Tensor]  # (inputs, targets): the loss
+Compiled = Callable[[Value, Value], Tensor]  # (inputs, targets): the loss
 
 
 class Epochs(Protocol):
@@ -151,23 +152,6 @@ class TorchOptimizer:
 LocalOptimizer = SGD | TorchOptimizer
 
 
-def logits_of(outputs: Any) -> Any:
-    """What the model returned, or its attribute `logits`, which the outputs of Hugging Face's models have."""
-    return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy over examples or, for a segmentation model, over the pixels whose label is not 255.
-
-    For a classifier, 255 is an ordinary class: ImageNet has a thousand.
-    """
-    logits = logits_of(logits)
-    if logits.ndim <= 2:
-        return nn.functional.cross_entropy(logits, targets)
-    total = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    return total / (targets != IGNORED).sum().clamp(min=1)  # all pixels of a crop may be ignored
-
-
 def size_of(data: Epochs | Iterable[Any], pairs: Callable[[Iterable[Any]], Iterable[Batch]]) -> int:
     """The number of examples in training data; `pairs` turns its batches into (inputs, targets)."""
     if hasattr(data, "num_examples"):
@@ -176,7 +160,7 @@ def size_of(data: Epochs | Iterable[Any], pairs: Callable[[Iterable[Any]], Itera
         if isinstance(sized := getattr(data, part, None), Sized):
             return len(sized)
     if isinstance(data, Sequence):  # batches in a list
-        return sum(len(targets) for _, targets in pairs(data))
+        return sum(count(inputs) for inputs, _ in pairs(data))
     raise TypeError(
         f"the number of examples in train_data, a {type(data).__name__}, is unknown; expected a DataLoader over a "
         "data set with a length, a list of batches, or an object with num_examples and epoch(server_round, epoch)"
@@ -201,8 +185,8 @@ def local_batches(
 
 def backpropagate(
     model: nn.Module,
-    inputs: Tensor,
-    targets: Tensor,
+    inputs: Value,
+    targets: Value,
     loss_fn: Loss,
     *,
     precision: torch.dtype | None = None,
@@ -213,7 +197,7 @@ def backpropagate(
     With a `precision` (bfloat16) PyTorch's autocast selects the operations that run in it; weights, statistics and
     steps stay as they are. `compiled` computes the loss instead of calling the model and `loss_fn`.
     """
-    with nullcontext() if precision is None else torch.autocast(inputs.device.type, precision):
+    with nullcontext() if precision is None else torch.autocast(first(inputs).device.type, precision):
         loss = compiled(inputs, targets) if compiled else loss_fn(model(inputs), targets)
     loss.backward()
     return loss.detach()
@@ -239,16 +223,16 @@ def train(
     # On the device: reading the loss would make the host wait for the device at every step.
     total = torch.zeros((), device=device, dtype=torch.float64)
     examples = first = 0
+    to_device = operator.methodcaller("to", device, non_blocking=True)
     for inputs, targets in batches:
-        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        inputs, targets = each(to_device, inputs), each(to_device, targets)
         optimizer.zero_grad()
-        total += (gradient if examples or not first_step else first_step)(model, inputs, targets, loss_fn) * len(
-            targets
-        )
+        size = count(inputs)
+        total += (gradient if examples or not first_step else first_step)(model, inputs, targets, loss_fn) * size
         for change in adjust:
             change()
         optimizer.step()
-        examples += len(targets)
+        examples += size
         first = first or examples
     optimizer.zero_grad()  # frees the gradients, which take as much memory as the model
     return float(total) / max(examples, 1), first

@@ -83,11 +83,6 @@ def continued_by(out: Path | None, *words: str) -> Iterator[None]:
         raise
 
 
-def check_seconds(option: str, seconds: float) -> None:
-    if not 0 < seconds <= 86400:
-        raise SettingsError(f"{option} is {seconds:g}; expected seconds, more than 0 and at most 86400 (a day)")
-
-
 def default_folder() -> Path:
     """The folder that `fedbn run` writes runs into by default."""
     return Path(os.environ.get("FEDBN_OUT") or "runs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fedbn_flwr.experiment.file.layers import Setting
-    from fedbn_flwr.experiment.trial import ExplainedRun, Explanation
+    from fedbn_flwr.experiment.trial import Costs, ExplainedRun, Explanation
 
 
 def add(commands: Commands) -> None:
@@ -34,7 +33,6 @@ def add(commands: Commands) -> None:
     add_experiment(parser, "rounds=10")
     parser.add_argument("--all", action="store_true", help="settings with default values too")
     parser.add_argument("--no-trial", action="store_true", help="train nothing: no bytes and no time")
-    parser.add_argument("--json", action="store_true", help="as JSON, with all settings")
 
 
 def explain(arguments: argparse.Namespace) -> None:
@@ -48,30 +46,8 @@ def explain(arguments: argparse.Namespace) -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     experiment, faults = load_experiment(arguments.experiment, overrides_of(arguments)), Faults()
     explanation = explain(experiment, trial=not arguments.no_trial, faults=faults)
-    if arguments.json:
-        print(json.dumps(_as_json(explanation), indent=2))
-    else:
-        print("\n\n".join(_pages(explanation, every=arguments.all)))
+    print("\n\n".join(_pages(explanation, every=arguments.all)))
     faults.refuse()
-
-
-def _as_json(explanation: Explanation) -> dict[str, Any]:
-    runs = []
-    for run in explanation.runs:
-        entry = dataclasses.asdict(run)
-        if run.measured is not None:
-            down, up = run.measured.total()
-            entry["measured"]["traffic"] = [
-                {"first_round": first, **dataclasses.asdict(each)} for first, each in run.measured.traffic
-            ]
-            entry["measured"] |= {"total_bytes_down": down, "total_bytes_up": up}
-        runs.append(entry)
-    return {
-        "name": explanation.experiment.name,
-        "description": explanation.experiment.description,
-        "partitions": [dataclasses.asdict(each) for each in explanation.partitions],
-        "runs": runs,
-    }
 
 
 def _pages(explanation: Explanation, *, every: bool) -> list[str]:
@@ -87,7 +63,7 @@ def _pages(explanation: Explanation, *, every: bool) -> list[str]:
             pages.append(_settings(f"run {run.label}", [each for each in run.settings if each not in shared], True))
     pages += [f"data {partition_table(each)}" for each in explanation.partitions]
     pages += list(dict.fromkeys(_model(run) for run in runs))
-    pages += [_costs(run) for run in runs if run.measured is not None]
+    pages += [_costs(run, run.costs) for run in runs if run.costs is not None]
     if not explanation.partitions:
         pages.append("The data are at the sites (evaluate.server: false); bytes and time are not measured.")
     return pages
@@ -116,32 +92,25 @@ def _model(run: ExplainedRun) -> str:
     return as_text([(title, "arrays", "values", "size"), *rows])
 
 
-def _costs(run: ExplainedRun) -> str:
+def _costs(run: ExplainedRun, costs: Costs) -> str:
     from fedbn_flwr.results.report.tables import as_text
 
-    measured, estimate = run.measured, run.estimate
-    assert measured is not None
-    assert estimate is not None
     rows = [("run " + run.label, "down", "up", "what")]
-    ends = [*(first - 1 for first, _ in measured.traffic[1:]), measured.rounds]
-    for (first, traffic), last in zip(measured.traffic, ends, strict=True):
+    ends = [*(first - 1 for first, _ in costs.traffic[1:]), costs.rounds]
+    for (first, traffic), last in zip(costs.traffic, ends, strict=True):
         when = "a round" if len(ends) == 1 else f"round {first}" if first == last else f"a round from {first} to {last}"
-        down, up, clients = traffic.bytes_down, traffic.bytes_up, measured.clients
-        rows.append((f"{when}: each client", size_text(down), size_text(up), _what(run, traffic.exchanges)))
-        rows.append(
-            (f"{' ' * len(when)}  all {clients} clients", size_text(clients * down), size_text(clients * up), "")
-        )
-    down, up = measured.total()
-    rows.append((f"all {measured.rounds} rounds", size_text(down), size_text(up), "training only"))
+        of_each = (traffic.bytes_down, traffic.bytes_up)
+        of_all = (size_text(costs.clients * size) for size in of_each)
+        rows.append((f"{when}: each client", *map(size_text, of_each), _what(run, traffic.exchanges)))
+        rows.append((f"{' ' * len(when)}  all {costs.clients} clients", *of_all, ""))
+    rows.append((f"all {costs.rounds} rounds", *map(size_text, costs.total()), "training only"))
     seeds = "" if len(run.seeds) == 1 else f", for each of {len(run.seeds)} seeds"
-    at_once = f"{estimate.workers} client{'s' if estimate.workers > 1 else ''} at a time"
-    lines = [
-        as_text(rows),
-        f"time:   about {duration(estimate.run)} on this machine, {at_once}{seeds}",
-        f"        a round {duration(estimate.train)}: {estimate.steps} steps at {duration(measured.step)}; "
-        f"an evaluation {duration(estimate.evaluate)}",
-    ]
-    return "\n".join(lines)
+    at_once = f"{costs.workers} client{'s' if costs.workers > 1 else ''} at a time"
+    return (
+        f"{as_text(rows)}\ntime:   about {duration(costs.run)} on this machine, {at_once}{seeds}\n"
+        f"        a round {duration(costs.train)}: {costs.steps} steps at {duration(costs.step)}; "
+        f"an evaluation {duration(costs.evaluate)}"
+    )
 
 
 def _what(run: ExplainedRun, exchanges: int) -> str:

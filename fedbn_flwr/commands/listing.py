@@ -16,7 +16,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from .common import Commands, add_command
 
 if TYPE_CHECKING:
-    from fedbn_flwr.strategies import Description
+    from fedbn_flwr.experiment.registry import Description
 
 KINDS = ("strategies", "models", "norms", "datasets", "partitions", "experiments")
 
@@ -64,7 +64,7 @@ def list_names(arguments: argparse.Namespace) -> None:
             raise SettingsError(f"{arguments.what}: there is no {name!r}; {did_you_mean(name, lines)}")
     shown = {name: lines[name] for name in arguments.names or lines}
     if arguments.what == "strategies" and (arguments.names or arguments.json):
-        from fedbn_flwr.strategies import describe
+        from fedbn_flwr.experiment.registry import describe
 
         described = {name: describe(name) for name in shown}
         if arguments.json:
@@ -82,7 +82,7 @@ def list_names(arguments: argparse.Namespace) -> None:
 def _lines(what: str) -> Mapping[str, str]:
     match what:
         case "strategies":
-            from fedbn_flwr.strategies import FLOWER, STRATEGIES, describe
+            from fedbn_flwr.experiment.registry import FLOWER, STRATEGIES, describe
 
             return {name: describe(name).does for name in (*STRATEGIES, *FLOWER)}
         case "models":

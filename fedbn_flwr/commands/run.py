@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.results.text import duration, size_text
+from fedbn_flwr.results.text import duration
 
 from .common import Commands, add_command, add_experiment, continued_by, loading, overrides_of
 
 if TYPE_CHECKING:
-    from fedbn_flwr.experiment.trial import Plan
+    from collections.abc import Sequence
+
+    from fedbn_flwr.experiment.trial import ExplainedRun
 
 
 def add(commands: Commands) -> None:
@@ -34,9 +36,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="runs at the same time (one per core, if there are as many runs)"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="train nothing: check all runs, and estimate the time and the disk"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="train nothing: check all runs, and estimate the time")
     parser.add_argument("--resume", action="store_true", help="continue the interrupted runs in --out")
 
 
@@ -59,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or default_out(experiment.name)
     import logging
 
-    from fedbn_flwr.engines.logs import use_json
     from fedbn_flwr.engines.worker import keep_freed_memory
+    from fedbn_flwr.experiment.logs import use_json
 
     logging.getLogger("flwr").setLevel(logging.WARNING)
     use_json()
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         from fedbn_flwr.experiment.trial import plan
 
         logging.getLogger("flwr").setLevel(logging.ERROR)
-        print(_plan_in_words(plan(experiment, out, resume=arguments.resume, jobs=arguments.jobs), out))
+        print(_in_words(plan(experiment, out, resume=arguments.resume, jobs=arguments.jobs)))
         return 0
     keep_freed_memory()
     jobs = [] if arguments.jobs is None else ["--jobs", str(arguments.jobs)]
@@ -77,16 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_in_words(planned: Plan, out: Path) -> str:
+def _in_words(planned: Sequence[tuple[ExplainedRun, int, float]]) -> str:
     from fedbn_flwr.results.report.tables import as_text
 
-    rows = [("run", "seeds", "time of each", "disk of each")]
-    for run, seeds in planned.runs:
-        found = run.estimate
-        costs = ("-", "-") if found is None else (duration(found.run), size_text(found.disk))
-        rows.append((run.label, str(seeds), *costs))
-    runs = sum(seeds for _, seeds in planned.runs)
+    rows = [("run", "seeds", "time of each")]
+    for run, seeds, _ in planned:
+        rows.append((run.label, str(seeds), "-" if run.costs is None else duration(run.costs.run)))
+    runs, seconds = sum(seeds for _, seeds, _ in planned), sum(each for *_, each in planned)
     return (
-        f"{as_text(rows)}\n\n{runs} run{'s' if runs != 1 else ''}: about {duration(planned.seconds)} on this machine, "
-        f"{size_text(planned.disk)} in {out}; all checks passed, and nothing was trained"
+        f"{as_text(rows)}\n\n{runs} run{'s' if runs != 1 else ''}: about {duration(seconds)} on this machine; "
+        "all checks passed, and nothing was trained"
     )

@@ -22,8 +22,8 @@ from typing import Any
 
 from fedbn_flwr import named
 from fedbn_flwr.cores import cores
-from fedbn_flwr.engines.ray_settings import set_ray_defaults
 from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.storage import temporary_folder
 
 _DEATH_SIGNAL = 1  # of Linux's prctl

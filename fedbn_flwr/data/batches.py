@@ -1,9 +1,10 @@
-"""Batches of normalised images, augmented a whole batch at a time on the device."""
+"""Batches of normalised inputs, augmented a whole batch at a time on the device."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,47 +14,61 @@ from fedbn_flwr import seeding
 from . import Moments
 from .augment import Window, random_crop, random_flip, random_rotate
 from .dataset import Examples
-from .images import BatchRequest
+from .examples import MASK, BatchRequest, Values, main_key
 
-Normalise = Moments | Callable[[Tensor], Tensor]  # mean and standard deviation per channel, or a function of images
+Normalise = Moments | Callable[[Values], Values]  # mean and deviation per feature or channel, or a function of inputs
 Augmentation = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]  # of images and targets
 
 
 @functools.lru_cache(maxsize=16)
-class _Normaliser:
-    """Turns images into inputs of the model: zero mean and unit standard deviation per channel."""
+class Normaliser:
+    """Turns examples into inputs of the model: zero mean and unit standard deviation per feature or channel.
+
+    Tokens stay as they are. Missing values become the mean, zero, and so do padded ones.
+    """
 
     def __init__(self, moments: Moments, device: torch.device) -> None:
-        mean, deviation = (torch.tensor(list(values), device=device).view(1, -1, 1, 1) for values in moments)
-        # One multiplication and one addition: (x / 255 - mean) / deviation.
-        self.scale = 1 / (255 * deviation)
-        self.shift = -mean / deviation
+        self.mean, self.deviation = (torch.tensor(list(values), device=device) for values in moments)
+        # For pixels one multiplication and one addition: (x / 255 - mean) / deviation.
+        self.scale = (1 / (255 * self.deviation)).view(1, -1, 1, 1)
+        self.shift = (-self.mean / self.deviation).view(1, -1, 1, 1)
 
-    def __call__(self, images: Tensor) -> Tensor:
-        if images.is_floating_point():  # pixels from 0 to 255 are those of uint8 images only
-            return (images * (self.scale * 255)).add_(self.shift)
-        return images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+    def __call__(self, inputs: Any) -> Any:
+        if isinstance(inputs, dict):
+            key, mask = main_key(inputs), inputs.get(MASK)
+            values = self(inputs[key])
+            if mask is not None and values.is_floating_point():
+                values = values * mask.view(len(mask), *[1] * (values.ndim - 2), -1)
+            return {**inputs, key: values}
+        if inputs.dtype is torch.uint8 and inputs.ndim == 4:
+            return inputs.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+        if inputs.dtype is torch.uint8:
+            inputs = inputs.float() / 255
+        if not inputs.is_floating_point():
+            return inputs
+        mean, deviation = (values.view(-1, *[1] * (inputs.ndim - 2)) for values in (self.mean, self.deviation))
+        return ((inputs - mean) / deviation).nan_to_num_(0.0)
 
 
-def _normaliser(normalise: Normalise, device: torch.device) -> Callable[[Tensor], Tensor]:
-    return normalise if callable(normalise) else _Normaliser(normalise, device)
+def _normaliser(normalise: Normalise, device: torch.device) -> Callable[[Values], Values]:
+    return normalise if callable(normalise) else Normaliser(normalise, device)
 
 
 class TestBatches:
-    """All images of a split, or those at `indices`, in order."""
+    """All examples of a split, or those at `indices`, in order."""
 
     __test__ = False  # for pytest: not a test case
 
     def __init__(self, data: Examples, normalise: Normalise, batch_size: int, indices: Tensor | None = None) -> None:
         self.data = data
         self.batch_size = batch_size
-        self.indices = torch.arange(len(data.labels)) if indices is None else indices.cpu()
+        self.indices = torch.arange(len(data)) if indices is None else indices.cpu()
         self.num_examples = len(self.indices)
         self._normalise = _normaliser(normalise, data.device)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Values, Values]]:
         parts = list(self.indices.split(self.batch_size))
-        if len(parts) > 1 and len(parts[-1]) == 1 < self.batch_size:  # one image may have no batch statistics
+        if len(parts) > 1 and len(parts[-1]) == 1 < self.batch_size:  # one example may have no batch statistics
             parts[-2:] = [torch.cat(parts[-2:])]
         plan = (BatchRequest(rows, None) for rows in parts)
         for images, targets, _ in self.data.batches(plan):
@@ -93,8 +108,8 @@ class ClientBatches:
         self.own = tuple(own)
         self._normalise = _normaliser(normalise, data.device)
 
-    def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each image of the client once, in an order drawn for this round and epoch."""
+    def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Values, Values]]:
+        """Each example of the client once, in an order drawn for this round and epoch."""
         order = torch.randperm(
             self.num_examples, generator=seeding.generator(self.seed, "order", server_round, self.client, epoch)
         )
@@ -106,7 +121,7 @@ class ClientBatches:
     def _plan(self, chosen: Tensor, server_round: int, epoch: int) -> Iterator[BatchRequest[torch.Generator]]:
         for number, rows in enumerate(chosen.split(self.batch_size)):
             if len(rows) == 1 < self.batch_size and number:
-                # Batch norm cannot compute a variance from one image. Other epochs have this image in a larger batch.
+                # Batch norm cannot compute a variance from one example. Other epochs have this one in a larger batch.
                 return
             # One generator per batch: it draws the window here, and the other augmentations after reading the images.
             generator = seeding.generator(self.seed, "augment", server_round, self.client, epoch, number)
@@ -117,7 +132,7 @@ class ClientBatches:
                 window = Window.square(len(rows), self.cut, generator)
             yield BatchRequest(rows, generator, window)
 
-    def _augment(self, images: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _augment(self, images: Any, targets: Any, generator: torch.Generator) -> tuple[Values, Values]:
         if "crop" in self.augment:
             images = random_crop(images, self.pad, generator)
         if "flip" in self.augment:

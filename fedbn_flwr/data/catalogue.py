@@ -228,7 +228,8 @@ def describe_datasets() -> dict[str, str]:
     }
     return {
         **lines,
-        "FOLDER": "a folder with train*.parquet and test*.parquet, or with train/CLASS/* and test/CLASS/*",
+        "FILE": "a table of your own: .csv, .parquet or .npz, see docs/data.md",
+        "FOLDER": "a folder with train* and test* files of these kinds, or with train/CLASS/* and test/CLASS/*",
         "OWNER/NAME": "any image classification data set on the Hugging Face hub",
         "MODULE:CALLABLE": "a data set of your own: a function that returns training and test images",
     }

@@ -13,6 +13,7 @@ from fedbn_flwr import named, seeding
 from fedbn_flwr.errors import DataError
 
 from .batches import Augmentation
+from .examples import Values
 
 
 def own_augmentation(name: str, **options: Any) -> Augmentation:
@@ -58,29 +59,33 @@ def own_augmentation(name: str, **options: Any) -> Augmentation:
     return augment
 
 
-def own_normalisation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function `name`, from a batch of images as they are stored to inputs of the model."""
+def own_normalisation(name: str) -> Callable[[Values], Values]:
+    """The function `name`, from a batch of examples as they are stored to inputs of the model."""
     key = "data.normalise"
     named.load(key, name)
 
-    def normalise(images: Tensor) -> Tensor:
-        inputs = named.call(key, name, images)
-        _check(f"{key}={name!r}", inputs, images, same_type=False)
-        return inputs  # type: ignore[no-any-return]
+    def normalise(stored: Values) -> Values:
+        inputs: Values = named.call(key, name, stored)
+        _check(f"{key}={name!r}", inputs, stored, same_type=False)
+        return inputs
 
     return normalise
 
 
-def _check(what: str, new: Any, images: Tensor, *, same_type: bool) -> None:
-    count, channels = images.shape[:2]
-    expected = f"a {images.dtype if same_type else 'float'} tensor [{count}, {channels}, height, width]".replace(
-        "torch.", ""
-    )
+def _check(what: str, new: Any, old: Any, *, same_type: bool) -> None:
+    """Refuse inputs of another type or form; height and width of images may change."""
+    if isinstance(new, dict) and isinstance(old, dict):
+        return
+    if isinstance(old, dict):
+        raise DataError(f"{what} returned a {type(new).__name__}; expected a dict")
+    kept = 2 if old.ndim == 4 else old.ndim
+    sides = ", ".join([*map(str, old.shape[:kept]), *["height", "width"][: old.ndim - kept]])
+    expected = f"a {old.dtype if same_type else 'float'} tensor [{sides}]".replace("torch.", "")
     if not isinstance(new, Tensor):
         raise DataError(f"{what} returned a {type(new).__name__}; expected {expected}")
-    is_right = new.dtype == images.dtype if same_type else new.is_floating_point()
-    if new.ndim != 4 or new.shape[:2] != images.shape[:2] or not is_right or new.device != images.device:
+    is_right = new.dtype == old.dtype if same_type else new.is_floating_point()
+    if new.ndim != old.ndim or new.shape[:kept] != old.shape[:kept] or not is_right or new.device != old.device:
         found = f"{str(new.dtype).removeprefix('torch.')} {list(new.shape)} on {new.device.type}"
         raise DataError(
-            f"{what} returned {found} for images {list(images.shape)}; expected {expected} on {images.device.type}"
+            f"{what} returned {found} for inputs {list(old.shape)}; expected {expected} on {old.device.type}"
         )

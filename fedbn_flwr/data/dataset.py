@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,23 +14,31 @@ from torch import Tensor
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import DataError, did_you_mean
+from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, SEVERAL, Task
 
 from . import Moments, Size
-from .images import Images
+from .examples import InMemory, Values, main
+from .moments import moments_from, sums_of
 
 if TYPE_CHECKING:  # decoding needs packages of the extra `data`
     from .decoding import Stream
 
-Examples = Union[Images, "Stream"]  # of a split
+Examples = Union[InMemory, "Stream"]  # of a split
+BINS = 10  # of the numbers to predict, where examples are drawn or divided in proportion to their targets
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The values of a column that groups the examples by domain or by client."""
+    """The values of a column that groups the examples by domain, or by site, patient or user."""
 
     names: tuple[str, ...]
     train: Tensor  # int64 [N], an index into names, -1 for another value; always on the CPU
     test: Tensor | None  # None if the test split has no such column
+
+    @property
+    def in_both(self) -> bool:
+        """Whether the groups of the test examples are those of training examples."""
+        return self.test is not None and bool(torch.isin(self.test, self.train).all())
 
     @classmethod
     def of(cls, name: str, values: Mapping[str, Sequence[Any]], wanted: Sequence[str] = ()) -> Groups:
@@ -55,58 +64,115 @@ def numbers(values: Sequence[str], names: Sequence[str]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DataSet:
-    name: str
-    train: Examples
-    test: Examples
-    class_names: tuple[str, ...]
-    domains: Groups | None = None
-    natural: Groups | None = None  # by the column of a natural partition
-    commit: str | None = None  # of the hub's repository that the images are from
+class Strata:
+    """What the examples are divided by: classes, combinations of labels, or ranges of a number to predict."""
+
+    train: Tensor  # int64 [N], a place among the names
+    test: Tensor
+    names: tuple[str, ...]
+    of_labels: bool = True  # False: labels are per pixel or of several kinds, and all examples are one stratum
+
+
+class Form:
+    """What a model depends on: of a data set, or of the settings."""
+
+    classes: int  # the number of classes, of labels, or of numbers to predict
+    shape: tuple[int, ...]  # of the inputs of one example
+    task: Task
 
     @property
-    def classes(self) -> int:
-        return len(self.class_names)
+    def outputs(self) -> int:
+        """Of the model."""
+        return self.task.outputs(self.classes)
 
     @property
     def dense(self) -> bool:
-        """Whether this is a segmentation data set."""
-        return self.train.dense
+        """Whether labels are per pixel."""
+        return self.task is SEGMENTATION
 
     @property
     def channels(self) -> int:
-        return self.train.shape[0]
+        return self.shape[0] if self.shape else 0
 
     @property
     def size(self) -> Size:
-        return self.train.shape[1:]  # type: ignore[return-value]
+        return self.shape[1:]  # type: ignore[return-value]
+
+    @property
+    def is_image(self) -> bool:
+        return len(self.shape) == 3 and isinstance(self.blank(1), Tensor)
+
+    def blank(self, number: int) -> Values:
+        """Inputs of this form that are zero, to try a model."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class DataSet(Form):
+    name: str
+    train: Examples
+    test: Examples
+    class_names: tuple[str, ...]  # or those of labels, or of numbers to predict
+    domains: Groups | None = None
+    groups: Groups | None = None  # sites, patients, users: the clients of a natural partition
+    commit: str | None = None  # of the hub's repository that the examples are from
+    task: Task = CLASSIFICATION
+    input_names: tuple[str, ...] = ()  # of the features
+    columns: tuple[str, ...] = ()  # that the data have, used or not
+
+    @property
+    def classes(self) -> int:  # type: ignore[override]
+        return len(self.class_names)
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.train.shape
+
+    @property
+    def tokens(self) -> int | None:
+        """The number of tokens, where the inputs are whole numbers."""
+        parts = [main(part.inputs) for part in (self.train, self.test) if isinstance(part, InMemory)]
+        if not parts or parts[0].dtype is not torch.int64:
+            return None
+        return 1 + max(int(part.max()) for part in parts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory; examples on the disk take none."""
-        values = (*vars(self.train).values(), *vars(self.test).values())
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+        """Bytes in memory; images on the disk take none."""
+        return sum(part.nbytes for part in (self.train, self.test) if isinstance(part, InMemory))
+
+    def blank(self, number: int) -> Values:
+        return self.train.blank(number)
 
     @cached_property
     def moments(self) -> Moments:
-        """Mean and standard deviation of each channel over the training images; uint8 pixels count from 0 to 1.
+        """Mean and standard deviation of each feature or channel over the training examples; see moments.py.
 
         For a streamed set they are estimated from 512 evenly spaced images.
         """
-        images = self.train.sample()
-        if images.is_floating_point():
-            found = [(part.double().mean(), part.double().std(correction=0)) for part in images.unbind(1)]
-            return tuple(float(mean) for mean, _ in found), tuple(max(float(std), 1e-6) for _, std in found)
-        # Histograms are exact and need no float copy of the data.
-        counts = torch.zeros(self.channels, 256, dtype=torch.int64, device=images.device)
-        for some in images.split(1_024):
-            for count, channel in zip(counts, some.unbind(1), strict=True):
-                count += torch.bincount(channel.reshape(-1), minlength=256)
-        values = torch.arange(256, dtype=torch.float64) / 255
-        shares = [count.double() / count.sum() for count in counts.cpu()]
-        means = [float(share @ values) for share in shares]
-        variances = [float(share @ (values - mean) ** 2) for share, mean in zip(shares, means, strict=True)]
-        return tuple(means), tuple(max(variance**0.5, 1e-6) for variance in variances)
+        return moments_from([sums_of(self.train.sample())])
+
+    def strata(self, bins: int | None = None) -> Strata:
+        """Classes, combinations of labels, or `bins` ranges of the (first) number with equally many examples."""
+        train, test = self.train.labels.cpu(), self.test.labels.cpu()
+        targets: list[Any] = [self.train.targets, self.test.targets]
+        if self.task is REGRESSION:
+            values = [some.cpu().double().reshape(len(some), -1)[:, 0].contiguous() for some in targets]
+            edges = torch.from_numpy(
+                np.quantile(values[0].numpy(), np.linspace(0, 1, (bins or BINS) + 1)[1:-1])
+            ).unique()
+            train, test = (torch.bucketize(some, edges, right=True) for some in values)
+            ends = [f"{edge:g}" for edge in edges.tolist()]
+            between = [f"{low} to {high}" for low, high in itertools.pairwise(ends)]
+            return Strata(train, test, (f"below {ends[0]}", *between, f"from {ends[-1]}"))
+        if self.task is MULTILABEL:
+            rows = torch.cat([some.cpu() > 0 for some in targets])
+            kinds, places = rows.unique(dim=0, return_inverse=True)
+            names = ["+".join(np.array(self.class_names)[kind.numpy()]) or "none" for kind in kinds]
+            return Strata(places[: len(train)], places[len(train) :], tuple(names))
+        if self.dense or self.task is SEVERAL:
+            return Strata(train, test, ("examples",), of_labels=False)
+        return Strata(train, test, self.class_names)
 
     def select(self, train: Tensor | None, test: Tensor | None) -> DataSet:
         """With these rows of its splits; None keeps all."""
@@ -115,7 +181,7 @@ class DataSet:
             train=self.train if train is None else self.train.select(train),
             test=self.test if test is None else self.test.select(test),
             domains=self.domains and self.domains.select(train, test),
-            natural=self.natural and self.natural.select(train, test),
+            groups=self.groups and self.groups.select(train, test),
         )
 
     def wanted(self) -> DataSet:
@@ -132,15 +198,28 @@ class DataSet:
             rows.append(None if keep.all() else keep)
         return self.select(*rows)
 
+    def held_out(self, share: float) -> DataSet:
+        """With this share of the examples as test split, in proportion of classes (or ranges), domains and groups.
+
+        The draw is fixed: it depends neither on the seed nor on the clients.
+        """
+        count = round(share * len(self.train))
+        if not 0 < count < len(self.train):
+            raise DataError(f"data.test is {share:g}, which is {count} of {len(self.train)} examples of {self.name!r}")
+        groups = [each.train for each in (self.domains, self.groups) if each is not None]
+        test = draw(count, [self.strata().train, *groups], "held-out test examples")
+        train = torch.from_numpy(np.setdiff1d(np.arange(len(self.train)), test.numpy()))
+        return self.select(train, test)
+
     def alike(self) -> DataSet:
-        """With images of one shape: greyscale becomes RGB if the other split has colour."""
+        """With inputs of one shape: greyscale becomes RGB if the other split has colour."""
         train, test = self.train.shape, self.test.shape
         if train == test:
             return self
-        if train[1:] != test[1:] or min(train[0], test[0]) > 1:
+        if len(train) != 3 or len(test) != 3 or train[1:] != test[1:] or min(train[0], test[0]) > 1:
+            hint = " (channels, height, width); set data.size to resize them" if len(train) == len(test) == 3 else ""
             raise DataError(
-                f"data.name={self.name!r}: training images are {train}, test images {test} (channels, height, width); "
-                "set data.size to resize them"
+                f"data.name={self.name!r}: training examples have the shape {train}, test examples {test}{hint}"
             )
         channels = max(train[0], test[0])
         return replace(self, train=self.train.coloured(channels), test=self.test.coloured(channels))
@@ -149,20 +228,20 @@ class DataSet:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
 
-# --- fewer examples ------------------------------------------------------------
+# --- fewer examples ----------------------------------------------------------
 
 
 def fewer(dataset: DataSet, examples: int | None, test_examples: int | None) -> DataSet:
-    """The data set with this many training and test examples, in the same proportions of classes and domains.
+    """The data set with this many training and test examples, in the same proportions of classes, domains and groups.
 
     None keeps all.
 
     The draw is fixed: all runs and all seeds have the same examples, and a smaller number has those of a larger one,
     up to rounding in each group.
     """
-    groups = [each for each in (dataset.domains, dataset.natural) if each is not None]
-    train = [dataset.train.labels, *(each.train for each in groups)]
-    test = [dataset.test.labels, *(each.test for each in groups if each.test is not None)]
+    groups, strata = [each for each in (dataset.domains, dataset.groups) if each is not None], dataset.strata()
+    train = [strata.train, *(each.train for each in groups)]
+    test = [strata.test, *(each.test for each in groups if each.test is not None)]
     rows: list[Tensor | None] = []
     for key, count, columns in (("examples", examples, train), ("test_examples", test_examples, test)):
         total = len(columns[0])
@@ -173,16 +252,16 @@ def fewer(dataset: DataSet, examples: int | None, test_examples: int | None) -> 
     return dataset.select(*rows)
 
 
-def draw(count: int, columns: Sequence[Tensor]) -> Tensor:
+def draw(count: int, columns: Sequence[Tensor], purpose: str = "fewer images") -> Tensor:
     """`count` rows, ascending: of each combination of the columns' values its share, by largest remainders."""
     values = np.stack([column.cpu().numpy() for column in columns])
     _, group, sizes = np.unique(values, axis=1, return_inverse=True, return_counts=True)
     group = group.reshape(-1)
     counts, remainders = np.divmod(sizes * count, len(group))
     # Among equal remainders the first groups would always win, which are those of the first classes.
-    tie = np.random.default_rng(seeding.seed_for(0, "fewer images, remainders")).permutation(len(sizes))
+    tie = np.random.default_rng(seeding.seed_for(0, f"{purpose}, remainders")).permutation(len(sizes))
     counts[np.lexsort((tie, -remainders))[: count - counts.sum()]] += 1
-    order = np.random.default_rng(seeding.seed_for(0, "fewer images")).permutation(len(group))
+    order = np.random.default_rng(seeding.seed_for(0, purpose)).permutation(len(group))
     shuffled = group[order]
     kept = [order[shuffled == number][:some] for number, some in enumerate(counts)]
     return torch.from_numpy(np.sort(np.concatenate(kept)))

@@ -29,7 +29,7 @@ from fedbn_flwr.errors import DataError, StorageError
 
 from . import IGNORED, Size
 from .augment import Window, crop_and_resize
-from .images import BatchRequest, Images, Tag
+from .examples import BatchRequest, InMemory, Tag
 
 _MARGIN = 224 / 256  # share of the side that a centre crop keeps, as is usual for ImageNet
 _TRIED = 16  # images of a streamed split that are checked before training
@@ -265,14 +265,23 @@ class Stream:
     """
 
     files: Files
-    labels: Tensor  # int64 [N]: the class of each image, or zeros for segmentation
+    targets: Tensor  # int64 [N]: the class of each image, or zeros for segmentation; or floats, as in memory
     shape: tuple[int, ...] = ()  # channels, height and width, once images were tried
     readers: int = 2
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    def __len__(self) -> int:
+        return len(self.targets)
+
     @property
     def dense(self) -> bool:
         return self.files.masks is not None
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [N]: the class of each image, or zeros if it has not one class."""
+        is_class = not self.targets.is_floating_point()
+        return self.targets if is_class else torch.zeros(len(self), dtype=torch.int64)
 
     def batches(self, plan: Iterable[BatchRequest[Tag]]) -> Iterator[tuple[Tensor, Tensor, Tag]]:
         waiting: deque[tuple[BatchRequest[Tag], list[Future[Example]]]] = deque()
@@ -291,7 +300,7 @@ class Stream:
                     return
                 request, futures = waiting.popleft()
                 images, masks = zip(*(future.result() for future in futures), strict=True)
-                targets = torch.from_numpy(np.stack(masks)).long() if self.dense else self.labels[request.rows]
+                targets = torch.from_numpy(np.stack(masks)).long() if self.dense else self.targets[request.rows]
                 yield self._sent(torch.from_numpy(np.stack(images))), self._sent(targets), request.tag
         finally:  # also if a round ends before the plan
             pool.shutdown(wait=True, cancel_futures=True)
@@ -326,19 +335,23 @@ class Stream:
 
     def sample(self) -> Tensor:
         """Images that are evenly spaced, from which mean and standard deviation are measured."""
-        ((images, _, _),) = self.batches([BatchRequest(spread(len(self.labels), _MEASURED), None)])
+        ((images, _, _),) = self.batches([BatchRequest(spread(len(self), _MEASURED), None)])
         return images
 
     def tried(self) -> Stream:
         """With the shape of some images, which are decoded now to count channels and to find broken files."""
-        rows = spread(len(self.labels), _TRIED).tolist()
+        rows = spread(len(self), _TRIED).tolist()
         with ThreadPoolExecutor(self.readers) as pool:
             images = [pixels for pixels, _ in pool.map(self.files.example, rows)]
         return replace(self, shape=self.files.stacked(images).shape[1:])
 
-    def decoded(self) -> Images:
+    def decoded(self) -> InMemory:
         images, *masks = self.files.decode()
-        return Images(images, *masks or [self.labels])
+        return InMemory(images, *masks or [self.targets])
+
+    def blank(self, number: int) -> Tensor:
+        """Inputs of this form that are zero, to try a model."""
+        return torch.zeros(number, *self.shape)
 
     @property
     def decoded_bytes(self) -> int:
@@ -349,7 +362,7 @@ class Stream:
         return replace(self, shape=(channels, *self.shape[1:]))
 
     def select(self, rows: Tensor) -> Stream:
-        return replace(self, files=self.files.select(rows), labels=self.labels[rows])
+        return replace(self, files=self.files.select(rows), targets=self.targets[rows])
 
     def to(self, device: torch.device) -> Stream:
         return replace(self, device=device)

@@ -1,10 +1,12 @@
-"""Opens data sets: from the Hugging Face hub, Parquet files, or image files in one of these layouts.
+"""Opens data sets: from the Hugging Face hub, a table (CSV, Parquet, NumPy) or several, or image files in one of these
+layouts.
 
     SPLIT/CLASS/*.jpg                                       (ImageNet)
     DOMAIN/CLASS/*.jpg, with or without DOMAIN_SPLIT.txt    (DomainNet, Office-Caltech-10)
     leftImg8bit/SPLIT/CITY/*.png and gtFine/SPLIT/CITY/     (Cityscapes)
 
-All become splits of `datasets` with columns. Image files are listed, not opened.
+All become splits of `datasets` with columns, except those of NumPy, which are mappings of arrays. Image files are
+listed, not opened.
 """
 
 from __future__ import annotations
@@ -13,20 +15,20 @@ import hashlib
 import itertools
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import DataError, did_you_mean
 
 from .catalogue import CATALOGUE, Entry
+from .columns import PICTURES, commit_of
 from .source import PARTS, Source
 
-_PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 _EACH = 5  # of each class of a domain without lists, every fifth image is a test image
 
 Splits = dict[str, Any]  # "train" and "test"
@@ -65,7 +67,7 @@ def _local(source: Source, entry: Entry | None) -> Path | None:
         return named.path_of(name)
     if root:
         base = named.path_of(root)
-        if (base / name).is_dir():
+        if (base / name).exists():
             return base / name
         if entry is not None or not base.is_dir():
             found = ": there is no such folder"
@@ -74,14 +76,16 @@ def _local(source: Source, entry: Entry | None) -> Path | None:
                 found = f" has no folder {name!r}; it contains {', '.join(present[:12]) or 'none'}"
             hub = f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry and entry.hub else ""
             raise DataError(f"{key}={root!r}{found}. Put a copy of the data there, as {name}/" + hub)
-    return named.path_of(name) if entry is None and named.path_of(name).is_dir() else None
+    return named.path_of(name) if entry is None and named.path_of(name).exists() else None
 
 
 def _hub(source: Source, entry: Entry | None) -> Splits:
     name, hub = source.name, source.name if entry is None else entry.hub
     revision, found = source.revision, {}
-    names = source.train or "train", source.test or ("test" if entry is None else entry.test)
-    for part, split in zip(PARTS, names, strict=True):
+    names = [source.train or "train"]
+    if not source.held_out:
+        names.append(str(source.test or ("test" if entry is None else entry.test)))
+    for part, split in zip(PARTS, names, strict=False):
         try:
             found[part] = datasets.load_dataset(hub, split=split, revision=revision)
         except Exception as error:
@@ -96,22 +100,27 @@ def _hub(source: Source, entry: Entry | None) -> Splits:
     return found
 
 
-def commit_of(split: Any) -> str | None:
-    """The commit of the hub's repository that a split is from; None for files of this machine."""
-    for url in getattr(split.info, "download_checksums", None) or ():
-        if found := re.search(r"@([0-9a-f]{40})/", url):
-            return found[1]
-    return None
-
-
 def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, Entry | None]:
-    """Parquet files whose names begin with the split's, here or one level below; or image files in a known layout."""
-    if not folder.is_dir():
+    """A table; tables whose names begin with the split's, here or one level below; or image files in a known layout."""
+    if not folder.exists():
         raise DataError(
-            f"data.name={str(folder)!r}: there is no such folder; give a folder with train*.parquet and "
-            "test*.parquet, a name that `fedbn list datasets` shows, or the name of a data set on the Hugging Face hub"
+            f"data.name={str(folder)!r}: there is no such file or folder; give a table (.csv, .parquet, .npz), a "
+            "folder with train*.parquet and test*.parquet, a name that `fedbn list datasets` shows, or the name of a "
+            "data set on the Hugging Face hub"
         )
-    train, test = source.train or "train", source.test
+    train, test = source.train or "train", None if source.held_out else source.test
+    assert test is None or isinstance(test, str)
+    if folder.is_file():
+        if folder.suffix not in _READERS:
+            raise DataError(
+                f"data.name={str(folder)!r}: expected a file that ends in {', '.join(_READERS)}, or a folder"
+            )
+        if not source.held_out:
+            raise DataError(
+                f"data.name={str(folder)!r} is one file, which has no test split; set data.test: 0.2, which holds out "
+                "this share of its rows, or give a folder with train* and test* files"
+            )
+        return {"train": _table(folder.parent, [folder])}, entry
     if (folder / "leftImg8bit").is_dir():
         rows = {"train": _cityscapes(folder, train), "test": _cityscapes(folder, test or "val")}
         return _tables(rows, "image", "mask", "city"), CATALOGUE["cityscapes"]
@@ -123,13 +132,17 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
         saved = _read(folder, "it", datasets.load_from_disk, str(folder))
     found: Splits = {}
     # Several sets have no public test labels; papers test on their validation split.
-    for part, names in (("train", (train,)), ("test", (test,) if test else ("test", "val"))):
+    wanted = [("train", (train, "") if source.held_out and not source.train else (train,))]
+    if not source.held_out:
+        wanted.append(("test", (test,) if test else ("test", "val")))
+    for part, names in wanted:
         there = (split for name in names if (split := _split(folder, name, saved)) is not None)
         if (split := next(there, None)) is None:
             present = sorted(file.name for file in folder.iterdir())[:8]
             raise DataError(
-                f"data.name={str(folder)!r}: no {names[0]}*.parquet for data.{part}={names[0]!r}; "
+                f"data.name={str(folder)!r}: no {names[0]}*.parquet (or .csv, .npz) for data.{part}={names[0]!r}; "
                 f"the folder contains {', '.join(present) or 'nothing'}. Images work too, as {names[0]}/CLASS/*.png"
+                + ("; without test files, set data.test: 0.2 to hold out a share" if part == "test" else "")
             )
         found[part] = split
     return _tables(found, "image", "label"), entry
@@ -139,8 +152,9 @@ def _split(folder: Path, name: str, saved: Mapping[str, Any] | None) -> Any:
     """A split of `datasets`, or rows of files and their classes; None if the folder has none of this name."""
     if saved is not None:
         return next((saved[key] for key in saved if key.startswith(name)), None)
-    if parquet := sorted(folder.glob(f"{name}*.parquet")) or sorted(folder.glob(f"*/{name}*.parquet")):
-        return _load(folder, "parquet", *parquet)
+    for suffix in _READERS:
+        if files := sorted(folder.glob(f"{name}*{suffix}")) or sorted(folder.glob(f"*/{name}*{suffix}")):
+            return _table(folder, files)
     for pictures in sorted(path for path in folder.glob(f"{name}*") if path.is_dir()):
         if any(pictures.glob("metadata.*")):  # `datasets` reads it; it defines the columns
             return _load(folder, "imagefolder", pictures / "**")
@@ -153,6 +167,36 @@ def _split(folder: Path, name: str, saved: Mapping[str, Any] | None) -> Any:
             f"{pictures.name}/CLASS/*.png"
         )
     return None
+
+
+def _table(folder: Path, files: Sequence[Path]) -> Any:
+    return _READERS[files[0].suffix](folder, files)
+
+
+def _parquet(folder: Path, files: Sequence[Path]) -> Any:
+    return _load(folder, "parquet", *files)
+
+
+def _csv(folder: Path, files: Sequence[Path]) -> Any:
+    """An empty field, NA, NaN or null without quotes is a missing value."""
+    import pyarrow
+    from pyarrow import csv
+
+    missing = csv.ConvertOptions(strings_can_be_null=True, quoted_strings_can_be_null=False)
+    tables = [_read(folder, repr(str(file)), csv.read_csv, file, convert_options=missing) for file in files]
+    return datasets.Dataset(_read(folder, "the tables", pyarrow.concat_tables, tables, promote_options="permissive"))
+
+
+def _npz(folder: Path, files: Sequence[Path]) -> Any:
+    """The arrays of a file by their names."""
+    if len(files) > 1:
+        raise DataError(
+            f"data.name={str(folder)!r} has {len(files)} files {files[0].name}, ...; expected one .npz of a split"
+        )
+    return _read(folder, repr(str(files[0])), lambda file: dict(np.load(file)), files[0])
+
+
+_READERS: dict[str, Callable[[Path, Sequence[Path]], Any]] = {".parquet": _parquet, ".csv": _csv, ".npz": _npz}
 
 
 def _load(folder: Path, kind: str, *files: Path) -> Any:
@@ -200,7 +244,7 @@ def _pictures(folder: str | Path) -> list[str]:
         os.path.join(where, file)
         for where, _, files in os.walk(folder, followlinks=True)
         for file in files
-        if os.path.splitext(file)[1].lower() in _PICTURES
+        if os.path.splitext(file)[1].lower() in PICTURES
     ]
     return sorted(found)
 

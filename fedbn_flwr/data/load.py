@@ -1,6 +1,13 @@
-"""Loads a data set: the embedded digits, an entry of the catalogue, a folder, or a name on the Hugging Face hub.
+"""Loads a data set: the embedded digits, an entry of the catalogue, a file, a folder, a name on the Hugging Face hub,
+or what a callable of the user returns.
 
-Small data sets are decoded into memory, one uint8 tensor per split; large ones stay on disk (see decoding.py).
+A callable returns a mapping with `train` and `test` (`train` is enough if `data.test` is a share), and perhaps
+`classes`, the names of the classes. Splits of `datasets` are read like those of the hub; others are one of these, which
+are kept in memory:
+
+- a pair (inputs, labels), or a mapping of arrays or tensors by name, usually `inputs`, `labels`, `domains`, `groups`;
+  the inputs, or the labels, may be a mapping of arrays themselves
+- a torch `Dataset` of pairs (inputs, label), or of triples with a domain
 """
 
 from __future__ import annotations
@@ -8,36 +15,90 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedbn_flwr import named, seeding
 from fedbn_flwr.errors import DataError, needs
-from fedbn_flwr.named import is_name
 
+from .catalogue import CATALOGUE
+from .columns import ARRAYS, read
 from .dataset import DataSet
-from .returned import in_memory, returned
 from .source import PARTS, Source
+
+KEY = "data.name"
 
 
 def load(source: Source) -> DataSet:
     """The data set that `source` describes."""
-    given: Mapping[str, Any] | None = None
-    if source.revision is not None and (source.name == "digits" or is_name(source.name)):
+    is_own = named.is_name(source.name)
+    if source.name != "digits" and not is_own:
+        with needs("data", f"{KEY}={source.name!r}"):
+            from .folders import open_splits
+        splits, entry = open_splits(source, CATALOGUE.get(source.name))
+        return read(source, splits, entry)
+    if source.revision is not None:
         raise DataError(
             f"data.revision is {source.revision!r}, which is for data sets of the hub, not for {source.name!r}"
         )
-    if source.name == "digits":
-        given = digits()
-    elif is_name(source.name):
-        given = returned(source)
-    if given is not None and isinstance(given["train"], Mapping):
-        return in_memory(source, given)
-    with needs("data", f"data.name={source.name!r}"):
-        from .columns import read_columns
-    return read_columns(source, given)
+    given = _returned(source) if is_own else digits()
+    parts = PARTS[:1] if source.held_out else PARTS
+    if isinstance(given["train"], Mapping):
+        for key in ("train", "test", "fit", "stream"):
+            if (value := getattr(source, key)) not in (None, False, "auto", "stretch", source.held_out):
+                raise DataError(
+                    f"data.{key} is {str(value).lower() if value is True else repr(value)}, which is for files, but "
+                    f"the examples of {source.name!r} are arrays in memory; leave it out"
+                )
+    with needs("data", f"{KEY}={source.name!r}"):
+        return read(source, {part: given[part] for part in parts}, known=given.get("classes") or ())
+
+
+def _returned(source: Source) -> Mapping[str, Any]:
+    """What the callable returns, checked to have both splits. Random draws in it are the same in every process."""
+    name = source.name
+    offered = {} if source.root is None or "root" in source.options else {"root": source.root}
+    parts = PARTS[:1] if source.held_out else PARTS
+    with seeding.all_streams(seeding.seed_for(0, "own data")):
+        found = named.call(KEY, name, **named.accepted(named.load(KEY, name), offered), **source.options)
+        if not isinstance(found, Mapping) or not all(part in found for part in parts):
+            keys = f" with {', '.join(map(repr, found))}" if isinstance(found, Mapping) else ""
+            raise DataError(
+                f"{KEY}={name!r} returned a {type(found).__name__}{keys}; expected a mapping with 'train' and 'test', "
+                "such as a datasets.DatasetDict, or with 'train' alone if data.test is a share"
+            )
+        if all(hasattr(found[part], "features") for part in parts):  # splits of `datasets`
+            return found
+        # Read here, where its draws are seeded.
+        return {**found, **{part: _columns(f"{KEY}={name!r}: {part}", found[part]) for part in parts}}
+
+
+def _columns(where: str, split: Any) -> Mapping[str, Any]:
+    """A split as a mapping of arrays by name."""
+    usual = tuple(ARRAYS.values())
+    if isinstance(split, Mapping):
+        return {key: values for key, values in split.items() if values is not None}
+    if isinstance(split, list | tuple) and len(split) == 2:
+        return dict(zip(usual, split, strict=False))
+    if not (hasattr(split, "__getitem__") and hasattr(split, "__len__")):
+        raise DataError(
+            f"{where} is a {type(split).__name__}; expected a pair (inputs, labels), a mapping of arrays, or a Dataset"
+        )
+    rows = [split[i] for i in range(len(split))]
+    if not rows or not isinstance(rows[0], list | tuple) or len(rows[0]) not in (2, 3):
+        what = f"items of type {type(rows[0]).__name__}" if rows else "no items"
+        raise DataError(f"{where} is a {type(split).__name__} with {what}; expected pairs (inputs, label)")
+    return dict(zip(usual, map(_gathered, zip(*rows, strict=True)), strict=False))
+
+
+def _gathered(values: Sequence[Any]) -> Any:
+    """A list of the values; of mappings, a mapping of lists."""
+    if not isinstance(values[0], Mapping):
+        return list(values)
+    return {key: [value[key] for value in values] for key in values[0]}
 
 
 def digits() -> Mapping[str, Any]:
@@ -47,7 +108,7 @@ def digits() -> Mapping[str, Any]:
     pixels = np.rint(rows[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     is_test = np.arange(len(rows)) % 5 == 4
     parts = {
-        part: {"images": pixels[of], "labels": rows[of, -1]}
+        part: {"inputs": pixels[of], "labels": rows[of, -1]}
         for part, of in zip(PARTS, (~is_test, is_test), strict=True)
     }
     return {**parts, "classes": range(10)}

@@ -10,8 +10,8 @@ from fedbn_flwr import seeding
 from fedbn_flwr.errors import DataError
 
 from .catalogue import CATALOGUE
+from .columns import read
 from .dataset import DataSet
-from .returned import in_memory
 from .source import Source
 
 COUNTS = {"train": 1_000, "test": 200}  # images, if their numbers are not given
@@ -43,7 +43,7 @@ def random_images(source: Source, channels: int | None, examples: int | None, te
             "data.size"
         )
     counts = {"train": examples or COUNTS["train"], "test": test_examples or COUNTS["test"]}
-    made: dict[str, Any] = {"classes": names or range(classes)}
+    made: dict[str, Any] = {}
     for part, count in counts.items():
         # Not torch's generator, which takes twice as long.
         draw = np.random.default_rng(seeding.seed_for(0, f"random images, {part}"))
@@ -53,5 +53,5 @@ def random_images(source: Source, channels: int | None, examples: int | None, te
         if entry is not None and entry.crop is not None:
             labels = draw.integers(0, classes, (count, *size), dtype=np.uint8)
         of_domains = np.array(domains)[rows % len(domains)] if domains else None
-        made[part] = {"images": pixels, "labels": labels, "domains": of_domains}
-    return in_memory(Source(name, domains=domains, memory=source.memory), made)
+        made[part] = {"inputs": pixels, "labels": labels} | ({} if of_domains is None else {"domains": of_domains})
+    return read(Source(name, domains=domains, memory=source.memory), made, known=tuple(names or range(classes)))

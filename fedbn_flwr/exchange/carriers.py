@@ -20,7 +20,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in, pack
 from fedbn_flwr.messages.gate import gate, sent_model
 
-from .codec import Agreement, Contribution, contribution_from_records
+from .codec import Agreement, Contribution, contribution_from_records, numbers_of
 from .round import Answers, Carrier, ExchangesDone
 
 ADDRESS = "FEDBN_EXCHANGE_ADDRESS"  # the variable by which the environment of a ServerApp names an exchange service
@@ -138,10 +138,10 @@ class ByMessages:
         return {reply.metadata.src_node_id for reply in replies if reply.has_content()}
 
     def _messages(self, kind: str, nodes: Sequence[int], step: int, agreement: Agreement | None) -> list[Message]:
-        arrays, batch = sent_model(self._first.content), 0
+        arrays, numbers = sent_model(self._first.content), {}
         if agreement is not None:
-            arrays, batch = pack(agreement.tensors), agreement.batch
-        content = content_like(self._first, arrays, {protocol.COHORT_STEP: step, protocol.COHORT_BATCH: batch})
+            arrays, numbers = pack(agreement.tensors), numbers_of(agreement)
+        content = content_like(self._first, arrays, {protocol.COHORT_STEP: step, **numbers})
         return [Message(content, node, kind) for node in nodes]
 
 

@@ -27,7 +27,8 @@ class Contribution:
 
     kind: str  # "moments" (mean and var together), "mean", "variance" (around the agreed mean), "gradients" (of both)
     tensors: Arrays
-    batch: int  # examples in this client's batch
+    batch: int  # B_i, the examples in this client's batch
+    values: int  # v_i, the values per channel that the tensors are of; of padded series, those at real positions
     remaining: int  # exchanges that follow this one
     examples: float = 0  # in this client's data set: p_i, up to scale
     partition: int | None = None  # the server orders clients by it
@@ -38,13 +39,15 @@ class Agreement:
     """The server's result from all contributions."""
 
     tensors: Arrays
-    batch: int  # examples in the batches of all clients
+    values: int  # per channel, in the batches of all clients
+    per_example: float  # r, their mean number in an example; each client's examples together have its weight
 
 
 def contribution_to_records(contribution: Contribution) -> RecordDict:
     numbers: dict[str, int | float] = {
         protocol.EXCHANGES_LEFT: contribution.remaining,
         protocol.BATCH_EXAMPLES: contribution.batch,
+        protocol.BATCH_VALUES: contribution.values,
         protocol.NUM_EXAMPLES: contribution.examples,
     }
     if contribution.partition is not None:
@@ -64,18 +67,23 @@ def contribution_from_records(content: RecordDict) -> Contribution:
     if {*arrays} != {"arrays"} or len(metrics) != 1 or "config" not in configs:
         raise MessageError("the reply is no contribution to an exchange; serve the client with fedbn_flwr.client_app")
     (numbers,) = metrics.values()
-    batch, remaining, examples = (
-        _number(numbers, key) for key in (protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT, protocol.NUM_EXAMPLES)
-    )
+    keys = protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES, protocol.EXCHANGES_LEFT, protocol.NUM_EXAMPLES
+    batch, values, remaining, examples = (_number(numbers, key) for key in keys)
     kind = str(configs["config"].get(KIND))[:TEXT_LIMIT]
-    return Contribution(kind, unpack(arrays["arrays"]), int(batch), int(remaining), examples, partition_of(content))
+    counts = int(batch), int(values), int(remaining)
+    return Contribution(kind, unpack(arrays["arrays"]), *counts, examples, partition_of(content))
+
+
+def numbers_of(agreement: Agreement) -> dict[str, Any]:
+    """The agreement's numbers, as an entry of a config."""
+    return {protocol.COHORT_VALUES: [float(agreement.values), agreement.per_example]}
 
 
 def agreement_from_records(content: RecordDict) -> Agreement:
-    batch = next(iter(configs_in(content).values()), ConfigRecord()).get(protocol.COHORT_BATCH)
-    if "arrays" not in arrays_in(content) or not isinstance(batch, int):
-        raise MessageError(f"an agreement needs the record 'arrays' and an integer {protocol.COHORT_BATCH!r}")
-    return Agreement(unpack(arrays_in(content)["arrays"]), batch)
+    numbers: Any = next(iter(configs_in(content).values()), ConfigRecord()).get(protocol.COHORT_VALUES)
+    if "arrays" not in arrays_in(content) or not isinstance(numbers, list) or len(numbers) != 2:
+        raise MessageError(f"an agreement needs the record 'arrays' and two numbers {protocol.COHORT_VALUES!r}")
+    return Agreement(unpack(arrays_in(content)["arrays"]), int(numbers[0]), numbers[1])
 
 
 def _number(numbers: MetricRecord, key: str) -> Any:

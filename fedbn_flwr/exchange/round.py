@@ -131,6 +131,10 @@ def problem(contribution: Contribution, remaining: int | None) -> str | None:
     if follow > _MOST_EXCHANGES or (remaining is not None and follow != remaining - 1):
         expected = f"at most {_MOST_EXCHANGES}" if remaining is None else remaining - 1
         return f"it reports that {follow} exchanges follow, expected {expected}"
+    if not (contribution.batch and contribution.values):
+        return (
+            f"its batch has {contribution.batch} examples and {contribution.values} values per channel, expected both"
+        )
     if kind not in _TENSORS:
         return f"it sent {kind!r}, expected one of {', '.join(_TENSORS)}"
     if set(contribution.tensors) != _TENSORS[kind]:

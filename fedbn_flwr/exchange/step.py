@@ -3,11 +3,19 @@
 FedTAN (Wang, Shi, Chang, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", Algorithms 2 and
 3): forward, each batch norm averages its batch mean and variance over the clients; backward, the gradients with
 respect to both. Paper's symbols: y the layer's input, mu and var the global statistics, p_i a client's weight, F_i
-its loss, n its number of values per channel.
+its loss. B_i is the number of examples in its batch, v_i that of values per channel in the layer's input.
+
+The union that the clients represent has each example of client i with the weight p_i / B_i, so each of its values has
+this weight in mu and var. Among all values client i then has the share q_i, and r is the mean of v_i / B_i:
+
+    q_i = p_i v_i / (B_i r)      r = sum_i p_i v_i / B_i      mu = sum_i q_i mu_i
+
+If all clients have examples of one size, r is that size, q_i is p_i, and B_i r is v_i. In padded series, of which
+only the real positions count (norms.masked), it is not: v_i depends on the lengths in the batch.
 
 The model stays unchanged: only during the step, each batch norm has another `forward`. Per layer
 
-    dF/dy = dF_i/dy (direct) + (dF/dvar * 2 (y - mu) + dF/dmu) / n
+    dF/dy = dF_i/dy (direct) + (dF/dvar * 2 (y - mu) + dF/dmu) / (B_i r)
 
 `_CohortNorm` is an autograd function whose backward exchanges: it runs in the thread that called it, on a GPU too, and
 waits there for the other clients.
@@ -36,9 +44,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.errors import MessageError
+from fedbn_flwr.batch import Value, count, each, first
+from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.models.tensors import as_array
-from fedbn_flwr.norms.roles import computes_as_batch_norm
+from fedbn_flwr.norms.masked import at_real_positions
+from fedbn_flwr.norms.roles import batch_norms, computes_as_batch_norm
 
 from .codec import Agreement, Contribution
 
@@ -53,6 +63,8 @@ class _Moments:
     var: Tensor
     gamma: Tensor
     eps: float
+    values: int  # v_i
+    size: float  # B_i r
 
 
 class LayerwiseStep:
@@ -90,9 +102,9 @@ class LayerwiseStep:
         self._batch = 0
 
     def __call__(
-        self, model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Callable[[Tensor, Tensor], Tensor]
+        self, model: nn.Module, inputs: Value, targets: Value, loss_fn: Callable[[Any, Any], Tensor]
     ) -> Tensor:
-        self._batch = len(inputs)
+        self._batch = count(inputs)
         self._left = count_calls(model, inputs) * ((1 if self.fused else 2) + self.backward)
         with replaced_forward(model, self._normalise):
             loss = loss_fn(model(inputs), targets)
@@ -103,22 +115,20 @@ class LayerwiseStep:
             self._exchange_gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.mean))
         return loss.detach()
 
-    def _swap(self, kind: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
-        """Exchange tensors: the cohort's values of them, and the number of examples in all batches."""
+    def _swap(self, kind: str, tensors: dict[str, Tensor], values: int) -> tuple[dict[str, Tensor], Agreement]:
+        """Exchange tensors: the cohort's values of them, and the agreement."""
         self._left -= 1
         own = {key: as_array(value) for key, value in tensors.items()}
         agreed = self.exchange(
-            Contribution(kind, own, self._batch, self._left, examples=self.examples, partition=self.partition)
+            Contribution(kind, own, self._batch, values, self._left, examples=self.examples, partition=self.partition)
         )
         # A copy: PyTorch accepts no read-only array.
-        return {
-            k: torch.from_numpy(np.array(agreed.tensors[k])).to(value) for k, value in tensors.items()
-        }, agreed.batch
+        return {k: torch.from_numpy(np.array(agreed.tensors[k])).to(value) for k, value in tensors.items()}, agreed
 
     def _normalise(self, layer: _BatchNorm, y: Tensor) -> Tensor:
         """Batch norm's forward, over the cohort: y [N, C, ...]."""
         layer._check_input_dim(y)
-        dims = [d for d in range(y.ndim) if d != 1]
+        dims, own = [d for d in range(y.ndim) if d != 1], y.numel() // y.shape[1]
         values = y.detach()
         if self.fused:
             if y.device.type == "cpu":
@@ -126,17 +136,17 @@ class LayerwiseStep:
                 var = _variance(values, mean, dims)
             else:
                 mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
-            agreed, batch = self._swap("moments", {"mean": mean, "var": var})
+            agreed, cohort = self._swap("moments", {"mean": mean, "var": var}, own)
             mean, var = agreed["mean"], agreed["var"]
         else:
-            mean = self._swap("mean", {"mean": values.mean(dims)})[0]["mean"]
-            agreed, batch = self._swap("variance", {"var": _variance(values, mean, dims)})
+            mean = self._swap("mean", {"mean": values.mean(dims)}, own)[0]["mean"]
+            agreed, cohort = self._swap("variance", {"var": _variance(values, mean, dims)}, own)
             var = agreed["var"]
         # Running variances are unbiased over the values of all clients, as they would be over the union.
-        _update_running(layer, mean, var, count=batch * (y.numel() // (y.shape[0] * y.shape[1])))
+        _update_running(layer, mean, var, count=cohort.values)
         gamma = torch.ones_like(mean) if layer.weight is None else layer.weight
         beta = torch.zeros_like(mean) if layer.bias is None else layer.bias
-        moments = _Moments(mean, var, gamma.detach(), layer.eps)
+        moments = _Moments(mean, var, gamma.detach(), layer.eps, own, self._batch * cohort.per_example)
         self._open.append(moments)
         # Inputs need no gradient, but backward must reach this function.
         start = y if y.requires_grad else values.requires_grad_()
@@ -150,7 +160,7 @@ class LayerwiseStep:
         d_mean = -moments.gamma * inverse * d_beta
         d_var = -0.5 * moments.gamma * inverse.square() * d_gamma
         if self.backward:
-            agreed, _ = self._swap("gradients", {"mean": d_mean, "var": d_var})
+            agreed, _ = self._swap("gradients", {"mean": d_mean, "var": d_var}, moments.values)
             d_mean, d_var = agreed["mean"], agreed["var"]
         return d_mean, d_var
 
@@ -173,11 +183,10 @@ class _CohortNorm(torch.autograd.Function):
             d_out, y, moments.gamma, mean, var, None, None, False, eps, [False, True, True]
         )
         d_mean, d_var = ctx.step._exchange_gradients(moments, d_gamma, d_beta)
-        n = y.numel() // y.shape[1]
         # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is
         # called directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
-        slope = d_var * (2 / n)
-        shift = d_mean / n - slope * mean
+        slope = d_var * (2 / moments.size)
+        shift = d_mean / moments.size - slope * mean
         zeros, ones = torch.zeros_like(mean), torch.ones_like(var)
         d_y = torch.batch_norm(y, slope, shift, zeros, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
         scale = moments.gamma * torch.rsqrt(var + eps)
@@ -205,50 +214,57 @@ def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) ->
     layer.running_var.lerp_(var * (count / max(count - 1, 1)), share)
 
 
+def exchanged_layers(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The batch norms that train, by name; SettingsError names a layer whose arithmetic an exchange cannot replace.
+
+    Frozen ones (in eval mode) stay as they are.
+    """
+    what = "batch norm over the clients' batches"
+    layers = {name: layer for name, layer in batch_norms(model, what).items() if layer.training}
+    for name, layer in layers.items():
+        if not computes_as_batch_norm(layer):
+            raise SettingsError(
+                f"{what} replaces plain batch norm, but {name!r} is a {type(layer).__name__}, whose own arithmetic "
+                "would be lost; use a model with plain batch norm (model.norm: bn), or another strategy"
+            )
+    return layers
+
+
 @contextmanager
 def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], Tensor]) -> Iterator[None]:
-    """Inside, batch norms that train call `forward(layer, input)`; frozen ones (in eval mode) are not changed."""
-    layers = []
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
-            if not computes_as_batch_norm(module):
-                raise MessageError(
-                    f"batch norm over the clients' batches replaces plain batch norm, but {name!r} is a "
-                    f"{type(module).__name__}, whose own arithmetic would be lost; use a model with plain batch norm"
-                )
-            layers.append(module)
+    """Inside, batch norms that train call `forward(layer, values)`, of padded series with those at real positions."""
+    layers = exchanged_layers(model).values()
     try:
         for layer in layers:
             # On the instance, so that the class, the state dict and other models do not change.
-            layer.forward = functools.partial(forward, layer)  # type: ignore[method-assign]
+            layer.forward = functools.partial(at_real_positions, functools.partial(forward, layer))  # type: ignore[method-assign]
         yield
     finally:
         for layer in layers:
             layer.__dict__.pop("forward", None)
 
 
-def count_calls(model: nn.Module, inputs: Tensor) -> int:
+def count_calls(model: nn.Module, inputs: Value) -> int:
     """The number of calls of training batch norms in a forward pass; the model remembers its last count."""
-    training = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
-    case = (inputs.shape[1:], training)
+    case = each(lambda tensor: tensor.shape[1:], inputs), [*exchanged_layers(model)]
     if (counted := getattr(model, "_batch_norm_calls", None)) is None or counted[0] != case:
         counted = model._batch_norm_calls = case, _count(model, inputs)  # type: ignore[assignment]
     return int(counted[1])
 
 
 @torch.no_grad()
-def _count(model: nn.Module, inputs: Tensor) -> int:
+def _count(model: nn.Module, inputs: Value) -> int:
     """Counts the calls with two examples; changes nothing."""
-    calls = 0
+    calls, device = 0, first(inputs).device
 
-    def count(layer: _BatchNorm, y: Tensor) -> Tensor:
+    def counted(layer: _BatchNorm, y: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         return y
 
-    devices = [inputs.device] if inputs.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), replaced_forward(model, count):
-        model(inputs[:2])
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), replaced_forward(model, counted):
+        model(each(lambda tensor: tensor[:2], inputs))
     return calls
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from fedbn_flwr.errors import SettingsError, UserError
 from fedbn_flwr.results.folder import default_out
+from fedbn_flwr.results.folder.files import check_types
 from fedbn_flwr.results.result import Result, Results
 
 from .data import forget_data
@@ -220,21 +221,13 @@ def _carry_out(
 
 
 def _check_node_config(given: Any, clients: int) -> None:
-    if not isinstance(given, Mapping | Sequence) or isinstance(given, str | bytes):
-        raise SettingsError(f"node_config is {given!r}; expected a dict, or a list with one for each client")
-    if isinstance(given, Sequence) and len(given) != clients:
-        raise SettingsError(f"node_config has {len(given)} entries, but there are {clients} clients")
-    nodes = (
-        {"node_config": given} if isinstance(given, Mapping) else {f"node_config[{i}]": n for i, n in enumerate(given)}
-    )
-    for where, node in nodes.items():
-        if not isinstance(node, Mapping):
-            raise SettingsError(f"{where} is {node!r}; expected a dict")
-        for key, value in node.items():
-            if not isinstance(key, str):
-                raise SettingsError(f"{where} has the key {key!r}; expected a text")
-            if not isinstance(value, str | int | float):
-                raise SettingsError(f"{where}[{key!r}] is {value!r}; expected a text, a number, True or False")
+    nodes = list(given) if isinstance(given, list | tuple) else [given]
+    try:
+        check_types({"node_config": nodes}, {"node_config": list[dict[str, str | int | float | bool]]})
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    if not isinstance(given, Mapping) and len(nodes) != clients:
+        raise SettingsError(f"node_config has {len(nodes)} entries, but there are {clients} clients")
 
 
 @contextmanager

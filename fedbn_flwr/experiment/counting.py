@@ -35,18 +35,17 @@ def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
 
 def counts_of(run: Settings, dataset: DataSet, partition: Sequence[Tensor]) -> PartitionCounts:
     """The numbers of examples of a run's clients, which have these rows of the data set."""
-    data, labels = run.data, dataset.train.labels.cpu()
+    data, strata = run.data, dataset.strata(run.data.partition.bins)
     parts = [part.cpu() for part in partition]
     # A segmentation example has many classes: only the examples are counted.
-    classes = ("examples",) if dataset.dense else dataset.class_names
-    counts = [torch.bincount(labels[part], minlength=len(classes)).tolist() for part in parts]
+    counts = [torch.bincount(strata.train[part], minlength=len(strata.names)).tolist() for part in parts]
     options = {key: value for key, value in data.partition.model_dump().items() if value is not None}
     words = [options.pop("kind"), *(f"{key}={value}" for key, value in options.items())]
     title = f"{data.name}: {', '.join(words)}, clients={run.clients}, seed={run.seed}"
-    return PartitionCounts(title, classes, tuple(map(tuple, counts)), _names_of(data, dataset, parts))
+    return PartitionCounts(title, strata.names, tuple(map(tuple, counts)), _names_of(data, dataset, parts))
 
 
 def _names_of(data: settings.Data, dataset: DataSet, parts: Sequence[Tensor]) -> tuple[str, ...]:
     """The clients' names in a partition by domain or column: the group that their examples belong to."""
-    groups = {"domain": dataset.domains, "natural": dataset.natural}.get(data.partition.kind)
+    groups = {"domain": dataset.domains, "natural": dataset.groups}.get(data.partition.kind)
     return () if groups is None else tuple(groups.names[int(groups.train[int(part[0])])] for part in parts)

@@ -16,15 +16,16 @@ from fedbn_flwr import named
 from fedbn_flwr.data.batches import ClientBatches, Normalise
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.custom import own_augmentation, own_normalisation
-from fedbn_flwr.data.dataset import DataSet, fewer
-from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.dataset import DataSet, Form, fewer
+from fedbn_flwr.data.examples import MASK, InMemory, Values, main
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import hold_out, partition, share_test
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.data.random_images import random_images
 from fedbn_flwr.data.source import Source
-from fedbn_flwr.errors import DataError, SettingsError
+from fedbn_flwr.errors import DataError, SettingsError, did_you_mean
 from fedbn_flwr.results.folder.summary import SPREAD
+from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, TASKS, Task
 
 from . import settings
 from .settings import AUGMENTATIONS, Part, Settings
@@ -74,7 +75,7 @@ class LoadedData:
 def loaded_data(data: settings.Data, device: str) -> LoadedData | None:
     """The data set to pass on to other processes; None if its examples are read from the disk when they are needed."""
     dataset = load_data(data, device)
-    return LoadedData(_plain(data), device, dataset) if isinstance(dataset.train, Images) else None
+    return LoadedData(_plain(data), device, dataset) if isinstance(dataset.train, InMemory) else None
 
 
 _received: dict[tuple[settings.Data, str], DataSet] = {}
@@ -90,31 +91,44 @@ def _plain(data: settings.Data) -> settings.Data:
 
     These share one copy of the examples.
     """
-    split = data.partition
-    kept = split if split.kind == "natural" else KINDS["iid"].options()
-    return data.model_copy(update={"partition": kept, **PLAIN})
+    return data.model_copy(update={"partition": KINDS["iid"].options(), **PLAIN})
 
 
 def _loaded(data: settings.Data, device: str) -> DataSet:
     if data.random:
-        dataset = random_images(_source(data), data.channels, data.examples, data.test_examples)
+        dataset = random_images(source_of(data), data.channels, data.examples, data.test_examples)
     else:
-        dataset = fewer(load(_source(data)), data.examples, data.test_examples)
+        dataset = fewer(load(source_of(data)), data.examples, data.test_examples)
     if data.class_names and dataset.class_names != data.class_names and not data.random:
         raise SettingsError(
             f"data.class_names is {list(data.class_names)}, but {data.name!r} has {list(dataset.class_names)}"
         )
-    for key, count in (("classes", dataset.classes), ("channels", dataset.channels)):
-        if (expected := getattr(data, key)) is not None and expected != count:
+    for key in ("classes", "channels"):
+        if (expected := getattr(data, key)) is not None and expected != (count := getattr(dataset, key)):
             raise SettingsError(f"data.{key} is {expected}, but {data.name!r} has {count} {key}")
+    _check_ranges(data, dataset)
     rows_by_domain(dataset)  # checks the names
     return dataset.to(torch.device(device))
 
 
-def _source(data: settings.Data) -> Source:
+def _check_ranges(data: settings.Data, dataset: DataSet) -> None:
+    """Refuse values outside of `data.ranges`, by their number: a site's error is sent to the server."""
+    for column, (low, high) in data.ranges:
+        if column not in dataset.input_names:
+            raise SettingsError(f"data.ranges has {column!r}; {did_you_mean(column, dataset.input_names)}")
+        place = dataset.input_names.index(column)
+        for part, split in (("training", dataset.train), ("test", dataset.test)):
+            values = main(split.sample())[:, place]
+            if outside := int(((values < low) | (values > high)).sum()):
+                raise DataError(
+                    f"{data.name!r}: {outside} of {len(values)} {part} examples have a value of {column!r} outside of "
+                    f"data.ranges, {low:g} to {high:g}"
+                )
+
+
+def source_of(data: settings.Data) -> Source:
     values = {each.name: getattr(data, each.name) for each in fields(Source) if each.name in settings.Data.model_fields}
-    column = getattr(data.partition, "column", None)
-    return Source(**{**values, "options": data.options.model_extra or {}, "column": column})
+    return Source(**{**values, "categories": dict(data.categories), "options": data.options.model_extra or {}})
 
 
 def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
@@ -132,24 +146,32 @@ def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[
 def _partition(_: str, data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
     dataset = load_data(data, device)
     options = data.partition.model_dump()
-    kind = options.pop("kind")
-    if dataset.dense and kind in KINDS and KINDS[kind].by_class:
+    kind, strata = options.pop("kind"), dataset.strata(options.pop("bins"))
+    if not strata.of_labels and kind in KINDS and KINDS[kind].by_class:
         raise SettingsError(
-            f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} is segmentation data; "
-            "use iid, domain or natural"
+            f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} has labels per pixel "
+            "or of several kinds; use iid, domain or natural"
         )
-    groups = dataset.natural if kind == "natural" else dataset.domains
-    return partition(dataset.train.labels.cpu(), dataset.classes, clients, seed, kind, groups=groups, **options)
+    if kind == "natural" and dataset.groups is None:
+        raise SettingsError(
+            "data.partition.kind is 'natural', which needs data.group, the column whose values are the clients; the "
+            f"columns of {data.name!r} are {', '.join(dataset.columns)}"
+        )
+    groups = dataset.groups if kind == "natural" else dataset.domains
+    return partition(strata.train, len(strata.names), clients, seed, kind, groups=groups, **options)
 
 
 @functools.lru_cache(maxsize=8)
 def _own_test(_: str, data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
     dataset = load_data(data, device)
     parts = partition_of(data, clients, seed, device)
-    train, test = dataset.train.labels.cpu(), dataset.test.labels.cpu()
-    if (domains := dataset.domains) is not None and domains.test is not None:
-        # The classes of each domain are split separately: a client is tested on the domains that it trains on.
-        train, test = train + dataset.classes * domains.train, test + dataset.classes * domains.test
+    strata = dataset.strata(data.partition.bins)
+    train, test, groups = strata.train, strata.test, dataset.domains
+    if data.partition.kind == "natural" and dataset.groups is not None and dataset.groups.in_both:
+        groups = dataset.groups
+    if groups is not None and groups.test is not None:
+        # The classes of each group are split separately: a client is tested on the groups that it trains on.
+        train, test = train + len(strata.names) * groups.train, test + len(strata.names) * groups.test
     return share_test(parts, train, test, seed)
 
 
@@ -192,7 +214,7 @@ def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
 
 
 def normalisation_of(run: Settings, dataset: DataSet | Shape) -> Normalise:
-    """Mean and standard deviation per channel for normalising examples, or the user's function.
+    """Mean and standard deviation per feature or channel for normalising examples, or the user's function.
 
     Without the data, the mean and deviation of `data.normalise: moments` are unknown.
     """
@@ -245,42 +267,72 @@ def try_data(run: Settings, dataset: DataSet, indices: Tensor) -> None:
         return
     batches = client_batches(run, dataset, indices[:2], client=0, batch_size=2)
     (first, _), (second, _) = (next(iter(batches.epoch(1, 0))) for _ in range(2))
-    if not first.equal(second):
+    if any(not a.equal(b) for a, b in zip(_tensors(first), _tensors(second), strict=True)):
         raise SettingsError(
             f"{' and '.join(own)} returned different examples for the same batch, so a resumed run would differ; draw "
             "from the argument `generator`, which an augmentation receives if its signature names it"
         )
 
 
+def _tensors(value: Values) -> list[Tensor]:
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
 @dataclass(frozen=True)
-class Shape:
-    """The properties of examples that a model depends on; a DataSet has them too."""
+class Shape(Form):
+    """The properties of examples that a model depends on, without the examples."""
 
     classes: int
-    channels: int
-    size: tuple[int, int]
-    dense: bool  # segmentation: labels are per pixel
+    shape: tuple[int, ...]
+    task: Task
+    tokens: int | None = None
+    is_padded: bool = False  # inputs of several lengths, with a mask
+
+    def blank(self, number: int) -> Values:
+        zeros = torch.zeros(number, *self.shape, dtype=torch.float32 if self.tokens is None else torch.int64)
+        mask = torch.ones(number, self.shape[-1], dtype=torch.bool)
+        return {"inputs": zeros, MASK: mask} if self.is_padded else zeros
 
 
 def shape_without_data(run: Settings) -> Shape:
     """The shape given in the settings, for a server without data."""
     data = run.data
-    missing = [f"data.{key}" for key in ("classes", "channels", "size") if getattr(data, key) is None]
-    if missing:
+    task = TASKS[data.task] if data.task else SEGMENTATION if data.crop is not None else CLASSIFICATION
+    classes = data.classes or (len(data.label) if task in (REGRESSION, MULTILABEL) else None)
+    shape = data.shape
+    if not shape and data.channels is not None and data.size is not None:
+        shape = (data.channels, *((data.size, data.size) if isinstance(data.size, int) else data.size))
+    if not shape and data.channels is None and data.tokens is None and data.inputs:
+        shape = (sum(len(dict(data.categories).get(column, "1")) for column in data.inputs),)
+    if classes is None or not shape:
+        missing = [key for key, value in (("data.classes", classes), ("data.shape", shape)) if not value]
         raise SettingsError(
-            f"evaluate.server is false, so the server reads no data, and {', '.join(missing)} must be given, for "
-            "instance data: {classes: 10, channels: 3, size: 32}"
+            f"evaluate.server is false, so the server reads no data, and {' and '.join(missing)} must be given, for "
+            "instance data: {classes: 10, channels: 3, size: 32} for images, data: {classes: 2, inputs: [age, weight]} "
+            "for a table, data: {classes: 6, shape: [9, 128]} for series of 9 channels"
         )
-    assert data.classes is not None
-    assert data.channels is not None
-    assert data.size is not None
-    size = (data.size, data.size) if isinstance(data.size, int) else data.size
-    return Shape(data.classes, data.channels, size, dense=data.crop is not None)
+    is_padded = shape[-1] is None
+    return Shape(classes, tuple(_ANY_LENGTH if side is None else side for side in shape), task, data.tokens, is_padded)
+
+
+_ANY_LENGTH = 32  # in place of a length that is not known, to try a model
 
 
 def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
-    """Check that crops and augmentations suit the labels, which are per example or per pixel."""
-    name, cut = run.data.name, run.data.crop
+    """Check that crops and augmentations suit the inputs, and the labels, which are per example or per pixel."""
+    name, data, cut = run.data.name, run.data, run.data.crop
+    drawn = [kind for kind in data.augment or () if kind in AUGMENTATIONS]
+    if not dataset.is_image:
+        for key, value in (("augment", drawn), ("size", data.size), ("crop", cut), ("channels", data.channels)):
+            if value:
+                raise SettingsError(
+                    f"data.{key} is {value!r}, which is for images, but {name!r} has inputs of shape "
+                    f"{list(dataset.shape)}; leave it out"
+                )
+    if data.missing and data.normalise != "moments":
+        raise SettingsError(
+            f"data.missing is 'mean', which needs data.normalise: moments, but it is {data.normalise!r}"
+        )
     if not dataset.dense:
         if cut is not None:
             raise SettingsError(
@@ -288,7 +340,7 @@ def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
                 "(data.augment has crops for classification: crop, resized_crop)"
             )
         return
-    if moved := [kind for kind in run.data.augment or () if kind in AUGMENTATIONS and kind != "flip"]:
+    if moved := [kind for kind in drawn if kind != "flip"]:
         raise SettingsError(
             f"data.augment has {moved[0]!r}, but {name!r} is segmentation data, and it would not transform the masks; "
             "use flip, and data.crop"

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import named, seeding
+from fedbn_flwr.batch import each
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.examples import Values, main
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
+from fedbn_flwr.tasks import SEVERAL
 
 from .data import Shape
+from .objective import targets_like
 from .sections import Engine
 from .settings import Settings, name_in
 
@@ -37,9 +41,12 @@ def check_gpus(engine: Engine, device: torch.device) -> None:
 
 def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
     """The run's model, with initial weights drawn from its seed."""
-    classes = run.model.classes or dataset.classes
-    if classes != dataset.classes:
-        raise SettingsError(f"model.classes is {classes}, but {run.data.name!r} has {dataset.classes} classes")
+    outputs = run.model.classes or dataset.outputs
+    if outputs != dataset.outputs:
+        raise SettingsError(
+            f"model.classes is {outputs}, but {run.data.name!r} has {dataset.classes} classes, for which the model "
+            f"needs {dataset.outputs} outputs"
+        )
     with seeding.streams(seeding.seed_for(run.seed, "initial model"), torch.device("cpu")):
         return build_model(**model_arguments(run, dataset), weights=run.model.weights)
 
@@ -48,10 +55,12 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
     """The arguments with which `build_model` builds the run's model."""
     return {
         "name": run.model.name,
-        "num_classes": dataset.classes,
+        "num_classes": dataset.outputs,
         "norm": run.model.norm,
         "in_channels": dataset.channels,
-        "image_size": run.model.image_size or dataset.size,
+        "image_size": run.model.image_size or (dataset.size if dataset.is_image else None),
+        "input_shape": None if run.model.image_size else dataset.shape,
+        "num_tokens": dataset.tokens,
         "stem": run.model.stem,
         "groups": run.model.groups,  # each norm uses the options that it has
         "branch_scale": run.model.branch_scale,
@@ -71,58 +80,59 @@ def try_model(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SettingsError(f"model.name={run.model.name!r} has no parameter with requires_grad; expected one to train")
     model.eval()
-    sizes = [dataset.size]
+    # Two, because static batch norm cannot compute the variance of one value.
+    tried = [each(lambda part: part.to(device), dataset.blank(2))]
     if run.data.crop is not None:
-        sizes.insert(0, (run.data.crop, run.data.crop))
-    for size in dict.fromkeys(sizes):
-        _try_examples(run, model, dataset, size, device)
+        tried.insert(0, tried[0].new_zeros(2, dataset.channels, run.data.crop, run.data.crop))
+    for inputs in tried:
+        _try_examples(run, model, dataset, inputs)
     try:
         copied = copy.deepcopy(model).train()
     except Exception:  # a module of the user; clients try it
         return
     with seeding.all_streams(0, device):  # dropout draws
-        _try_examples(run, copied, dataset, sizes[0], device, loss)
+        _try_examples(run, copied, dataset, tried[0], loss)
 
 
 def _try_examples(
     run: Settings,
     model: nn.Module,
     dataset: DataSet | Shape,
-    size: tuple[int, int],
-    device: torch.device,
+    inputs: Values,
     loss: Loss | None = None,
 ) -> None:
-    height, width = size
+    size = main(inputs).shape[2:]
     mode = " in training mode" if model.training else ""
     try:
         with torch.no_grad():
-            # Two, because static batch norm cannot compute the variance of one value.
-            logits = model(torch.zeros(2, dataset.channels, height, width, device=device))
+            logits = model(inputs)
     except Exception as error:  # the network may be the user's
         reason = " ".join(str(error).split())[:200]
         if not isinstance(error, RuntimeError | ValueError):
             reason = f"{type(error).__name__}: {reason}"
         raise SettingsError(
-            f"model.name={run.model.name!r} does not take the {dataset.channels}x{height}x{width} examples of "
+            f"model.name={run.model.name!r} does not take the {_described(inputs)} examples of "
             f"{run.data.name!r}{mode}: {reason}"
         ) from None
-    expected = [2, dataset.classes, *((height, width) if dataset.dense else ())]
-    of_pixels = isinstance(logits, Tensor) and logits.ndim == 4
-    if isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) == expected and of_pixels == dataset.dense:
+    expected = [2, dataset.outputs, *(size if dataset.dense else ())]
+    of_pixels = isinstance(logits, Tensor) and logits.ndim > 2
+    # A model with one output may leave out its dimension.
+    forms = (expected, [2]) if dataset.outputs == 1 and not dataset.dense else (expected,)
+    is_right = isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) in forms
+    if dataset.task is SEVERAL or (is_right and of_pixels == dataset.dense):
         return
     found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if loss is not None:
-        labels = torch.zeros(2, *expected[2:], dtype=torch.int64, device=device)
-        labels[1] = 1  # some losses need two classes
+        targets = targets_like(dataset.task, dataset.classes, 2, expected[2:]).to(main(inputs).device)
         try:
-            value: Any = loss(logits, labels)
+            value: Any = loss(logits, targets)
             problem = None if isinstance(value, Tensor) and value.ndim == 0 else "it did not return a scalar tensor"
         except Exception as error:  # the user's
             problem = f"{type(error).__name__}: {error}"
         if problem:
             raise SettingsError(
                 f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples, which "
-                f"train.loss={name_in(run.train.loss)!r} does not take: {problem}"
+                f"train.loss={name_in(run.train.loss or '')!r} does not take: {problem}"
             )
         return
     if of_pixels and not dataset.dense:
@@ -137,6 +147,15 @@ def _try_examples(
         )
     other = ", or a train.loss of your own that takes what the model returns" if model.training else ""
     raise SettingsError(
-        f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples; expected logits of shape "
-        f"{expected}, as {run.data.name!r} has {dataset.classes} classes{other}"
+        f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples; expected shape {expected}, as "
+        f"{run.data.name!r} has {dataset.classes} {_COUNTED[dataset.task.form]}{other}"
     )
+
+
+_COUNTED = {"classes": "classes", "labels": "labels", "numbers": "numbers to predict", "": "targets"}
+
+
+def _described(inputs: Values) -> str:
+    if isinstance(inputs, dict):
+        return ", ".join(f"{key}: {_described(part)}" for key, part in inputs.items())
+    return "x".join(map(str, inputs.shape[1:]))

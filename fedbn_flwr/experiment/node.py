@@ -18,12 +18,13 @@ from fedbn_flwr import named
 from fedbn_flwr.client.client import BNClient, is_known
 from fedbn_flwr.client.metrics import Metric
 from fedbn_flwr.client.model_tensors import ModelTensors
-from fedbn_flwr.client.training import Loss, cross_entropy
+from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.examples import Values
+from fedbn_flwr.data.moments import Sums, sums_of
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.data.partition.kinds import KINDS
-from fedbn_flwr.data.sums import Sums, sums_of
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.named import is_name
@@ -37,10 +38,11 @@ from .data import (
     own_test,
     partition_of,
     rows_by_domain,
+    shape_without_data,
 )
 from .file.layers import from_run_config
 from .model import choose_device, make_model
-from .objective import learning_rate, loss_of, metrics_of, own_loss
+from .objective import learning_rate, loss_of, metrics_of, plain_loss
 from .settings import Experiment, Settings
 
 NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch")
@@ -114,9 +116,15 @@ class ClientParts:
     @functools.cached_property
     def part(self) -> tuple[Tensor, Tensor]:
         """The indices of the training examples, and of the test examples that are the client's own."""
+        task = self.dataset.task
+        if not self.run.evaluate.server and task is not (expected := shape_without_data(self.run).task):
+            raise SettingsError(
+                f"{self.run.data.name!r} has labels for {task.name} ({task.targets}), but the experiment has "
+                f"{expected.name}; correct the labels, or set data.task"
+            )
         if self.has_own_data:
             check_labels(self.run, self.dataset)
-            return torch.arange(len(self.dataset.train.labels)), torch.arange(len(self.dataset.test.labels))
+            return torch.arange(len(self.dataset.train)), torch.arange(len(self.dataset.test))
         place = self.run.data, self.run.clients, self.run.seed, str(self.device)
         return partition_of(*place)[self.number], own_test(*place)[self.number]
 
@@ -129,7 +137,8 @@ class ClientParts:
     @functools.cached_property
     def losses(self) -> tuple[Loss, Loss]:
         """Of training and of evaluation."""
-        return loss_of(self.run, self.dataset, self.split[0]), own_loss(self.run) or cross_entropy
+        dataset = self.dataset
+        return loss_of(self.run, dataset, self.split[0]), plain_loss(self.run, dataset.task)
 
     @functools.cached_property
     def metrics(self) -> Sequence[Metric]:
@@ -163,6 +172,7 @@ class ClientParts:
             keep_momentum=train.keep_momentum,
             clip=train.clip,
             loss=self.losses[0],
+            task=self.dataset.task,
             eval_loss=self.losses[1],
             metrics=self.metrics,
             channels_last=train.channels_last,
@@ -212,7 +222,7 @@ def min_batch_of(node: Mapping[str, Any]) -> int:
     return least
 
 
-def _not_agreed(inputs: Tensor) -> NoReturn:
+def _not_agreed(inputs: Values) -> NoReturn:
     raise MessageError(
         f"data.normalise is 'moments', and the message has no {protocol.MEANS!r}, on which the sites agree before the "
         "first round; install the same version of fedbn-flwr on server and clients"
@@ -262,7 +272,7 @@ def number_of(context: Context, clients: int) -> int:
 def _model_of(run: Settings, dataset: DataSet, device: torch.device) -> tuple[ModelPool, ModelTensors]:
     """A model with the initial values of the run, and the pool that it belongs to."""
     last = run.train.channels_last
-    pool = _pool((run.model, run.seed, last, dataset.channels, dataset.size, dataset.classes), str(device))
+    pool = _pool((run.model, run.seed, last, dataset.shape, dataset.tokens, dataset.outputs), str(device))
     if (tensors := pool.take()) is not None:
         return pool, tensors
 

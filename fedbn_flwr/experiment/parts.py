@@ -16,6 +16,7 @@ from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.strategies import Rule
+from fedbn_flwr.tasks import Task
 
 from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data, validation_rows
 from .model import check_gpus, choose_device, make_model, model_arguments
@@ -68,8 +69,12 @@ class Parts:
 
     @cached_property
     def loss(self) -> Loss | None:
-        """The loss of the user, or None for cross entropy."""
+        """The loss of the user, or None for one by name."""
         return own_loss(self.run)
+
+    @property
+    def task(self) -> Task:
+        return self.shape.task
 
     @cached_property
     def metrics(self) -> Sequence[Metric]:

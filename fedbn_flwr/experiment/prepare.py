@@ -12,24 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.client.metrics import Measurement, Metric, name_of
+from fedbn_flwr.client.metrics import Measurement, Metric, check_metrics, name_of
 from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.client.optimizers import check_optimizer, decay_of
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.exchange.step import exchanged_layers
+from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.messages.protocol import METRICS
-from fedbn_flwr.norms.roles import computes_as_batch_norm, norm_layers
+from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
-from fedbn_flwr.strategies import FLOWER, Rule, as_rule, build_strategy
+from fedbn_flwr.strategies import Rule, as_rule
+from fedbn_flwr.tasks import Task
 
 from . import trackers
 from .data import check_labels, partition_of, try_data
 from .faults import Faults
 from .flower_mods import check_mods
 from .model import try_model
-from .objective import learning_rate
+from .objective import check_loss, learning_rate, plain_loss, targets_like
 from .parts import Parts
 from .sections import refuse
 from .settings import Experiment, Settings, name_in, strategy_name
@@ -122,15 +124,15 @@ def make_rule(run: Settings) -> Rule:
         client_learning_rate=run.train.lr,  # of QFedAvg
     )
     rule = as_rule(strategy)
-    name, options, traits = strategy_name(run.strategy), run.evaluate, rule.traits
+    name, options, traits, hides = strategy_name(run.strategy), run.evaluate, rule.traits, rule.lacks.get("inside")
     refuse(
         {
             f"evaluate.clients is false, but {name} trains no global model, and only clients can be evaluated; leave "
             "evaluate.clients out": options.clients is False and not traits.has_global_model,
             f"evaluate.unseen is {options.unseen}, but {name} trains no global model that a new client could use; "
             "leave evaluate.unseen out": options.unseen > 0 and not traits.has_global_model,
-            f"evaluate.dynamics is true and reads the statistics of single clients, which {name} {traits.hides}; leave "
-            "evaluate.dynamics out": options.dynamics and traits.hides is not None,
+            f"evaluate.dynamics is true and reads the statistics of single clients, but {name} {hides}; leave "
+            "evaluate.dynamics out": options.dynamics and hides is not None,
         }
     )
     return rule
@@ -158,16 +160,7 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
             f"evaluate.statistics is 'reestimated', which measures inputs of batch norms, but {run.model.name!r} with "
             f"norm {run.model.norm!r} has {others[0]}, whose statistics may be others; leave it out"
         )
-    if not rule.traits.min_batch:
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and not computes_as_batch_norm(module):
-            raise SettingsError(
-                f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches in place of "
-                f"plain batch norm, but {name!r} of {run.model.name!r} is a {type(module).__name__}, whose own "
-                "arithmetic would be lost; use model.norm: bn, or another strategy"
-            )
-    if others and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+    if rule.traits.min_batch and not exchanged_layers(model.train()) and others:
         raise SettingsError(
             f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches, but the layers of "
             f"{run.model.name!r} that track statistics are {others[0]}, which normalises otherwise; use another "
@@ -202,6 +195,7 @@ def check_training(parts: Parts) -> None:
     run, shape = parts.run, parts.shape
     train, weights = run.train, run.train.class_weights
     _check_strategy(run, parts.rule)
+    check_loss(run, parts.task, shape.classes)
     if weights == "balanced" and shape.dense:
         raise SettingsError(
             "train.class_weights is 'balanced', but segmentation data have masks of labels, which are not "
@@ -225,13 +219,14 @@ def check_training(parts: Parts) -> None:
             )
         except SettingsError as error:
             raise SettingsError(f"train.{error}") from None
-    labels = torch.arange(2 * shape.classes) % shape.classes
-    logits = torch.randn(len(labels), shape.classes, generator=torch.Generator().manual_seed(0))
-    if shape.dense:
-        labels, logits = labels[:, None, None].expand(-1, 2, 2), logits[:, :, None, None].expand(-1, -1, 2, 2)
-    if parts.loss is not None:
-        _check_loss(name_in(train.loss), parts.loss, logits.clone().requires_grad_(), labels)
-    _check_metrics(parts.metrics, logits, labels)
+    _check_names(parts.task, parts.metrics)
+    if parts.task.form:  # of several targets only the user knows the outputs
+        # Each class has two examples.
+        targets = targets_like(parts.task, shape.classes, 2 * shape.classes, (2, 2) if shape.dense else ())
+        size = targets.shape[1:] if shape.dense else ()
+        outputs = torch.randn(len(targets), shape.outputs, *size, generator=torch.Generator().manual_seed(0))
+        _check_loss(run, plain_loss(run, parts.task), outputs.clone().requires_grad_(), targets)
+        _check_metrics(parts.task, parts.metrics, outputs, targets)
 
 
 def _check_strategy(run: Settings, rule: Rule) -> None:
@@ -257,12 +252,13 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
     )
 
 
-def _check_loss(name: str, loss: Loss, logits: Tensor, labels: Tensor) -> None:
+def _check_loss(run: Settings, loss: Loss, outputs: Tensor, targets: Tensor) -> None:
+    name = name_in(run.train.loss or "")
     try:
-        value: Any = loss(logits, labels)
+        value: Any = loss(outputs, targets)
     except Exception as error:
         raise SettingsError(
-            f"train.loss={name!r} failed for logits {list(logits.shape)} and labels {list(labels.shape)}: "
+            f"train.loss={name!r} failed for outputs {list(outputs.shape)} and targets {list(targets.shape)}: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not (isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad):
@@ -272,27 +268,29 @@ def _check_loss(name: str, loss: Loss, logits: Tensor, labels: Tensor) -> None:
         )
 
 
-def _check_metrics(metrics: Sequence[Metric], logits: Tensor, labels: Tensor) -> None:
+def _check_names(task: Task, metrics: Sequence[Metric]) -> None:
+    try:
+        check_metrics(task, metrics)
+    except SettingsError as error:
+        raise SettingsError(f"evaluate.metrics: {error}") from None
     names = [name_of(metric) for metric in metrics]
     for name, metric in zip(names, metrics, strict=True):
         if names.count(name) > 1:
             raise SettingsError(f"evaluate.metrics has the name {name!r} twice")
-        if callable(metric) and is_taken(name):
+        if callable(metric) and is_taken(name, task):
             raise SettingsError(
                 f"evaluate.metrics: a function is called {name!r}, and a run reports another figure under this name; "
                 f"rename the function, for instance to my_{name}"
             )
-    if logits.ndim > 2 and "auc" in names:
-        raise SettingsError(
-            "evaluate.metrics has 'auc', which ranks examples, but segmentation data have masks of labels; "
-            f"expected others of {', '.join(METRICS)}"
-        )
-    measurement = Measurement(metrics)
-    measurement.add(logits, labels, None)
+
+
+def _check_metrics(task: Task, metrics: Sequence[Metric], outputs: Tensor, targets: Tensor) -> None:
+    measurement = Measurement(task, metrics)
+    measurement.add(outputs, targets, measurement.counts(outputs, targets))
     try:
         measurement.values(strict=True)
     except Exception as error:
         raise SettingsError(
-            f"evaluate.metrics: a metric of {', '.join(names)} failed for logits {list(logits.shape)} and labels "
-            f"{list(labels.shape)}: {type(error).__name__}: {error}"
+            f"evaluate.metrics: a metric of {', '.join(map(name_of, metrics))} failed for outputs "
+            f"{list(outputs.shape)} and targets {list(targets.shape)}: {type(error).__name__}: {error}"
         ) from error

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.messages.protocol import METRICS
+from fedbn_flwr.tasks import METRICS
 
 
 def refuse(faults: Mapping[str, bool], error: type[Exception] = SettingsError) -> None:
@@ -81,8 +81,9 @@ class Evaluate(Section):
     metrics: Names = Field(
         default=(),
         description=(
-            "what evaluations report beside loss and accuracy: any of `balanced_accuracy`, `macro_f1`, `auc`,"
-            " `dice`, `mean_iou`, and `module:function` ([Training](training.md#metrics))"
+            "what evaluations report beside the loss and the figures of the task: any of `balanced_accuracy`, "
+            "`macro_f1`, `auc`, `dice`, `mean_iou`, as they suit the task, and `module:function` "
+            "([Training](training.md#metrics))"
         ),
     )
     validation: float = Field(
@@ -95,14 +96,14 @@ class Evaluate(Section):
         ),
     )
     patience: Positive | None = Field(
-        default=None, description="end the run after this many evaluations without a higher validation accuracy"
+        default=None, description="end the run after this many evaluations without a better validation figure"
     )
     min_delta: float = Field(
         default=0.0,
         ge=0,
         description=(
-            "for `patience`: a validation accuracy counts as higher if it is more than this above the highest"
-            " one that counted before"
+            "for `patience`: a validation figure counts as better if it is better than the best one that counted "
+            "before by more than this"
         ),
     )
     unseen: int = Field(
@@ -127,7 +128,7 @@ class Evaluate(Section):
         unknown = next((name for name in self.metrics if name not in METRICS and ":" not in name), None)
         return {
             f"metrics has {unknown!r}; {did_you_mean(str(unknown), METRICS)}, or module:function": unknown is not None,
-            f"patience is {self.patience}, but validation is 0: a run ends by its validation accuracy, never by the "
+            f"patience is {self.patience}, but validation is 0: a run ends by its validation figure, never by the "
             "test examples; set validation, for instance to 0.1": self.patience is not None and not self.validation,
             f"min_delta ({self.min_delta:g}) has no effect without patience; set patience too": self.min_delta > 0
             and self.patience is None,

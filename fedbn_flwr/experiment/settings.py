@@ -27,13 +27,14 @@ from pydantic import (
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partition.kinds import KINDS, Options, OwnOptions
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.experiment.registry import check_strategy
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.text import file_name
-from fedbn_flwr.strategies import check_strategy
+from fedbn_flwr.tasks import LOSSES
 
-from .file.expansion import Cell, Size
+from .file.expansion import PAPER, Cell
 from .file.figures import Published
 from .sections import Engine as Engine
 from .sections import Evaluate as Evaluate
@@ -56,6 +57,51 @@ def _size(value: Any) -> int | tuple[int, int]:
 Pixels = Annotated[int | tuple[int, int], PlainValidator(_size), PlainSerializer(lambda size: size)]
 
 
+def _columns(value: Any) -> Any:
+    return () if value is None else (value,) if isinstance(value, str) else value
+
+
+# One column or several.
+Columns = Annotated[
+    Names, BeforeValidator(_columns), PlainSerializer(lambda names: names[0] if len(names) == 1 else names or None)
+]
+
+
+def _categories(value: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """As tuples, because settings are keys of a cache."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else list(value or ())
+    if not all(isinstance(values, list | tuple) and values for _, values in pairs):
+        raise ValueError(f"found {value!r}; expected lists of values by column, for instance {{sex: [f, m]}}")
+    return tuple((str(column), tuple(map(str, values))) for column, values in pairs)
+
+
+def _split(value: Any) -> str | float | None:
+    if value is None or isinstance(value, str) or (isinstance(value, float) and 0 < value < 1):
+        return value
+    raise ValueError(f"found {value!r}; expected the name of a split, or a share between 0 and 1 to hold out")
+
+
+Split = Annotated[str | float, PlainValidator(_split), PlainSerializer(lambda value: value)]
+Categories = Annotated[
+    tuple[tuple[str, tuple[str, ...]], ...],
+    PlainValidator(_categories),
+    PlainSerializer(lambda pairs: {column: list(values) for column, values in pairs}),
+]
+
+
+def _ranges(value: Any) -> tuple[tuple[str, tuple[float, float]], ...]:
+    pairs = list(value.items()) if isinstance(value, Mapping) else list(value or ())
+    for _, ends in pairs:
+        if not (isinstance(ends, list | tuple) and [type(end) in (int, float) for end in ends] == [True, True]):
+            raise ValueError(f"found {value!r}; expected the smallest and the largest value, {{age: [0, 120]}}")
+    return tuple((str(column), (float(low), float(high))) for column, (low, high) in pairs)
+
+
+Ranges = Annotated[
+    tuple[tuple[str, tuple[float, float]], ...],
+    PlainValidator(_ranges),
+    PlainSerializer(lambda pairs: {column: list(ends) for column, ends in pairs}),
+]
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
 
@@ -141,25 +187,71 @@ class Data(Section):
             " used (`data_commit`)"
         ),
     )
-    image: str | None = Field(default=None, description="image column; required if the data set has several")
-    label: str | None = Field(default=None, description="label column; for segmentation the column with the masks")
+    inputs: Columns = Field(
+        default=(),
+        description=(
+            "column of inputs, or a list of columns; by default the column of images, or else all columns of numbers "
+            "that have no other use, see [Data](data.md#your-own-data)"
+        ),
+    )
+    label: Columns = Field(
+        default=(),
+        description="label column, or a list of columns; for segmentation the column with the masks",
+    )
+    task: Literal["classification", "binary", "multilabel", "regression", "segmentation"] | None = Field(
+        default=None,
+        description=(
+            "what the labels are for: `classification`, `binary`, `multilabel`, `regression` or `segmentation`; by "
+            "default by their type: texts and whole numbers are classes, floats are numbers to predict, several "
+            "columns of 0 and 1 are several labels"
+        ),
+    )
     domain: str | None = Field(
         default=None, description="the column with each example's domain; accuracy is reported per domain"
     )
     domains: Names = Field(default=(), description="the domains to use")
+    group: str | None = Field(
+        default=None,
+        description="the column with each example's site, patient or user: the clients of `partition: {kind: natural}`",
+    )
     train: str | None = Field(
         default=None, description="name of the training split; in a folder, the prefix of its files"
     )
-    test: str | None = Field(
+    test: Split | None = Field(
         default=None,
         description=(
-            "name of the test split; in a folder, the prefix of its files (`val*` is used if there is no `test*`)"
+            "name of the test split; in a folder, the prefix of its files (`val*` is used if there is no `test*`); or "
+            "a share, as 0.2, of the examples to hold out as test split, the same for all seeds, in proportion of "
+            "classes, domains and groups"
         ),
+    )
+    categories: Categories = Field(
+        default=(),
+        description="the values of columns of texts, `{sex: [f, m]}`: one input of 0 or 1 for each value",
+    )
+    ranges: Ranges = Field(
+        default=(),
+        description="`{age: [0, 120]}`: data with values outside of these limits are refused, with their number",
+    )
+    missing: Literal["mean"] | None = Field(
+        default=None,
+        description="`mean`: a missing value of an input becomes the column's mean; otherwise the data are refused",
+    )
+    shape: Annotated[tuple[Positive | None, ...], Field(strict=False)] = Field(
+        default=(),
+        description=(
+            "shape of the inputs of one example, checked against the data: `[30]`, `[9, 128]` for series of 9 "
+            "channels, `[9, null]` for series of any length"
+        ),
+    )
+    tokens: Positive | None = Field(
+        default=None, description="inputs are whole numbers below this one; by default the largest and one"
     )
     classes: Positive | None = Field(
         default=None,
         description=(
-            "checked against the data; required for segmentation data sets that are not listed in [Data](data.md)"
+            "number of classes, labels or numbers to predict, checked against the data; required for segmentation data "
+            "sets that are not listed in [Data](data.md)"
         ),
     )
     class_names: Names = Field(
@@ -452,14 +544,18 @@ class Train(Section):
             "down ([Training](training.md#clipping))"
         ),
     )
-    loss: Named = Field(
-        default="cross_entropy", description="`cross_entropy` or `module:callable` ([Training](training.md#loss))"
+    loss: Named | None = Field(
+        default=None,
+        description=(
+            "`cross_entropy`, `bce`, `mse`, `mae`, `huber` (or `{name: huber, delta: 2.0}`), or `module:callable`; by "
+            "default that of the task ([Training](training.md#loss))"
+        ),
     )
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="label smoothing of the cross entropy")
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="label smoothing of `cross_entropy` and `bce`")
     class_weights: Weights | None = Field(
         default=None,
         description=(
-            "weights of the classes in the cross entropy: a list, or `balanced`, inversely proportional to "
+            "weights of the classes in `cross_entropy` and `bce`: a list, or `balanced`, inversely proportional to "
             "the numbers of the client's own training examples"
         ),
     )
@@ -496,7 +592,8 @@ class Train(Section):
     )
 
     def faults(self) -> dict[str, bool]:
-        loss, own = name_in(self.loss), name_in(self.loss) != "cross_entropy"
+        loss, own = name_in(self.loss or ""), is_name(name_in(self.loss or ""))
+        options = self.loss.keys() - {"name", *LOSSES.get(loss, ())} if isinstance(self.loss, Mapping) else set()
         option = next((key for key in ("label_smoothing", "class_weights") if getattr(self, key)), "")
         return {
             f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one": self.epochs is not None
@@ -504,11 +601,13 @@ class Train(Section):
             "keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9": self.keep_momentum
             and not self.momentum
             and name_in(self.optimizer).lower() == "sgd",
-            f"loss is {self.loss!r}; the options of cross_entropy are keys of their own, label_smoothing and "
-            "class_weights": not own and isinstance(self.loss, Mapping) and len(self.loss) > 1,
-            f"loss is {loss!r}; expected cross_entropy, or module:function for your own": own and ":" not in loss,
-            f"{option} ({getattr(self, option, None)}) is an option of cross_entropy, but loss is {loss!r}": own
-            and bool(option),
+            f"loss is {loss!r}; {did_you_mean(loss, LOSSES)}, or module:function for your own": self.loss is not None
+            and not own
+            and loss not in LOSSES,
+            f"loss has {', '.join(sorted(options))}, which {loss} has not as options; train.label_smoothing and "
+            "train.class_weights are keys of their own": not own and bool(options),
+            f"{option} ({getattr(self, option, None)}) is an option of cross_entropy and bce, but loss is "
+            f"{loss!r}": bool(option) and loss not in ("", "cross_entropy", "bce"),
         }
 
 
@@ -564,7 +663,7 @@ class Settings(Section):
         ),
     )
     cell: Cell = Cell()
-    size: Size = Size()
+    size: str = PAPER
 
     @property
     def trained(self) -> int:

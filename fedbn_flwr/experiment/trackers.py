@@ -34,6 +34,7 @@ class TrackedRun:
     settings: Mapping[str, Any]  # flat: numbers, booleans and text
     done: int  # rounds of earlier sessions
     id: str | None  # of the tracked run that an earlier session began
+    measure: str = "accuracy"  # that runs of its task are compared by
 
 
 class Session(ABC):
@@ -76,7 +77,7 @@ class TensorBoard(Session):
 
         # Rounds after the checkpoint are repeated; TensorBoard then hides their first figures.
         self.writer = SummaryWriter(str(run.folder), purge_step=run.done + 1 if run.done else None)
-        experiment, start, self.success = hparams(dict(run.settings), {"accuracy": 0.0, "loss": 0.0})
+        experiment, start, self.success = hparams(dict(run.settings), {run.measure: 0.0, "loss": 0.0})
         self.writer.file_writer.add_summary(experiment)
         self.writer.file_writer.add_summary(start)
 

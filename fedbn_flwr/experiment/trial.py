@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from flwr.app import ConfigRecord, Context
 
+from fedbn_flwr.batch import each
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.model_tensors import initial_arrays
@@ -26,12 +27,10 @@ from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.counts import PartitionCounts
 from fedbn_flwr.results.folder.ledger import MeteredGrid
-from fedbn_flwr.strategies import CannotSave, Rule, state_of
 
 from .counting import count_partitions
 from .data import normalisation_of
@@ -44,9 +43,8 @@ from .prepare import prepare
 from .run.cohort import TrainedNodes
 from .run.loop import gpus_of, open_folders, workers_of
 from .run.side_by_side import jobs_of
-from .settings import Experiment, Settings
+from .settings import Experiment
 
-_LINE, _LINE_OF_CLIENT, _OTHER_FILES = 700, 70, 10_000  # bytes: a round in the history, a client in it, the settings
 _LR = 1e-12  # of the trial: in rounds that follow another schedule, the model could diverge
 _SECONDS = 2.0  # that the timed steps may take, if one step does not take longer
 
@@ -70,14 +68,18 @@ class RoundTraffic:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Costs:
+    """What a run sends, and the seconds that it takes on the local engine of this machine."""
+
     clients: int  # that train in a round
     traffic: tuple[tuple[int, RoundTraffic], ...]  # each with the first of the rounds that have it
     rounds: int
-    step: float  # seconds of a step of one client
-    message: float  # seconds of a client's round besides its steps
-    test_example: float  # seconds to evaluate one test example; 0: the server does not evaluate
-    states: int  # bytes of the states of the strategy and of all clients in a checkpoint
+    workers: int  # processes that train at the same time
+    steps: int  # of all clients of a round; of an average choice if not all take part
+    step: float  # of one client
+    train: float  # a round of training
+    evaluate: float  # an evaluation
+    run: float  # the whole run
 
     def total(self) -> tuple[int, int]:
         """Bytes down and up of all clients in all rounds."""
@@ -88,18 +90,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Seconds on the local engine of this machine."""
-
-    workers: int  # processes that train at the same time
-    steps: int  # of all clients of a round; of an average choice if not all take part
-    train: float  # a round of training
-    evaluate: float  # an evaluation on the server's test examples
-    run: float  # the whole run
-    disk: int  # bytes of its folder
-
-
-@dataclass(frozen=True)
 class ExplainedRun:
     label: str
     seeds: tuple[int, ...]
@@ -107,8 +97,7 @@ class ExplainedRun:
     model: dict[str, Part]  # by role
     down: tuple[str, ...]  # the roles of the arrays that a client receives, and what else
     up: tuple[str, ...]
-    measured: Measured | None  # None: not measured
-    estimate: Estimate | None
+    costs: Costs | None  # None: not measured
 
 
 @dataclass(frozen=True)
@@ -137,7 +126,6 @@ def explain(experiment: Experiment, *, trial: bool = True, faults: Faults | None
         dataset, traits = prepared.dataset, prepared.rule.traits
         model = _parts_of(prepared)
         more = (traits.traffic,) if traits.traffic else ()
-        measured = try_out(prepared, dataset) if trial and dataset is not None else None
         explained.append(
             ExplainedRun(
                 label,
@@ -146,36 +134,24 @@ def explain(experiment: Experiment, *, trial: bool = True, faults: Faults | None
                 model,
                 (*(role for role in model if role not in {Role.COUNTER, *traits.kept}), *more),
                 (*(role for role in model if role not in {Role.COUNTER, *(traits.kept - traits.returned)}), *more),
-                measured,
-                None if measured is None or dataset is None else _estimate(prepared, dataset, measured),
+                try_out(prepared, dataset) if trial and dataset is not None else None,
             )
         )
     return Explanation(experiment, tuple(count_partitions(sound) if has_data else ()), tuple(explained))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is left to do of an experiment that was checked."""
-
-    runs: tuple[tuple[ExplainedRun, int], ...]  # with the number of seeds that are left
-    seconds: float  # of all, on this machine
-    disk: int  # bytes
-
-
-def plan(experiment: Experiment, out: Path, *, resume: bool, jobs: int | None) -> Plan:
-    """Check an experiment as `carry_out` does, and estimate what it takes."""
+def plan(experiment: Experiment, out: Path, *, resume: bool, jobs: int | None) -> list[tuple[ExplainedRun, int, float]]:
+    """Check an experiment as `carry_out` does: each run, the seeds that are left, and the seconds of these."""
     folders = open_folders(experiment, out, resume=resume)
     done = [resume and folder.is_finished() for folder in folders]
     left = Counter(run.label for run, is_done in zip(experiment.runs, done, strict=True) if not is_done)
     jobs = jobs_of(experiment.runs, left.total(), jobs)
-    runs = explain(experiment).runs
-    seconds, disk = 0.0, 0
-    for run in runs:
-        if (estimate := run.estimate) is not None:
-            # Runs side by side have no workers.
-            seconds += left[run.label] * estimate.run * (estimate.workers / jobs if jobs > 1 else 1)
-            disk += left[run.label] * estimate.disk
-    return Plan(tuple((run, left[run.label]) for run in runs), seconds, disk)
+    found = []
+    for run in explain(experiment).runs:
+        # Runs side by side have no workers.
+        each = 0.0 if run.costs is None else run.costs.run * (run.costs.workers / jobs if jobs > 1 else 1)
+        found.append((run, left[run.label], left[run.label] * each))
+    return found
 
 
 def _parts_of(prepared: Parts) -> dict[str, Part]:
@@ -188,41 +164,14 @@ def _parts_of(prepared: Parts) -> dict[str, Part]:
     return parts
 
 
-def _estimate(prepared: Parts, dataset: DataSet, measured: Measured) -> Estimate:
-    run = prepared.run
-    # Workers that share a GPU take its time from each other; how much they gain is not known.
-    workers = min(gpus_of(run) or workers_of(run) or 1, measured.clients)
-    parts = prepared.partition[: run.trained]
-    held = run.evaluate.validation
-    of_each = run.train.steps
-    steps = sum(_steps(run, len(part) - round(held * len(part))) if of_each is None else of_each for part in parts)
-    steps = round(steps * measured.clients / len(parts))
-    train = (steps * measured.step + measured.clients * measured.message) / workers
-    # On the server, and by clients, each of which tests on all examples and on its own.
-    examples, by_clients = len(dataset.test.labels), run.evaluate.clients
-    if by_clients is None:
-        by_clients = prepared.rule.traits.personal
-    domains = 2 if dataset.domains is not None and dataset.domains.test is not None else 1
-    tested = domains * examples + (run.clients + 1) * examples / workers * by_clients
-    evaluate = tested * measured.test_example
-    whole = run.rounds * train + math.ceil(run.rounds / run.evaluate.every) * evaluate
-    model = sum(part.bytes for part in _parts_of(prepared).values())
-    files = (3 if held else 2) * model + measured.states  # model, the best one, and the checkpoint
-    lines = run.rounds * (_LINE + _LINE_OF_CLIENT * measured.clients)
-    return Estimate(workers, steps, train, evaluate, whole, files + lines + _OTHER_FILES)
-
-
-def _steps(run: Settings, examples: int) -> int:
-    return (run.train.epochs or 1) * math.ceil(examples / run.train.batch_size)
-
-
 # --- the trial ----------------------------------------------------------------
 
 
-def try_out(prepared: Parts, dataset: DataSet) -> Measured:
+def try_out(prepared: Parts, dataset: DataSet) -> Costs:
     """Train some rounds of one to twenty steps on the clients with most examples: others may have smaller batches."""
     run, rule = prepared.run, prepared.rule
-    largest = sorted(range(run.trained), key=lambda client: -len(prepared.partition[client]))
+    parts = prepared.partition[: run.trained]
+    largest = sorted(range(run.trained), key=lambda client: -len(parts[client]))
     leaf = getattr(rule.leaf, "strategy", rule.leaf)  # Flower's own, if it is one
     needed = max(2, *(int(getattr(leaf, key, 1)) for key in ("min_train_nodes", "min_available_nodes")))
     chosen = [client + 1 for client in largest[:needed]]
@@ -232,26 +181,25 @@ def try_out(prepared: Parts, dataset: DataSet) -> Measured:
         traffic = trial.traffic_by_round()
         second = min(2, run.rounds)
         _, one = trial.round(second)
-        steps = max(1, min(20, int(_SECONDS / max(one, 1e-3))))
-        _, several = trial.round(second, steps=1 + steps)
-        of_chosen = sum(len(dump(grid.node_states().read_state(node))) for node in chosen)
-    step = max(several - one, 0.05 * several) / steps / len(chosen)
-    return Measured(
-        clients=trained_in_a_round(run) or run.trained,
-        traffic=traffic,
-        rounds=run.rounds,
-        step=step,
-        message=max(one / len(chosen) - step, 0.0),
-        test_example=_time_of_test_example(prepared, dataset) if rule.traits.has_global_model else 0.0,
-        states=of_chosen * run.trained // len(chosen) + _state_of(rule),
-    )
-
-
-def _state_of(rule: Rule) -> int:
-    try:
-        return len(dump(state_of(rule)))
-    except CannotSave:
-        return 0
+        several = max(1, min(20, int(_SECONDS / max(one, 1e-3))))
+        _, longer = trial.round(second, steps=1 + several)
+    step = max(longer - one, 0.05 * longer) / several / len(chosen)  # of one client
+    message = max(one / len(chosen) - step, 0.0)  # of its round besides the steps
+    clients = trained_in_a_round(run) or run.trained
+    # Workers that share a GPU take its time from each other; how much they gain is not known.
+    workers = min(gpus_of(run) or workers_of(run) or 1, clients)
+    sizes = [len(part) - round(run.evaluate.validation * len(part)) for part in parts]
+    of_all = sum(run.train.steps or (run.train.epochs or 1) * math.ceil(size / run.train.batch_size) for size in sizes)
+    steps = round(of_all * clients / len(parts))
+    train = (steps * step + clients * message) / workers
+    # On the server, and by clients, each of which tests on all examples and on its own.
+    by_clients = rule.traits.personal if run.evaluate.clients is None else run.evaluate.clients
+    examples = len(dataset.test.labels)
+    domains = 2 if dataset.domains is not None and dataset.domains.test is not None else 1
+    tested = domains * examples + (run.clients + 1) * examples / workers * by_clients
+    evaluate = tested * (_time_of_test_example(prepared, dataset) if rule.traits.has_global_model else 0.0)
+    whole = run.rounds * train + math.ceil(run.rounds / run.evaluate.every) * evaluate
+    return Costs(clients, traffic, run.rounds, workers, steps, step, train, evaluate, whole)
 
 
 class _Trial:
@@ -311,5 +259,5 @@ def _time_of_test_example(prepared: Parts, dataset: DataSet) -> float:
     model.eval()
     with torch.no_grad():
         for examples, _ in TestBatches(dataset.test, normalisation_of(run, dataset), run.evaluate.batch_size, rows):
-            model(examples.to(prepared.device)).cpu()
+            each(lambda part: part.cpu(), model(each(lambda part: part.to(prepared.device), examples)))
     return (time.perf_counter() - began) / len(rows)

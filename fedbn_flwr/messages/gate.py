@@ -25,6 +25,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, Re
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.errors import MessageError
+from fedbn_flwr.tasks import SHARES
 
 from ..messages import protocol
 from .aggregate import Arrays
@@ -34,9 +35,11 @@ MOST_EXAMPLES = 2**31
 _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
 _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits; -2**63 has no opposite
 _TEXT_LIMIT = 2000  # bytes of a reason
-_COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT)  # also after the name of a test set
+# Also after the name of a test set.
+_COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES, protocol.EXCHANGES_LEFT)
 _WHOLE = frozenset({protocol.PARTITION, protocol.STATE_ROUND})
-_SHARES = frozenset({"accuracy", *protocol.METRICS})  # metrics between 0 and 1, also after the name of a test set
+# The last words of metrics between 0 and 1, also after the name of a test set.
+_SHARES = frozenset(name.rpartition("_")[2] for name in SHARES)
 
 
 class Gated(list[Message]):
@@ -74,8 +77,9 @@ def _passed(reply: Message) -> Message:
         return reply if reason == reply.error.reason else refused(reply, reason, reply.error.code)
     try:
         content = checked(reply.content)
-    except MessageError as error:
-        return refused(reply, str(error))
+    except MessageError as error:  # names the client, as the errors that clients send do
+        partition = partition_of(reply.content)
+        return refused(reply, str(error) if partition is None else f"client {partition}: {error}")
     except Exception:  # the texts of NumPy's and Flower's errors are about their own interfaces
         return refused(reply, "its content cannot be read")
     return reply if content is reply.content else with_content(reply, content)
@@ -150,8 +154,11 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
 
 def partition_of(content: RecordDict) -> int | None:
     """The partition that a client reports, in a ConfigRecord or among its metrics; None if it is no valid one."""
-    others: list[Any] = [record for record in content.values() if not isinstance(record, ArrayRecord)]
-    return next(filter(_is_partition, (record.get(protocol.PARTITION) for record in others)), None)
+    for record in content.values():
+        value = record.get(protocol.PARTITION) if isinstance(record, MetricRecord | ConfigRecord) else None
+        if _is_partition(value):
+            return int(value)  # type: ignore[arg-type]
+    return None
 
 
 def number_of(reply: Message) -> int:

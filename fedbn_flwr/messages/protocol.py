@@ -64,7 +64,7 @@ EVALUATION_KEYS = {
 COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
 COHORT_STEP = "fedbn.cohort-step"
-COHORT_BATCH = "fedbn.cohort-batch"
+COHORT_VALUES = "fedbn.cohort-values"
 COHORT_MIN_BATCH = "fedbn.cohort-min-batch"
 REPORT_BATCH = "fedbn.report-batch"
 
@@ -83,20 +83,18 @@ TRAIN_LOSS = "train-loss"
 OWN_DATA = "own-data"  # the node has data of its own instead of a partition of the server's
 STATE_ROUND = "state-round"  # the round of the latest state in the state folder, see fedbn_flwr.client.node_state
 BATCH_EXAMPLES = "batch-examples"  # examples in the first batch of the round
+BATCH_VALUES = "batch-values"  # values per channel in a batch norm's input, in an exchange
 TUNED = "tuned"  # the beginning of metrics after the steps that TUNE_STEPS asks for
 VALIDATION = "validation"  # the test set that is a share of the client's training data
 OWN = "own"  # the test set that is the client's own share of all test examples
 EXCHANGES_LEFT = "exchanges-left"  # exchanges of a layer-wise step that follow the one in the reply
-
-# Metrics beside loss and accuracy that evaluations can report, by their names in the history.
-METRICS = ("balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
 
 # Message types. The reply to PARTITION_QUERY has the metrics partition-id, own-data if that is so, and,
 # with a state folder, state-round.
 PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
 KEYS_QUERY = "query.keys"  # reply: a metric for each config key that the client honours, if it can be made
-SUMS_QUERY = "query.sums"  # reply: sums of the columns of the client's data, see fedbn_flwr.data.sums
+SUMS_QUERY = "query.sums"  # reply: sums of the columns of the client's data, see fedbn_flwr.data.moments
 STATISTICS_QUERY = "query.statistics"  # reply: statistics of the client's data under the model in the message
 
 QUERIES = frozenset({PARTITION_QUERY, KEYS_QUERY, SUMS_QUERY, STATISTICS_QUERY})  # outside of training

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,18 +14,19 @@ from fedbn_flwr.named import accepted, call, is_name, load
 from fedbn_flwr.norms.convert import convert_norm
 from fedbn_flwr.norms.roles import Role, roles
 
-from .networks import ResNet20, alexnet_bn, cnn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet, mlp
+from .networks import CNN1d, ResNet20, alexnet_bn, cnn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet, mlp
 from .segmentation import deeplabv3plus_mobilenet_v2, deeplabv3plus_resnet50
 from .tensors import check_tensors
 from .vision import alexnet, densenet121, mobilenet_v2, resnet18, resnet50
 from .weights import load_weights, read_weights
 
-# Functions of num_classes, and of in_channels, image_size and stem if they use them; they draw the weights from torch's
-# global generator.
+# Functions of num_classes, and of in_channels, image_size and stem if they use them; those of input_shape take inputs
+# of other shapes too, all others images. They draw the weights from torch's global generator.
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn": cnn,
     "lenet": lenet,
     "mlp": mlp,
+    "cnn1d": CNN1d,
     "digits_cnn": digits_cnn,
     "fedbs_mnist": fedbs_mnist,
     "fedbs_cifar": fedbs_cifar,
@@ -56,6 +57,8 @@ def build_model(
     *,
     in_channels: int | None = None,
     image_size: int | tuple[int, int] | None = None,
+    input_shape: Sequence[int] | None = None,
+    num_tokens: int | None = None,
     stem: str = "auto",
     weights: str | None = None,
     **norm_options: Any,
@@ -71,6 +74,10 @@ def build_model(
     in_channels, image_size
         Channels of the images, and their size as pixels or (height, width); by default the network's own. A network
         that does not depend on one of them ignores it.
+    input_shape
+        Shape of the inputs of one example, by default that of an image with these channels and this size.
+    num_tokens
+        For inputs of tokens, whole numbers below this one.
     stem
         The first layers of a torchvision network: `small`, `large`, or `auto` by the image size (see `vision`).
     weights
@@ -78,10 +85,16 @@ def build_model(
     """
     check_name(name)
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    offered = {key: value for key, value in (("in_channels", in_channels), ("image_size", size)) if value is not None}
+    if input_shape is None and in_channels is not None and size is not None:
+        input_shape = (in_channels, *size)
+    shape = None if input_shape is None else tuple(input_shape)
+    offered = {"in_channels": in_channels, "image_size": size, "input_shape": shape, "num_tokens": num_tokens}
+    offered = {key: value for key, value in offered.items() if value is not None}
     make: Callable[..., nn.Module] = partial(_own, name) if is_name(name) else MODELS[name]
-    stems = {} if is_name(name) else {"stem": stem}  # networks of the user have one
-    given = accepted(load("model.name", name) if is_name(name) else make, {**offered, **stems})
+    own = {"num_outputs": num_classes} if is_name(name) else {"stem": stem}  # networks of the user have one stem
+    given = accepted(load("model.name", name) if is_name(name) else make, {**offered, **own})
+    if not is_name(name) and shape is not None:
+        _check_shape(name, shape, num_tokens)
     if stem != "auto" and "stem" not in given:
         choice = ", ".join(key for key, build in MODELS.items() if accepted(build, {"stem": stem}))
         raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
@@ -103,9 +116,26 @@ def build_model(
     return model
 
 
+def _check_shape(name: str, shape: tuple[int, ...], num_tokens: int | None) -> None:
+    """Refuse a network of images for other inputs."""
+    if num_tokens is not None:
+        raise SettingsError(
+            f"model.name={name!r} takes numbers, but these inputs are tokens; use module:callable, a network with an "
+            "embedding, which gets num_tokens"
+        )
+    if len(shape) != 3 and not accepted(MODELS[name], {"input_shape": shape}):
+        kind = "a table" if len(shape) == 1 else "series" if len(shape) == 2 else "volumes"
+        other = "cnn1d or module:callable" if len(shape) == 2 else "mlp or module:callable"
+        raise SettingsError(
+            f"model.name={name!r} takes images, [channels, height, width], but these inputs are {kind} of shape "
+            f"{list(shape)}; use {other}"
+        )
+
+
 def _own(name: str, num_classes: int, **options: Any) -> nn.Module:
-    """What the callable that `name` refers to returns, called with `num_classes` and these options."""
-    model = call("model.name", name, num_classes=num_classes, **options)
+    """What the callable that `name` refers to returns, called with the number of outputs and these options."""
+    classes = {} if "num_outputs" in options else {"num_classes": num_classes}
+    model = call("model.name", name, **classes, **options)
     if not isinstance(model, nn.Module):
         raise SettingsError(f"model.name={name!r} returned a {type(model).__name__}; expected a torch.nn.Module")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.data import Size
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.norms.masked import MaskedBatchNorm1d
 from fedbn_flwr.norms.residual import ResidualParts
 
 
@@ -31,17 +33,45 @@ def cnn(num_classes: int, in_channels: int = 1) -> nn.Module:
     )
 
 
-def mlp(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:
-    """Perceptron 784-30-10 with one batch norm (FedTAN paper, MNIST); one input for each value of an image."""
+def mlp(num_classes: int, input_shape: Sequence[int] = (1, 28, 28)) -> nn.Module:
+    """Perceptron 784-30-10 with one batch norm (FedTAN paper, MNIST); one input for each value of an example."""
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
-            hidden=nn.Linear(image_size[0] * image_size[1] * in_channels, 30),
+            hidden=nn.Linear(math.prod(input_shape), 30),
             bn=nn.BatchNorm1d(30),
             relu=nn.ReLU(),
             classify=nn.Linear(30, num_classes),
         )
     )
+
+
+class CNN1d(nn.Module):
+    """Two 1-d convolutions with batch norm, the mean over time and a linear layer, for series of any length.
+
+    Padded positions count neither in batch norm nor in the mean.
+    """
+
+    def __init__(self, num_classes: int, input_shape: Sequence[int] = (1, 128)) -> None:
+        super().__init__()
+        if len(input_shape) != 2:
+            raise SettingsError(
+                f"model.name='cnn1d' takes series, [channels, time], but these inputs have the shape "
+                f"{list(input_shape)}"
+            )
+        self.conv1 = nn.Conv1d(input_shape[0], 32, 5, padding=2, bias=False)
+        self.bn1 = MaskedBatchNorm1d(32)
+        self.conv2 = nn.Conv1d(32, 64, 5, padding=2, bias=False)
+        self.bn2 = MaskedBatchNorm1d(64)
+        self.classify = nn.Linear(64, num_classes)
+
+    def forward(self, inputs: Tensor | dict[str, Tensor]) -> Tensor:
+        x, mask = (inputs["inputs"], inputs["mask"]) if isinstance(inputs, dict) else (inputs, None)
+        x = F.relu(self.bn1(self.conv1(x), mask))  # [N, 32, T], zero where there is no real position
+        x = F.relu(self.bn2(self.conv2(x), mask))
+        lengths = x.shape[2] if mask is None else mask.sum(1, keepdim=True)
+        logits: Tensor = self.classify(x.sum(2) / lengths)
+        return logits
 
 
 class ResNet20(nn.Module):

@@ -16,9 +16,10 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import accepted, call, is_name, load
 
 from .fixup import fixup
+from .masked import MaskedBatchNorm1d
 from .renorm import BatchRenorm
 from .residual import convolutions, residual_parts
-from .roles import AFFINE, computes_as_batch_norm
+from .roles import AFFINE, batch_norms, computes_as_batch_norm
 from .static import StaticBatchNorm
 from .wsconv import STANDARDISED, check_stored, standardised
 
@@ -34,16 +35,25 @@ def _group_norm(layer: _BatchNorm, where: str, groups: int = 2) -> nn.Module:
 
 
 def _layer_norm(layer: _BatchNorm, where: str) -> nn.Module:
-    # Over channels and pixels of one image, with gamma and beta per channel: group norm with one group. Unlike
-    # nn.LayerNorm it does not depend on the image size.
+    # Over channels and places of one example, with gamma and beta per channel: group norm with one group. Unlike
+    # nn.LayerNorm it does not depend on the size of examples.
     return _group_norm(layer, where, 1)
 
 
-def _instance_norm(layer: _BatchNorm, where: str) -> nn.Module:
-    # The same arithmetic as nn.InstanceNorm2d, in the class that gn and ln use.
-    if isinstance(layer, nn.BatchNorm1d):
-        raise SettingsError(f"norm 'in': {where} is a BatchNorm1d; instance norm needs several values per channel")
-    return _group_norm(layer, where, layer.num_features)
+class InstanceNorm(nn.GroupNorm):
+    """The arithmetic of nn.InstanceNorm1d, 2d and 3d; `where` is its name in the model."""
+
+    def __init__(self, layer: _BatchNorm, where: str) -> None:
+        super().__init__(layer.num_features, layer.num_features, eps=layer.eps, affine=layer.affine)
+        self.where = where
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input[0, 0].numel() == 1:  # it would be zero, whatever the input
+            raise SettingsError(
+                f"norm 'in': {self.where} has an input {[*input.shape]} with one value per channel of an example; "
+                "instance norm needs several"
+            )
+        return super().forward(input)
 
 
 def _static(layer: _BatchNorm, where: str) -> nn.Module:
@@ -63,8 +73,8 @@ def _none(layer: _BatchNorm, where: str) -> nn.Module:
 NORMS: dict[str, tuple[str, Convert | None]] = {
     "bn": ("batch norm: the model is not changed", None),
     "gn": ("group norm with `groups` groups (default 2)", _group_norm),
-    "ln": ("layer norm over channels and pixels of an image", _layer_norm),
-    "in": ("instance norm", _instance_norm),
+    "ln": ("layer norm over channels and places of an example", _layer_norm),
+    "in": ("instance norm", InstanceNorm),
     "none": ("no normalisation", _none),
     "gn+ws": ("group norm, and convolutions with weight standardisation", _group_norm),
     "fixup": ("no normalisation, and Fixup's scalars and initial weights (for ResNets)", _none),
@@ -130,24 +140,31 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
         return fixup(model)
     scale = options.pop("branch_scale", 1.0)
     blocks = residual_parts(model, kind).blocks if scale != 1 else {}
-    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear | _BatchNorm)]
+    norms = {*batch_norms(model, f"norm {kind!r}").values()}
+    layers = [module for module in model.modules() if isinstance(module, _ConvNd | nn.Linear | _BatchNorm)]
+    # The layers that are standardised; in a network without convolutions, for tables, its linear ones.
+    weighted = _ConvNd if any(isinstance(layer, _ConvNd) for layer in layers) else nn.Linear
     replaced: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if layer not in replaced:
-            if isinstance(layer, _BatchNorm):
+            if layer in norms:
                 replaced[layer] = _replace(layer, name or "the model itself", kind, partial(convert, **options))
-            # Without a norm after it, a last convolution keeps its weights: that of a segmentation model's classifier.
-            elif kind in STANDARDISED and isinstance(layer, _ConvNd) and (kind == "won" or layers[-1:] != [layer]):
+            # Without a norm after it, a last layer keeps its weights: that of a segmentation model's classifier.
+            elif (
+                kind in STANDARDISED
+                and isinstance(layer, weighted)
+                and (layers[-1:] != [layer] or (kind == "won" and weighted is _ConvNd))
+            ):
                 replaced[layer] = standardised(layer, name or "the model itself", kind)
         if layer in replaced and name:
             model.set_submodule(name, replaced[layer])
     for block in blocks.values():
         convolutions(block)[-1].gamma *= scale
     # `won` also removes batch norm, so a model without convolutions has a use for it.
-    needed = {"gn+ws": (nn.Conv2d, _BatchNorm), "won": (nn.Module,), "none": ()}.get(kind, (_BatchNorm,))
+    needed = {"gn+ws": (weighted, _BatchNorm), "won": (nn.Module,), "none": ()}.get(kind, (_BatchNorm,))
     for each in needed:
         if not any(isinstance(layer, each) for layer in replaced):
-            what = "batch norm to replace" if each is _BatchNorm else "convolution to standardise"
+            what = "batch norm to replace" if each is _BatchNorm else "convolution or linear layer to standardise"
             raise SettingsError(f"norm {kind!r}: the model has no {what}; use 'bn', which leaves the model as it is")
     return replaced.get(model, model)
 
@@ -156,6 +173,11 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.M
     if isinstance(layer, LazyModuleMixin):
         raise SettingsError(
             f"norm {kind!r}: {where} is a {type(layer).__name__} of unknown size; pass a batch through the model first"
+        )
+    if isinstance(layer, MaskedBatchNorm1d) and not is_name(kind):
+        raise SettingsError(
+            f"norm {kind!r}: {where} is a {type(layer).__name__}, and other norms take no mask; keep it (norm 'bn'), "
+            "or replace it in the model"
         )
     if not computes_as_batch_norm(layer) and not isinstance(layer, BatchRenorm):
         raise SettingsError(

@@ -117,11 +117,7 @@ def _check(model: nn.Module, parts: ResidualParts) -> None:
 
 def _biased(layer: Any) -> Any:
     """The convolution or linear layer with a scalar bias before it, and the same parameter objects."""
-    if isinstance(layer, nn.Conv2d):
-        new: Any = remade(layer, BiasedConv2d)
-    else:
-        new = BiasedLinear(layer.in_features, layer.out_features, device="meta").train(layer.training)
-        new.weight, new.bias = layer.weight, layer.bias
+    new: Any = remade(layer, BiasedConv2d if isinstance(layer, nn.Conv2d) else BiasedLinear)
     new.input_bias = nn.Parameter(layer.weight.new_zeros(1), layer.weight.requires_grad)
     return new
 

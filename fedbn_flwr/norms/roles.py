@@ -14,8 +14,11 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fedbn_flwr.errors import SettingsError
+
 if TYPE_CHECKING:
     from torch import nn
+    from torch.nn.modules.batchnorm import _BatchNorm
 
 V = TypeVar("V")
 
@@ -95,16 +98,39 @@ def norm_layers(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def batch_norms(model: nn.Module, what: str) -> dict[str, _BatchNorm]:
+    """The layers whose statistics are those of a batch, by name; `what` is done with them.
+
+    SettingsError names a layer of another library that tracks statistics, since of which values is unknown. Instance
+    norms, and batch norms that are always frozen (gamma is a buffer), have no statistics of a batch.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.instancenorm import _InstanceNorm
+
+    found = {}
+    for name, layer in norm_layers(model).items():
+        if isinstance(layer, _BatchNorm):
+            found[name] = layer
+        elif not isinstance(layer, _InstanceNorm) and AFFINE[0] not in layer._buffers:
+            raise SettingsError(
+                f"{what} needs layers of torch.nn.modules.batchnorm, but {name!r} is a {type(layer).__name__}, which "
+                "tracks statistics of unknown values; use nn.BatchNorm1d, 2d or 3d, or a subclass"
+            )
+    return found
+
+
 def computes_as_batch_norm(layer: nn.Module) -> bool:
-    """Whether this layer computes batch norm and nothing else.
+    """Whether this layer computes batch norm and nothing else, perhaps of the real positions of padded series.
 
     Subclasses may compute something else in `forward`: timm's BatchNormAct2d includes ReLU, and batch renormalisation
     differs in training. Code that replaces `forward` would lose that.
     """
     from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-    # SyncBatchNorm differs only if torch.distributed is in use.
-    return type(layer).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
+    from .masked import MaskedBatchNorm1d
+
+    # SyncBatchNorm differs only if torch.distributed has several processes, which models.tensors.check_tensors refuses.
+    return type(layer).forward in (_BatchNorm.forward, SyncBatchNorm.forward, MaskedBatchNorm1d.forward)
 
 
 def split_by_role(

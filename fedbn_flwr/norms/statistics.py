@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.batch import each
 from fedbn_flwr.threads import map_batches
 
-from .roles import MEAN, VARIANCE
+from .masked import MaskedBatchNorm1d, real_values
+from .roles import MEAN, VARIANCE, batch_norms
 
 
 @dataclass
@@ -63,22 +64,23 @@ def reestimate(
     statistics do not change; static batch norm, which tracks none, is measured too. The result does not depend on the
     number of threads.
     """
-    names = {layer: name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+    layers = batch_norms(model, "a measurement of statistics")
+    names = {layer: name for name, layer in reversed(layers.items())}  # a layer that is used twice: its first name
     found = threading.local()  # the moments of the batch that this thread has
 
-    def measure(name: str, layer: _BatchNorm, inputs: tuple[torch.Tensor, ...]) -> None:
-        values = inputs[0]
+    def measure(name: str, layer: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+        values = real_values(*args, **kwargs) if isinstance(layer, MaskedBatchNorm1d) else args[0]
         var, mean = torch.var_mean(values, dim=[d for d in range(values.ndim) if d != 1], correction=0)
         found.moments.append((name, values.numel() // values.shape[1], var, mean))
 
     @torch.no_grad()  # a setting of the thread
     def moments_of(model: nn.Module, batch: Any) -> list[tuple[str, int, torch.Tensor, torch.Tensor]]:
         found.moments = []
-        model(batch[0].to(device))
+        model(each(lambda inputs: inputs.to(device), batch[0]))
         return list(found.moments)
 
     moments: dict[str, _Moments] = {}  # by the first name of each layer that the model uses
-    hooks = [layer.register_forward_pre_hook(partial(measure, name)) for layer, name in names.items()]
+    hooks = [layer.register_forward_pre_hook(partial(measure, name), with_kwargs=True) for layer, name in names.items()]
     modes = {module: module.training for module in model.modules()}
     tracks = {layer: layer.track_running_stats for layer in names}
     model.eval()
@@ -101,8 +103,8 @@ def reestimate(
     if not count:
         raise ValueError("there are no examples to estimate statistics from")
     statistics: dict[str, torch.Tensor] = {}
-    for name, module in model.named_modules(remove_duplicate=False):  # a layer that is used twice has two names
-        if isinstance(module, _BatchNorm) and (own := moments.get(names[module])) is not None:
+    for name, layer in layers.items():
+        if (own := moments.get(names[layer])) is not None:
             prefix = f"{name}." if name else ""
             statistics |= {f"{prefix}{MEAN}": own.mean.to(own.dtype), f"{prefix}{VARIANCE}": own.variance.to(own.dtype)}
     return statistics, count

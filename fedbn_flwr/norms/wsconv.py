@@ -5,13 +5,16 @@ FedWon, after Brock et al. 2021, https://arxiv.org/abs/2101.08692, whose code is
 compare with timm's `StdConv2d` and `ScaledStdConv2d`.
 
 NOTE: unlike NF-Nets, filters have no learnable gain: gamma is constant in FedWon's equation, and each parameter would
-be sent. A gain that gamma of a batch norm would learn can only be learnt by the linear layer.
+be sent. A gain that gamma of a batch norm would learn can only be learnt by the linear layer. In a network without
+convolutions, for tables, the linear layers but the last are standardised, which neither paper has.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,42 +25,75 @@ from fedbn_flwr.errors import SettingsError
 RELU_GAMMA = math.sqrt(2 / (1 - 1 / math.pi))
 
 
-class StdConv2d(nn.Conv2d):
-    """nn.Conv2d that convolves with W^ = (W - mu) / sigma instead of its weight W.
+class Standardised(nn.Module):
+    """A convolution or linear layer with W^ = (W - mu) / sigma instead of its weight W.
 
-    mu and sigma are mean and standard deviation of each filter. This removes the filter's scale, which has no effect
-    before a norm layer. The arguments are nn.Conv2d's.
+    mu and sigma are mean and standard deviation of each filter, in a linear layer those of the weights of one output.
+    This removes the filter's scale, which has no effect before a norm layer. The arguments are those of the layer.
     """
 
+    weight: Tensor
+    bias: Any  # a tensor or None
+    _conv_forward: Callable[..., Tensor]  # of input, weight and bias
     eps = 1e-5  # added to sigma^2
     gamma: float | None = None  # with it, W^ is multiplied by gamma / sqrt(N)
 
     def standardised(self) -> Tensor:
         """W^."""
-        filters = self.weight.reshape(1, self.out_channels, -1)  # [1, out, N]
+        filters = self.weight.reshape(1, len(self.weight), -1)  # [1, out, N]
         gain = None if self.gamma is None else self.gamma / math.sqrt(filters.shape[2])
-        gains = None if gain is None else self.weight.new_full((self.out_channels,), gain)
+        gains = None if gain is None else self.weight.new_full((len(self.weight),), gain)
         # Computed by one kernel: batch norm of a "batch" of N weights.
         weight: Tensor = F.batch_norm(filters, None, None, weight=gains, training=True, momentum=0.0, eps=self.eps)
         return weight.reshape(self.weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self._conv_forward(x, self.standardised(), self.bias)
-        return y
+        return self._conv_forward(x, self.standardised(), self.bias)
 
 
-class WSConv2d(StdConv2d):
-    """nn.Conv2d that convolves with W^ = gamma (W - mu) / (sigma sqrt(N)) instead of its weight W.
+class StdLinear(Standardised, nn.Linear):
+    _conv_forward = staticmethod(F.linear)
 
-    mu and sigma are mean and standard deviation of each filter, N is its fan-in: inputs of variance 1 and any mean
-    then give outputs of variance gamma^2. The arguments are nn.Conv2d's.
+
+class StdConv1d(Standardised, nn.Conv1d):
+    pass
+
+
+class StdConv2d(Standardised, nn.Conv2d):
+    pass
+
+
+class StdConv3d(Standardised, nn.Conv3d):
+    pass
+
+
+class Scaled(Standardised):
+    """A convolution or linear layer with W^ = gamma (W - mu) / (sigma sqrt(N)) instead of its weight W.
+
+    N is the fan-in of a filter: inputs of variance 1 and any mean then give outputs of variance gamma^2.
     """
 
     eps = 1e-6
     gamma = RELU_GAMMA
 
 
-C = TypeVar("C", bound=nn.Conv2d)
+class WSLinear(Scaled, StdLinear):
+    pass
+
+
+class WSConv1d(Scaled, nn.Conv1d):
+    pass
+
+
+class WSConv2d(Scaled, nn.Conv2d):
+    pass
+
+
+class WSConv3d(Scaled, nn.Conv3d):
+    pass
+
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def check_stored(layer: nn.Module, where: str, kind: str) -> None:
@@ -70,46 +106,42 @@ def check_stored(layer: nn.Module, where: str, kind: str) -> None:
             )
 
 
-def remade(conv: nn.Conv2d, kind: type[C]) -> C:
-    """`conv` as a layer of another class, with the same parameter objects."""
-    new = kind(
-        conv.in_channels,
-        conv.out_channels,
-        conv.kernel_size,  # type: ignore[arg-type]
-        conv.stride,  # type: ignore[arg-type]
-        conv.padding,  # type: ignore[arg-type]
-        conv.dilation,  # type: ignore[arg-type]
-        conv.groups,
-        conv.bias is not None,
-        conv.padding_mode,
-        device="meta",  # no weights are drawn: the old ones are used
-    )
-    new.weight, new.bias = conv.weight, conv.bias
-    return new.train(conv.training)
+def remade(layer: nn.Module, kind: type[M]) -> M:
+    """`layer` as a layer of a subclass of its class, with the same parameter objects."""
+    new: Any = copy.copy(layer)
+    new.__class__, new._parameters = kind, {**layer._parameters}
+    return new  # type: ignore[no-any-return]
 
 
-STANDARDISED = {"won": WSConv2d, "gn+ws": StdConv2d}  # the convolutions of these kinds of norm
+# The layers of these kinds of norm.
+STANDARDISED: dict[str, dict[type[nn.Module], type[Standardised]]] = {
+    "won": {nn.Conv1d: WSConv1d, nn.Conv2d: WSConv2d, nn.Conv3d: WSConv3d, nn.Linear: WSLinear},
+    "gn+ws": {nn.Conv1d: StdConv1d, nn.Conv2d: StdConv2d, nn.Conv3d: StdConv3d, nn.Linear: StdLinear},
+}
 
 
-def standardised(conv: nn.Module, where: str, kind: str) -> nn.Module:
-    """`conv` with its weights standardised, as this kind of norm needs it.
+def standardised(layer: nn.Module, where: str, kind: str) -> nn.Module:
+    """A convolution or linear layer with its weights standardised, as this kind of norm needs it.
 
-    With `won`, a convolution without a bias gets one, initially zero, in place of the beta of the batch norm after it;
-    the convolutions of NF-Nets have a bias.
+    With `won`, a layer without a bias gets one, initially zero, in place of the beta of the batch norm after it; the
+    convolutions of NF-Nets have a bias.
     """
-    if type(conv) is STANDARDISED[kind]:
-        return conv
-    if not isinstance(conv, nn.Conv2d):
-        raise SettingsError(f"norm {kind!r}: {where} is a {type(conv).__name__}; only Conv2d can be standardised")
-    own = type(conv)
-    if own.forward is not nn.Conv2d.forward or own._conv_forward is not nn.Conv2d._conv_forward:
+    own, kinds = type(layer), STANDARDISED[kind]
+    if own in kinds.values():
+        return layer
+    plain = next((each for each in kinds if isinstance(layer, each)), None)
+    if plain is None:
         raise SettingsError(
-            f"norm {kind!r}: {where} is a {own.__name__}, a convolution of another kind, and cannot be replaced"
+            f"norm {kind!r}: {where} is a {own.__name__}; only Conv1d, Conv2d, Conv3d and Linear can be standardised"
         )
-    check_stored(conv, where, kind)
-    if conv.weight[0].numel() == 1:
+    if any(getattr(own, name, None) is not getattr(plain, name, None) for name in ("forward", "_conv_forward")):
+        raise SettingsError(
+            f"norm {kind!r}: {where} is a {own.__name__}, a {plain.__name__} of another kind, and cannot be replaced"
+        )
+    check_stored(layer, where, kind)
+    new = remade(layer, kinds[plain])
+    if new.weight[0].numel() == 1:
         raise SettingsError(f"norm {kind!r}: a filter of {where} is a single weight, which cannot be standardised")
-    new = remade(conv, STANDARDISED[kind])
-    if kind == "won" and conv.bias is None:
-        new.bias = nn.Parameter(conv.weight.new_zeros(conv.out_channels), conv.weight.requires_grad)
+    if kind == "won" and new.bias is None:
+        new.bias = nn.Parameter(new.weight.new_zeros(len(new.weight)), new.weight.requires_grad)
     return new

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, overload
 
 from fedbn_flwr.errors import UserError, did_you_mean, needs
+from fedbn_flwr.tasks import title_of
 
 from .folder.summary import Summary
 from .read.runs import Run, find_runs
@@ -100,7 +101,7 @@ class Result:
         return normalisation(self._run.folder)
 
     def plot(self, **look: Unpack[Look]) -> Plot:
-        """Accuracy against rounds, communication rounds and bytes, as a matplotlib figure; a notebook shows it.
+        """The main figure of the task against rounds, communication rounds and bytes; a notebook shows it.
 
         The options are those of `Results.plot`.
         """
@@ -108,9 +109,9 @@ class Result:
 
     def __repr__(self) -> str:
         summary = self.summary
-        accuracy = "" if summary.accuracy is None else f", accuracy {summary.accuracy:.4f}"
+        figure = "" if summary.main is None else f", {title_of(summary.of_task.main)} {summary.main:.4f}"
         rounds = f"{summary.rounds} of {self.config.get('rounds', '?')} rounds"
-        return f"<Result {self.label!r}: {summary.status}, {rounds}{accuracy}, in {str(self.folder)!r}>"
+        return f"<Result {self.label!r}: {summary.status}, {rounds}{figure}, in {str(self.folder)!r}>"
 
     def _repr_html_(self) -> str:
         return Results([self])._repr_html_() + f"<p>{in_html(str(self.folder))}</p>"
@@ -190,7 +191,7 @@ class Results(Sequence[Result]):
         return pd.DataFrame(paper.lines(self._rows, Form(tuple(columns), baseline))).set_index("run")
 
     def plot(self, **look: Unpack[Look]) -> Plot:
-        """The plot of `fedbn report`: accuracy against rounds, communication rounds and bytes; a notebook shows it.
+        """The plot of `fedbn report`: the main figure of the task against what was spent; a notebook shows it.
 
         For a paper: `measure`, a key of the history; `axis` (`round`, `communication_rounds`, `mib` or `seconds`) for
         a single panel; `size`, width and height in inches; `band=False` without the deviation over runs.

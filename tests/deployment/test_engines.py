@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
+from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.extensions import declared
-from fedbn_flwr.strategies import STRATEGIES
 from tests.support.command import PATIENCE, ROOT, fedbn
 from tests.support.network import Deployment, copy_app, wait_for
 from tests.support.sessions import BASE, Elsewhere, outcome, overrides, session

@@ -24,10 +24,10 @@ from flwr.common.constant import ErrorCode
 
 import fedbn_flwr
 from fedbn_flwr import client_app
-from fedbn_flwr.engines.cluster import connected
-from fedbn_flwr.engines.ray import Actors, Place, RayGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.node import make_client
+from fedbn_flwr.extensions.ray.cluster import connected
+from fedbn_flwr.extensions.ray.grid import Actors, Place, RayGrid
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support import sessions
 from tests.support.command import PATIENCE, ROOT, environment, fedbn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,8 +112,8 @@ def test_a_site_with_its_own_data_has_a_limit_of_its_own(sites: list[Path], tmp_
     nodes = node_configs(sites)
     del nodes[0]["min-batch"]
     grid = LocalGrid(client_app(make_client), 3, run_config=run_config, node_config=nodes)
-    message = r"the run cannot begin:\s+- node 1: .* the batch of this client has 6 images, and it refuses to exchange "
-    message += r"the statistics of fewer than 32, .* or allow it by min-batch=6 in this node's config"
+    message = r"the run cannot begin:\s+- node 1: .* the batch of this client has 6 examples, and it refuses to "
+    message += r"exchange the statistics of fewer than 32, .* or allow it by min-batch=6 in this node's config"
     with pytest.raises(RunFailed, match=message):
         serve(grid, run_config)
     with pytest.raises(SettingsError, match="this node's config has min-batch='few'; expected a number of images"):
@@ -173,6 +174,93 @@ def test_a_site_whose_data_are_not_what_the_experiment_says_is_named(
 ) -> None:
     with pytest.raises(RunFailed, match=rf"cannot begin:(.|\n)*client 1 .*data\.{key} is {given}, but .*site-1' has 3"):
         run(sites, tmp_path / "out", data=EXPERIMENT["data"] | {key: given})
+
+
+# --- tables ---------------------------------------------------------------------
+
+TABLE = EXPERIMENT | {
+    "data": {
+        "name": "/nowhere",
+        "inputs": ["age", "pressure", "sex"],
+        "label": "outcome",
+        "categories": {"sex": ["f", "m"]},
+        "class_names": ["ill", "well"],
+        "ranges": {"age": [0, 120]},
+        "missing": "mean",
+    },
+    "model": {"name": "mlp", "norm": "bn"},
+    "train": {"lr": 0.1, "batch_size": 16, "steps": 2},
+}
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> list[Path]:
+    """A folder of CSV files per site, of which the last has columns of its own; and one with the data of all."""
+    random = np.random.default_rng(0)
+    everything: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
+    folders = [tmp_path / f"table-{i}" for i in range(3)]
+    for i, folder in enumerate(folders):
+        for split, rows in everything.items():
+            here = [
+                {
+                    "age": int(random.integers(20, 60 + 15 * i)),
+                    "pressure": "" if k % 9 == 4 else round(float(random.normal(120 + 9 * i, 15)), 1),
+                    "sex": str(random.choice(["f", "m"])),
+                    "outcome": ("ill", "well")[k % 2],
+                    "site": f"site {i}",
+                }
+                for k in range(40 + 5 * i)
+            ]
+            rows += here
+            write_csv(folder / f"{split}.csv", [row | {"ward": "A 3"} for row in here] if i == 2 else here)
+    for split, rows in everything.items():
+        write_csv(tmp_path / "tables" / f"{split}.csv", rows)
+    return folders
+
+
+def write_csv(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def run_tables(
+    folders: Sequence[Path] | None, out: Path, experiment: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    run_config = {"experiment": json.dumps(experiment), "out": str(out)}
+    configs = [{"data-path": str(folder)} for folder in folders] if folders else None
+    with LocalGrid(client_app(make_client), 3, run_config=run_config, node_config=configs) as grid:
+        serve(grid, run_config)
+    (file,) = out.rglob("model.json")
+    summary = json.loads(file.with_name("summary.json").read_text())
+    return summary, json.loads(file.read_text()), file.with_name("model.safetensors").read_bytes()
+
+
+def test_sites_with_tables_train_the_model_of_a_simulation_with_all_rows(tables: list[Path], tmp_path: Path) -> None:
+    """Bit for bit: a missing value is the mean of all sites, on which they agree."""
+    summary, described, model = run_tables(tables, tmp_path / "sites", TABLE)
+    data = TABLE["data"] | {"name": str(tmp_path / "tables"), "group": "site", "partition": {"kind": "natural"}}
+    simulated = run_tables(None, tmp_path / "all", TABLE | {"data": data, "evaluate": {"server": True}})
+    assert model == simulated[2]
+    assert described["normalise"] == simulated[1]["normalise"]
+    assert len(described["normalise"]["mean"]) == 4
+    assert summary["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_deployment_of_sites_with_tables(tables: list[Path], tmp_path: Path) -> None:
+    """Three real SuperNodes, each with a folder of CSV files; the same model as on the local engine."""
+    if missing_tools():
+        pytest.skip(f"not installed: {', '.join(missing_tools())}")
+    variables = {f"DATA_{i}": str(folder) for i, folder in enumerate(tables)}
+    variables |= {f"NODE_{i}": "data-path='/data'" for i in range(3)}
+    with Deployment(tmp_path / "deployment", variables=variables) as deployment:
+        out = deployment.run_app({"experiment": json.dumps(TABLE)})
+    _, described, model = run_tables(tables, tmp_path / "local", TABLE)
+    assert (out / "model.safetensors").read_bytes() == model
+    assert json.loads((out / "model.json").read_text())["normalise"] == described["normalise"]
 
 
 @pytest.mark.slow

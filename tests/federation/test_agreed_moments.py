@@ -79,8 +79,8 @@ def run(
 
 
 def of_all(folders: Path, **more: Any) -> dict[str, Any]:
-    partition = {"kind": "natural", "column": "site"}
-    return {"data": EXPERIMENT["data"] | {"name": str(folders / "all"), "partition": partition}, **more}
+    here = {"name": str(folders / "all"), "partition": {"kind": "natural"}, "group": "site"}
+    return {"data": EXPERIMENT["data"] | here, **more}
 
 
 def moments_of_all(folders: Path) -> dict[str, list[float]]:

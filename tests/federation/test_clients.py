@@ -256,5 +256,5 @@ def test_strategies_that_cannot_are_refused(text: str, words: str) -> None:
 
 
 def test_a_share_that_holds_out_no_image_is_refused() -> None:
-    with pytest.raises(SettingsError, match="less than half an image for each of the 5 clients"):
+    with pytest.raises(SettingsError, match="less than half an example for each of the 5 clients"):
         prepare(load_experiment("{clients: 5, evaluate: {validation: 0.001}, engine: {device: cpu}}"))

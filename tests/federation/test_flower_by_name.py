@@ -16,8 +16,9 @@ from flwr.serverapp.strategy import FedMedian
 from fedbn_flwr.cli import main
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.strategies import FLOWER, MeanStatistics, build_strategy
+from fedbn_flwr.strategies import MeanStatistics
 from strategies.meanstatistics import median
 from tests.support.experiments import read
 from tests.support.federations import last_model

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fedbn_flwr.data.images import Images
 from flwr.app import ConfigRecord, Context
 from torch.nn import functional as F
 
@@ -17,7 +18,6 @@ from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.client.training import SGD, Batch, train
 from fedbn_flwr.data.batches import ClientBatches
-from fedbn_flwr.data.images import Images
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.messages.arrays import pack, unpack

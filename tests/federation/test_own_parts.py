@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch.nn import functional as F
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.cli import main
@@ -126,6 +129,17 @@ def test_statistics_of_a_normaliser_of_one_s_own_are_not_those_of_batch_norm(
     assert main(words) == 2
     assert "has Tracking, whose statistics may be others; leave it out" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_words_do_not_depend_on_the_length_to_which_they_are_padded(tmp_path: Path) -> None:
+    sys.path.insert(0, str(tmp_path))
+    net = importlib.import_module("my_parts").Words(3).train()
+    mask = torch.arange(9) < torch.tensor([4, 9])[:, None]
+    tokens = torch.arange(18).view(2, 9)
+    short = net({"tokens": tokens, "mask": mask})
+    longer = net({"tokens": F.pad(tokens, (0, 5), value=7), "mask": F.pad(mask, (0, 5))})
+    torch.testing.assert_close(longer, short)
+    assert net.bn.running_mean.any()
 
 
 def test_partition_shows_a_partition_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,10 +21,11 @@ from fedbn_flwr.client.layerwise import parked_rounds
 from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.client.rule import BY_KEY
 from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FixBN, GlobalMomentum, restore, state_of
+from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum, restore, state_of
 from tests.support.command import PATIENCE, ROOT
 
 Federations = Callable[..., Any]

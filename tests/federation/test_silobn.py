@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from fedbn_flwr.experiment.registry import describe
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.strategies import FedAvg, SiloBN, describe
+from fedbn_flwr.strategies import FedAvg, SiloBN
 
 Federations = Callable[..., Any]
 

@@ -26,6 +26,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.registry import build_strategy
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.experiment.trial import explain
 from fedbn_flwr.messages.aggregate import as_bfloat16
@@ -34,7 +35,6 @@ from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.read.trained import global_model
-from fedbn_flwr.strategies import build_strategy
 from tests.support.fixtures import Batches
 from tests.support.sessions import Stopping, outcome
 

@@ -8,8 +8,13 @@ from typing import Any
 from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-untyped]
 
 from fedbn_flwr.client.layerwise import Session
-from fedbn_flwr.exchange.codec import Contribution
+from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import Exchange
+
+
+def alone(contribution: Contribution) -> Agreement:
+    """The agreement of a single client."""
+    return algorithm_3([contribution], [1.0])
 
 
 def run_cohort(works: Sequence[Callable[[Exchange], Any]], weights: Sequence[float]) -> tuple[list[Any], int]:

@@ -33,12 +33,12 @@ from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.parts import Parts
 from fedbn_flwr.experiment.prepare import make_rule, prepare
+from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import Traffic
-from fedbn_flwr.strategies import STRATEGIES
 
 from .attacks import BAD, EITHER, HARMLESS, LIE, REFUSED, Attack, Hostile, Spoil, Unfit, all_attacks
 

@@ -12,15 +12,16 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.listener import RunState
+from fedbn_flwr.experiment.listeners.listener import Round
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import Summary
-from fedbn_flwr.strategies import STRATEGIES, MeanStatistics, Rule
+from fedbn_flwr.strategies import MeanStatistics, Rule
 
 PLAIN: dict[str, Callable[[], Strategy]] = {
     "FedAdam": lambda: flower.FedAdam(eta=0.01),
@@ -91,8 +92,8 @@ class Stopping(Reporter):
         super().__init__()
         self.last = last
 
-    def on_round(self, state: RunState) -> None:
-        state.stop = state.round == self.last
+    def stops_after(self, at: Round) -> bool:
+        return at.number == self.last
 
 
 def session(

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from fedbn_flwr import cli
 from fedbn_flwr.commands.common import parse_pairs
-from fedbn_flwr.engines.logs import is_json
 from fedbn_flwr.engines.network import VARIABLE, PollingGrid
 from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
 from fedbn_flwr.experiment.file.layers import from_run_config, parse_overrides, split_changes
+from fedbn_flwr.experiment.logs import is_json
 from fedbn_flwr.experiment.node import min_batch_of, number_of
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump, parse

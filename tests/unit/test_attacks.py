@@ -24,7 +24,7 @@ from fedbn_flwr.data.source import Source
 
 def digits(count: int) -> Batch:
     train = load(Source("digits")).train
-    return train.images[:count].double() / 255 - 0.5, train.labels[:count]  # type: ignore[union-attr]
+    return train.inputs[:count].double() / 255 - 0.5, train.labels[:count]  # type: ignore[union-attr]
 
 
 def network() -> nn.Module:

@@ -12,7 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from fedbn_flwr.declared import checked, declarations
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.strategies import STRATEGIES, FedAvg
+from fedbn_flwr.experiment.registry import STRATEGIES
+from fedbn_flwr.strategies import FedAvg
 
 if TYPE_CHECKING:
     from somewhere import Unknown  # type: ignore[import-not-found]

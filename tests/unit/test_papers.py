@@ -9,7 +9,7 @@ import pytest
 
 from fedbn_flwr.client import rule
 from fedbn_flwr.client.rule import ClientRule
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.experiment.registry import STRATEGIES
 from tests.support.command import PATIENCE, ROOT
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.experiment.registry import STRATEGIES
 from tests.support.command import ROOT
 
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "strategies").glob("*.md")}

@@ -46,6 +46,7 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     kind: str = ""
+    bins: Positive | None = None  # of a number to predict, which are then the classes; by default 10
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickle cannot import the subclasses, which `kind` makes
         values = {**self.__dict__, **(self.model_extra or {})}
@@ -282,7 +283,7 @@ def domain(
     clients_per_domain: Positive | None = None,
     examples: Positive | None = None,  # of each client; the others are not used
 ) -> Parts:
-    """Images of one domain; the clients of the first domain have the lowest numbers.
+    """Examples of one domain; the clients of the first domain have the lowest numbers.
 
     The clients of a domain have equal-sized random shares of it, or `examples` of these. Default: clients / domains.
     """
@@ -305,14 +306,13 @@ def domain(
 
 
 @kind()
-def natural(rows: Rows, clients: int, seed: int, *, column: str) -> Parts:
-    """All examples with one value in this column, for instance a city; one client for each value."""
-    if not (found := rows.by_group()):
-        raise DataError(f"data.partition (natural): the data has no column {column!r}")
+def natural(rows: Rows, clients: int, seed: int) -> Parts:
+    """All examples with one value in the column `data.group`, for instance a site; one client for each value."""
+    found = rows.by_group()
     if len(found) != clients:
         few = ", ".join(list(found)[:5]) + (", ..." if len(found) > 5 else "")
         raise DataError(
-            f"data.partition (natural): the column {column!r} has {len(found)} values ({few}), but clients is "
+            f"data.partition (natural): the column of data.group has {len(found)} values ({few}), but clients is "
             f"{clients}; set clients={len(found)}"
         )
     return list(found.values())

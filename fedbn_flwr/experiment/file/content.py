@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.yaml_text import LENGTH, parse_yaml
+from fedbn_flwr.results.yaml_text import LENGTH, parse_yaml
 
 
 def experiments_folder() -> Path:

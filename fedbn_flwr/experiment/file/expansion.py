@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
@@ -35,12 +35,6 @@ class Cell(Section):
     sweep: Mapping[str, Any] = Field(default_factory=dict)  # its condition: a value for each key
     tune: Mapping[str, Any] = Field(default_factory=dict)  # the values that it tries
     place: Sequence[int] = ()  # the numbers of its row and of its values in the whole file, which a report sorts by
-
-
-class Size(Section):
-    name: str = PAPER
-    # Key -> the value in the file and the value of this size
-    changed: Mapping[str, Annotated[tuple[Any, Any], Field(strict=False)]] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)

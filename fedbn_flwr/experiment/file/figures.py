@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import shorten
 
 from .expansion import Cell, Lists, values_in_words
@@ -49,7 +50,7 @@ class Published(BaseModel):
         if not figures:
             raise ValueError("there is no figure; give one by its key in summary.json, for instance accuracy: 0.7689")
         for key, value in figures.items():
-            if "accuracy" in key and (value[0] if isinstance(value, tuple) else value) > 1:
+            if Measure.of(key).is_fraction and (value[0] if isinstance(value, tuple) else value) > 1:
                 raise ValueError(f"{key} is {value}; expected a fraction, for instance 0.7689, not percent")
         return self
 

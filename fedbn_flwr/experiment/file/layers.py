@@ -12,7 +12,7 @@ from typing import Any
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import shorten
-from fedbn_flwr.yaml_text import DEPTH, parse_yaml
+from fedbn_flwr.results.yaml_text import DEPTH, parse_yaml
 
 from ..faults import KEYS_OF_A_FILE, Faults, check_settings
 from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue, resolve
@@ -219,9 +219,7 @@ def _settings_of(row: _Row, cell: Cell, plan: _Plan) -> tuple[list[Layer], dict[
     label = row.label or str(settings.get("label") or _strategy_name(settings))
     in_file, of_all = merge(_defaults(), written), merge(_defaults(), settings)
     if plan.size != PAPER:
-        found = changed(in_file, merge(_defaults(), planned))
-        given = flat_settings(changes)
-        settings["size"] = {"name": plan.size, "changed": {key: found[key] for key in found if key not in given}}
+        settings["size"] = plan.size
     if (known := plan.figures.get(condition(cell), plan.figures.get(row.label))) is not None:
         settings["published"] = with_set_up(known, plan.size, changed(in_file, of_all))
     if not any("cell" in layer.settings for layer in row.layers) or values:  # another run's settings keep their place
@@ -302,32 +300,11 @@ def settings_of(experiment: Experiment, run: Settings) -> list[Setting]:
 
 
 def split_changes(text: str) -> list[str]:
-    """The changes in `set`, separated by blanks that are neither in quotes nor in brackets.
-
-    Quotes are removed as in a shell, except inside brackets, where they are YAML's.
-    """
-    words: list[str] = []
-    word: str | None = None
-    quote, open_brackets = "", ""
-    for char in text:
-        if quote and char != quote:
-            is_content = True
-        elif char in "'\"":
-            quote, is_content = "" if quote else char, bool(open_brackets)
-        elif char.isspace() and not open_brackets:
-            words += [] if word is None else [word]
-            word = None
-            continue
-        else:
-            is_content = True
-            if char in "{[":
-                open_brackets += char
-            elif char in "}]":
-                open_brackets = open_brackets[:-1]
-        word = (word or "") + (char if is_content else "")
-    if quote or open_brackets:
-        raise SettingsError(f"set={text!r} has {quote or open_brackets[-1]} without its closing counterpart")
-    return words if word is None else [*words, word]
+    """The changes in `set`, separated by blanks; one that has blanks is in quotes, as in a shell."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        raise SettingsError(f"set={text!r} has a quote without its closing counterpart") from None
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:

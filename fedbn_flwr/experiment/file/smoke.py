@@ -84,7 +84,7 @@ def _strategy(spec: Mapping[str, Any], rounds: int, clients: int) -> dict[str, A
     for key in ("fraction_train", "fraction_evaluate"):
         if isinstance(value := spec.get(key), float | int) and 0 < value * clients < 2 <= clients:
             changes[key] = 2 / clients
-    from fedbn_flwr.strategies import STRATEGIES, describe
+    from fedbn_flwr.experiment.registry import STRATEGIES, describe
 
     if spec["name"] in STRATEGIES and any(each.name == "min_batch" for each in describe(spec["name"]).arguments):
         changes["min_batch"] = 1  # the statistics of a small batch reveal no example of anyone

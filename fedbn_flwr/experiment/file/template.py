@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import math
 import re
-import types
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from fedbn_flwr.yaml_text import Dumper as YamlDumper
+from fedbn_flwr.results.yaml_text import Dumper as YamlDumper
 
 from ..settings import DERIVED, Settings
 
@@ -66,51 +65,34 @@ _RUNS = """
 def template(content: Mapping[str, Any], file: str) -> str:
     """The text of an experiment with this content, and with the other keys of KEYS as comments."""
     chosen = dict(content)
-    parts = [_HEAD.format(file=file)]
+    lines = [_HEAD.format(file=file)]
     if "description" in chosen:
-        parts.append(f"description: {_flow(chosen.pop('description'))}\n")
-    runs, seeds = chosen.pop("runs", None), chosen.pop("seeds", None)
-    for key, field in Settings.model_fields.items():
-        inner = field.annotation
-        if key in DERIVED:
-            continue
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            given = dict(chosen.pop(key, None) or {})
-            lines = list(_section(f"{key}.", inner, given))
-            if all(line.lstrip().startswith("#") for line in lines):  # YAML has no section without keys
-                lines = [f"# {key}:", *(f"#   {line.lstrip('# ')}" for line in lines)]
-            else:
-                lines = [f"{key}:", *lines]
-            parts.append("\n" + "\n".join(lines) + "\n")
-        elif key in KEYS or key in chosen:
-            parts.append(("\n" if key == "strategy" else "") + _line("", key, field, chosen) + "\n")
-    parts += [f"\n{key}: {_flow(value)}\n" for key, value in chosen.items()]
-    if seeds is not None:
-        parts.append(f"\nseeds: {_flow(seeds)}\n")
-    if runs:
-        parts.append("\nruns:  # what is compared: a label, and the settings that differ\n")
-        parts += [f"  {_flow(label)}: {_flow(changes or {})}\n" for label, changes in runs.items()]
-    else:
-        parts.append(_RUNS)
-    return "".join(parts)
+        lines.append(f"description: {_flow(chosen.pop('description'))}")
+    runs, others = chosen.pop("runs", None), {}
+    if "seeds" in chosen:
+        others["seeds"] = chosen.pop("seeds")
+    lines += [*_keys("", Settings, chosen), *(f"{key}: {_flow(value)}" for key, value in {**chosen, **others}.items())]
+    if not runs:
+        return "\n".join([*lines, _RUNS])
+    lines += ["", "runs:  # what is compared: a label, and the settings that differ"]
+    lines += [f"  {_flow(label)}: {_flow(changes or {})}" for label, changes in runs.items()]
+    return "\n".join(lines) + "\n"
 
 
-def _section(prefix: str, model: type[BaseModel], given: dict[str, Any]) -> Iterator[str]:
+def _keys(prefix: str, model: type[BaseModel], given: dict[str, Any]) -> Iterator[str]:
+    """The lines of a section; what it writes of `given` is removed there."""
     for name, field in model.model_fields.items():
-        if prefix + name in KEYS or name in given:
-            yield _line(prefix, name, field, given)
-    yield from (f"  {name}: {_flow(value)}" for name, value in given.items())
-
-
-def _line(prefix: str, name: str, field: FieldInfo, given: dict[str, Any]) -> str:
-    """A key with its value from `given`, which is removed there, or commented out with its default."""
-    indent, mark = "  " if prefix else "", "" if name in given else "# "
-    value = given.pop(name) if name in given else _default(field)
-    text = f"{indent}{mark}{name}: {_flow(value)}".rstrip()
-    meaning = meaning_of(field)
-    if (allowed := choices(field.annotation)) and not all(choice in meaning for choice in allowed):
-        meaning = f"{meaning} ({', '.join(allowed)})".lstrip()
-    return f"{text}  # {meaning}" if meaning else text
+        inner = field.annotation
+        if not prefix and isinstance(inner, type) and issubclass(inner, BaseModel) and name not in DERIVED:
+            part = dict(given.pop(name, None) or {})
+            lines = [*_keys(f"{name}.", inner, part), *(f"{key}: {_flow(value)}" for key, value in part.items())]
+            mark = "# " * all(line.startswith("#") for line in lines)  # YAML has no section without keys
+            yield f"\n{mark}{name}:"
+            yield from (f"{mark}  {line.removeprefix(mark)}" for line in lines)
+        elif name in given or prefix + name in KEYS:
+            value = given.pop(name) if (is_given := name in given) else _default(field)
+            meaning = f"  # {text}" if (text := meaning_of(field)) else ""
+            yield f"{'' if is_given else '# '}{name}: {_flow(value)}".rstrip() + meaning
 
 
 def meaning_of(field: FieldInfo) -> str:
@@ -123,15 +105,6 @@ def meaning_of(field: FieldInfo) -> str:
 def _default(field: FieldInfo) -> Any:
     value = field.get_default(call_default_factory=True)
     return value.model_dump(mode="json", exclude_none=True) if isinstance(value, BaseModel) else value
-
-
-def choices(annotation: Any) -> tuple[str, ...]:
-    """The values of an enumeration as they are written in a file; empty for other types."""
-    if get_origin(annotation) is Literal:
-        return tuple(each if isinstance(each, str) else json.dumps(each) for each in get_args(annotation))
-    if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(each for part in get_args(annotation) for each in choices(part))
-    return ("true", "false") if annotation is bool else ()
 
 
 class _Dumper(YamlDumper):

@@ -1,4 +1,4 @@
-"""Finds the round with the highest validation accuracy, and ends a run that no longer improves.
+"""Finds the round with the best main figure on the validation examples, and ends a run that no longer improves.
 
 Everything follows from the history, so a resumed run continues with the same counts.
 """
@@ -7,48 +7,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.tasks import Task, goodness, title_of
 
-from .listener import Listener, RunState
+from .listener import Listener, Round, Running
 
 
 class Best(Listener):
-    def __init__(self, folder: RunFolder, patience: int | None, min_delta: float) -> None:
+    def __init__(self, folder: RunFolder, task: Task, patience: int | None, min_delta: float) -> None:
         self.folder = folder
+        self.main = task.main
         self.patience = patience
         self.min_delta = min_delta
         self.best_round = 0
-        self.best = -math.inf
-        self.reference = -math.inf  # the accuracy that the next ones must exceed by more than min_delta
+        self.best: float | None = None
+        self.reference = -math.inf  # the goodness that the next ones must exceed by more than min_delta
         self.waited = 0  # evaluations since then
 
-    def on_start(self, state: RunState) -> None:
+    def on_start(self, running: Running, at: Round) -> Round:
         for line in self.folder.history():
             self._note(line)
-        if state.round < state.run.rounds:
-            state.ended = self._reason()
+        return self._ended(at)
 
-    def on_round(self, state: RunState) -> None:
-        if self._note(state.line):
-            state.line["best_round"] = state.round
-            if state.prepared.rule.traits.has_global_model:
-                state.best = state.model
-        if state.round < state.run.rounds:
-            state.ended = self._reason()
+    def on_round(self, running: Running, at: Round) -> Round:
+        if self._note(at.line):
+            at = at.with_figures({"best_round": at.number}, {}, is_best=running.prepared.rule.traits.has_global_model)
+        return self._ended(at)
+
+    def _ended(self, at: Round) -> Round:
+        reason = None if at.is_last else self._reason()
+        return at if reason is None else replace(at, ended=reason, is_last=True)
 
     def _note(self, line: Mapping[str, Any]) -> bool:
         """Take a line of the history into account; whether its round is the best so far (the first of equal ones)."""
-        accuracy: float | None = line.get("validation_accuracy")
-        if accuracy is None:
+        figure: float | None = line.get(f"validation_{self.main}")
+        if figure is None:
             return False
-        if accuracy > self.reference + self.min_delta:
-            self.reference, self.waited = accuracy, 0
+        found = goodness(self.main, figure)
+        if found > self.reference + self.min_delta:
+            self.reference, self.waited = found, 0
         else:
             self.waited += 1
-        if is_best := accuracy > self.best:
-            self.best, self.best_round = accuracy, line["round"]
+        if is_best := found > (-math.inf if self.best is None else goodness(self.main, self.best)):
+            self.best, self.best_round = figure, line["round"]
         return is_best
 
     def _reason(self) -> str | None:
@@ -56,7 +60,5 @@ class Best(Listener):
             return None
         count = "evaluation" if self.waited == 1 else "evaluations"
         more = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        return (
-            f"validation accuracy has not improved{more} in {self.waited} {count}; its best is "
-            f"{self.best:.4f} in round {self.best_round}"
-        )
+        best = "" if self.best is None else f"; its best is {self.best:.4f} in round {self.best_round}"
+        return f"validation {title_of(self.main)} has not improved{more} in {self.waited} {count}{best}"

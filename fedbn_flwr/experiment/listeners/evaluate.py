@@ -9,9 +9,9 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr import strategies
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.metrics import key_of
-from fedbn_flwr.client.training import cross_entropy
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
@@ -19,12 +19,12 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.norms.statistics import reestimate
-from fedbn_flwr.strategies import Round
 
 from ..data import rows_by_domain
+from ..objective import plain_loss
 from ..parts import Parts
-from .listener import Listener, RunState
-from .of_clients import name_of, own_means, spreads, validation_means, values_of
+from .listener import Listener, Round, Running
+from .of_clients import ByClient, name_of, own_means, spreads, validation_means, values_of
 
 
 class Evaluate(Listener):
@@ -37,9 +37,9 @@ class Evaluate(Listener):
         self.rule = prepared.rule
         only_by_clients = self.rule.traits.personal or not run.evaluate.server
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
-        self.loss = prepared.loss or cross_entropy
-        self.metrics = prepared.metrics
-        self.names = [name_of(key_of(metric)) for metric in self.metrics]
+        self.task, self.metrics = prepared.task, prepared.metrics
+        self.loss = plain_loss(run, self.task)
+        self.names = (*self.task.figures, *(name_of(key_of(metric)) for metric in self.metrics))
         self.has_test = prepared.dataset is not None and self.rule.traits.has_global_model
 
     @functools.cached_property
@@ -58,63 +58,62 @@ class Evaluate(Listener):
             tests[protocol.VALIDATION] = TestBatches(dataset.train, normalise, run.evaluate.batch_size, held)
         return tests
 
-    def on_round(self, state: RunState) -> None:
-        if not state.is_evaluated:
-            return
+    def on_round(self, running: Running, at: Round) -> Round:
+        if not at.is_evaluated:
+            return at
         try:
-            self._evaluate(state)
+            return self._evaluate(running, at)
         except FedbnError:
             raise
         except (ValueError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise RunFailed(f"round {state.round}: the model cannot be evaluated: {reason}") from error
+            raise RunFailed(f"round {at.number}: the model cannot be evaluated: {reason}") from error
 
-    def _evaluate(self, state: RunState) -> None:
-        run = state.run
-        if self.asks_clients:
-            state.line |= self._on_clients(state)
+    def _evaluate(self, running: Running, at: Round) -> Round:
+        run = running.run
+        clients, line = self._on_clients(running, at) if self.asks_clients else ({}, {})
+        model = at.model
         if self.rule.traits.has_global_model:
-            state.model = self.rule.global_model(
-                Round(state.round, run.rounds, state.arrays, state.identity, state.grid)
-            )
+            asked = strategies.Round(at.number, run.rounds, at.arrays, running.identity, running.grid)
+            model = self.rule.global_model(asked)
         if self.has_test:
             torch.set_num_threads(run.engine.threads)  # the last bits can depend on it
             tests = dict(self.tests)
             held = tests.pop(protocol.VALIDATION, None)
-            state.grid.report("test sets evaluated", 0, len(tests))
-            queried = bool(set(state.model) - set(state.arrays))
-            used = self._load(state.model, tests[""], queried)
-            state.line |= self._measure(tests.pop("")) | {"evaluated_with": used}
-            names = ("accuracy", *self.names)
+            running.grid.report("test sets evaluated", 0, len(tests))
+            queried = bool(set(model) - set(at.arrays))
+            used = self._load(model, tests[""], queried)
+            line |= self._measure(tests.pop("")) | {"evaluated_with": used}
             for domain, test in tests.items():
                 measured = self._measure(test)
-                state.line |= {f"{name}{domain}": value for name, value in measured.items() if name in names}
+                line |= {f"{name}{domain}": value for name, value in measured.items() if name in self.names}
             if held is not None:
-                self._load(state.model, held, queried)
+                self._load(model, held, queried)
                 measured = self._measure(held)
-                state.line |= {f"validation_{key}": measured[key] for key in ("loss", "accuracy")}
+                keys = measured.keys() & {"loss", self.task.main}
+                line |= {f"validation_{key}": measured[key] for key in sorted(keys, reverse=True)}
             if self.threads > 1:  # the workers need the memory now, and a model is built in less time than it evaluates
                 self.prepared.release()
                 return_freed_memory()
         else:
-            means = {key: state.line.get(f"clients_{key}") for key in ("loss", "accuracy", *self.names)}
-            state.line |= {key: value for key, value in means.items() if value is not None}
+            means = {key: line.get(f"clients_{key}") for key in ("loss", *self.names)}
+            line |= {key: value for key, value in means.items() if value is not None}
+        return at.with_figures(line, clients, model=model)
 
-    def _on_clients(self, state: RunState) -> dict[str, Any]:
-        config = ConfigRecord(dict(state.identity))
-        messages = self.rule.configure_evaluate(state.round, state.arrays, config, state.grid)
-        replies = gate(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
+    def _on_clients(self, running: Running, at: Round) -> tuple[ByClient, dict[str, Any]]:
+        """The values of each client, and the figures of all."""
+        config = ConfigRecord(dict(running.identity))
+        messages = self.rule.configure_evaluate(at.number, at.arrays, config, running.grid)
+        replies = gate(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
         if not replies:
-            return {}
-        metrics = self.rule.aggregate_evaluate(state.round, replies)
+            return {}, {}
+        metrics = self.rule.aggregate_evaluate(at.number, replies)
         used = self.rule.leaf.used
         values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_examples")
-        for client, measured in values.items():
-            state.clients.setdefault(client, {}).update(measured)
         means = {name_of(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
         figures = {**means, **own_means(values), **spreads(values)}
         by_clients = {f"clients_{name}": value for name, value in figures.items() if not name.startswith("validation_")}
-        return by_clients | validation_means(values)
+        return values, by_clients | validation_means(values, self.task.main)
 
     def _load(self, arrays: ArrayRecord, examples: TestBatches, queried: bool) -> str:
         """Load the global model to evaluate it on `examples`; returns the statistics that its batch norms use."""
@@ -132,6 +131,6 @@ class Evaluate(Listener):
 
     def _measure(self, examples: TestBatches) -> dict[str, Any]:
         model, device = self.prepared.model, self.prepared.device
-        figures = evaluate(model, examples, self.loss, device, self.metrics, threads=self.threads)
+        figures = evaluate(model, examples, self.loss, device, self.metrics, task=self.task, threads=self.threads)
         figures.pop("num-examples")
         return {key.replace("-", "_"): value for key, value in figures.items()}

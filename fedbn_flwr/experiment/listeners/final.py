@@ -3,65 +3,49 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Mapping
 from logging import WARNING
+from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.common import log
 
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.gate import one_line
 from fedbn_flwr.results.folder.clients import is_count
 
-from .listener import Listener, RunState
+from .listener import Listener, Round, Running
 from .of_clients import by_metric, values_of
 
 
 class Final(Listener):
-    def on_round(self, state: RunState) -> None:
-        if state.is_last:
-            evaluate_unseen(state)
+    def on_round(self, running: Running, at: Round) -> Round:
+        """Send the whole global model, its batch norm included; the run is complete without those that fail."""
+        if not at.is_last:
+            return at
+        options, engine = running.run.evaluate, running.run.engine
+        keys: dict[str, Any] = {**running.identity, protocol.ROUND: at.number, protocol.TEST_SETS: protocol.OWN}
+        if options.finetune_steps:
+            keys[protocol.TUNE_STEPS] = options.finetune_steps
+            keys[protocol.TUNE_LR] = options.finetune_lr or running.run.train.lr
+        content = RecordDict({"arrays": at.arrays, "config": ConfigRecord(keys)})
+        messages = [Message(content, node, MessageType.EVALUATE) for node in running.unseen.values()]
+        replies = list(running.grid.send_and_receive(messages, timeout=engine.timeout))
+        if silent := len(messages) - len(replies):
+            log(WARNING, "after the last round: %d of %d nodes did not answer in time", silent, len(messages))
+        for reply in replies:
+            if reply.has_error():
+                reason = one_line(str(reply.error.reason))
+                log(WARNING, "after the last round: without node %d: %s", reply.metadata.src_node_id, reason)
+        measured = {client: _renamed(values) for client, values in values_of(replies, "test_examples").items()}
+        means = {name: statistics.fmean(each) for name, each in by_metric(measured).items() if not is_count(name)}
+        return at.with_figures(means, measured)
 
 
-def evaluate_unseen(state: RunState) -> None:
-    """Send the whole global model, its batch norm included, to the clients that never trained."""
-    options = state.run.evaluate
-    tuning: dict[str, float] = {}
-    if options.finetune_steps:
-        tuning = {
-            protocol.TUNE_STEPS: options.finetune_steps,
-            protocol.TUNE_LR: options.finetune_lr or state.run.train.lr,
-        }
-    replies = _evaluate(state, state.unseen.values(), state.arrays, **tuning)
-    measured = {client: _renamed(values) for client, values in values_of(replies, "test_examples").items()}
-    state.clients |= measured
-    means = {name: statistics.fmean(each) for name, each in by_metric(measured).items()}
-    state.line |= {name: value for name, value in means.items() if not is_count(name)}
-
-
-def _renamed(values: dict[str, float]) -> dict[str, float]:
+def _renamed(values: Mapping[str, float]) -> dict[str, float]:
     """`own_accuracy` as `unseen_accuracy`, `tuned_own_accuracy` as `unseen_accuracy_tuned`."""
     tuned, own = f"{protocol.TUNED}_", f"{protocol.OWN}_"
     return {
         f"unseen_{name.removeprefix(tuned).removeprefix(own)}" + ("_tuned" if name.startswith(tuned) else ""): value
         for name, value in values.items()
     }
-
-
-def _evaluate(state: RunState, nodes: Iterable[int], arrays: ArrayRecord, **keys: float) -> list[Message]:
-    """The replies of nodes that evaluate these arrays on their own test examples."""
-    config = ConfigRecord({**state.identity, protocol.ROUND: state.round, protocol.TEST_SETS: protocol.OWN, **keys})
-    content = RecordDict({"arrays": arrays, "config": config})
-    return _answers(state, [Message(content, node, MessageType.EVALUATE) for node in nodes])
-
-
-def _answers(state: RunState, messages: list[Message]) -> list[Message]:
-    """The replies that are no errors; the run is complete without the others."""
-    replies = list(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
-    if silent := len(messages) - len(replies):
-        log(WARNING, "after the last round: %d of %d nodes did not answer in time", silent, len(messages))
-    for reply in replies:
-        if reply.has_error():
-            reason = one_line(str(reply.error.reason))
-            log(WARNING, "after the last round: without node %d: %s", reply.metadata.src_node_id, reason)
-    return [reply for reply in replies if reply.has_content()]

@@ -11,12 +11,13 @@ from fedbn_flwr.errors import UserError
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary
+from fedbn_flwr.tasks import CLASSIFICATION
 
 from ..file.expansion import PAPER
 from ..parts import Parts
 from ..run.resume import promises_of
 from ..settings import strategy_name
-from .listener import Listener, RunState
+from .listener import Listener, Round, Running
 
 
 class History(Listener):
@@ -24,41 +25,44 @@ class History(Listener):
         self.folder = folder
         self.ledger = ledger
 
-    def on_start(self, state: RunState) -> None:
+    def on_start(self, running: Running, at: Round) -> Round:
         self.mark = time.monotonic()
-        self.summary = begin_summary(state.prepared)
+        self.summary = begin_summary(running.prepared)
+        self.summary.stopped_early = at.ended
         with suppress(UserError):  # a damaged summary is written again
             if (before := self.folder.summary()) is not None:
                 self.summary.notes = before.notes  # until the next round begins or ends
         for line in self.folder.history():
             self.summary.account(line)
         self.folder.write_summary(self.summary)
+        return at
 
-    def on_messages(self, state: RunState) -> None:
-        rule = state.prepared.rule
+    def on_messages(self, running: Running) -> None:
+        rule = running.prepared.rule
         if promises := promises_of(rule):
             self.folder.write_promises(promises)
             self.summary.notes = dict(rule.notes())  # should this process be killed
             self.folder.write_summary(self.summary)
 
-    def on_round(self, state: RunState) -> None:
+    def on_round(self, running: Running, at: Round) -> Round:
         now = time.monotonic()
-        state.line |= {**vars(self.ledger.take()), "seconds": now - self.mark}
+        at = at.with_figures({**vars(self.ledger.take()), "seconds": now - self.mark}, {})
         self.mark = now
-        self.folder.add_line("history.jsonl", state.line)
-        self.folder.add_line("clients.jsonl", {"round": state.round, "clients": dict(sorted(state.clients.items()))})
-        self.summary.account(state.line)
-        self.summary.notes = dict(state.prepared.rule.notes())
+        self.folder.add_line("history.jsonl", at.line)
+        self.folder.add_line("clients.jsonl", {"round": at.number, "clients": dict(sorted(at.clients.items()))})
+        self.summary.account(at.line)
+        self.summary.notes, self.summary.stopped_early = dict(running.prepared.rule.notes()), at.ended
         self.folder.write_summary(self.summary)
+        return at
 
-    def on_end(self, state: RunState) -> None:
-        if state.error is None:
-            self.summary.status, self.summary.stopped_early = "finished", state.ended
-            self.summary.notes = dict(state.prepared.rule.notes())  # if the run was resumed after its last round
-        elif isinstance(state.error, KeyboardInterrupt | SystemExit):
+    def on_end(self, running: Running, error: BaseException | None) -> None:
+        if error is None:
+            self.summary.status = "finished"
+            self.summary.notes = dict(running.prepared.rule.notes())  # if the run was resumed after its last round
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
             self.summary.status = "interrupted"
         else:
-            self.summary.status, self.summary.error = "failed", str(state.error)
+            self.summary.status, self.summary.error = "failed", str(error)
         self.folder.write_summary(self.summary)
 
 
@@ -82,9 +86,10 @@ def begin_summary(prepared: Parts) -> Summary:
         began=datetime.now(UTC).isoformat(timespec="milliseconds"),
         accuracy_of=accuracy_of,
         metrics=tuple(name_of(metric) for metric in prepared.metrics),
-        size=run.size.name if run.size.name != PAPER else None,
+        size=run.size if run.size != PAPER else None,
         examples="random examples; figures mean nothing" if run.data.random else None,
         memory_format="channels_last" if run.train.channels_last else None,
         precision=run.train.precision if run.train.precision != "float32" else None,
         compiled=run.train.compile or None,
+        task=prepared.task.name if prepared.task is not CLASSIFICATION else None,
     )

@@ -1,10 +1,10 @@
-"""The state of a run between rounds, and the base class of its listeners."""
+"""A round of a run as a value, and the base class of the listeners that it passes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from flwr.app import ArrayRecord, Message
 
@@ -14,59 +14,72 @@ from ..parts import Parts
 from ..settings import Settings
 
 
-@dataclass
-class RunState:
-    """The state of a run after a round."""
+@dataclass(frozen=True)
+class Running:
+    """What all rounds of a run have in common."""
 
     prepared: Parts
     grid: GridAround
     # The config keys that name the run to its clients, and those of the moments on which the sites agreed.
     identity: Mapping[str, Any]
-    arrays: ArrayRecord  # that training continues from
-    round: int = 0  # the last finished one
-    trained: dict[int, int] = field(default_factory=dict)  # client -> the last round in which it trained
-    kept_round: int = 0  # the round of the last checkpoint
-    line: dict[str, Any] = field(default_factory=dict)  # the round's line in the history; listeners add to it
-    clients: dict[int, dict[str, float]] = field(default_factory=dict)  # the values of each client
-    dynamics: dict[str, Any] | None = None  # the round's line in norms.jsonl, if it has one
-    best: ArrayRecord | None = None  # the model of the best round, until it is in the run folder
-    nodes: dict[int, int] = field(default_factory=dict)  # client -> node
-    unseen: dict[int, int] = field(default_factory=dict)  # likewise, of the clients that never train
-    ended: str | None = None  # the reason why training ends before the last round
-    stop: bool = False  # the user asked to stop after this round
-    error: BaseException | None = None  # that ended the run before its last round
-
-    def __post_init__(self) -> None:
-        self.model = self.arrays  # the model for use outside the federation
+    unseen: Mapping[int, int] = field(default_factory=dict)  # client -> node, of the clients that never train
 
     @property
     def run(self) -> Settings:
         return self.prepared.run
 
-    @property
-    def is_evaluated(self) -> bool:
-        """Whether the models of this round are evaluated."""
-        return self.round % self.run.evaluate.every == 0 or self.round == self.run.rounds
 
-    @property
-    def is_last(self) -> bool:
-        return self.round == self.run.rounds or self.ended is not None
+@dataclass(frozen=True)
+class Round:
+    """A finished round, or 0 before the first one. A listener returns it with what it adds."""
+
+    number: int
+    arrays: ArrayRecord  # that training continues from
+    model: ArrayRecord  # for use outside the federation
+    is_evaluated: bool = False
+    is_last: bool = False
+    trained: Mapping[int, int] = field(default_factory=dict)  # client -> the last round in which it trained
+    replies: Sequence[Message] = ()  # to the messages of this round, where a listener reads them
+    line: Mapping[str, Any] = field(default_factory=dict)  # in the history
+    clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # the values of each client
+    dynamics: Mapping[str, Any] | None = None  # the line in norms.jsonl, if it has one
+    is_best: bool = False  # of those so far, by validation
+    ended: str | None = None  # the reason why training ends before the last round
+    stop: bool = False  # the user asked to stop after this round
+    kept_round: int = 0  # the round of the last checkpoint
+
+    def with_figures(self, line: Mapping[str, Any], clients: Mapping[int, Mapping[str, float]], **more: Any) -> Round:
+        """With more figures in the history, and more values of clients."""
+        both = {client: {**self.clients.get(client, {}), **values} for client, values in clients.items()}
+        return replace(self, line={**self.line, **line}, clients={**self.clients, **both}, **more)
 
 
 class Listener:
     """Hooks that are called during a run; by default they do nothing."""
 
-    def on_start(self, state: RunState) -> None:
+    def on_start(self, running: Running, at: Round) -> Round:
         """Before the first round, or the first one after resuming."""
+        return at
 
-    def on_messages(self, state: RunState) -> None:
-        """Before the messages of the round after `state.round` are sent."""
+    def on_messages(self, running: Running) -> None:
+        """Before the messages of a round are sent."""
 
-    def on_replies(self, state: RunState, replies: Sequence[Message]) -> None:
-        """When these replies of a round have become `state.arrays`, before `on_round`; the replies are not kept."""
-
-    def on_round(self, state: RunState) -> None:
+    def on_round(self, running: Running, at: Round) -> Round:
         """After a round, in the order of the listeners."""
+        return at
 
-    def on_end(self, state: RunState) -> None:
-        """After the last round, or after `state.error`."""
+    def on_end(self, running: Running, error: BaseException | None) -> None:
+        """After the last round, or after an error that ended the run before it."""
+
+
+class Phases(NamedTuple):
+    """The listeners of a run, in the order of their calls."""
+
+    measure: Sequence[Listener]
+    choose: Sequence[Listener]
+    record: Sequence[Listener]
+    show: Sequence[Listener]
+
+    @property
+    def all(self) -> list[Listener]:
+        return [listener for phase in self for listener in phase]

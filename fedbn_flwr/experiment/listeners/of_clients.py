@@ -46,9 +46,9 @@ def own_means(clients: ByClient) -> dict[str, float]:
     return {name: statistics.fmean(each) for name, each in metrics.items() if not is_count(name)}
 
 
-def validation_means(clients: ByClient) -> dict[str, float]:
-    """Validation loss and accuracy over the examples that all clients hold out; empty if none reports any."""
-    names = ("validation_loss", "validation_accuracy")
+def validation_means(clients: ByClient, main: str) -> dict[str, float]:
+    """Validation loss and main figure over the examples that all clients hold out; empty if none reports any."""
+    names = dict.fromkeys(("validation_loss", f"validation_{main}"))
     held = [each for each in clients.values() if each.get("validation_examples") and each.keys() >= {*names}]
     total = math.fsum(metrics["validation_examples"] for metrics in held)
     return {

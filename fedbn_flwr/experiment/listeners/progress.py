@@ -27,10 +27,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fedbn_flwr.engines.logs import is_json, working_at, write_json
+from fedbn_flwr.experiment.logs import is_json, working_at, write_json
 from fedbn_flwr.results.text import duration
+from fedbn_flwr.tasks import title_of
 
-from .listener import Listener, RunState
+from .listener import Listener, Round, Running
 
 _AFTER_ROUND, _WITHIN_ROUND, _DRAWN = 2.0, 10.0, 0.2  # seconds between lines, and between two views of a notebook
 _BAR = 12  # characters
@@ -57,20 +58,25 @@ class Reporter(Listener):
         self._latest = News()
         self._sent = 0.0
 
-    def on_start(self, state: RunState) -> None:
-        self._send(News(state.round, within="starting"))
+    def on_start(self, running: Running, at: Round) -> Round:
+        self._send(News(at.number, within="starting"))
+        return at
+
+    def stops_after(self, at: Round) -> bool:
+        """Whether the user asked to stop after this round."""
+        return self._stop_asked()
 
     def report(self, what: str, done: int, total: int) -> None:
         """How far the current round is."""
         if time.monotonic() - self._sent > _DRAWN:
             self._send(replace(self._latest, within=f"{what}: {done} of {total}"))
 
-    def on_round(self, state: RunState) -> None:
-        state.stop = self._stop_asked()
-        self._send(News(state.round, figures_of(state.line)))
-        for note in state.prepared.rule.notes().values() if state.is_last else ():
+    def on_round(self, running: Running, at: Round) -> Round:
+        self._send(News(at.number, figures_of(at.line, running.prepared.task.main)))
+        for note in running.prepared.rule.notes().values() if at.is_last else ():
             if isinstance(note, Mapping) and "in_words" in note:
                 self.message(note["in_words"])
+        return at
 
     def message(self, text: str) -> None:
         self._send_news(replace(self._latest, message=text))
@@ -276,7 +282,7 @@ class Progress:
             self._cell.update(self.render())
 
 
-def figures_of(line: Mapping[str, Any]) -> str:
-    """Accuracy and losses of a round, from its line in the history."""
-    names = (("accuracy", "accuracy"), ("loss", "loss"), ("train_loss", "train loss"))
-    return "  ".join(f"{name} {line[key]:.4f}" for key, name in names if isinstance(line.get(key), float))
+def figures_of(line: Mapping[str, Any], main: str) -> str:
+    """The main figure and the losses of a round, from its line in the history."""
+    keys = [key for key in dict.fromkeys((main, "loss", "train_loss")) if isinstance(line.get(key), float)]
+    return "  ".join(f"{title_of(key)} {line[key]:.4f}" for key in keys)

@@ -22,7 +22,7 @@ from fedbn_flwr.storage import replacing
 
 from ..norm_layers import NormLayers
 from ..trackers import Session, TrackedRun, begin
-from .listener import Listener, RunState
+from .listener import Listener, Round, Running
 
 LAST_FIGURES = 30  # seconds that a run waits for its tracker at the end
 
@@ -35,31 +35,33 @@ class Track(Listener):
         self._warned = False
         self._calls: queue.SimpleQueue[Callable[[Session], None] | None] = queue.SimpleQueue()
 
-    def on_start(self, state: RunState) -> None:
+    def on_start(self, running: Running, at: Round) -> Round:
         id_file = self.folder.path / self._id_file
         run = TrackedRun(
             folder=self.folder.path,
-            experiment=state.run.name,
-            name=state.prepared.name,
-            settings=_settings(state.run.model_dump(mode="json")),
-            done=state.round,
+            experiment=running.run.name,
+            name=running.prepared.name,
+            settings=_settings(running.run.model_dump(mode="json")),
+            done=at.number,
+            measure=running.prepared.task.main,
             id=id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None,
         )
-        state.grid.start()  # a process must not be forked while the thread imports modules
+        running.grid.start()  # a process must not be forked while the thread imports modules
         self._thread = threading.Thread(target=self._work, args=(run,), daemon=True, name=f"track-{self.tracker}")
         self._thread.start()
+        return at
 
-    def on_round(self, state: RunState) -> None:
-        figures = {key: float(value) for key, value in state.line.items() if _is_number(value) and key != "round"}
-        if state.is_evaluated:
-            arrays = unpack(state.model)
+    def on_round(self, running: Running, at: Round) -> Round:
+        figures = {key: float(value) for key, value in at.line.items() if _is_number(value) and key != "round"}
+        if at.is_evaluated:
+            arrays = unpack(at.model)
             figures |= _flat("norms", NormLayers(arrays).lengths(arrays))
-        if state.dynamics is not None:
-            figures |= _flat("dynamics", state.dynamics["layers"]) | _means_of_clients(state.dynamics)
-        number = state.round
-        self._calls.put(lambda session: session.log(number, figures))
+        if at.dynamics is not None:
+            figures |= _flat("dynamics", at.dynamics["layers"]) | _means_of_clients(at.dynamics)
+        self._calls.put(lambda session: session.log(at.number, figures))
+        return at
 
-    def on_end(self, state: RunState) -> None:
+    def on_end(self, running: Running, error: BaseException | None) -> None:
         summary = self.folder.summary()
         assert summary is not None, "History has written it"
         status, figures = summary.status, summary.to_json()

@@ -1,6 +1,6 @@
 """Mean and deviation of each column over all sites' data, on which the sites agree before the first round.
 
-Each site sends sums (`data.sums`), and the server sends the moments of all with every message: clients store nothing,
+Each site sends sums (`data.moments`), and the server sends the moments of all with every message: clients store none,
 so a node that restarts or joins late has them too. A resumed run reads them from model.json in its folder.
 """
 
@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.data import Moments
-from fedbn_flwr.data.sums import ROWS, Sums, moments_from, totals
+from fedbn_flwr.data.moments import ROWS, Sums, moments_from, totals
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import fault
@@ -32,12 +32,12 @@ from .cohort import Nodes, refuse_nodes, silent
 def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -> Moments:
     """The moments of the training examples of all clients; RunFailed names those whose sums are missing or wrong."""
     run, rule = parts.run, parts.rule
-    name, hides = strategy_name(run.strategy), rule.traits.hides
+    name, hides = strategy_name(run.strategy), rule.lacks.get("inside")
     asks = "data.normalise is 'moments', for which each site sends the sums of its columns to the server,"
     instead = "use official, unit, or module:callable with known values"
     refuse(
         {
-            f"{asks} but {name} {hides} what single clients send; {instead}": hides is not None,
+            f"{asks} but {name} {hides}; {instead}": hides is not None,
             f"{asks} but strategy.bounds limits the influence of one client, and that of its sums has no limit; "
             f"{instead}": rule.leaf.bounds is not None,
         }
@@ -45,6 +45,7 @@ def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -
     clients = {node: client for client, node in nodes.ids.items()}
     content = RecordDict({"config": ConfigRecord(dict(identity))})
     questions = [Message(content, node, protocol.SUMS_QUERY) for node in clients]
+    columns = parts.shape.channels if parts.shape.tokens is None else 0
     found: dict[int, Sums] = {}
     problems = []
     for reply in grid.send_and_receive(questions, timeout=run.engine.timeout):
@@ -53,7 +54,7 @@ def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -
             problems.append(f"node {node}: {reason_of(reply)}")
             continue
         try:
-            found[node] = _sums_in(reply, parts.shape.channels)
+            found[node] = _sums_in(reply, columns)
         except MessageError as error:
             problems.append(f"node {node}: client {clients[node]}: {error}")
     refuse_nodes([*problems, *silent(run, len(clients) - len(found) - len(problems))])

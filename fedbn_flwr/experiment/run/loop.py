@@ -22,11 +22,12 @@ from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
-from fedbn_flwr.engines.logs import is_json, write_json
 from fedbn_flwr.engines.network import PollingGrid, poll_often
-from fedbn_flwr.engines.ray_settings import set_ray_defaults
 from fedbn_flwr.engines.worker import leave_if_unguarded
-from fedbn_flwr.errors import RunFailed, SettingsError, StorageError, UserError, needs
+from fedbn_flwr.errors import MissingPackage, RunFailed, SettingsError, StorageError, UserError, needs
+from fedbn_flwr.experiment.logs import is_json, write_json
+from fedbn_flwr.experiment.ray_settings import set_ray_defaults
+from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import gate, number_of
@@ -36,6 +37,7 @@ from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.strategies import restore
+from fedbn_flwr.tasks import Task
 
 from ..counting import counts_of
 from ..data import loaded_data
@@ -46,10 +48,10 @@ from ..listeners.dynamics import Dynamics
 from ..listeners.evaluate import Evaluate
 from ..listeners.final import Final
 from ..listeners.history import History
-from ..listeners.listener import Listener, RunState
+from ..listeners.listener import Listener, Phases, Round, Running
 from ..listeners.of_clients import values_of
 from ..listeners.progress import Progress, Reporter
-from ..listeners.saving import Checkpoint
+from ..listeners.saving import Saving
 from ..listeners.track import Track
 from ..model import choose_device
 from ..node import Clients, trains
@@ -70,113 +72,126 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     capabilities(grid).start()
     snapshot = folder.checkpoint.read() if done else None
     ledger = MeteredGrid(WatchedGrid(grid, progress.report))
-    identity = {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()}
-    if snapshot is None:
-        state = RunState(prepared, ledger, identity, pack(initial_arrays(prepared.model)))
-    else:
-        arrays = arrays_in(snapshot.model)["arrays"]
-        state = RunState(prepared, ledger, identity, arrays, done, dict(snapshot.trained), kept_round=done)
-    listeners = listeners_of(prepared, folder, ledger, progress)
+    running = Running(prepared, ledger, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
+    arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
+    trained = {} if snapshot is None else dict(snapshot.trained)
+    at = start = Round(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
+    phases = phases_of(prepared, folder, ledger, progress)
     begun: list[Listener] = []
+    error: BaseException | None = None
     try:
-        for listener in listeners:
-            listener.on_start(state)
+        for listener in phases.all:
+            at = start = listener.on_start(running, start)
             begun.append(listener)
-        asked = {protocol.COHORT_MIN_BATCH: least} if (least := prepared.rule.traits.min_batch) else {}
-        nodes = check_nodes(ledger, run, {**identity, protocol.ROUND: done, **asked})
+        asked = {protocol.COHORT_MIN_BATCH: least} if (least := rule.traits.min_batch) else {}
+        nodes = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
         if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
             held = ", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items()))
             progress.message(held)
         if run.data.normalise == "moments" and (prepared.dataset is None or nodes.own_data):
-            moments = agree(ledger, prepared, nodes, identity) if snapshot is None else agreed_before(folder)
+            moments = agree(ledger, prepared, nodes, running.identity) if snapshot is None else agreed_before(folder)
             prepared.use_moments(moments)
-            state.identity = {**identity, protocol.MEANS: [*moments[0]], protocol.DEVIATIONS: [*moments[1]]}
+            means, deviations = map(list, moments)
+            identity = {**running.identity, protocol.MEANS: means, protocol.DEVIATIONS: deviations}
+            running = replace(running, identity=identity)
         folder.write("model.json", prepared.model_description, indent=2)
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(prepared, [run.seed])
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
-        state.nodes = {client: node for client, node in nodes.ids.items() if trains(run, client)}
-        if run.evaluate.unseen:
-            state.unseen = {client: node for client, node in nodes.ids.items() if client not in state.nodes}
-            state.grid = TrainedNodes(ledger, frozenset(state.unseen.values()))
-        rule.begin(run.rounds, state.arrays)
+        if unseen := {client: node for client, node in nodes.ids.items() if not trains(run, client)}:
+            running = replace(running, grid=TrainedNodes(ledger, frozenset(unseen.values())), unseen=unseen)
+        rule.begin(run.rounds, start.arrays)
         if snapshot is not None and snapshot.strategy is not None:
             restore_clients(prepared, ledger, folder, snapshot.trained, nodes.folders)
             restore(rule, snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
         keep_promises(rule, folder, done)
-        while state.round < run.rounds and state.ended is None:
-            if state.stop:
+        for at in rounds(running, start, phases, progress.stops_after):
+            if at.stop and not at.is_last:
                 raise KeyboardInterrupt
-            train_round(state, listeners)
-            for listener in listeners:
-                listener.on_round(state)
-        if not state.trained:
-            raise RunFailed(f"no client trained in any of the {state.round} rounds")
-    except BaseException as error:
-        state.error = error
+        if not at.trained:
+            raise RunFailed(f"no client trained in any of the {at.number} rounds")
+    except BaseException as raised:
+        error = raised
         raise
     finally:
-        end(begun, state)
+        end(begun, running, error)
 
 
-def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progress: Reporter) -> list[Listener]:
-    """Those of a run, in their order: they measure, choose, record and show."""
+def phases_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progress: Reporter) -> Phases:
     run = prepared.run
-    measure: list[Listener] = [Dynamics(folder)] if run.evaluate.dynamics else []
-    measure.append(Evaluate(prepared, threads=workers_of(run)))
-    choose: list[Listener] = []
-    if run.evaluate.validation:
-        choose.append(Best(folder, run.evaluate.patience, run.evaluate.min_delta))
-    if run.evaluate.unseen:  # after the last round, which is chosen now
-        choose.append(Final())
-    # The checkpoint comes after the progress, by which a user stops the run.
-    record: list[Listener] = [History(folder, ledger), progress, Checkpoint(folder)]
-    return [*measure, *choose, *record, *(Track(entry, folder) for entry in run.track)]
+    dynamics = [Dynamics(folder)] if run.evaluate.dynamics else []
+    patience, least = run.evaluate.patience, run.evaluate.min_delta
+    best = [Best(folder, prepared.task, patience, least)] if run.evaluate.validation else []
+    final = [Final()] if run.evaluate.unseen else []  # after the last round, which is chosen now
+    return Phases(
+        measure=[*dynamics, Evaluate(prepared, threads=workers_of(run))],
+        choose=[*best, *final],
+        record=[History(folder, ledger), Saving(folder)],
+        show=[progress, *(Track(entry, folder) for entry in run.track)],
+    )
 
 
-def end(listeners: Sequence[Listener], state: RunState) -> None:
+def rounds(running: Running, at: Round, phases: Phases, stops_after: Callable[[Round], bool]) -> Iterator[Round]:
+    """The rounds after `at` up to the last one, each when it has passed all listeners."""
+    while not at.is_last:
+        at = train_round(running, at, phases.all)
+        for phase in phases:
+            if phase is phases.record:
+                at = replace(at, stop=stops_after(at))
+            for listener in phase:
+                at = listener.on_round(running, at)
+        yield at
+
+
+def end(listeners: Sequence[Listener], running: Running, error: BaseException | None) -> None:
     """All listeners end, also if one cannot write its file because the disk is full."""
-    failed: list[StorageError] = []
+    failed: StorageError | None = None
     for listener in listeners:
         try:
-            listener.on_end(state)
-        except StorageError as error:
-            failed.append(error)
-            state.error = state.error or error
-    if failed and state.error is failed[0]:  # otherwise it would replace the error that ended the run
-        raise failed[0]
+            listener.on_end(running, error or failed)
+        except StorageError as full:
+            failed = failed or full
+    if failed is not None and error is None:  # otherwise it would replace the error that ended the run
+        raise failed
 
 
-def train_round(state: RunState, listeners: Sequence[Listener] = ()) -> None:
-    rule, number = state.prepared.rule, state.round + 1
-    config = ConfigRecord({**state.identity, protocol.KEPT_ROUND: state.kept_round})
+def train_round(running: Running, before: Round, listeners: Sequence[Listener] = ()) -> Round:
+    run, rule, number = running.run, running.prepared.rule, before.number + 1
+    config = ConfigRecord({**running.identity, protocol.KEPT_ROUND: before.kept_round})
     switched = any(number >= (each.memory.switch_round or math.inf) for each in rule.chain())
-    if (factor := state.run.train.schedule.switch) is not None and switched:
+    if (factor := run.train.schedule.switch) is not None and switched:
         config[protocol.LR_FACTOR] = factor
-    messages = list(rule.configure_train(number, state.arrays, config, state.grid))
+    messages = list(rule.configure_train(number, before.arrays, config, running.grid))
     for listener in listeners:
-        listener.on_messages(state)
-    replies = gate(state.grid.send_and_receive(messages, timeout=state.run.engine.timeout))
-    arrays, metrics = rule.aggregate_train(number, replies)
-    if arrays is not None:
-        state.arrays = arrays
-    state.model, state.round = state.arrays, number
+        listener.on_messages(running)
+    replies = gate(running.grid.send_and_receive(messages, timeout=run.engine.timeout))
+    found, metrics = rule.aggregate_train(number, replies)
+    arrays = before.arrays if found is None else found
     used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.leaf.used]
     trained = [number_of(reply) for reply in used]
-    state.trained |= dict.fromkeys(trained, number)
-    state.line = {"round": number, "clients": len(trained)}
-    state.line |= {_in_history(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
-    state.clients = {} if rule.traits.hides else values_of(used, "examples")
-    state.dynamics = None
-    for listener in listeners:
-        listener.on_replies(state, used)
+    figures = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
+    line: dict[str, Any] = {"round": number, "clients": len(trained)}
+    line |= {_in_history(key, running.prepared.task): value for key, value in figures.items()}
+    is_last = number == run.rounds
+    return Round(
+        number,
+        arrays,
+        arrays,
+        is_evaluated=is_last or number % run.evaluate.every == 0,
+        is_last=is_last,
+        trained={**before.trained, **dict.fromkeys(trained, number)},
+        replies=used if run.evaluate.dynamics else (),
+        line=line,
+        clients={} if "inside" in rule.lacks else values_of(used, "examples"),
+        kept_round=before.kept_round,
+    )
 
 
-def _in_history(key: str) -> str:
+def _in_history(key: str, task: Task) -> str:
     """The name of a metric of training: a client may report one that is called as another figure of the round."""
     name = key.replace("-", "_")
-    return name if name.startswith("train_") or not is_taken(name) else f"train_{name}"
+    return name if name.startswith("train_") or not is_taken(name, task) else f"train_{name}"
 
 
 @dataclass(frozen=True)
@@ -348,8 +363,10 @@ def carry_out(
     if jobs not in (None, 1):
         raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
     set_ray_defaults(os.environ, experiment.runs[0].engine.node_timeout)  # before Ray is imported
+    if "ray" not in declared("engines"):
+        raise MissingPackage("engine.name is 'ray', which needs the folder fedbn_flwr/extensions/ray")
     with needs("run", "engine.name='ray'"):
-        from .on_ray import ray_grids
+        ray_grids = part("engines", "ray")
     with ray_grids(experiment) as make_grid:
         return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
 

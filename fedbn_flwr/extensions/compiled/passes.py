@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Hashable
 from logging import WARNING
+from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo
@@ -20,7 +21,9 @@ from flwr.common import log
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
+from fedbn_flwr.batch import Value, count, each
 from fedbn_flwr.client.training import Loss
+from fedbn_flwr.norms.masked import MaskedBatchNorm1d
 
 # The graphs of a process: models of an experiment file, with and without frozen layers. PyTorch's limit is 8, for all
 # models together, since they share the function below; it trains further ones without compiling them.
@@ -29,23 +32,27 @@ _MOST_GRAPHS = 64
 _TOOLS = "; install g++ and Python's headers (Debian: g++ python3-dev)"
 
 
-def compiled_loss(model: nn.Module, loss_fn: Loss, size: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+def compiled_loss(model: nn.Module, loss_fn: Loss, size: int | None) -> Callable[[Value, Value], Tensor]:
     """A compiled function of inputs and targets, for one round of `model`: the loss of a batch of `size` examples.
 
     Batches of other sizes are not compiled, for instance a smaller last one, which has one step in an epoch; without a
-    size, that of the first batch counts. If PyTorch cannot compile the model, a warning is logged once and nothing is
-    compiled. Models of one kind share the compiled code.
+    size, that of the first batch counts. Nor are examples of another length than the first ones. If PyTorch cannot
+    compile the model, a warning is logged once and nothing is compiled. Models of one kind share the compiled code.
     """
     compiled, works = compiler(next(model.parameters(), torch.empty(0)).is_cuda)
     parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters())
     kind = type(model), parameters, tuple(module.training for module in model.modules())
 
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        nonlocal size
-        size = size or len(inputs)
-        if len(inputs) == size and kind not in works:
-            works[kind] = _works(compiled, model, inputs, targets, loss_fn)
-        if len(inputs) != size or not works[kind]:
+    compiled_shapes: Any = None
+
+    def loss(inputs: Value, targets: Value) -> Tensor:
+        nonlocal size, compiled_shapes
+        size, shapes = size or count(inputs), each(lambda tensor: tensor.shape, inputs)
+        if count(inputs) == size:
+            compiled_shapes = compiled_shapes or shapes
+            if kind not in works:
+                works[kind] = _works(compiled, model, inputs, targets, loss_fn)
+        if shapes != compiled_shapes or not works[kind]:
             return loss_fn(model(inputs), targets)
         torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step are no longer needed
         return compiled(model, inputs, targets, loss_fn)
@@ -54,7 +61,7 @@ def compiled_loss(model: nn.Module, loss_fn: Loss, size: int | None) -> Callable
 
 
 @functools.cache
-def compiler(cuda: bool) -> tuple[Callable[[nn.Module, Tensor, Tensor, Loss], Tensor], dict[Hashable, bool]]:
+def compiler(cuda: bool) -> tuple[Callable[[nn.Module, Value, Value, Loss], Tensor], dict[Hashable, bool]]:
     """PyTorch's compiler, which a process has once, and whether it could compile a kind of model."""
     if inductor.cpp.vec_isa_ok is None:
         # The compiler is assumed to know the processor's instructions. To check it, each process would compile
@@ -68,20 +75,22 @@ def compiler(cuda: bool) -> tuple[Callable[[nn.Module, Tensor, Tensor, Loss], Te
     return torch.compile(_loss, dynamic=False, mode="reduce-overhead" if cuda else None), {}
 
 
-def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, loss_fn: Loss) -> Tensor:
+def _loss(model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss) -> Tensor:
     return loss_fn(model(inputs), targets)
 
 
 def _works(
-    compiled: Callable[[nn.Module, Tensor, Tensor, Loss], Tensor],
+    compiled: Callable[[nn.Module, Value, Value, Loss], Tensor],
     model: nn.Module,
-    inputs: Tensor,
-    targets: Tensor,
+    inputs: Value,
+    targets: Value,
     loss_fn: Loss,
 ) -> bool:
     """Whether PyTorch can compile loss and gradients: tried with a copy, and with the same random draws as the step."""
     streams = seeding.states()
     try:
+        if any(isinstance(layer, MaskedBatchNorm1d) for layer in model.modules()):
+            raise NotImplementedError("MaskedBatchNorm1d has another number of values in each batch")
         compiled(copy.deepcopy(model), inputs, targets, loss_fn).backward()
     except Exception as error:  # of the compiler, of the machine's C++ compiler, of the model or of the loss
         log(

@@ -31,10 +31,10 @@ from typing import IO, Any
 from flwr.clientapp import ClientApp
 from flwr.common import log
 
-from fedbn_flwr.engines.logs import use_json
 from fedbn_flwr.engines.nodes import Nodes
 from fedbn_flwr.engines.worker import UNGUARDED, Channel, Worker, serve
 from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.experiment.logs import use_json
 
 _START_TIMEOUT = 300  # seconds until a process has imported PyTorch and the app
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -142,7 +142,6 @@ class Private(Wrapper):
         self.constants = (constants,) if isinstance(constants, str) else tuple(constants)
         self.metrics = metrics
         self.unsent = frozenset({Role.COUNTER, Role.STATISTICS} if statistics == "keep" else {Role.COUNTER})
-        self.traits = replace(self.traits, hides="releases only with noise")
         # A round that is repeated after a stop is a release of its own, unless its noise is the same.
         self.promised = ("total", "releases") if noise_seed is None else ()
         if statistics == "keep":

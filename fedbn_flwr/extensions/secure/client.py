@@ -97,8 +97,8 @@ def masked(content: RecordDict, received: Arrays, config: Config, context: Conte
     metrics = {key: value for record in metrics_in(content).values() for key, value in record.items()}
     readable = {key: metrics.pop(key) for key in (protocol.PARTITION,) if key in metrics}
     values |= {(TOTALS, key): np.asarray(each) for key, each in metrics.items() if not isinstance(each, list)}
-    equal = str(config[EQUAL]).split(",")
     update, statistics, examples = config[RANGES]
+    equal = str(config[EQUAL]).split(",")
     fixed = FixedPoint(len(session.nodes), update, statistics, examples, str(config[WEIGHT]), equal)
     kinds = fixed.kinds(values)
     model = {key: value for (record, key), value in values.items() if record == "arrays"}

@@ -128,7 +128,7 @@ class Secure(Wrapper):
         self.ranges = float(update_range), float(statistics_range), float(max_examples)
         masked = "replies of 8 bytes per value, keys and shares for each pair of clients"
         traffic = "; ".join(filter(None, [self.traits.traffic, masked]))
-        self.traits = replace(self.traits, traffic=traffic, hides="hides from the server")
+        self.traits = replace(self.traits, traffic=traffic)
         self._masked: MaskedRound | None = None
 
     def notes(self) -> dict[str, Any]:

@@ -2,5 +2,5 @@
 
 PARTS = {
     "commands": {"check": "check:add"},
-    "app_mods": {"record_status": "status:record_status"},
+    "app_mods": {"record_status": "record:record_status"},
 }

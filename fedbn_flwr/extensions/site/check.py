@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedbn_flwr.commands.common import Commands, add_command, check_seconds, parse_pairs
+from fedbn_flwr.commands.common import Commands, add_command, parse_pairs
 from fedbn_flwr.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -43,7 +43,10 @@ def add(commands: Commands) -> None:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    check_seconds("--timeout", arguments.timeout)
+    if not 0 < arguments.timeout <= 86400:
+        raise SettingsError(
+            f"--timeout is {arguments.timeout:g}; expected seconds, more than 0 and at most 86400 (a day)"
+        )
     if arguments.insecure and arguments.root_certificates:
         raise SettingsError("--insecure and --root-certificates exclude each other; give one")
     checks: list[Check] = []

@@ -17,13 +17,15 @@ from torch import Tensor
 
 from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.errors import needs
 from fedbn_flwr.exchange.step import check_batch
-from fedbn_flwr.experiment.data import shape_without_data
+from fedbn_flwr.experiment.data import source_of
 from fedbn_flwr.experiment.model import choose_device, make_model, try_model
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of
 from fedbn_flwr.experiment.objective import own_loss
 from fedbn_flwr.experiment.prepare import make_rule
-from fedbn_flwr.experiment.settings import Experiment, Settings, resolve
+from fedbn_flwr.experiment.settings import Data, Experiment, Settings, resolve
+from fedbn_flwr.named import is_name
 
 from .connection import Check, Failed, asked
 
@@ -64,6 +66,7 @@ def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterat
 def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> Iterator[Check]:
     run = run.model_copy(update={"engine": run.engine.model_copy(update={"device": "cpu"})})
     parts = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={}))
+    yield from _columns(parts.run.data)
     dataset, (train, test) = parts.dataset, parts.part
     where = str(node.get("data-path", run.data.name))
     yield Check("data", "ok", f"{where}: {_content(dataset, train, test)}")
@@ -73,17 +76,40 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
         )
     if not expected:
         return
-    if not run.evaluate.server:
-        shape = shape_without_data(run)
-        given = {"classes": shape.classes, "channels": shape.channels, "size": shape.size}
-        here = {"classes": dataset.classes, "channels": dataset.channels, "size": tuple(dataset.size)}
-        if wrong := [f"{key} {here[key]}, expected {value}" for key, value in given.items() if here[key] != value]:
-            raise Failed("the data have " + "; ".join(wrong), "correct data or experiment")
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"), own_loss(run))
     yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these examples")
     if allowed := make_rule(run).traits.min_batch:
         exchange = _exchange(min(run.train.batch_size, len(parts.split[0])), allowed, parts.min_batch)
         yield from asked("exchange", exchange, "have more examples, or allow smaller batches")
+
+
+def _columns(data: Data) -> Iterator[Check]:
+    """How the columns of a table differ from those that the experiment names, all at once and without values."""
+    if not data.inputs or is_name(data.name):
+        return
+    with needs("data", f"data.name={data.name!r}"):
+        from fedbn_flwr.data.folders import open_splits
+    splits, _ = open_splits(source_of(data), None)
+    categories = dict(data.categories)
+    used = [*data.inputs, *data.label, *filter(None, (data.domain, data.group))]
+    problems = [f"there is no column {name!r}" for name in used if name not in splits["train"].features]
+    for part, split in splits.items():
+        for name in filter(split.features.__contains__, used):
+            rows = split.to_pandas()[name]
+            if name in data.inputs and name not in categories and rows.dtype.kind in "OSU":
+                problems.append(f"{part}: {name!r} has texts, expected numbers")
+            if (absent := int(rows.isna().sum())) and not (data.missing and name in data.inputs):
+                problems.append(f"{part}: {absent} of {len(rows)} rows have no value in {name!r}")
+            known = categories.get(name, data.class_names if (name,) == data.label else ())
+            if other := int((~rows.dropna().astype(str).isin(known)).sum()) if known else 0:
+                problems.append(
+                    f"{part}: {other} of {len(rows)} rows have a value in {name!r} other than {list(known)}"
+                )
+    if problems:
+        raise Failed(f"{data.name}: {'; '.join(problems)}", "correct the files, or the experiment")
+    unused = [name for name in splits["train"].features if name not in used]
+    more = f"; not used: {', '.join(unused)}" if unused else ""
+    yield Check("columns", "ok", f"{data.name}: {', '.join(used)}{more}")
 
 
 def _exchange(examples: int, allowed: int, own: int) -> Iterator[Check]:
@@ -93,10 +119,15 @@ def _exchange(examples: int, allowed: int, own: int) -> Iterator[Check]:
 
 
 def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
-    height, width = dataset.size
-    channels = {1: "grey", 3: "RGB"}.get(dataset.channels, f"{dataset.channels} channels")
-    parts = [f"{len(train):,} training and {len(test):,} test images of {height}x{width} pixels, {channels}"]
-    if dataset.dense:
+    what = f"examples of shape {list(dataset.shape)}"
+    if dataset.is_image:
+        height, width = dataset.size
+        channels = {1: "grey", 3: "RGB"}.get(dataset.channels, f"{dataset.channels} channels")
+        what = f"images of {height}x{width} pixels, {channels}"
+    parts = [f"{len(train):,} training and {len(test):,} test {what}"]
+    if dataset.task.form != "classes":
+        parts.append(f"{dataset.task.targets}: {', '.join(dataset.class_names)}")
+    elif dataset.dense:
         parts.append(f"{dataset.classes} classes per pixel")
     else:
         counts = torch.bincount(dataset.train.labels[train].cpu(), minlength=dataset.classes).tolist()

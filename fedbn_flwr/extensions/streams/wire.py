@@ -12,8 +12,8 @@ from fedbn_flwr.exchange.codec import (
     agreement_from_records,
     contribution_from_records,
     contribution_to_records,
+    numbers_of,
 )
-from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in, pack
 from fedbn_flwr.messages.gate import checked
 from fedbn_flwr.messages.serialization import dump, parse
@@ -42,8 +42,7 @@ def to_bytes(value: Contribution | Agreement | str) -> bytes:
         case Contribution():
             records = contribution_to_records(value)
         case Agreement():
-            config = ConfigRecord({protocol.COHORT_BATCH: value.batch})
-            records = RecordDict({"arrays": pack(value.tensors), "config": config})
+            records = RecordDict({"arrays": pack(value.tensors), "config": ConfigRecord(numbers_of(value))})
         case str():
             records = RecordDict({"config": ConfigRecord({_FAILURE: value[:TEXT_LIMIT]})})
     try:

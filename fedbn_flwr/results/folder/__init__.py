@@ -5,7 +5,7 @@ environment.json    token, commit, versions, hardware, command, modules of the u
 history.jsonl       one line per round: metrics, messages and bytes in each direction, seconds
 partition.json      the examples of each client by class, unless nodes have data of their own
 clients.jsonl       one line per round: the values of each client
-norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded; norms.png plots them
+norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded
 summary.json        the figures of the whole run so far, and its status
 model.safetensors   the global model; model-best.safetensors is that of the best round
 model.json          how to build the network and to normalise its examples
@@ -35,8 +35,8 @@ from flwr.common import log
 from fedbn_flwr.errors import SettingsError, StorageError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
+from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
 from fedbn_flwr.storage import Store, replacing, to_json, write_store, writing
-from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 
 from ..text import file_name, shorten
 from .checkpoint import CheckpointFile, Snapshot
@@ -161,7 +161,7 @@ class RunFolder:
             raise damaged(file, str(error)) from None
         if not isinstance(found, dict) or not found:
             raise damaged(file, "it has no settings")
-        for key in ("engine", "evaluate", "published", "cell", "size", "data"):
+        for key in ("engine", "evaluate", "published", "cell", "data"):
             if not isinstance(found.get(key) or {}, dict):
                 raise damaged(file, f"{key} is {shorten(repr(found[key]), 100)}; expected a mapping")
         return found

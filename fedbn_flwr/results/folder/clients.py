@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedbn_flwr.tasks import is_lower_better
+
 _EXAMPLES = re.compile(r"(own_|test_|validation_|unseen_)?examples(_|$)")
 
 
@@ -25,16 +27,12 @@ class Spread:
 
 
 def spread(values: Sequence[float], metric: str) -> Spread:
-    """The spread of a metric over clients. The worst losses are the highest, other metrics are worst if low."""
+    """The spread of a metric over clients; the worst losses and errors are the highest."""
     if not all(map(math.isfinite, values)):  # a client diverged
         return Spread(math.nan, math.nan, math.nan)
     mean = statistics.fmean(values)
-    worst = sorted(values, reverse=is_loss(metric))[: math.ceil(len(values) / 10)]
+    worst = sorted(values, reverse=is_lower_better(metric))[: math.ceil(len(values) / 10)]
     return Spread(mean, math.sqrt(statistics.fmean((value - mean) ** 2 for value in values)), statistics.fmean(worst))
-
-
-def is_loss(metric: str) -> bool:
-    return "loss" in metric.split("_")
 
 
 def is_count(metric: str) -> bool:

@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.storage import open_regular, replacing, to_json, writing
+from fedbn_flwr.tasks import MAINS
 
 from ..text import shorten
 from .ledger import Traffic
@@ -105,7 +106,7 @@ def _parse(data: bytes, file: Path, line: int | None = None) -> dict[str, Any]:
             raise ValueError(f"it is a {type(content).__name__}; expected a mapping")
         if file.name not in _OPTIONAL:
             check_keys(content, types)
-        measures = (key for key in content if "accuracy" in key or "loss" in key)
+        measures = (key for key in content if any(main in key for main in MAINS))
         check_types(content, (dict.fromkeys(measures, float) if file.name == "history.jsonl" else {}) | types)
     except UnicodeDecodeError as error:
         raise damaged(file, f"byte {error.start} is not UTF-8", line) from None

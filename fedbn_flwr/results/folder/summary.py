@@ -4,34 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal, get_type_hints
+
+from fedbn_flwr.tasks import CLASSIFICATION, TASKS, Task, goodness, title_of
 
 from .files import check_keys, check_types, with_nan
 from .ledger import Traffic
 
 Status = Literal["running", "finished", "interrupted", "failed"]
-
-# Accuracies by domain: the beginning of the key, which ends with the domain's name, and a description.
-BY_DOMAIN = {
-    "accuracy_": "accuracy of the global model, by domain",
-    "clients_own_accuracy_": "accuracy of clients on test examples of their own, by domain",
-}
-
-# Keys of the history whose last value is in the summary, beside metrics, spreads over clients and domains.
-_LATEST = (
-    "accuracy",
-    "loss",
-    "evaluated_with",  # the source of the statistics in the global model's batch norms
-    "mean_iou",
-    "clients_accuracy",  # means over clients: on all test examples, and on their own
-    "clients_own_accuracy",
-    "clients_mean_iou",
-    "unseen_accuracy",  # of clients that never trained: the global model's on their own test examples
-    "unseen_accuracy_tuned",  # and after fine-tuning
-)
-
-# The best round by validation; and the best accuracy on the test examples, an optimistic choice.
-_BEST = ("best_test_accuracy", "best_round", "best_round_accuracy", "best_validation_accuracy")
 
 # Endings of the keys of a spread over clients, which follow the name of the metric.
 SPREAD = ("_std", "_worst_tenth")
@@ -58,6 +39,7 @@ class Summary:
     stopped_early: str | None = None  # the reason why a finished run has fewer rounds than it might have had
     size: str | None = None  # of the experiment, if not that of the file
     examples: str | None = None  # of random ones
+    task: str | None = None  # if not classification
 
     # Options in use that make training faster and change results.
     memory_format: str | None = None
@@ -72,6 +54,15 @@ class Summary:
     notes: dict[str, Any] = field(default_factory=dict)  # decisions of the strategy, for instance `freeze_round`
 
     @property
+    def of_task(self) -> Task:
+        return TASKS[self.task] if self.task else CLASSIFICATION
+
+    @property
+    def main(self) -> float | None:
+        """The figure that runs of the task are compared by."""
+        return self.figures.get(self.of_task.main)
+
+    @property
     def accuracy(self) -> float | None:
         return self.figures.get("accuracy")
 
@@ -81,8 +72,8 @@ class Summary:
 
     @property
     def domains(self) -> dict[str, float]:
-        """The accuracies by domain, whose keys begin with those of BY_DOMAIN."""
-        return {key: value for key, value in self.figures.items() if _is_of_domain(key)}
+        """The figures by domain, whose keys begin with `domain_keys`."""
+        return {key: value for key, value in self.figures.items() if self._is_of_domain(key)}
 
     def account(self, line: Mapping[str, Any]) -> None:
         """Add a round of the history."""
@@ -90,16 +81,20 @@ class Summary:
         self.seconds += line["seconds"]
         self.traffic.add(Traffic(**{key.name: line[key.name] for key in fields(Traffic)}))
         latest = {key: line[key] for key in self._figures_of(line) if line[key] is not None}
-        if "accuracy" in latest:
-            latest["best_test_accuracy"] = max(self.figures.get("best_test_accuracy", 0.0), latest["accuracy"])
+        if (main := self.of_task.main) in latest:
+            best = f"best_test_{main}"
+            latest[best] = max(self.figures.get(best, latest[main]), latest[main], key=partial(goodness, main))
         if "best_round" in line:
-            latest |= {"best_round": line["best_round"], "best_validation_accuracy": line["validation_accuracy"]}
-            latest["best_round_accuracy"] = line.get("accuracy")
+            latest |= {"best_round": line["best_round"], f"best_validation_{main}": line[f"validation_{main}"]}
+            latest[f"best_round_{main}"] = line.get(main)
         self.figures |= latest
 
     def _figures_of(self, line: Iterable[str]) -> list[str]:
-        known = {*_LATEST, *keys_of(self.metrics)}
-        return [key for key in line if key in known or _is_spread(key) or _is_of_domain(key)]
+        known = {*_LATEST, *keys_of(self.of_task, self.metrics)}
+        return [key for key in line if key in known or _is_spread(key) or self._is_of_domain(key)]
+
+    def _is_of_domain(self, key: str) -> bool:
+        return key.startswith(tuple(domain_keys(self.of_task))) and not _is_spread(key)
 
     def to_json(self) -> dict[str, Any]:
         """One flat mapping, in which traffic, figures and notes are not nested."""
@@ -119,8 +114,10 @@ class Summary:
         check_types(own, types)
         traffic = {item.name: rest.pop(item.name) for item in fields(Traffic) if item.name in rest}
         check_types(traffic, get_type_hints(Traffic))
+        if own.get("task") not in (None, *TASKS):
+            raise ValueError(f"task is {own['task']!r}; expected one of {', '.join(TASKS)}")
         found = cls(**own, traffic=Traffic(**traffic))
-        keys = [*(key for key in _BEST if key in rest), *found._figures_of(rest)]
+        keys = [*(key for key in _best(found.of_task) if key in rest), *found._figures_of(rest)]
         found.figures = with_nan({key: rest.pop(key) for key in keys})
         check_types(found.figures, dict.fromkeys(found.figures, float) | {"evaluated_with": str, "best_round": int})
         found.notes = rest
@@ -141,26 +138,43 @@ class Summary:
                 raise ValueError(f"{key} is {found.get(key)}, but {again.get(key)} by the lines of history.jsonl")
 
 
-def keys_of(metrics: Iterable[str]) -> list[str]:
-    """The keys of metrics in history and summary: of the global model, and of clients on all and on own test examples.
+# Keys of the history whose last value is in every summary: the loss, and the source of the statistics in the global
+# model's batch norms.
+_LATEST = ("loss", "evaluated_with")
 
-    Without those that every summary has.
+
+def keys_of(task: Task, metrics: Iterable[str]) -> list[str]:
+    """The keys of figures in history and summary, beside spreads over clients and domains.
+
+    Of the global model, of clients on all and on own test examples, and of clients that never trained, before and after
+    fine-tuning.
     """
-    keys = [prefix + name for name in metrics for prefix in ("", "clients_", "clients_own_")]
-    return [key for key in keys if key not in _LATEST]
+    places = ("", "clients_", "clients_own_")
+    first = [*(place + task.main for place in places), f"unseen_{task.main}", f"unseen_{task.main}_tuned"]
+    return list(dict.fromkeys([*first, *(place + name for name in (*task.figures, *metrics) for place in places)]))
 
 
-def is_taken(name: str) -> bool:
+def _best(task: Task) -> list[str]:
+    """The best round by validation; and the best figure on the test examples, an optimistic choice."""
+    return ["best_round", *(f"best_{of}_{task.main}" for of in ("test", "round", "validation"))]
+
+
+def domain_keys(task: Task) -> dict[str, str]:
+    """Figures by domain: the beginning of the key, which ends with the domain's name, and a description."""
+    title = title_of(task.main)
+    return {
+        f"{task.main}_": f"{title} of the global model, by domain",
+        f"clients_own_{task.main}_": f"{title} of clients on test examples of their own, by domain",
+    }
+
+
+def is_taken(name: str, task: Task) -> bool:
     """Whether a metric of the user with this name would have the key of another figure in history or summary."""
-    keys = {"round", "clients", "num_examples", "broadcast_mib_per_round", *_LATEST, *_BEST}
+    keys = {"round", "clients", "num_examples", "broadcast_mib_per_round", *_LATEST, *keys_of(task, ()), *_best(task)}
     keys |= {item.name for of in (Summary, Traffic) for item in fields(of)}
-    prefixes = ("accuracy_", "clients_", "own_", "train_", "validation_", "unseen_", "tuned_")
+    prefixes = (f"{task.main}_", "clients_", "own_", "train_", "validation_", "unseen_", "tuned_")
     return name in keys or name.startswith(prefixes) or name.endswith((*SPREAD, "examples"))
 
 
 def _is_spread(key: str) -> bool:
     return key.startswith("clients_") and key.endswith(SPREAD)
-
-
-def _is_of_domain(key: str) -> bool:
-    return key.startswith(tuple(BY_DOMAIN)) and not _is_spread(key)

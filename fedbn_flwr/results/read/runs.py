@@ -70,13 +70,6 @@ class Run:
         varied = tuple(f"{str(key).removesuffix('.kind')}." for found in lists for key in found)
         return {key: value for key, value in self.settings.items() if not f"{key}.".startswith(varied)}
 
-    @cached_property
-    def is_segmentation(self) -> bool:
-        """Segmentation always has mean IoU; classification has it if `evaluate.metrics` names it."""
-        if "mean_iou" not in self.figures or "mean_iou" not in self.summary.metrics:
-            return "mean_iou" in self.figures
-        return (self.folder.read("partition.json") or {}).get("classes") == ["examples"]  # not counted by class
-
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
     """The runs in the folders and their subfolders, in the order of the folders, and in them of the experiment file."""

@@ -32,7 +32,8 @@ class RunState:
     status: State
     round: int
     rounds: int
-    accuracy: float | None
+    measure: str  # the main figure of the task
+    value: float | None  # of it
     loss: float | None
     clients: int | None  # that trained in the last round
     clients_expected: int
@@ -75,7 +76,8 @@ def read_state(path: Path, now: float | None = None, *, size: bool = True) -> Ru
         status=status,
         round=summary.rounds,
         rounds=rounds,
-        accuracy=summary.accuracy,
+        measure=summary.of_task.main,
+        value=summary.main,
         loss=summary.loss,
         clients=history[-1].get("clients") if history else None,
         clients_expected=clients,

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.client.node_state import NodeState
+from fedbn_flwr.data import Moments
+from fedbn_flwr.data.batches import Normaliser
 from fedbn_flwr.data.custom import own_normalisation
+from fedbn_flwr.data.examples import Values, main
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
@@ -75,8 +78,22 @@ def normalisation(folder: RunFolder) -> nn.Module:
         )
     if isinstance(moments, str):
         return _Own(moments)
+    if len(folder.model_description()["build"].get("input_shape", [0, 0, 0])) != 3:
+        return _Standard((tuple(moments["mean"]), tuple(moments["std"])))
     normalise: nn.Module = Normalize(moments["mean"], moments["std"])
     return normalise
+
+
+class _Standard(nn.Module):
+    """Zero mean and unit deviation for each feature, or each channel of series and volumes."""
+
+    def __init__(self, moments: Moments) -> None:
+        super().__init__()
+        self._moments = moments
+
+    def forward(self, inputs: Values) -> Values:
+        ready: Values = Normaliser(self._moments, main(inputs).device)(inputs)
+        return ready
 
 
 class _Own(nn.Module):
@@ -86,7 +103,7 @@ class _Own(nn.Module):
         super().__init__()
         self._normalise = own_normalisation(name)
 
-    def forward(self, examples: Tensor) -> Tensor:
+    def forward(self, examples: Values) -> Values:
         return self._normalise(examples)
 
 

@@ -1,7 +1,7 @@
 """Chooses among the candidates of `tune`, and words for the size of an experiment.
 
-The best candidate of each run and condition has the highest accuracy on held-out training examples in the last
-evaluated round, mean over seeds. The test examples have no part in it.
+The best candidate of each run and condition has the best main figure of its task (accuracy, RMSE) on held-out training
+examples in the last evaluated round, mean over seeds. The test examples have no part in it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..read.runs import Run
-from .rows import Row
-from .tables import Lines, figure
+from fedbn_flwr.tasks import goodness, is_lower_better, title_of
 
-TITLE = "candidates: the best is chosen by the accuracy on held-out training examples, mean over seeds"
+from ..read.runs import Run
+from .curves import Measure
+from .rows import Row, headline
+from .tables import Lines, Table, as_measured
 
 
 @dataclass(frozen=True)
 class Choice:
     rows: list[Row]  # without the candidates that were not chosen
-    candidates: Lines  # a table of all of them; empty if there are none
+    candidates: Table  # of all of them; without lines if there are none
     notes: tuple[str, ...]  # sentences on the size of the experiment
 
 
@@ -36,14 +37,17 @@ def choose(rows: Sequence[Row]) -> Choice:
     best = [max(group, key=_mean) for group in groups.values() if any(_validation(row) for row in group)]
     dropped = {id(row) for group in groups.values() for row in group if any(each in group for each in best)}
     dropped -= {id(row) for row in best}
-    lines: Lines = [("run", "validation accuracy", "test accuracy", "runs", "chosen")]
+    main = headline(run for group in groups.values() for row in group for run in row.runs)
+    measure, word = Measure.of(main), title_of(main)
+    lines: Lines = [("run", f"validation {word}", f"test {word}", "runs", "chosen")]
     for row in (row for group in groups.values() for row in group):
         ended = sum(run.summary.status == "finished" for run in row.runs)
         runs = str(len(row.runs)) if ended == len(row.runs) else f"{ended} of {len(row.runs)} finished"
-        figures = (figure(values, 100, 2, "%") for values in (_validation(row), row.figures("accuracy")))
+        figures = (as_measured(measure, values) for values in (_validation(row), row.figures(main)))
         lines.append((row.label, *figures, runs, "chosen" if any(row is each for each in best) else ""))
     kept = [row for row in rows if id(row) not in dropped]
-    return Choice(kept, lines if groups else [], tuple(_notes(rows)))
+    title = f"candidates: the best is chosen by the {word} on held-out training examples, mean over seeds"
+    return Choice(kept, (title, lines if groups else []), tuple(_notes(rows)))
 
 
 def _validation(row: Row) -> list[float]:
@@ -53,31 +57,29 @@ def _validation(row: Row) -> list[float]:
 def _last(run: Run) -> float | None:
     if run.summary.status == "failed":  # what it reached before says nothing about its setting
         return None
-    found = [line["validation_accuracy"] for line in run.history if line.get("validation_accuracy") is not None]
+    key = f"validation_{run.summary.of_task.main}"
+    found = [line[key] for line in run.history if line.get(key) is not None]
     return float(found[-1]) if found and math.isfinite(found[-1]) else None
 
 
 def _mean(row: Row) -> float:
-    values = _validation(row)
+    values, main = _validation(row), row.runs[0].summary.of_task.main
+    if not values:
+        return -math.inf
     # A run that diverged or failed has no figure: its row is not preferred for the seeds that did not.
-    return statistics.fmean(values) * len(values) / len(row.runs) if values else -math.inf
+    share = len(values) / len(row.runs)
+    return goodness(main, statistics.fmean(values) * (1 / share if is_lower_better(main) else share))
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """A sentence for each size of the runs, with what it changed, and one on random examples."""
-    changed: dict[str, dict[str, set[str]]] = {}
-    configs = [run.config for row in rows for run in row.runs]
-    for config in configs:
-        size = config.get("size") or {}
-        if (name := size.get("name")) not in (None, "paper"):
-            for key, (before, after) in size.get("changed", {}).items():
-                nothing = "all" if key in ("data.examples", "data.test_examples") else "none"
-                words = (nothing if value is None else str(value) for value in (before, after))
-                changed.setdefault(str(name), {}).setdefault(key, set()).add(" to ".join(words))
-    notes = []
-    for name, keys in changed.items():
-        words = (f"{key} {arrows.pop() if len(arrows) == 1 else 'by run'}" for key, arrows in keys.items())
-        notes.append(f"Size {name}, which differs from the file in: {', '.join(words)}.")
-    if any((config.get("data") or {}).get("random") for config in configs):
+    """A sentence for each smaller size, for figures that are better when lower, and on random examples."""
+    runs = [run for row in rows for run in row.runs]
+    notes = [
+        f"Size {size}, which is smaller than the file." for size in dict.fromkeys(r.summary.size for r in runs) if size
+    ]
+    mains = dict.fromkeys(run.summary.of_task.main for run in runs)
+    if lower := [title_of(main) for main in mains if is_lower_better(main)]:
+        notes.append(f"Lower is better: {', '.join(lower)}.")
+    if any((run.config.get("data") or {}).get("random") for run in runs):
         notes.append("Random examples; figures mean nothing.")
     return notes

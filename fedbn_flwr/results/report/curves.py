@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fedbn_flwr.messages.protocol import METRICS
+from fedbn_flwr.tasks import MAINS, METRICS, SHARES, is_lower_better, title_of
 
 from ..folder.ledger import Traffic
 
@@ -23,15 +23,15 @@ AXES = {
     "seconds": "seconds",
 }
 
-# Measures between 0 and 1, which are shown in percent.
-_FRACTIONS = ("accuracy", *METRICS)
-_WORDS = {"auc": "AUC", "mean_iou": "mean IoU", "macro_f1": "macro F1"}
 _OF = {
     "clients_own_": "clients, own test examples",
     "clients_": "clients, all test examples",
     "validation_": "held-out training examples",
     "unseen_": "new clients, own test examples",
     "train_": "training",
+    "best_test_": "global model",
+    "best_round_": "global model",
+    "best_validation_": "held-out training examples",
     "": "global model",
 }
 _ENDINGS = {"_worst_tenth": "mean of the worst tenth", "_std": "deviation over clients", "_tuned": "fine-tuned"}
@@ -49,22 +49,24 @@ class Measure:
 
     @classmethod
     def of(cls, key: str, keys: Collection[str] = ()) -> Measure:
-        """`auc_sea` is the AUC of a domain if `accuracy_sea` is among the other `keys`, else a metric of the user."""
+        """`auc_sea` is the AUC of a domain if the main figure of a task has that domain too, `accuracy_sea` among the
+        other `keys`, else a metric of the user."""
         prefix = next(prefix for prefix in _OF if key.startswith(prefix))
         rest = key.removeprefix(prefix)
         ending = next((ending for ending in _ENDINGS if rest.endswith(ending)), "")
         name = rest.removesuffix(ending)
 
         def is_of(base: str) -> bool:
-            accuracy = f"{prefix}accuracy{name.removeprefix(base)}"
-            return name == base or (name.startswith(base) and (accuracy == key or accuracy in keys))
+            mains = [f"{prefix}{main}{name.removeprefix(base)}" for main in MAINS]
+            return name == base or (name.startswith(f"{base}_") and not {key, *keys}.isdisjoint(mains))
 
-        base = next(filter(is_of, _FRACTIONS), "")
+        base = next(filter(is_of, METRICS), "")
         domain = name.removeprefix(f"{base}_") if base and name != base else ""
-        words = _WORDS.get(base or name, (base or name).replace("_", " "))
+        words = title_of(base or name)
         details = [part for part in (f"domain {domain}" if domain else "", _ENDINGS.get(ending, "")) if part]
-        title = ", ".join([f"training {words}" if prefix == "train_" else words, *details])
-        return cls(key, _OF[prefix], title, bool(base))
+        before = "training " if prefix == "train_" else prefix.replace("_", " ") if prefix.startswith("best_") else ""
+        title = ", ".join([before + words, *details])
+        return cls(key, _OF[prefix], title, base in SHARES)
 
     @classmethod
     def of_client(cls, key: str, keys: Iterable[str] = ()) -> Measure:
@@ -76,8 +78,32 @@ class Measure:
         """What a value is multiplied by to be shown; fractions in percent."""
         return 100 if self.is_fraction else 1
 
+    @property
+    def unit(self) -> str:
+        return "%" if self.is_fraction else ""
+
+    @property
+    def axis(self) -> str:
+        """The title of an axis of values."""
+        return self.full_title + (", %" if self.is_fraction else "")
+
+    @property
+    def is_lower_better(self) -> bool:
+        return is_lower_better(self.key)
+
     def in_words(self, value: float) -> str:
-        return f"{self.scale * value:.4g}" + ("%" if self.is_fraction else "")
+        return f"{self.scale * value:.4g}{self.unit}"
+
+    def digits(self, values: Iterable[float], of_share: int = 2) -> int:
+        """The digits after the point with which values are shown: so many of a percentage, of others about five in all.
+
+        Of values below 10 they are four.
+        """
+        largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+        if self.is_fraction or not largest:
+            return of_share if self.is_fraction else 4
+        size = math.floor(math.log10(largest))
+        return max(0, min(4, 4 - size), min(2 - size, 8))
 
     @property
     def full_title(self) -> str:

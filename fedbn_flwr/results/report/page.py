@@ -6,7 +6,6 @@ Its template ends in .md because Flower packs no .html files into an app bundle.
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import re
@@ -24,10 +23,10 @@ from fedbn_flwr import __version__
 from ..folder.counts import PartitionCounts
 from ..read.runs import Run
 from ..text import in_html
-from .curves import AXES, is_number, measures, spent, thinned
+from .curves import is_number, measures, thinned
 from .pictures import curve_panel, dynamics_plot, partitions_plot
 from .rows import Row, headline
-from .tables import Table, as_csv, as_html, differing_settings, set_up
+from .tables import Table, as_html, differing_settings, set_up
 
 if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 _CLIENTS = 100  # bars of a picture
 _LINES = 200  # rounds of a heat map
 _NOTE = (
-    '<p class="note">Accuracies are those of the last evaluated round; "best" is the best round on the test examples. '
+    '<p class="note">Figures are those of the last evaluated round; "best" is the best round on the test examples. '
     'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": of those that finished. A MiB '
     "is 2<sup>20</sup> bytes of arrays, summed over clients. Pictures show values under the pointer.</p>"
 )
@@ -55,11 +54,6 @@ def write_page(
         sections[heading] = sections.get(heading, "") + text
     different = ("settings that differ", differing_settings(rows))
     sections["Settings"] = (_table(different) if different[1] else "") + "".join(map(_run, runs))
-    links = {"runs.csv": runs_csv(rows), "curves.csv": curves_csv(rows)}
-    sections["Downloads"] = " ".join(
-        f'<a download="{name}" href="data:text/csv;base64,{base64.b64encode(text.encode()).decode()}">{name}</a>'
-        for name, text in links.items()
-    )
     made = f"Made by fedbn-flwr {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC."
     words = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (
         f" in {len(rows)} rows" if len(rows) < len(runs) else ""
@@ -122,23 +116,3 @@ def _run(run: Run) -> str:
 
 def _yaml(content: Any) -> str:
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
-
-
-def runs_csv(rows: Sequence[Row]) -> str:
-    """A line for each run: its row, its folder's name, and all figures of its summary."""
-    runs = [(row.label, run.path.name, run.figures) for row in rows for run in row.runs]
-    keys = list(dict.fromkeys(key for *_, figures in runs for key in figures if key != "label"))
-    lines = [(*names, *(figures.get(key, "") for key in keys)) for *names, figures in runs]
-    return as_csv([("row", "folder", *keys), *lines])
-
-
-def curves_csv(rows: Sequence[Row]) -> str:
-    """A line for each run and each round in which it was measured; of long runs for some of them."""
-    keys = [measure.key for measure in measures(run.history for row in rows for run in row.counted)]
-    lines: list[Sequence[Any]] = [("row", "seed", *AXES, *keys)]
-    for label, run in ((row.label, run) for row in rows for run in row.counted):
-        measured = [each for each in zip(run.history, spent(run.history), strict=True) if any(map(each[0].get, keys))]
-        for line, at in thinned(measured):
-            values = (*(at[axis] for axis in AXES), *(line.get(key) for key in keys))
-            lines.append((label, run.summary.seed, *(f"{value:.6g}" if is_number(value) else "" for value in values)))
-    return as_csv(lines)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..folder.clients import is_loss
-from ..folder.summary import keys_of
 from ..text import in_latex, printable
 from . import tables
-from .curves import Measure
 from .paired import Paired
 from .rows import Row, deviation, mean
-from .tables import Column, Form, against, columns, of_pairs, set_up
+from .tables import Form, against, columns, set_up, table
 
 
 def lines(rows: Sequence[Row], form: Form) -> list[dict[str, Any]]:
@@ -42,58 +38,12 @@ def as_csv(rows: Sequence[Row], form: Form) -> str:
 
 
 def latex(rows: Sequence[Row], form: Form) -> str:
-    """A table for the package booktabs: mean ± standard deviation, the best mean of each measure in bold.
-
-    Without a choice of columns the best accuracy on the test examples is left out. Rows with runs that have not
-    finished are not the best.
-    """
+    """The table for booktabs; without a choice of columns the best figure on test examples is left out."""
     if not form.columns:
-        form = Form(tuple(key for key in columns(rows, form) if key != "best_test_accuracy"), form.baseline)
-    shown, compared = columns(rows, form), against(rows, form)
-    heads = ["run", "seeds", *(each.title + (f" ({each.unit})" if each.unit else "") for each in shown.values())]
-    heads += [f"difference to {form.baseline}", "95 % interval", "p", "pairs"] if compared else []
-    text = [_line(map(in_latex, heads)), r"\midrule"]
-    best = {key: _best(rows, key, column) for key, column in shown.items()}
-    for row in rows:
-        mark = f" [{row.unfinished}]" if row.unfinished else ""
-        count, of = (len({run.summary.seed for run in runs}) for runs in (row.counted, row.runs))
-        cells = [in_latex(row.label + mark), str(count) if len(row.counted) == len(row.runs) else f"{count} of {of}"]
-        for key, column in shown.items():
-            is_best = not row.unfinished and _rounded(row, key, column) == best[key]
-            cells.append(_cell(row.figures(key), column, is_best))
-        if compared:
-            found = of_pairs(compared.get(row.label), next(iter(shown.values())))
-            cells += ["--" if cell == "-" else re.sub(r"[+-][\d.]+", r"$\g<0>$", in_latex(cell)) for cell in found]
-        text.append(_line(cells))
+        form = Form(tuple(key for key in columns(rows, form) if not key.startswith("best_test_")), form.baseline)
+    head, *body = [
+        " & ".join(in_latex(cell).replace("±", r"$\pm$") for cell in line) + r" \\" for line in table(rows, form)
+    ]
     note = f"% {printable(set_up(rows))} Mean ± standard deviation over seeds; needs \\usepackage{{booktabs}}.\n"
-    head = note + rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}" + "\n" + r"\toprule"
-    return "\n".join([head, *text, r"\bottomrule", r"\end{tabular}"]) + "\n"
-
-
-def _line(cells: Any) -> str:
-    return " & ".join(cells) + r" \\"
-
-
-def _best(rows: Sequence[Row], key: str, column: Column) -> float | None:
-    """The best mean, as rounded as it is shown; none of what is no measure, or if there is nothing to compare."""
-    metrics = {key for row in rows for run in row.runs for key in keys_of(run.summary.metrics)}
-    found = [value for row in rows if not row.unfinished and (value := _rounded(row, key, column)) is not None]
-    if len(found) < 2 or not (Measure.of(key).is_fraction or is_loss(key) or key in metrics):
-        return None
-    return min(found) if is_loss(key) or key.endswith("_std") else max(found)
-
-
-def _rounded(row: Row, key: str, column: Column) -> float | None:
-    values = row.figures(key)
-    value = column.scale * mean(values) if values else math.nan
-    return round(value, column.digits) if math.isfinite(value) else None
-
-
-def _cell(values: Sequence[float], column: Column, is_best: bool) -> str:
-    scaled = [column.scale * value for value in values]
-    if not scaled or not math.isfinite(mean(scaled)):
-        return "--"
-    number = f"{mean(scaled):.{column.digits}f}"
-    spread = deviation(scaled)
-    more = "" if not spread else rf" \pm {spread:.{column.digits}f}"
-    return f"$\\mathbf{{{number}}}{more}$" if is_best else f"${number}{more}$"
+    begin = rf"\begin{{tabular}}{{l{'r' * head.count(' & ')}}}"
+    return note + "\n".join([begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]) + "\n"

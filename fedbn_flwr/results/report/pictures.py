@@ -192,7 +192,7 @@ def _curves(
             f"{row.title}: {measure.in_words(statistics.fmean(each))} at {x:.6g} {AXES[axis]}" for x, _, each in tips
         ]
         figure.tips(panel, [(x, y) for x, y, _ in tips], words)
-    _finish(panel, "", xlabel=AXES[axis], ylabel=in_plot(measure.full_title) + (", %" if measure.is_fraction else ""))
+    _finish(panel, "", xlabel=AXES[axis], ylabel=in_plot(measure.axis))
     panel.set_xlim(left=0)
     if axis not in ("mib", "seconds"):
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -201,22 +201,22 @@ def _curves(
 
 def _domains(figure: Plot, panel: Any, rows: Sequence[Row], kind: Domains) -> None:
     """Dots per domain and for their average: one per row, with a line for the deviation over seeds."""
-    names = [*kind.names, "average"]
+    names, measure = [*kind.names, "average"], kind.measure
     for number, row in enumerate(rows):
         found = [
             (i + (0.8 * number - 0.4 * (len(rows) - 1)) / len(rows), v) for i, v in enumerate(kind.columns(row)) if v
         ]
-        points = [(place, 100 * statistics.fmean(values)) for place, values in found]
+        points = [(place, measure.scale * statistics.fmean(values)) for place, values in found]
         if points:
-            spreads = [100 * (deviation(values) or 0.0) for _, values in found]
+            spreads = [measure.scale * (deviation(values) or 0.0) for _, values in found]
             style = {"color": _colour(number), "marker": _marker(number)}
             panel.errorbar(*zip(*points, strict=True), spreads, linestyle="none", markersize=7, **style)
-            words = [f"{row.title}, {names[round(place)]}: {value:.4g}%" for place, value in points]
+            words = [f"{row.title}, {names[round(place)]}: {value:.4g}{measure.unit}" for place, value in points]
             figure.tips(panel, points, words)
     for place in range(len(kind.names)):
         panel.axvline(place + 0.5, color="grey", lw=0.8)
     panel.set_xticks(range(len(names)), [in_plot(name, 20) for name in names])
-    _finish(panel, kind.title, grid="y", xlim=(-0.5, len(names) - 0.5), ylabel="%")
+    _finish(panel, kind.title, grid="y", xlim=(-0.5, len(names) - 0.5), ylabel=measure.unit)
 
 
 # --- sweeps ---
@@ -237,8 +237,7 @@ def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot:
             panel.set_xscale("log")
         panel.set_xticks(list(sweep.places.values()), [in_plot(word, 30) for word in sweep.places])
         panel.minorticks_off()
-        measure = in_plot(f"{Measure.of(sweep.measure).full_title}, %")
-        _finish(panel, sweep.title, xlabel=in_plot(sweep.key), ylabel=measure)
+        _finish(panel, sweep.title, xlabel=in_plot(sweep.key), ylabel=in_plot(Measure.of(sweep.measure).axis))
     if _UNFINISHED in handles:
         handles[_UNFINISHED] = handles.pop(_UNFINISHED)  # the last one
     names = [in_plot(label) for label in handles]
@@ -248,17 +247,18 @@ def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot:
 
 def _swept_line(figure: Plot, panel: Any, sweep: Sweep, label: str, number: int) -> dict[str, Any]:
     drawn: dict[str, Any] = {}
+    measure = Measure.of(sweep.measure)
     style = {"color": _colour(number), "marker": _marker(number), "capsize": 3}
     measured, known, crossed = [], [], []
     for word, row in sweep.lines[label].items():
         place, values = sweep.places[word], row.figures(sweep.measure)
         if values and math.isfinite(mean(values)):
-            measured.append((place, 100 * mean(values), 100 * (deviation(values) or 0.0)))
+            measured.append((place, measure.scale * mean(values), measure.scale * (deviation(values) or 0.0)))
             crossed += measured[-1:] if row.unfinished else []
         figures = published_figures(row.runs[0].config.get("published") or {})
         if sweep.measure in figures:
             value, spread = figures[sweep.measure]
-            known.append((place, 100 * value, 100 * (spread or 0.0)))
+            known.append((place, measure.scale * value, measure.scale * (spread or 0.0)))
     if crossed:
         (drawn[_UNFINISHED],) = panel.plot(*list(zip(*crossed, strict=True))[:2], "kx", markersize=10, zorder=3)
     hollow = {"markerfacecolor": "none", "linestyle": ":"}
@@ -266,7 +266,7 @@ def _swept_line(figure: Plot, panel: Any, sweep: Sweep, label: str, number: int)
         if points:
             points = sorted(points) if sweep.is_scale else points
             drawn[name] = panel.errorbar(*zip(*points, strict=True), **style, **more)
-            words = [f"{name}, {sweep.key}={place:g}: {value:.4g}% ± {spread:.2g}" for place, value, spread in points]
+            words = [f"{name}, {sweep.key}={x:g}: {y:.4g}{measure.unit} ± {spread:.2g}" for x, y, spread in points]
             figure.tips(panel, [point[:2] for point in points], words)
     return drawn
 
@@ -288,7 +288,10 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
     for panel, (key, measure) in zip(panels, metrics.items(), strict=True):
         for number, row in enumerate(rows):
             found = [
-                (100 * value, f"{row.label}, seed {run.summary.seed}, client {client}: {measure.in_words(value)}")
+                (
+                    measure.scale * value,
+                    f"{row.label}, seed {run.summary.seed}, client {client}: {measure.in_words(value)}",
+                )
                 for run in row.counted
                 for client, value in run.clients.get(key, {}).items()
                 if math.isfinite(value)
@@ -313,7 +316,7 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
             shown = thinned(list(zip(places, found, strict=True)), _TIPS)
             figure.tips(panel, [(place, value) for place, (value, _) in shown], [words for _, (_, words) in shown])
         panel.set_xticks(range(len(rows)), [in_plot(row.label, 24) for row in rows], rotation=20, ha="right")
-        _finish(panel, measure.of_clients, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel="%")
+        _finish(panel, measure.of_clients, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
     return figure
 
 

@@ -25,11 +25,9 @@ def published(rows: Sequence[Row]) -> Lines:
         found = row.runs[0].config.get("published") or {}
         source, differs = str(found.get("source", "-")), found.get("differs")
         for key, (value, spread) in published_figures(found).items():
-            best = next((words for words in ("best_test_", "best_round_") if key.startswith(words)), "")
-            measure, measured = Measure.of(key.removeprefix(best)), row.figures(key)
-            scale, unit = (100, "%") if measure.is_fraction else (1, "")
-            title = best.replace("_", " ") + measure.full_title
-            known = figure([value], scale, 2, unit)
+            measure, measured = Measure.of(key), row.figures(key)
+            scale, digits = measure.scale, measure.digits([value, *measured])
+            known = figure([value], scale, digits, measure.unit)
             if differs:
                 verdict = ("-", f"other set-up ({differs})")
             elif row.unfinished:
@@ -38,13 +36,13 @@ def published(rows: Sequence[Row]) -> Lines:
                 verdict = ("-", "-")
             else:
                 difference = mean(measured) - value
-                verdict = (f"{scale * difference:+.2f}", _within(difference, deviation(measured), spread))
+                verdict = (f"{scale * difference:+.{digits}f}", _within(difference, deviation(measured), spread))
             lines.append(
                 (
                     row.title,
-                    title,
-                    known if spread is None else f"{known} ± {scale * spread:.2f}",
-                    figure(measured, scale, 2, unit),
+                    measure.full_title,
+                    known if spread is None else f"{known} ± {scale * spread:.{digits}f}",
+                    figure(measured, scale, digits, measure.unit),
                     str(len(measured)),
                     *verdict,
                     source,

@@ -17,9 +17,11 @@ _ENDING = 32  # characters of the ending of a row's name; what differs is also a
 
 
 def headline(runs: Iterable[Run]) -> str:
-    """The measure that runs are compared by: mean IoU if all that were evaluated are of segmentation, else accuracy."""
-    segmented = {run.is_segmentation for run in runs if run.summary.accuracy is not None}
-    return "mean_iou" if segmented == {True} else "accuracy"
+    """The measure that runs are compared by: the main figure of their task, or of one of their tasks that all have."""
+    runs = list(runs)
+    figures = [run.figures for run in runs if run.summary.main is not None]
+    mains = list(dict.fromkeys(run.summary.of_task.main for run in runs if run.summary.main is not None or not figures))
+    return next((main for main in mains if all(main in each for each in figures)), [*mains, "accuracy"][0])
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Row:
     def counted(self) -> tuple[Run, ...]:
         """The finished runs; if none is, those that were evaluated, that trained a round, or all."""
         finished = tuple(run for run in self.runs if run.summary.status == "finished")
-        evaluated = tuple(run for run in self.runs if run.summary.accuracy is not None)
+        evaluated = tuple(run for run in self.runs if run.summary.main is not None)
         return finished or evaluated or tuple(run for run in self.runs if run.history) or self.runs
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A sweep's results: accuracy against the value that it varies, one line per row."""
+"""A sweep's results: the main figure against the value that it varies, one line per row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..text import in_words
 from .curves import Measure, is_number
 from .published import published_figures
 from .rows import Row, endings, headline
-from .tables import Table, figure
+from .tables import Table, as_measured
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Sweep:
         runs = [run for line in self.lines.values() for row in line.values() for run in row.runs]
         known = dict.fromkeys(key for run in runs for key in published_figures(run.config.get("published") or {}))
         first = headline(runs)
-        return next((key for key in known if Measure.of(key).is_fraction), first) if first not in known else first
+        return first if first in known else next((key for key in known if Measure.of(key).is_fraction), first)
 
 
 def sweeps(rows: Sequence[Row]) -> list[Sweep]:
@@ -112,4 +112,4 @@ def tables(sweeps: Sequence[Sweep]) -> list[Table]:
 
 
 def _cell(row: Row, measure: str) -> str:
-    return figure(row.figures(measure), 100, 2, "%", mark=row.unfinished)
+    return as_measured(Measure.of(measure), row.figures(measure), mark=row.unfinished)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedbn_flwr.errors import UserError, did_you_mean
+from fedbn_flwr.tasks import title_of
 
-from ..folder.clients import is_count, is_loss, spread
-from ..folder.summary import BY_DOMAIN, keys_of
+from ..folder.clients import is_count, spread
+from ..folder.summary import domain_keys, keys_of
 from ..read.runs import Run
 from ..text import in_csv, in_html, in_markdown, printable
 from .curves import MIB, Measure
@@ -33,23 +34,6 @@ class Column:
     digits: int = 0
     unit: str = ""
 
-
-def _percent(title: str) -> Column:
-    return Column(title, 100, 2, "%")
-
-
-_FIRST = {"accuracy": _percent("accuracy"), "best_test_accuracy": _percent("best on test")}
-
-# Columns that a table has only if one of its rows has these figures.
-_OPTIONAL = {
-    "best_round_accuracy": _percent("best by validation"),
-    "mean_iou": _percent("mean IoU"),
-    "clients_accuracy": _percent("clients' accuracy"),
-    "clients_own_accuracy": _percent("on own data"),
-    "clients_mean_iou": _percent("clients' mean IoU"),
-    "unseen_accuracy": _percent("new clients"),
-    "unseen_accuracy_tuned": _percent("fine-tuned"),
-}
 
 _COSTS = {
     "rounds": Column("rounds"),
@@ -73,26 +57,45 @@ DEFAULT = Form()
 
 def columns(rows: Sequence[Row], form: Form) -> dict[str, Column]:
     """The columns of a table, by the key of their figure."""
-    metrics = dict.fromkeys(name for row in rows for run in row.runs for name in run.summary.metrics)
-    known = _FIRST | _OPTIONAL | {key: _column(key) for key in keys_of(metrics)} | _COSTS
+    known: dict[str, Column] = {}
+    first: set[str] = set()
+    for summary in (run.summary for row in rows for run in row.runs):
+        main = summary.of_task.main
+        first |= {main, f"best_test_{main}"}
+        keys = [main, f"best_test_{main}", f"best_round_{main}", *keys_of(summary.of_task, summary.metrics)]
+        # Of the task's other figures those of clients are in a table of their own.
+        others = {*summary.of_task.figures[1:]} - {*summary.metrics}
+        left_out = {f"clients_{place}{name}" for name in others for place in ("", "own_")}
+        known |= {key: _column(key, rows, main) for key in keys if key not in known.keys() | left_out}
+    known |= _COSTS
     if not form.columns:
-        return {key: each for key, each in known.items() if key in _FIRST | _COSTS or any(r.figures(key) for r in rows)}
+        wanted = first | _COSTS.keys()
+        return {key: each for key, each in known.items() if key in wanted or any(row.figures(key) for row in rows)}
     found = [(key, value) for row in rows for run in row.runs for key, value in run.figures.items()]
     figures = {key: type(value) for key, value in found if type(value) in (int, float)}
     if unknown := [key for key in form.columns if key not in figures]:
         raise UserError(f"no run has a figure {unknown[0]!r} in its summary.json; {did_you_mean(unknown[0], figures)}")
     whole = {key for key, kind in figures.items() if kind is int}
-    shown = {key: known.get(key) or _column(key) for key in form.columns}
+    shown = {key: known.get(key) or _column(key, rows) for key in form.columns}
     return {key: replace(each, digits=0) if key in whole - known.keys() else each for key, each in shown.items()}
 
 
-def _column(key: str) -> Column:
-    """A metric of `evaluate.metrics`, which need not be a fraction, or another figure of the summary."""
+def _column(key: str, rows: Sequence[Row], main: str = "") -> Column:
+    """A figure of the summary; the main figure of the task has short titles."""
+    titles = {
+        f"best_test_{main}": "best on test",
+        f"best_round_{main}": "best by validation",
+        f"clients_own_{main}": "on own data",
+        f"unseen_{main}": "new clients",
+        f"unseen_{main}_tuned": "fine-tuned",
+    }
     name = key.removeprefix("clients_")
     own = name.startswith("own_") and name != key
-    words = name.removeprefix("own_").replace("_", " ") if own else name.replace("_", " ")
+    words = title_of(name.removeprefix("own_") if own else name)
     title = words if name == key else f"clients' {words}" + (" on own data" if own else "")
-    return _percent(title) if Measure.of(key).is_fraction else Column(title, 1, 4)
+    measure = Measure.of(key)
+    digits = measure.digits(value for row in rows for value in row.figures(key))
+    return Column(titles.get(key, title), measure.scale, digits, measure.unit)
 
 
 def table(rows: Sequence[Row], form: Form = DEFAULT) -> Lines:
@@ -134,11 +137,15 @@ def of_pairs(found: Paired | None, column: Column) -> list[str]:
 
 @dataclass(frozen=True)
 class Domains:
-    """One kind of accuracy by domain."""
+    """One kind of the main figure by domain."""
 
     title: str
     prefix: str
     names: tuple[str, ...]
+
+    @property
+    def measure(self) -> Measure:
+        return Measure.of(self.prefix.removesuffix("_"))
 
     def columns(self, row: Row) -> list[list[float]]:
         """The values of its runs in each domain, and their unweighted mean, if all runs have all domains."""
@@ -149,32 +156,35 @@ class Domains:
         lines: Lines = [("run", *self.names, "average")]
         for row in rows:
             if any(columns := self.columns(row)):
-                lines.append((row.title, *(figure(values, 100, 1, "%") for values in columns)))
+                lines.append((row.title, *(as_measured(self.measure, values, 1) for values in columns)))
         return lines
 
 
 def by_domain(rows: Sequence[Row]) -> list[Domains]:
-    """The kinds of accuracy by domain that at least one run has."""
-    keys = dict.fromkeys(key for row in rows for run in row.runs for key in run.summary.domains)
+    """The kinds of figures by domain that at least one run has."""
+    summaries = [run.summary for row in rows for run in row.runs]
+    keys = dict.fromkeys(key for summary in summaries for key in summary.domains)
+    titles = {prefix: title for summary in summaries for prefix, title in domain_keys(summary.of_task).items()}
     kinds = (
         Domains(title, prefix, tuple(key.removeprefix(prefix) for key in keys if key.startswith(prefix)))
-        for prefix, title in BY_DOMAIN.items()
+        for prefix, title in titles.items()
     )
     return [kind for kind in kinds if kind.names]
 
 
 CLIENTS = "clients with equal weights, last evaluated round"
-_FIRST_OF_CLIENTS = ("accuracy", "own_accuracy")
-_MAIN = (*_FIRST_OF_CLIENTS, "mean_iou", "own_mean_iou", "unseen_accuracy", "unseen_accuracy_tuned")
 
 
 def measures_of_clients(run: Run, *, every: bool) -> dict[str, Measure]:
-    """The metrics without losses and numbers of examples; those on the clients' own test examples come first.
+    """The figures without losses and numbers of examples; those on the clients' own test examples come first.
 
     Without `every` only those that a terminal and a picture have room for: not those of domains and of the user.
     """
-    keys = [key for key in run.clients if not (is_count(key) or is_loss(key)) and (every or key in _MAIN)]
-    keys.sort(key=lambda key: (not key.startswith("own_"), key not in _FIRST_OF_CLIENTS))
+    name = run.summary.of_task.main
+    first = (name, f"own_{name}")
+    few = {*first, f"unseen_{name}", f"unseen_{name}_tuned"}
+    keys = [key for key in run.clients if key in few or (every and not is_count(key) and "loss" not in key.split("_"))]
+    keys.sort(key=lambda key: (not key.startswith("own_"), key not in first))
     return {key: Measure.of_client(key, run.clients) for key in keys}
 
 
@@ -187,9 +197,9 @@ def client_table(rows: Sequence[Row], *, every: bool) -> Lines:
                 continue
             seeds = [list(run.clients[metric].values()) for run in row.counted]
             measured = [spread(values, metric) for values in seeds]
-            figures = ([getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth"))
-            unit = (100, 2, "%") if measure.is_fraction else (1, 4, "")
-            shown = (figure(values, *unit) for values in figures)
+            figures = [[getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth")]
+            digits = measure.digits([value for values in figures for value in values])
+            shown = (figure(values, measure.scale, digits, measure.unit) for values in figures)
             lines.append((row.title, measure.of_clients, figure([len(values) for values in seeds], 1, 0), *shown))
     return lines
 
@@ -223,6 +233,11 @@ def figure(values: Sequence[float], scale: float, digits: int, unit: str = "", *
     scaled = [value * scale for value in values]
     spread = deviation(scaled)
     return f"{mean(scaled):,.{digits}f}{unit}" + (f" ± {spread:,.{digits}f}" if spread else "") + mark
+
+
+def as_measured(measure: Measure, values: Sequence[float], of_share: int = 2, *, mark: str = "") -> str:
+    """`figure` in the form of a measure."""
+    return figure(values, measure.scale, measure.digits(values, of_share), measure.unit, mark=mark)
 
 
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:

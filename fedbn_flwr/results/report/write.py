@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 from fedbn_flwr.errors import MissingPackage, StorageError, UserError
 from fedbn_flwr.storage import to_json
 
-from ..read.runs import find_runs
+from ..read.runs import Run, find_runs
 from ..text import in_markdown
 from . import paper, swept
-from .choice import TITLE as CANDIDATES
 from .choice import Choice, choose
 from .page import write_page
 from .pictures import Look, clients_plot, plot, save, sweeps_plot
@@ -104,7 +103,7 @@ def _pictures(rows: Sequence[Row], **look: Unpack[Look]) -> tuple[dict[str, Plot
 
 def _tables(choice: Choice, form: Form, *, every: bool) -> list[Table]:
     """The tables of rows, sweeps, candidates and published figures."""
-    others = [(CANDIDATES, choice.candidates), (TITLE, published(choice.rows))]
+    others = [choice.candidates, (TITLE, published(choice.rows))]
     found = tables(choice.rows, form, every=every)
     return [*found, *swept.tables(swept.sweeps(choice.rows)), *(each for each in others if each[1])]
 
@@ -122,17 +121,18 @@ def _figures(rows: Sequence[Row], chosen: Sequence[Row]) -> list[dict[str, Any]]
     for row in rows:
         more = {} if any(row is each for each in chosen) else {"chosen": False}
         for run in row.runs:
-            content = {"settings": run.config, "summary": run.figures, "curve": _curve(run.history)}
+            content = {"settings": run.config, "summary": run.figures, "curve": _curve(run)}
             found.append({**content, "clients": run.clients, **more})
     return found
 
 
-def _curve(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _curve(run: Run) -> list[dict[str, Any]]:
+    task = run.summary.of_task
     spent = {"communication_rounds": 0, "bytes_down": 0, "bytes_up": 0}
     points = []
-    for line in history:
+    for line in run.history:
         spent = {key: total + int(line[key]) for key, total in spent.items()}
-        if line.get("accuracy") is not None:
-            more = {"mean_iou": line["mean_iou"]} if line.get("mean_iou") is not None else {}
-            points.append({"round": line["round"], "accuracy": line["accuracy"], **more, "loss": line["loss"], **spent})
+        if line.get(task.main) is not None:
+            figures = {key: line[key] for key in (*task.figures, "loss") if line.get(key) is not None}
+            points.append({"round": line["round"], **figures, **spent})
     return points

@@ -25,12 +25,13 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.of_clients import own_means, values_of
 from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
 from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import table
-from fedbn_flwr.strategies import STRATEGIES, as_rule, build_strategy
+from fedbn_flwr.strategies import as_rule
 from tests.support.nets import net, some_batches
 
 CPU = torch.device("cpu")

@@ -1,6 +1,8 @@
-"""Cross entropy with label smoothing and class weights, against PyTorch's sums."""
+"""The losses by name, label smoothing and class weights, against PyTorch's sums."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +10,9 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedbn_flwr.client.losses import CrossEntropy, balanced_weights
-from fedbn_flwr.client.training import cross_entropy
+from fedbn_flwr.client.losses import CrossEntropy, balanced_weights, cross_entropy, make_loss
 from fedbn_flwr.data import IGNORED
+from fedbn_flwr.tasks import LOSSES
 
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
 
@@ -71,3 +73,55 @@ def test_balanced_weights_are_scikit_learn_s_and_one_on_average() -> None:
     torch.testing.assert_close(found[present], torch.from_numpy(expected), rtol=1e-14, atol=0)
     assert found[labels].mean().item() == pytest.approx(1, rel=1e-14)
     assert found[1] == found[4] == 1, "classes without an image"
+
+
+# --- of one logit for each label, and of numbers -----------------------------
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weights", [None, WEIGHTS[:2]])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_binary_cross_entropy_is_that_of_two_classes(
+    smoothing: float, weights: Tensor | None, dtype: torch.dtype
+) -> None:
+    """z against the logits (0, z)."""
+    z, labels = batch()[0][:, 0], batch()[1] % 2
+    expected = CrossEntropy(smoothing, weights)(torch.stack([torch.zeros_like(z), z], 1), labels)
+    for outputs in (z, z[:, None]):
+        found = make_loss("bce", smoothing, weights)(outputs, labels.to(dtype))
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    assert make_loss("bce", smoothing, weights)(z * 1e3, labels.to(dtype)).isfinite()
+
+
+NUMBERS = torch.randn(12, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+BY_HAND = {
+    "bce": lambda x, y: y * torch.log1p(torch.exp(-x)) + (1 - y) * torch.log1p(torch.exp(x)),
+    "mse": lambda x, y: (x - y) ** 2,
+    "mae": lambda x, y: (x - y).abs(),
+    "huber": lambda x, y: torch.where((x - y).abs() < 1, (x - y) ** 2 / 2, (x - y).abs() - 0.5),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "cross_entropy"])
+def test_losses_by_name_are_means_over_examples_whatever_the_batches(name: str) -> None:
+    outputs, targets = batch()[0], (NUMBERS > 0).double() if name == "bce" else NUMBERS
+    loss: Any = make_loss(name)
+    expected = BY_HAND[name](outputs, targets).sum(1).mean() / 3
+    torch.testing.assert_close(loss(outputs, targets), expected, rtol=1e-13, atol=0)
+    parts = [float(loss(x, y)) * len(y) for x, y in zip(outputs.split(5), targets.split(5), strict=True)]
+    assert sum(parts) / 12 == pytest.approx(float(expected), rel=1e-13)
+    column = loss(outputs[:, :1], targets[:, 0]), loss(outputs[:, 0], targets[:, :1])
+    assert column[0] == column[1] == loss(outputs[:, 0], targets[:, 0]), "never [N, 1] minus [N], which is [N, N]"
+    assert loss(outputs.bfloat16(), targets).dtype == torch.float32
+
+
+def test_huber_has_an_option() -> None:
+    outputs = batch()[0]
+    found = make_loss("huber", delta=0.25)(outputs, NUMBERS)
+    torch.testing.assert_close(found, F.huber_loss(outputs, NUMBERS, delta=0.25), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(("outputs", "targets"), [((12, 3), (12,)), ((12, 3), (3, 12)), ((12, 1), (12, 3))])
+def test_outputs_without_a_target_each_are_refused(outputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"the model returned \[.*\] for targets \[.*\]; expected a number for each"):
+        make_loss("mse")(torch.zeros(outputs), torch.zeros(targets))

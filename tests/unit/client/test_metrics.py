@@ -15,9 +15,11 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.metrics import Measurement, Metric, auc, confusion, of_matrix
+from fedbn_flwr.client.losses import make_loss
+from fedbn_flwr.client.metrics import Measurement, Metric, auc, counts_of, ratio
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.tasks import BINARY, CLASSIFICATION, MULTILABEL, REGRESSION, SEVERAL, TASKS, Task
 
 CPU = torch.device("cpu")
 ALL: list[Metric] = ["balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou"]
@@ -36,19 +38,21 @@ SETS = [(0, 1, 2, 3), (1, 3), (0, 2, 3)]
 
 
 @pytest.mark.parametrize("labels", SETS)
-def test_metrics_of_the_confusion_matrix_are_scikit_learn_s(labels: tuple[int, ...]) -> None:
+def test_metrics_of_counts_are_scikit_learn_s(labels: tuple[int, ...]) -> None:
     logits, targets = examples(labels)
     predictions = logits.argmax(1)
-    matrix = confusion(logits, targets, ignored=None)
-    np.testing.assert_array_equal(matrix, theirs.confusion_matrix(targets, predictions, labels=range(4)))
-    assert of_matrix("macro_f1", matrix) == pytest.approx(
+    answered, correct, by_class = counts_of(CLASSIFICATION, logits, targets)
+    assert (answered, int(correct)) == (60, theirs.accuracy_score(targets, predictions, normalize=False))
+    matrix = theirs.confusion_matrix(targets, predictions, labels=range(4))
+    np.testing.assert_array_equal(by_class, [matrix.diagonal(), matrix.sum(1), matrix.sum(0)])
+    assert ratio("macro_f1", by_class) == pytest.approx(
         theirs.f1_score(targets, predictions, average="macro"), rel=1e-12
     )
-    assert of_matrix("mean_iou", matrix) == pytest.approx(
+    assert ratio("mean_iou", by_class) == pytest.approx(
         theirs.jaccard_score(targets, predictions, average="macro"), rel=1e-12
     )
     recall = theirs.recall_score(targets, predictions, labels=list(labels), average="macro")
-    assert of_matrix("balanced_accuracy", matrix) == pytest.approx(recall, rel=1e-12)
+    assert ratio("balanced_accuracy", by_class) == pytest.approx(recall, rel=1e-12)
 
 
 @pytest.mark.parametrize("labels", SETS)
@@ -89,10 +93,10 @@ def test_an_evaluation_reports_them_over_all_batches(size: int) -> None:
     logits, targets = examples((0, 1, 2, 3))
     batches = list(zip(logits.split(size), targets.split(size), strict=True))
     found = evaluate(Given(), batches, F.cross_entropy, CPU, ALL)
-    matrix = confusion(logits, targets, ignored=None)
-    assert found["macro-f1"] == found["dice"] == pytest.approx(of_matrix("macro_f1", matrix), rel=1e-12)
-    assert found["balanced-accuracy"] == pytest.approx(of_matrix("balanced_accuracy", matrix), rel=1e-12)
-    assert found["mean-iou"] == pytest.approx(of_matrix("mean_iou", matrix), rel=1e-12)
+    by_class = counts_of(CLASSIFICATION, logits, targets)[2]
+    assert found["macro-f1"] == found["dice"] == ratio("macro_f1", by_class)
+    assert found["balanced-accuracy"] == ratio("balanced_accuracy", by_class)
+    assert found["mean-iou"] == ratio("mean_iou", by_class)
     assert found["auc"] == pytest.approx(auc(logits, targets), rel=1e-12)
     assert set(found) == {
         "loss",
@@ -165,7 +169,7 @@ def test_a_function_that_fails_is_left_out_and_named(flower_log: Any) -> None:
     )
     assert "metric failing is left out: ValueError: it needs examples of all classes" in logged
     for metric in metrics[:2]:
-        measurement = Measurement([metric])
+        measurement = Measurement(CLASSIFICATION, [metric])
         measurement.add(*examples((0, 1)), None)
         with pytest.raises((TypeError, ValueError), match=r"not 'list'|all classes"):
             measurement.values(strict=True)
@@ -199,7 +203,10 @@ def test_without_classes_there_is_a_loss_and_no_accuracy(outputs: Any, targets: 
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        ("f1", "metric 'f1' is unknown; known: auc, balanced_accuracy, dice, macro_f1, mean_iou, or a function"),
+        (
+            "f1",
+            "metric 'f1' is unknown; known: accuracy, auc, balanced_accuracy, dice, macro_f1, mae, mean_iou, r2, rmse",
+        ),
         ("macro f1", "did you mean 'macro_f1'"),
         (lambda logits, labels: 0.0, "has no name to report it by"),
     ],
@@ -207,6 +214,152 @@ def test_without_classes_there_is_a_loss_and_no_accuracy(outputs: Any, targets: 
 def test_a_client_refuses_an_unknown_metric(metric: str | Callable[[Tensor, Tensor], float], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         BNClient(Given(), [], metrics=[metric])
+
+
+# --- of other tasks ----------------------------------------------------------
+
+# Outputs, targets and the loss of each, in float64; the numbers of a batch are not equal.
+NOISE = torch.randn(60, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+LABELS = (NOISE.roll(1, 0) > torch.tensor([-0.5, 0.0, 1.2])).double()
+NUMBERS = 1e6 + 3 * NOISE.roll(1, 0)  # far from zero, where sums of squares would cancel
+
+
+def logit_figures(z: Tensor, y: Tensor) -> dict[str, float]:
+    predicted = (z > 0).double()
+    return {
+        "accuracy": theirs.accuracy_score(y, predicted),
+        "macro-f1": theirs.f1_score(y, predicted, average="macro"),
+        "balanced-accuracy": theirs.balanced_accuracy_score(y, predicted),
+        "mean-iou": theirs.jaccard_score(y, predicted, average="macro"),
+        "dice": theirs.f1_score(y, predicted, average="macro"),
+        "auc": theirs.roc_auc_score(y, z),
+    }
+
+
+def label_figures(z: Tensor, y: Tensor) -> dict[str, float]:
+    predicted = (z > 0).double()
+    return {
+        "accuracy": np.mean([theirs.accuracy_score(y[:, k], predicted[:, k]) for k in range(3)]),
+        "macro-f1": theirs.f1_score(y, predicted, average="macro"),
+        "balanced-accuracy": theirs.recall_score(y, predicted, average="macro"),
+        "mean-iou": theirs.jaccard_score(y, predicted, average="macro"),
+        "dice": theirs.f1_score(y, predicted, average="macro"),
+        "auc": theirs.roc_auc_score(y, z, average="macro"),
+    }
+
+
+def number_figures(outputs: Tensor, y: Tensor) -> dict[str, float]:
+    return {
+        "rmse": theirs.root_mean_squared_error(y, outputs),
+        "mae": theirs.mean_absolute_error(y, outputs),
+        "r2": theirs.r2_score(y, outputs),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 7, 60])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("task", "outputs", "targets", "expected"),
+    [
+        (BINARY, NOISE[:, 0] + LABELS[:, 0], LABELS[:, 0], logit_figures),
+        (BINARY, NOISE[:, :1] + LABELS[:, :1], LABELS[:, 0].bool(), logit_figures),
+        (BINARY, NOISE[:, :1] + LABELS[:, :1], LABELS[:, 0].long(), logit_figures),
+        (MULTILABEL, NOISE + LABELS, LABELS, label_figures),
+        (MULTILABEL, NOISE + LABELS, LABELS.bool(), label_figures),
+        (REGRESSION, NUMBERS + NOISE, NUMBERS, number_figures),
+        (REGRESSION, NUMBERS[:, :1] + 1, NUMBERS[:, 0], number_figures),
+    ],
+)
+def test_figures_of_other_tasks_are_scikit_learn_s_for_any_batches_and_threads(
+    task: Task, outputs: Tensor, targets: Tensor, expected: Any, size: int, threads: int
+) -> None:
+    loss = make_loss(task.losses[0])
+    batches = list(zip(outputs.split(size), targets.split(size), strict=True))
+    found = evaluate(Given(), batches, loss, CPU, task.metrics, task=task, threads=threads)
+    assert found.pop("num-examples") == 60
+    assert found.pop("loss") == pytest.approx(float(loss(outputs, targets)), rel=1e-13)
+    assert found == pytest.approx(expected(outputs, targets), rel=1e-12)
+    whole = evaluate(Given(), [(outputs, targets)], loss, CPU, task.metrics, task=task)
+    assert {key: whole[key] for key in found} == found, "to the last bit"
+
+
+def test_without_metrics_a_task_has_its_own_figures() -> None:
+    cases: dict[str, tuple[Tensor, Tensor]] = {
+        "binary": (NOISE[:, 0], LABELS[:, 0]), "multilabel": (NOISE, LABELS), "regression": (NOISE, NUMBERS),
+        "classification": (NOISE, torch.arange(60) % 3),
+    }  # fmt: skip
+    for name, batch in cases.items():
+        found = evaluate(Given(), [batch], make_loss(TASKS[name].losses[0]), CPU, task=TASKS[name])
+        assert found.keys() == {"loss", "num-examples", *(each.replace("_", "-") for each in TASKS[name].figures)}
+
+
+def test_what_is_not_defined_is_left_out() -> None:
+    """A label that all examples have has no AUC, equal targets have no variance."""
+    labels = LABELS.clone()
+    labels[:, 0] = 1
+    found = evaluate(Given(), [(NOISE, labels)], make_loss("bce"), CPU, ["auc"], task=MULTILABEL)
+    assert found["auc"] == pytest.approx(theirs.roc_auc_score(labels[:, 1:], NOISE[:, 1:], average="macro"), rel=1e-12)
+    numbers = NUMBERS.clone()
+    numbers[:, 0] = 0.1
+    found = evaluate(Given(), [(NUMBERS + NOISE, numbers)], make_loss("mse"), CPU, task=REGRESSION)
+    expected = theirs.r2_score(numbers[:, 1:], (NUMBERS + NOISE)[:, 1:])
+    assert found["r2"] == pytest.approx(expected, rel=1e-12)
+    found = evaluate(Given(), [(NOISE[:1], NUMBERS[:1])], make_loss("mse"), CPU, task=REGRESSION)
+    assert found.keys() == {"loss", "num-examples", "rmse", "mae"}, "one example has no variance"
+
+
+def test_several_targets_have_the_user_s_figures_only() -> None:
+    class Two(nn.Module):
+        def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"age": x["a"], "kind": x["b"]}
+
+    def loss(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(outputs["age"], targets["age"]) + F.cross_entropy(outputs["kind"], targets["kind"])
+
+    def age_error(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> float:
+        return float((outputs["age"] - targets["age"]).abs().mean())
+
+    inputs = {"a": NOISE[:, 0], "b": NOISE}
+    targets = {"age": NUMBERS[:, 0], "kind": torch.arange(60) % 3}
+    parts = [({k: v[rows] for k, v in inputs.items()}, {k: v[rows] for k, v in targets.items()})
+             for rows in (slice(0, 50), slice(50, 60))]  # fmt: skip
+    found = evaluate(Two(), parts, loss, CPU, [age_error])  # type: ignore[arg-type]
+    assert found == {
+        "loss": pytest.approx(float(loss(Two()(inputs), targets)), rel=1e-13),
+        "num-examples": 60,
+        "age-error": pytest.approx(age_error(Two()(inputs), targets), rel=1e-13),
+    }
+    client = BNClient(Two(), parts, parts, task="several", loss=loss, metrics=[age_error])  # type: ignore[arg-type]
+    assert client.evaluate_round({}, {}) == found
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "words"),
+    [
+        (
+            "regression",
+            "auc",
+            r"metric 'auc' is not defined for regression \(numbers\); expected any of rmse, mae, r2, or a",
+        ),
+        (
+            "segmentation",
+            "auc",
+            "is not defined for segmentation .* expected any of accuracy, balanced_accuracy, macro_f1",
+        ),
+        ("classification", "rmse", "metric 'rmse' is not defined for classification"),
+        ("several", "accuracy", r"is not defined for several \(several targets per example\); expected a function"),
+        ("clasification", "auc", "task 'clasification' is unknown; did you mean 'classification'"),
+    ],
+)
+def test_a_client_refuses_a_metric_that_does_not_suit_its_task(task: str, metric: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        BNClient(Given(), [], task=task, loss=F.mse_loss, metrics=[metric])
+
+
+def test_a_client_of_several_tasks_needs_a_loss() -> None:
+    assert SEVERAL.losses == ()
+    with pytest.raises(SettingsError, match=r"task 'several' .* has no loss; expected one of your own"):
+        BNClient(Given(), [], task="several")
 
 
 def test_a_client_reports_metrics_for_each_of_its_sets() -> None:

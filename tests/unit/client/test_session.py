@@ -44,7 +44,7 @@ def test_a_replayed_session_gives_the_numbers_of_a_parked_one() -> None:
         return run
 
     def answer(contribution: Contribution, k: int) -> Agreement:
-        return Agreement({key: value * 1.1 + 0.01 * (k + 1) for key, value in contribution.tensors.items()}, 16)
+        return Agreement({key: value * 1.1 + 0.01 * (k + 1) for key, value in contribution.tensors.items()}, 16, 1.0)
 
     parked = Session(work(copy.deepcopy(model)))
     agreed: list[Agreement] = []

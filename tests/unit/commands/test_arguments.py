@@ -34,7 +34,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("resume='yes'", "resume is 'yes'; expected true or false"),
         ("set=3", "set is 3; expected text, in quotes"),
         ("rounds=3", "--run-config has no key 'rounds'"),
-        ("set='a=\"b'", 'has " without its closing counterpart'),
+        ("set='a=\"b'", "has a quote without its closing counterpart"),
         ("out=[1]", "--run-config 'out=[1]' cannot be read"),
         ("missing.toml", "--run-config 'missing.toml' cannot be read"),
     ],

@@ -49,7 +49,7 @@ def test_an_error_of_the_system_without_a_file_keeps_its_traceback(monkeypatch: 
     def fail(*_: object) -> None:
         raise OSError(5000, "unheard of")
 
-    monkeypatch.setattr("fedbn_flwr.commands.status.check_seconds", fail)
+    monkeypatch.setattr("fedbn_flwr.commands.status.default_folder", fail)
     with pytest.raises(OSError, match="unheard of"):
         cli.main(["status"])
 
@@ -117,7 +117,7 @@ def test_a_new_experiment_is_named_as_a_shell_reads_it(
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "1e9", "0", "-1"])
 def test_seconds_have_bounds(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", "--watch", f"--every={seconds}"]) == 2
+    assert cli.main(["check", f"--timeout={seconds}"]) == 2
     assert "expected seconds, more than 0 and at most 86400" in capsys.readouterr().err
 
 

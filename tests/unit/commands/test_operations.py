@@ -75,30 +75,14 @@ def test_status_names_the_folders_that_it_cannot_read(runs: Path, capsys: pytest
     assert printed.err == f"not shown, because the files are damaged or not of a run: {runs / 'old'}\n"
 
 
-def test_watching_ends_when_no_run_is_running(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", str(runs / "old"), "--watch"]) == 0
-    assert "finished" in capsys.readouterr().out
-
-
 def left(runs: Path) -> set[str]:
     return {path.name for path in runs.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["status", "missing"], "is not a folder"),
-        (["status", "--every", "0"], "--every is 0"),
-    ],
-)
-def test_wrong_words_change_nothing(
-    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file.txt").touch()
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(words) == 2
-    assert says in capsys.readouterr().err
-    assert left(tmp_path) == {"file.txt"}
+def test_a_folder_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", str(tmp_path / "missing")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    assert not left(tmp_path)
 
 
 def test_the_commands_of_the_page_succeed(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torchvision.transforms import functional as tv
 
 from fedbn_flwr.data.augment import RATIO, SCALE, Window, crop_and_resize, random_rotate, resized_crop_boxes
 from fedbn_flwr.data.batches import ClientBatches
-from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 
@@ -116,7 +116,7 @@ class Transfers(TorchDispatchMode):
 def test_no_batch_makes_the_host_wait_for_the_device(augment: tuple[str, ...]) -> None:
     """On PyTorch's meta device, which does everything except the arithmetic."""
     device = torch.device("meta")
-    data = Images(torch.zeros(20, 3, 16, 16, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64)).to(device)
+    data = InMemory(torch.zeros(20, 3, 16, 16, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64)).to(device)
     moments = ((0.5,) * 3, (0.25,) * 3)
     batches = ClientBatches(data, torch.arange(20), moments, batch_size=5, client=0, seed=0, augment=augment)
     with Transfers() as transfers:

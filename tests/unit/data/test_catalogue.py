@@ -85,7 +85,7 @@ def test_a_clone_of_the_hub_loads_by_name(name: str, root: Path) -> None:
         write_parquet(root / name / f"{folder}{split}-00000-of-00001.parquet", shape, rows, names, image)
     data = load(Source(name, root=str(root)))
     entry = CATALOGUE[name]
-    assert data.train.images.shape == (3, entry.channels, entry.size, entry.size)
+    assert data.train.inputs.shape == (3, entry.channels, entry.size, entry.size)
     label = entry.label
     assert data.train.labels.tolist() == data.test.labels.tolist() == rows[label]
     assert data.classes == entry.classes
@@ -150,7 +150,7 @@ def test_domainnet_is_reduced_to_its_ten_classes(root: Path) -> None:
     assert [data.domains.names[i] for i in data.domains.train] == ["sketch", "quickdraw", "clipart"]
     whole = load(Source(str(root / "domainnet10"), size=8))
     assert whole.classes == 12
-    assert data.train.images.equal(whole.train.images[[1, 3, 4]]), "each image kept its label"
+    assert data.train.inputs.equal(whole.train.inputs[[1, 3, 4]]), "each image kept its label"
 
 
 def test_grey_becomes_rgb_where_the_other_split_has_colour(root: Path) -> None:
@@ -160,7 +160,7 @@ def test_grey_becomes_rgb_where_the_other_split_has_colour(root: Path) -> None:
     grey = load(Source(str(root / "set"), test="train"))
     data = load(Source(str(root / "set")))
     assert (data.channels, grey.channels) == (3, 1)
-    assert data.train.images.equal(grey.train.images.expand(-1, 3, -1, -1))
+    assert data.train.inputs.equal(grey.train.inputs.expand(-1, 3, -1, -1))
 
 
 # --- where a name is looked for ----------------------------------------------
@@ -195,13 +195,13 @@ def test_other_names_are_found_under_the_root_too(root: Path) -> None:
             r"data\.domain='domain' is not a column of 'mnist'; its columns: image",
         ),
         (
-            "{name: mnist, root: ROOT, partition: {kind: natural, column: city}}",
-            r"data\.partition\.column='city' is not a column of 'mnist'; its columns: image \(Image\), label",
+            "{name: mnist, root: ROOT, group: city}",
+            r"data\.group='city' is not a column of 'mnist'; its columns: image \(Image\), label",
         ),
         ("{name: mnist, root: ROOT, partition: {kind: domain}}", r"the data has no domains"),
         ("{name: mnist_, root: ROOT}", r"'mnist_': there is no such data set; .*did you mean 'mnist'"),
         ("{name: digits, normalise: official}", r"'official', but 'digits' has no official mean.*known for cifar10"),
-        ("{name: digits, domains: [a]}", r"data\.domains is \['a'\], but data\.name='digits' has no 'domains'"),
+        ("{name: digits, domains: [a]}", r"data\.domain='domains' is not a column of 'digits'"),
     ],
 )
 def test_bad_input_is_one_message_before_training(text: str, message: str, root: Path) -> None:
@@ -283,7 +283,7 @@ def test_the_shipped_mnist_runs_on_a_local_copy(root: Path) -> None:
         file = root / "mnist" / f"{split}.parquet"
         write_parquet(file, (28, 28), {"label": [i % 10 for i in range(20)]}, {"label": numbered(10)}, "image")
     run = load_experiment("fedtan/mnist", ["seed=0", f"data.root={root}"]).runs[1]
-    assert prepare_run(run, "run", make_rule(run)).dataset.train.images.shape == (20, 1, 28, 28)
+    assert prepare_run(run, "run", make_rule(run)).dataset.train.inputs.shape == (20, 1, 28, 28)
 
 
 # --- a folder of images ------------------------------------------------------
@@ -304,15 +304,15 @@ def test_a_folder_of_images_for_each_class_is_a_data_set(root: Path) -> None:
     assert sorted(data.train.labels.tolist()) == [0, 0, 1]
     dog = int((data.train.labels == 1).nonzero())
     expected = np.random.default_rng(3).integers(0, 256, (5, 5, 3), dtype=np.uint8)
-    np.testing.assert_array_equal(data.train.images[dog].numpy(), expected.transpose(2, 0, 1))
+    np.testing.assert_array_equal(data.train.inputs[dog].numpy(), expected.transpose(2, 0, 1))
 
 
 def test_an_image_that_changed_is_read_again(root: Path) -> None:
     write_folder(root, "train", {"cat": [1], "dog": [3]})
     write_folder(root, "val", {"cat": [4], "dog": [5]})
-    before = load(Source(str(root))).train.images.clone()
+    before = load(Source(str(root))).train.inputs.clone()
     (root / "train" / "cat" / "1.png").write_bytes(picture(77, (5, 5, 3))["bytes"])
-    after = load(Source(str(root))).train.images
+    after = load(Source(str(root))).train.inputs
     assert not before.equal(after)
 
 
@@ -341,7 +341,7 @@ def test_real_domains_load(
     if not (shared_data / name).is_dir():
         pytest.skip(f"no {name}/ among the data sets")
     data = load(Source(name, root=str(shared_data), train="test", size=size))
-    assert data.train.images.shape == (sum(counts), 3, size, size)
+    assert data.train.inputs.shape == (sum(counts), 3, size, size)
     assert data.domains is not None
     assert data.domains.names == domains
     assert torch.bincount(data.domains.train).tolist() == counts

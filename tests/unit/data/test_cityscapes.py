@@ -16,7 +16,7 @@ from fedbn_flwr import cli
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.decoding import Stream
-from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
@@ -94,15 +94,15 @@ def expected_mask(seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_images_masks_and_cities_are_those_of_the_folder(root: Path, stream: bool) -> None:
-    data = load(Source("cityscapes", root=str(root), column="city", stream=stream))
-    assert isinstance(data.train, Stream if stream else Images)
+    data = load(Source("cityscapes", root=str(root), group="city", stream=stream))
+    assert isinstance(data.train, Stream if stream else InMemory)
     assert data.dense
     assert (data.channels, data.size, data.classes) == (3, (HEIGHT, WIDTH), 19)
     assert [data.class_names[i] for i in (0, 10, 11, 13, 18)] == ["road", "sky", "person", "car", "bicycle"]
-    assert data.natural is not None
-    assert [data.natural.names[i] for i in data.natural.train] == ["aachen"] * 3 + ["bochum"] * 5
-    assert data.natural.test is not None
-    assert [data.natural.names[i] for i in data.natural.test] == ["frankfurt"] * 2 + ["lindau"]
+    assert data.groups is not None
+    assert [data.groups.names[i] for i in data.groups.train] == ["aachen"] * 3 + ["bochum"] * 5
+    assert data.groups.test is not None
+    assert [data.groups.names[i] for i in data.groups.test] == ["frankfurt"] * 2 + ["lindau"]
     whole = list(TestBatches(data.test, ((0.0,) * 3, (1 / 255,) * 3), 2))
     assert [tuple(images.shape) for images, _ in whole] == [(3, 3, HEIGHT, WIDTH)]
     images, masks = (torch.cat(parts) for parts in zip(*whole, strict=True))
@@ -116,7 +116,7 @@ def test_every_label_id_becomes_its_train_id(root: Path) -> None:
     (mask,) = (root / "cityscapes" / "gtFine" / "val" / "lindau").glob("*_labelIds.png")
     mask.write_bytes(png(ids))
     test = load(Source("cityscapes", root=str(root))).test
-    assert isinstance(test, Images)
+    assert isinstance(test, InMemory)
     found = test.targets[2, ::2, ::4].flatten().tolist()
     assert found == [TRAIN_IDS.get(i, 255) for i in range(256)]
 
@@ -175,7 +175,7 @@ def test_the_folder_is_known_by_its_layout(root: Path) -> None:
 
 
 def test_by_city_each_client_is_one(root: Path) -> None:
-    run = run_of(root, "partition: {kind: natural, column: city}")
+    run = run_of(root, "group: city, partition: {kind: natural}")
     parts = partition_of(run.data, 2, 0, "cpu")
     assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5, 6, 7]]
     own = own_test(run.data, 2, 0, "cpu")
@@ -234,7 +234,7 @@ def test_partitions_by_class_are_refused(root: Path, kind: str) -> None:
         ("", ["data.crop=33"], r"data\.crop is 33, but the images of 'cityscapes' have 32x64 pixels"),
         ("test: test", [], r"no leftImg8bit/test/CITY/.*; leftImg8bit/ contains train, val"),
         ("classes: 20", [], r"data\.classes is 20, but 'cityscapes' has 19 classes"),
-        ("partition: {kind: natural, column: city}", ["clients=3"], r"'city' has 2 values .* set clients=2"),
+        ("group: city, partition: {kind: natural}", ["clients=3"], r"data.group has 2 values .* set clients=2"),
     ],
 )
 def test_bad_input_is_one_message(root: Path, text: str, words: list[str], message: str) -> None:

@@ -19,7 +19,7 @@ from fedbn_flwr import named, seeding
 from fedbn_flwr.data.augment import random_crop, random_flip
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import partition
 from fedbn_flwr.data.source import Source
@@ -31,9 +31,9 @@ from tests.support.images import picture, pixels, png, write_split
 
 def test_digits_are_all_there() -> None:
     digits = load(Source("digits"))
-    assert digits.train.images.shape == (1438, 1, 8, 8)
-    assert digits.test.images.shape == (359, 1, 8, 8)
-    assert digits.train.images.dtype == torch.uint8
+    assert digits.train.inputs.shape == (1438, 1, 8, 8)
+    assert digits.test.inputs.shape == (359, 1, 8, 8)
+    assert digits.train.inputs.dtype == torch.uint8
     assert digits.train.labels.dtype == torch.int64
     assert (digits.classes, digits.channels, digits.size) == (10, 1, (8, 8))
 
@@ -45,7 +45,7 @@ def test_digits_are_those_of_the_uci_test_set() -> None:
     digits, copy = load(Source("digits")), load_digits()
     is_test = np.arange(1_797) % 5 == 4
     for part, rows in ((digits.train, ~is_test), (digits.test, is_test)):
-        assert part.images[:, 0].tolist() == np.rint(copy.images[rows] * 255 / 16).tolist()
+        assert part.inputs[:, 0].tolist() == np.rint(copy.images[rows] * 255 / 16).tolist()
         assert part.labels.tolist() == copy.target[rows].tolist()
     counts = torch.bincount(torch.cat([digits.train.labels, digits.test.labels]))
     assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
@@ -60,11 +60,11 @@ def test_digits_are_those_of_the_uci_test_set() -> None:
         [0, 0, 6, 13, 10, 0, 0, 0],
     ]
     assert digits.train.labels[0] == 0
-    assert digits.train.images[0, 0].tolist() == np.rint(np.array(zero) * 255 / 16).tolist()
+    assert digits.train.inputs[0, 0].tolist() == np.rint(np.array(zero) * 255 / 16).tolist()
 
 
 def test_digits_are_resized_if_asked() -> None:
-    assert load(Source("digits", size=8)).train.images.equal(load(Source("digits")).train.images)
+    assert load(Source("digits", size=8)).train.inputs.equal(load(Source("digits")).train.inputs)
     assert load(Source("digits", size=(16, 12))).size == (16, 12)
 
 
@@ -72,7 +72,7 @@ def test_moments_equal_those_of_torch_in_float64() -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (20, 3, 5, 7), dtype=torch.uint8, generator=generator)
     images[:, 1] //= 4
-    part = Images(images, torch.zeros(20, dtype=torch.int64))
+    part = InMemory(images, torch.zeros(20, dtype=torch.int64))
     means, deviations = DataSet("random", part, part, ("only",)).moments
     values = images.double() / 255
     assert means == pytest.approx(values.mean((0, 2, 3)).tolist(), rel=1e-13)
@@ -80,7 +80,7 @@ def test_moments_equal_those_of_torch_in_float64() -> None:
 
 
 def test_a_channel_without_contrast_has_a_deviation_above_zero() -> None:
-    part = Images(torch.full((2, 1, 4, 4), 7, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
+    part = InMemory(torch.full((2, 1, 4, 4), 7, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
     data = DataSet("flat", part, part, ("only",))
     (inputs, _), *_ = TestBatches(part, data.moments, 2)
     assert torch.isfinite(inputs).all()
@@ -221,10 +221,10 @@ def test_an_unknown_kind_is_an_error() -> None:
 MOMENTS = ((0.0,), (1 / 255,))  # pixels keep their values from 0 to 255
 
 
-def numbered(count: int) -> Images:
+def numbered(count: int) -> InMemory:
     """All pixels of image i have the value i."""
     images = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 1, 4, 4).contiguous()
-    return Images(images, torch.arange(count))
+    return InMemory(images, torch.arange(count))
 
 
 def client_batches(indices: list[int], batch_size: int = 4, client: int = 0, seed: int = 0, **options: Any) -> Any:
@@ -300,16 +300,16 @@ def test_test_batches_are_all_images_in_order_normalised() -> None:
     assert [len(labels) for _, labels in batches] == [100, 100, 100, 59]
     inputs = torch.cat([images for images, _ in batches])
     mean, deviation = digits.moments[0][0], digits.moments[1][0]
-    expected = (digits.test.images.double() / 255 - mean) / deviation
+    expected = (digits.test.inputs.double() / 255 - mean) / deviation
     torch.testing.assert_close(inputs.double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.cat([labels for _, labels in batches]).equal(digits.test.labels)
 
 
 def test_normalising_does_not_change_the_images() -> None:
     data = numbered(8)
-    before = data.images.clone()
+    before = data.inputs.clone()
     list(TestBatches(data, ((0.5,), (0.5,)), 3))
-    assert data.images.equal(before)
+    assert data.inputs.equal(before)
 
 
 def test_crop_equals_a_loop_over_images() -> None:
@@ -385,8 +385,8 @@ def test_parquet_loads_what_was_written(folder: Path) -> None:
     write_split(folder, "train-00001", [png(image) for image in train[4:]], [1, 2])
     write_split(folder, "test", [png(image) for image in test], [2, 1, 0])
     data = load(Source(str(folder)))
-    np.testing.assert_array_equal(data.train.images.numpy(), np.stack(train).transpose(0, 3, 1, 2))
-    np.testing.assert_array_equal(data.test.images.numpy(), np.stack(test).transpose(0, 3, 1, 2))
+    np.testing.assert_array_equal(data.train.inputs.numpy(), np.stack(train).transpose(0, 3, 1, 2))
+    np.testing.assert_array_equal(data.test.inputs.numpy(), np.stack(test).transpose(0, 3, 1, 2))
     assert data.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
     assert data.test.labels.tolist() == [2, 1, 0]
     assert data.class_names == ("kind 0", "kind 1", "kind 2")
@@ -400,7 +400,7 @@ def test_a_second_load_comes_from_the_cache(folder: Path) -> None:
     assert cached
     stamps = [file.stat().st_mtime_ns for file in cached]
     second = load(Source(str(folder)))
-    assert second.train.images.equal(first.train.images)
+    assert second.train.inputs.equal(first.train.inputs)
     assert [file.stat().st_mtime_ns for file in cached] == stamps
 
 
@@ -410,7 +410,7 @@ def test_a_changed_file_is_read_again(folder: Path) -> None:
     new = pixels(3, (4, 4), seed=9)
     write_both(folder, new, [2, 2, 2])
     data = load(Source(str(folder)))
-    np.testing.assert_array_equal(data.train.images.numpy()[:, 0], np.stack(new))
+    np.testing.assert_array_equal(data.train.inputs.numpy()[:, 0], np.stack(new))
     assert data.train.labels.tolist() == [2, 2, 2]
 
 
@@ -421,12 +421,12 @@ def cached(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("size", [0, 50, 140])
 def test_a_damaged_file_of_the_cache_is_made_again(folder: Path, size: int) -> None:
     write_both(folder, pixels(3, (4, 4)), [0, 1, 2])
-    first = load(Source(str(folder))).train.images.clone()
+    first = load(Source(str(folder))).train.inputs.clone()
     for file in cached(folder):
         with file.open("r+b") as opened:
             opened.truncate(size)
-    assert load(Source(str(folder))).train.images.equal(first)
-    assert load(Source(str(folder))).train.images.equal(first)
+    assert load(Source(str(folder))).train.inputs.equal(first)
+    assert load(Source(str(folder))).train.inputs.equal(first)
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_that_names_its_variable(
@@ -469,7 +469,7 @@ def test_images_of_16_bits_are_scaled_to_8(folder: Path, kind: str) -> None:
             file.write_bytes(b"P5 4 2 65535 " + DEEP.astype(">u2").tobytes())
         elif kind == "tiff, big-endian":
             Image.frombytes("I;16B", (4, 2), DEEP.astype(">u2").tobytes()).save(file)
-    images = load(Source(str(folder))).train.images
+    images = load(Source(str(folder))).train.inputs
     assert images.tolist() == [[[[0, 0, 1, 1], [16, 156, 254, 255]]]]
     assert load(Source(str(folder), stream=True)).train.files.example(0)[0].tolist() == images[0].tolist()
 
@@ -495,7 +495,7 @@ def test_grey_images_have_one_channel(folder: Path) -> None:
     images = pixels(3, (4, 4))
     write_both(folder, images, [0, 1, 2])
     data = load(Source(str(folder)))
-    np.testing.assert_array_equal(data.train.images.numpy()[:, 0], np.stack(images))
+    np.testing.assert_array_equal(data.train.inputs.numpy()[:, 0], np.stack(images))
     assert data.channels == 1
 
 
@@ -503,8 +503,8 @@ def test_grey_among_colour_is_repeated(folder: Path) -> None:
     grey, colour = pixels(1, (4, 4))[0], pixels(1, (4, 4, 3))[0]
     write_both(folder, [grey, colour], [0, 1])
     data = load(Source(str(folder)))
-    np.testing.assert_array_equal(data.train.images[0].numpy(), np.stack([grey] * 3))
-    np.testing.assert_array_equal(data.train.images[1].numpy(), colour.transpose(2, 0, 1))
+    np.testing.assert_array_equal(data.train.inputs[0].numpy(), np.stack([grey] * 3))
+    np.testing.assert_array_equal(data.train.inputs[1].numpy(), colour.transpose(2, 0, 1))
 
 
 def test_images_of_several_sizes_need_a_size(folder: Path) -> None:
@@ -512,7 +512,7 @@ def test_images_of_several_sizes_need_a_size(folder: Path) -> None:
     with pytest.raises(DataError, match=r"2 sizes \(4x4, 6x5, \.\.\.\); set data\.size"):
         load(Source(str(folder)))
     data = load(Source(str(folder), size=3))
-    assert data.train.images.shape == (2, 1, 3, 3)
+    assert data.train.inputs.shape == (2, 1, 3, 3)
 
 
 def test_each_size_is_cached_by_itself(folder: Path) -> None:
@@ -524,14 +524,14 @@ def test_resizing_equals_that_of_pil(folder: Path) -> None:
     image = pixels(1, (9, 7, 3))[0]
     write_both(folder, [image], [0])
     expected = Image.fromarray(image).resize((4, 4), Image.Resampling.BILINEAR)
-    found = load(Source(str(folder), size=4)).train.images[0]
+    found = load(Source(str(folder), size=4)).train.inputs[0]
     np.testing.assert_array_equal(found.numpy(), np.asarray(expected).transpose(2, 0, 1))
 
 
 def test_train_and_test_of_different_sizes_are_an_error(folder: Path) -> None:
     write_split(folder, "train", [png(image) for image in pixels(2, (4, 4))], [0, 1])
     write_split(folder, "test", [png(image) for image in pixels(2, (6, 6))], [0, 1])
-    with pytest.raises(DataError, match=r"\(1, 4, 4\), test images \(1, 6, 6\)"):
+    with pytest.raises(DataError, match=r"\(1, 4, 4\), test examples \(1, 6, 6\)"):
         load(Source(str(folder)))
 
 
@@ -568,15 +568,14 @@ def test_labels_may_be_any_column(folder: Path) -> None:
     ("options", "message"),
     [
         ({"label": "kin"}, r"data\.label='kin' is not a column"),
-        ({"image": "photo"}, r"data\.image='photo' is not a column"),
-        ({"image": "number"}, r"data\.image='number' of .* contains no images"),
+        ({"inputs": "photo"}, r"data\.inputs='photo' is not a column"),
     ],
 )
 def test_a_wrong_column_lists_the_columns(folder: Path, options: dict[str, str], message: str) -> None:
     write_both(folder, pixels(2, (4, 4)), [0, 1])
     with pytest.raises(DataError, match=message) as caught:
         load(Source(str(folder), **options))
-    assert "picture (Image), kind (ClassLabel), number (Value)" in str(caught.value)
+    assert "picture (Image), kind (ClassLabel), number (int64)" in str(caught.value)
 
 
 NAMED = datasets.ClassLabel(names=["x", "y"])
@@ -586,11 +585,16 @@ TEXT, NUMBER = datasets.Value("string"), datasets.Value("int64")
 @pytest.mark.parametrize(
     ("column", "kind", "values", "message"),
     [
-        ("label", NAMED, [0, 1, None], "row 2 has no value in 'label'; expected one in each row"),
-        ("label", TEXT, ["a", None, "b"], "row 1 has no value in 'label'"),
-        ("label", NUMBER, [1, None, 2], "row 1 has no value in 'label'"),
+        (
+            "label",
+            NAMED,
+            [0, 1, None],
+            "1 of 3 rows of train have no value in 'label', the first is row 2; expected one",
+        ),
+        ("label", TEXT, ["a", None, "b"], "no value in 'label', the first is row 1"),
+        ("label", NUMBER, [1, None, 2], "no value in 'label', the first is row 1"),
         ("label", datasets.Sequence(NUMBER), [[1], [2], [3]], r"data\.label='label' of .* expected a number or a text"),
-        ("domain", NAMED, [0, None, 1], "row 1 has no value in 'domain'"),
+        ("domain", NAMED, [0, None, 1], "1 of 3 rows of train have no value in 'domain'"),
         ("domain", NAMED, [0, 1, -1], "row 2 has -1 in 'domain'; expected 0 to 1"),
     ],
 )
@@ -606,7 +610,7 @@ def test_a_wrong_value_is_named_by_column_and_row(
 
 
 def test_a_missing_folder_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no such folder; give a folder with train"):
+    with pytest.raises(DataError, match="there is no such file or folder; give a table"):
         load(Source(str(tmp_path / "absent")))
 
 
@@ -627,7 +631,8 @@ def test_a_relative_folder_begins_where_the_command_was_started(
 def test_a_missing_split_lists_what_is_there(folder: Path) -> None:
     write_split(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
     with pytest.raises(
-        DataError, match=r"no validation\*\.parquet for data\.test='validation'; .* contains train\.parquet"
+        DataError,
+        match=r"no validation\*\.parquet \(or \.csv, \.npz\) for data\.test='validation'; .* contains train\.parquet",
     ):
         load(Source(str(folder), test="validation"))
 
@@ -662,7 +667,7 @@ def test_real_mnist_loads(shared_data: Path) -> None:
     if not folder.is_dir():
         pytest.skip("no mnist/ among the data sets")
     mnist = load(Source(str(folder), train="test"))
-    assert mnist.train.images.shape == (10_000, 1, 28, 28)
+    assert mnist.train.inputs.shape == (10_000, 1, 28, 28)
     assert mnist.classes == 10
     # The published counts of MNIST's test digits.
     assert torch.bincount(mnist.test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
@@ -37,7 +37,7 @@ def write_domainnet(root: Path, domains: tuple[str, ...] = DOMAINS) -> Path:
             for i in range(3):
                 path = f"{domain}/{name}/{domain}_{number:03}_{i:06}.jpg"
                 lists["test" if i == 1 else "train"].append(f"{path} {number}")
-                # Images of the other classes may be missing.
+                # InMemory of the other classes may be missing.
                 if name in KEPT:
                     picture(folder / path, 10 * number + i)
         for part, lines in lists.items():
@@ -54,8 +54,8 @@ def test_domainnet_s_own_lists_make_its_splits(root: Path, stream: bool) -> None
     assert data.domains is not None
     assert data.domains.names == DOMAINS
     assert torch.bincount(data.domains.train).tolist() == [20] * 6
-    if isinstance(data.train, Images):
-        values = data.train.images[:, 0, 0, 0].tolist()
+    if isinstance(data.train, InMemory):
+        values = data.train.inputs[:, 0, 0, 0].tolist()
         expected = [10 * NUMBERS[KEPT[label]] + i for label, i in zip(data.train.labels, [0, 2] * 60, strict=True)]
         assert values == expected, "each image has its own label, and those of the list are there"
 
@@ -117,8 +117,8 @@ def test_office_caltech_without_lists_tests_on_every_fifth_image(root: Path) -> 
     assert data.domains.names == tuple(counts)
     assert torch.bincount(data.domains.test).tolist() == [10 * (count // 5) for count in counts.values()]
     assert torch.bincount(data.domains.train).tolist() == [10 * (count - count // 5) for count in counts.values()]
-    assert isinstance(data.test, Images)
-    first = data.test.images[:, 0, 0, 0][:4].tolist()
+    assert isinstance(data.test, InMemory)
+    first = data.test.inputs[:, 0, 0, 0][:4].tolist()
     assert first == [4, 9, 24, 29], "of class 0 of amazon the fifth and tenth, then those of class 1"
 
 

@@ -48,7 +48,7 @@ def values_by_class(name: Path, **options: Any) -> dict[str, dict[str, int]]:
     dataset = load(Source(str(name), **options))
     return {
         split: {
-            dataset.class_names[label]: int(images.images[images.labels == label].unique())
+            dataset.class_names[label]: int(images.inputs[images.labels == label].unique())
             for label in sorted(set(images.labels.tolist()))
         }
         for split, images in (("train", dataset.train), ("test", dataset.test))
@@ -78,7 +78,7 @@ def test_sites_with_other_classes_number_them_as_all_do(tmp_path: Path) -> None:
         dataset = load_data(data, "cpu")
         assert dataset.class_names == names
         assert dataset.train.labels.tolist() == labels
-    with pytest.raises(DataError, match=r"has the class 'owl', which is not in data\.class_names; .*'cow'"):
+    with pytest.raises(DataError, match=r"has the class 'owl' in 'label', which is not in data\.class_names; .*'cow'"):
         load(Source(str(south), class_names=("dog", "cow")))
 
 
@@ -115,9 +115,9 @@ def test_parquet_files_of_other_programs_are_read(form: str, tmp_path: Path) -> 
             "paths": [str(tmp_path / f"{value}.png") for value in (low, high)],
         }[form]
         pd.DataFrame({"photo": column, "label": [0, 1]}).to_parquet(tmp_path / f"{split}.parquet")
-    found = load(Source(str(tmp_path), image="photo" if form == "paths" else None, label="label"))
-    assert found.train.images[:, 0, 0, 0].tolist() == [10, 20]
-    assert found.test.images[:, 0, 0, 0].tolist() == [30, 40]
+    found = load(Source(str(tmp_path), inputs="photo" if form == "paths" else None, label="label"))
+    assert found.train.inputs[:, 0, 0, 0].tolist() == [10, 20]
+    assert found.test.inputs[:, 0, 0, 0].tolist() == [30, 40]
 
 
 @pytest.mark.parametrize("test", ["test", "validation"])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.custom import own_augmentation, own_normalisation
-from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import partition
 from fedbn_flwr.data.source import Source
@@ -65,7 +65,7 @@ def split(kind: str) -> Any:
         case "channels first":
             return torch.from_numpy(PIXELS).permute(0, 3, 1, 2), torch.from_numpy(LABELS)
         case "mapping":
-            return {"images": PIXELS, "labels": LABELS.tolist()}
+            return {"inputs": PIXELS, "labels": LABELS.tolist()}
         case "torch":
             return Pairs(pictures, LABELS.tolist())
         case "tensors":
@@ -81,8 +81,8 @@ def test_every_form_of_a_data_set_has_the_same_images(
 ) -> None:
     monkeypatch.setenv("FEDBN_CACHE", str(tmp_path))
     found = load(Source(own(lambda: {"train": split(kind), "test": split(kind)})))
-    assert isinstance(found.train, Images)
-    assert found.train.images.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
+    assert isinstance(found.train, InMemory)
+    assert found.train.inputs.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
     assert found.train.labels.tolist() == LABELS.tolist()
     assert (found.channels, found.size, found.class_names) == (3, (6, 8), ("0", "1", "2"))
 
@@ -95,12 +95,12 @@ def test_a_data_set_gets_its_options_and_its_draws_are_repeated(own: Own) -> Non
     name = own(made)
     one, two = (load(Source(name, root="here", options={"count": 20})) for _ in range(2))
     assert one.class_names == ("even", "here")
-    assert one.train.images.equal(two.train.images)
+    assert one.train.inputs.equal(two.train.inputs)
     assert one.train.labels.equal(two.train.labels)
 
 
 def test_domains_of_a_data_set_are_selected_and_ordered_as_asked(own: Own) -> None:
-    given = {"images": PIXELS, "labels": LABELS, "domains": ["sea", "sky", "land"] * 4}
+    given = {"inputs": PIXELS, "labels": LABELS, "domains": ["sea", "sky", "land"] * 4}
     name = own(lambda: {"train": given, "test": given})
     whole = load(Source(name)).domains
     assert whole is not None
@@ -122,8 +122,8 @@ def test_images_of_several_sizes_are_resized_as_pillow_resizes_them(own: Own) ->
     images = [np.full((n, n + 1), n, dtype=np.uint8) for n in range(5, 11)] + [PIXELS[0, :, :, 0]]
     found = load(Source(own(lambda: {"train": (images, LABELS[:7]), "test": (images, LABELS[:7])}), size=(3, 4)))
     expected = Image.fromarray(images[-1]).resize((4, 3), Image.Resampling.BILINEAR)
-    assert (found.train.images[-1, 0].int() - torch.from_numpy(np.array(expected)).int()).abs().max() <= 1
-    assert found.train.images[:6].flatten(1).unique(dim=1).tolist() == [[n] for n in range(5, 11)]
+    assert (found.train.inputs[-1, 0].int() - torch.from_numpy(np.array(expected)).int()).abs().max() <= 1
+    assert found.train.inputs[:6].flatten(1).unique(dim=1).tolist() == [[n] for n in range(5, 11)]
 
 
 def test_images_of_floating_point_numbers_are_normalised_by_their_own_moments(own: Own) -> None:
@@ -150,7 +150,7 @@ def test_whole_numbers_of_any_type_are_pixels(own: Own, kind: Any) -> None:
         Source(own(lambda: {"train": (PIXELS.astype(kind), LABELS), "test": (list(PIXELS.astype(kind)), LABELS)}))
     )
     for part in (found.train, found.test):
-        assert part.images.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
+        assert part.inputs.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
 
 
 def test_changed_files_of_a_dataset_dict_are_read_again(
@@ -166,7 +166,7 @@ def test_changed_files_of_a_dataset_dict_are_read_again(
     name = own(made)
     for pixels in PIXELS[:2]:
         Image.fromarray(pixels).save(tmp_path / "0.png")
-        assert load(Source(name)).train.images[0].equal(torch.from_numpy(pixels).permute(2, 0, 1))
+        assert load(Source(name)).train.inputs[0].equal(torch.from_numpy(pixels).permute(2, 0, 1))
 
 
 def test_masks_make_a_segmentation_data_set(own: Own) -> None:
@@ -182,29 +182,45 @@ def test_masks_make_a_segmentation_data_set(own: Own) -> None:
 def test_grey_arrays_become_rgb_where_the_other_split_has_colour(own: Own) -> None:
     grey = PIXELS[:, :, :, 0]
     found = load(Source(own(lambda: {"train": (grey, LABELS), "test": (PIXELS, LABELS)})))
-    assert found.train.images.equal(torch.from_numpy(grey)[:, None].expand(-1, 3, -1, -1))
-    assert found.test.images.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
+    assert found.train.inputs.equal(torch.from_numpy(grey)[:, None].expand(-1, 3, -1, -1))
+    assert found.test.inputs.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a list": ([1, 2], {}, "returned a list; expected a mapping with 'train' and 'test'"),
     "no test": ({"train": 1, "valid": 2}, {}, "returned a dict with 'train', 'valid'; expected a mapping"),
     "a number": ({"train": 1, "test": 2}, {}, "train is a int; expected a pair"),
-    "no labels": ({"train": {"images": PIXELS}, "test": (PIXELS, LABELS)}, {}, "train has no 'labels'"),
-    "a wrong key": ({"train": {"image": PIXELS}, "test": 0}, {}, "train has 'image'; did you mean 'images'"),
-    "lengths": ({"train": (PIXELS, LABELS[:5]), "test": (PIXELS, LABELS)}, {}, "12 images and 5 labels"),
+    "no labels": (
+        {"train": {"inputs": PIXELS}, "test": (PIXELS, LABELS)},
+        {},
+        "has no arrays 'labels'; name one with data.label",
+    ),
+    "a wrong key": (
+        {"train": {"image": PIXELS, "labels": LABELS}, "test": (PIXELS, LABELS)},
+        {},
+        "no arrays 'inputs'; name one with data.inputs",
+    ),
+    "lengths": ({"train": (PIXELS, LABELS[:5]), "test": (PIXELS, LABELS)}, {}, "12 examples and 5 labels"),
     "shapes": (
         {"train": (PIXELS, LABELS), "test": (PIXELS[:, :5], LABELS)},
         {},
-        r"\(3, 6, 8\), test images \(3, 5, 8\)",
+        r"\(3, 6, 8\), test examples \(3, 5, 8\)",
     ),
     "labels": (
         {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS), "classes": ["a"]},
         {},
         "labels from 0 to 2, but 1",
     ),
-    "part labels": ({"train": (PIXELS, LABELS / 2), "test": (PIXELS, LABELS)}, {}, "labels of type float64"),
-    "not finite": ({"train": (PIXELS * np.nan, LABELS), "test": (PIXELS, LABELS)}, {}, "not finite"),
+    "part labels": (
+        {"train": (PIXELS, LABELS / 2), "test": (PIXELS, LABELS)},
+        {"task": "classification"},
+        "labels of type float64",
+    ),
+    "not finite": (
+        {"train": (np.where(PIXELS > 9, PIXELS, np.inf), LABELS), "test": (PIXELS, LABELS)},
+        {},
+        "not finite",
+    ),
     "large": ({"train": (PIXELS.astype(int) * 300, LABELS), "test": (PIXELS, LABELS)}, {}, "from 0 to 255"),
     "very large": (
         {"train": (PIXELS.astype(np.uint64) << 56, LABELS), "test": (PIXELS, LABELS)},
@@ -212,16 +228,29 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         "uint64 pixels; expected whole",
     ),
     "complex": ({"train": (PIXELS * 1j, LABELS), "test": (PIXELS, LABELS)}, {}, "has complex128 pixels; expected"),
-    "texts": ({"train": (LABELS.astype(str), LABELS), "test": (PIXELS, LABELS)}, {}, "images that are not arrays of"),
+    "texts": (
+        {"train": (LABELS.astype(str), LABELS), "test": (PIXELS, LABELS)},
+        {},
+        "inputs of type <U21; expected numbers",
+    ),
     "memory": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"memory": 1e-7}, r"more than data\.memory"),
     "stream": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"stream": True}, r"data\.stream is true"),
-    "column": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"image": "x"}, r"data\.image is 'x', which is"),
+    "column": (
+        {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)},
+        {"inputs": "x"},
+        r"data\.inputs='x' is not a "
+        "column",
+    ),
     "a column of domains": (
         {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)},
         {"domain": "x"},
-        r"data\.domain is 'x', which",
+        r"data\.domain='x' is not a column",
     ),
-    "domain": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"domains": ["a"]}, "has no 'domains'"),
+    "domain": (
+        {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)},
+        {"domains": ["a"]},
+        "data.domain='domains' is not a column",
+    ),
     "items": ({"train": Pairs([1, 2]), "test": (PIXELS, LABELS)}, {}, "Pairs with items of type tuple"),
 }
 
@@ -291,7 +320,7 @@ def test_a_partition_that_draws_by_itself_is_refused(own: Own) -> None:
 
 # --- augmentation and normalisation ------------------------------------------
 
-IMAGES = Images(torch.from_numpy(PIXELS).permute(0, 3, 1, 2), torch.from_numpy(LABELS))
+IMAGES = InMemory(torch.from_numpy(PIXELS).permute(0, 3, 1, 2), torch.from_numpy(LABELS))
 
 
 def batches(name: str, seed: int = 0, **options: Any) -> Tensor:
@@ -330,11 +359,11 @@ def test_an_augmentation_of_segmentation_data_changes_masks(own: Own) -> None:
 
     masks = torch.arange(12 * 48).view(12, 6, 8)
     augment = own_augmentation(own(mirror))
-    images, changed = augment(IMAGES.images, masks, torch.Generator())
-    assert images.equal(IMAGES.images.flip(-1))
+    images, changed = augment(IMAGES.inputs, masks, torch.Generator())
+    assert images.equal(IMAGES.inputs.flip(-1))
     assert changed.equal(masks.flip(-1))
     with pytest.raises(UserError, match="would not change the masks of segmentation data"):
-        own_augmentation(own(lambda images, generator: images))(IMAGES.images, masks, torch.Generator())
+        own_augmentation(own(lambda images, generator: images))(IMAGES.inputs, masks, torch.Generator())
 
 
 @pytest.mark.parametrize(
@@ -342,7 +371,7 @@ def test_an_augmentation_of_segmentation_data_changes_masks(own: Own) -> None:
     [
         (lambda images, generator: None, r"returned a NoneType; expected a uint8 tensor \[5, 3, height, width\]"),
         (lambda images, generator: images.float(), r"returned float32 \[5, 3, 6, 8\] on cpu .*expected a uint8"),
-        (lambda images, generator: images[:2], r"returned uint8 \[2, 3, 6, 8\] on cpu for images \[5, 3, 6, 8\]"),
+        (lambda images, generator: images[:2], r"returned uint8 \[2, 3, 6, 8\] on cpu for inputs \[5, 3, 6, 8\]"),
         (lambda image: image[:1], r"returned uint8 \[5, 1, 6, 8\]"),
         (lambda image: image / 0 @ 1, "failed: "),
     ],
@@ -358,6 +387,6 @@ def test_a_normalisation_replaces_mean_and_deviation(own: Own) -> None:
         return (images - images.mean((1, 2, 3), keepdim=True)) / images.std((1, 2, 3), keepdim=True)
 
     ((inputs, _),) = TestBatches(IMAGES, own_normalisation(own(per_image)), 12)
-    torch.testing.assert_close(inputs, per_image(IMAGES.images))
+    torch.testing.assert_close(inputs, per_image(IMAGES.inputs))
     with pytest.raises(UserError, match=r"data\.normalise='own_parts:part' returned uint8 .*expected a float tensor"):
         list(TestBatches(IMAGES, own_normalisation(own(lambda images: images)), 12))

@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "unbalanced_shards": ("unbalanced_shards", {"shard_size": 5, "min_shards": 1, "max_shards": 40}),
     "dirichlet by client": ("dirichlet", {"alpha": 1.0, "by": "client"}),
     "domain": ("domain", {"groups": SITES}),
-    "natural": ("natural", {"groups": SITES, "column": "site"}),
+    "natural": ("natural", {"groups": SITES}),
 }
 CLIENTS = {"domain": st.sampled_from([3, 6, 9, 12]), "natural": st.just(3)}
 
@@ -160,7 +160,7 @@ def test_each_domain_goes_over_its_clients_and_no_further() -> None:
 
 
 def test_each_natural_id_is_a_client() -> None:
-    parts = partition(SORTED, 10, 3, 0, "natural", groups=SITES, column="site")
+    parts = partition(SORTED, 10, 3, 0, "natural", groups=SITES)
     assert [part.tolist() for part in parts] == [list(range(i, 400, 3)) for i in range(3)]
 
 
@@ -186,7 +186,7 @@ def test_a_domain_with_only_test_images_has_no_client() -> None:
         (6, "domain", {"groups": SITES, "clients_per_domain": 3}, "for 3 per domain set clients=9"),
         (3, "domain", {"groups": SITES, "examples": 200}, "'attic' has 134 examples for 1 clients with examples=200"),
         (3, "domain", {}, "the data has no domains; name their column by data.domain"),
-        (5, "natural", {"groups": SITES, "column": "site"}, "'site' has 3 values .*, but clients is 5; set clients=3"),
+        (5, "natural", {"groups": SITES}, "has 3 values .*, but clients is 5; set clients=3"),
         (
             300,
             "domain",

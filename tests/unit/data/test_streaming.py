@@ -1,4 +1,5 @@
-"""Images that stay on disk: the same batches as from memory, few of them decoded at a time, and none lost silently."""
+"""InMemory that stay on disk: the same batches as from memory, few of them decoded at a time, and none lost "
+"silently."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from fedbn_flwr.data.augment import Window
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.decoding import Files, Stream
-from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
@@ -76,7 +77,7 @@ def test_batches_are_those_of_images_in_memory(
     """Bit for bit."""
     fill(folder, shapes)
     memory, stream = load(Source(str(folder), stream=False)), load(Source(str(folder), stream=True))
-    assert isinstance(memory.train, Images)
+    assert isinstance(memory.train, InMemory)
     assert isinstance(stream.train, Stream)
     assert (stream.channels, stream.size, stream.class_names) == (memory.channels, memory.size, memory.class_names)
     assert same(epochs(stream, augment), epochs(memory, augment))
@@ -180,20 +181,20 @@ def test_an_epoch_that_ends_early_leaves_no_threads_behind() -> None:
 def test_sets_larger_than_the_budget_stay_on_disk(folder: Path) -> None:
     fill(folder, [(16, 16, 3)] * 20)
     needed = 24 * 16 * 16 * 3 / 2**30
-    assert isinstance(load(Source(str(folder))).train, Images)
-    assert isinstance(load(Source(str(folder), memory=1.01 * needed)).train, Images)
+    assert isinstance(load(Source(str(folder))).train, InMemory)
+    assert isinstance(load(Source(str(folder), memory=1.01 * needed)).train, InMemory)
     assert isinstance(load(Source(str(folder), memory=0.99 * needed)).train, Stream)
     assert isinstance(load(Source(str(folder), size=32, memory=1.01 * needed)).train, Stream)
-    assert isinstance(load(Source(str(folder), size=8, memory=0.99 * needed)).train, Images)
-    assert isinstance(load(Source(str(folder), memory=1e-9, stream=False)).train, Images)
+    assert isinstance(load(Source(str(folder), size=8, memory=0.99 * needed)).train, InMemory)
+    assert isinstance(load(Source(str(folder), memory=1e-9, stream=False)).train, InMemory)
 
 
 def test_moments_of_a_stream_are_those_of_512_images(folder: Path) -> None:
     """Evenly spread: of 1,023 images these are numbers 0, 2, ..., 1,022."""
     fill(folder, [(5, 5, 3)] * 1_023)
     memory, stream = load(Source(str(folder), stream=False)), load(Source(str(folder), stream=True))
-    assert isinstance(memory.train, Images)
-    some = memory.train.images[::2].double() / 255
+    assert isinstance(memory.train, InMemory)
+    some = memory.train.inputs[::2].double() / 255
     assert stream.moments[0] == pytest.approx(some.mean((0, 2, 3)).tolist())
     assert stream.moments[1] == pytest.approx(some.std((0, 2, 3), correction=0).tolist())
     assert stream.moments != memory.moments
@@ -258,7 +259,9 @@ def test_training_on_a_broken_image_ends_with_its_row(
 
 
 def test_the_embedded_digits_do_not_stream() -> None:
-    with pytest.raises(DataError, match=r"data\.stream is true, which is for .* the images of 'digits' are arrays"):
+    with pytest.raises(
+        DataError, match=r"data\.stream is true, which is for files, but the examples of 'digits' are arrays"
+    ):
         load(Source("digits", stream=True))
 
 

@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.engines.logs import working_at, write_json
+from fedbn_flwr.experiment.logs import working_at, write_json
 
 
 def test_lines_of_the_log_have_the_fields_of_their_own_run(capsys: pytest.CaptureFixture[str]) -> None:

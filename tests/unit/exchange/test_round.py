@@ -44,7 +44,7 @@ class Admission:
 
 def mean(value: float, *, remaining: int, partition: int, **changes: Any) -> Contribution:
     tensors = {"mean": np.full(2, value)}
-    return replace(Contribution("mean", tensors, 4, remaining, examples=10, partition=partition), **changes)
+    return replace(Contribution("mean", tensors, 4, 8, remaining, examples=10, partition=partition), **changes)
 
 
 def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[ExchangesDone, Scripted, dict[int, str]]:
@@ -59,7 +59,7 @@ def two(first: float, partition: int) -> list[Contribution]:
 
 def test_each_agreement_but_the_last_is_sent_with_the_next_question() -> None:
     done, carrier, reasons = run({7: two(1.0, 1), 9: two(3.0, 0)})
-    assert (done.nodes, done.steps, done.agreement.batch) == ([9, 7], 2, 8)
+    assert (done.nodes, done.steps, done.agreement.values) == ([9, 7], 2, 16)
     assert [nodes for nodes, _ in carrier.asked] == [[7, 9], [9, 7]], "in the order of partitions, once they are known"
     first, second = (agreement for _, agreement in carrier.asked)
     assert first is None
@@ -91,7 +91,7 @@ def test_of_two_equally_common_forms_the_first_partition_s_counts() -> None:
     assert done.nodes == [8]
 
 
-MOMENTS = Contribution("moments", {"mean": np.zeros(2), "var": np.ones(2)}, 4, 5, examples=10)
+MOMENTS = Contribution("moments", {"mean": np.zeros(2), "var": np.ones(2)}, 4, 8, 5, examples=10)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,8 @@ MOMENTS = Contribution("moments", {"mean": np.zeros(2), "var": np.ones(2)}, 4, 5
     [
         (MOMENTS, 5, "reports that 5 exchanges follow, expected 4"),
         (replace(MOMENTS, remaining=100_001), None, "expected at most 100000"),
+        (replace(MOMENTS, batch=0), None, "0 examples and 8 values per channel, expected both"),
+        (replace(MOMENTS, values=0), None, "4 examples and 0 values per channel, expected both"),
         (replace(MOMENTS, kind="median"), None, "sent 'median', expected one of moments"),
         (replace(MOMENTS, tensors={"mean": np.zeros(2)}), None, r"moments has \['mean'\], expected \['mean', 'var'\]"),
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(2, np.int64)}), None, "expected floats"),
@@ -126,10 +128,11 @@ def test_gradients_with_respect_to_a_variance_may_be_negative() -> None:
 
 def test_moments_agree_to_those_of_the_union() -> None:
     """Two clients of means 0 and 2, variances 1 and 3, equal weights: mean 1, variance 2 + 1."""
-    one = replace(MOMENTS, tensors={"mean": np.zeros(1), "var": np.ones(1)}, batch=4)
-    two = replace(MOMENTS, tensors={"mean": np.full(1, 2.0), "var": np.full(1, 3.0)}, batch=6)
+    one = replace(MOMENTS, tensors={"mean": np.zeros(1), "var": np.ones(1)}, batch=4, values=8)
+    two = replace(MOMENTS, tensors={"mean": np.full(1, 2.0), "var": np.full(1, 3.0)}, batch=6, values=12)
     agreement = algorithm_3([one, two], [1.0, 1.0])
-    assert (agreement.tensors["mean"][0], agreement.tensors["var"][0], agreement.batch) == (1.0, 3.0, 10)
+    assert (agreement.tensors["mean"][0], agreement.tensors["var"][0], agreement.values) == (1.0, 3.0, 20)
+    assert agreement.per_example == 2
 
 
 def test_a_contribution_that_would_make_the_mean_overflow_is_left_out() -> None:

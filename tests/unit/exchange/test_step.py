@@ -17,7 +17,7 @@ from fedbn_flwr import build_model
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, count_calls
 from fedbn_flwr.messages.aggregate import Array
-from tests.support.cohort import run_cohort
+from tests.support.cohort import alone, run_cohort
 
 
 class Perceptron(nn.Module):
@@ -56,6 +56,15 @@ def small_mobilenet() -> nn.Module:
     return torchvision.models.mobilenet_v2(num_classes=5, width_mult=0.25, dropout=0.0)
 
 
+def plain_net(conv: type[nn.Module], norm: type[nn.Module], features: int) -> nn.Module:
+    layers = conv(3, 4, 3, padding=1), norm(4), nn.ReLU(), conv(4, 6, 2, stride=2), norm(6), nn.Tanh(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(features, 5))
+
+
+def volume_net() -> nn.Module:
+    return plain_net(nn.Conv3d, nn.BatchNorm3d, 72)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet20": (lambda: build_model("resnet20", 5), (3, 16, 16)),
     "resnet18": (lambda: torchvision.models.resnet18(num_classes=5), (3, 32, 32)),
@@ -63,6 +72,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "densenet": (lambda: torchvision.models.DenseNet(8, (2, 2), 16, num_classes=5), (3, 32, 32)),
     "perceptron": (Perceptron, (3, 2, 2)),
     "used twice": (Twice, (3, 6, 6)),
+    "series": (lambda: plain_net(nn.Conv1d, nn.BatchNorm1d, 30), (3, 10)),
+    "volume": (volume_net, (3, 4, 5, 6)),
+    "synchronised": (lambda: nn.SyncBatchNorm.convert_sync_batchnorm(volume_net()), (3, 4, 5, 6)),
 }
 
 
@@ -215,12 +227,12 @@ def test_the_backward_pass_waits_in_the_thread_that_called_it() -> None:
     model, batches, _ = clients_of("used twice", [3])
     seen = set()
 
-    def alone(contribution: Contribution) -> Agreement:
+    def noted(contribution: Contribution) -> Agreement:
         if contribution.kind == "gradients":
             seen.add((threading.get_ident(), torch._C._is_multithreading_enabled()))
-        return Agreement(contribution.tensors, contribution.batch)
+        return alone(contribution)
 
-    LayerwiseStep(alone)(model, *batches[0], F.cross_entropy)
+    LayerwiseStep(noted)(model, *batches[0], F.cross_entropy)
     assert seen == {(threading.get_ident(), False)}
 
 
@@ -232,11 +244,11 @@ def test_statistics_in_float32_are_accurate_if_the_mean_is_much_larger_than_the_
     inputs = torch.randn(16, 3, 8, 8) + 5000
     sent: dict[str, Array] = {}
 
-    def alone(contribution: Contribution) -> Agreement:
+    def noted(contribution: Contribution) -> Agreement:
         sent.update({} if contribution.kind == "gradients" else contribution.tensors)
-        return Agreement(contribution.tensors, contribution.batch)
+        return alone(contribution)
 
-    LayerwiseStep(alone, fused=fused)(model, inputs, torch.zeros(16, dtype=torch.int64), F.cross_entropy)
+    LayerwiseStep(noted, fused=fused)(model, inputs, torch.zeros(16, dtype=torch.int64), F.cross_entropy)
     np.testing.assert_allclose(sent["mean"], inputs.double().mean((0, 2, 3)).numpy(), rtol=1e-6)
     np.testing.assert_allclose(sent["var"], inputs.double().var((0, 2, 3), correction=0).numpy(), rtol=1e-4)
 

@@ -17,7 +17,7 @@ from fedbn_flwr.errors import UserError
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides
 from fedbn_flwr.experiment.prepare import make_rule
-from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
+from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
 from tests.support.experiments import fault, read
 from tests.support.fuzz import cases, damaged
 

@@ -14,12 +14,11 @@ from fedbn_flwr.errors import SettingsError
 @pytest.mark.parametrize(
     ("node_config", "says"),
     [
-        ("ab", "node_config is 'ab'; expected a dict, or a list"),
-        (5, "node_config is 5; expected a dict, or a list"),
-        (["a", {}], r"node_config\[0\] is 'a'; expected a dict"),
-        ({"data-path": None}, r"node_config\['data-path'\] is None; expected a text, a number"),
-        ([{}, {"data-path": ["a"]}], r"node_config\[1\]\['data-path'\] is \['a'\]; expected a text, a number"),
-        ({5: "a"}, "node_config has the key 5; expected a text"),
+        ("ab", r"node_config\.0 is 'ab'; expected a valid dictionary"),
+        (["a", {}], r"node_config\.0 is 'a'; expected a valid dictionary"),
+        ({"data-path": None}, r"node_config\.0\.data-path\.str is None; expected a valid string"),
+        ([{}, {"data-path": ["a"]}], r"node_config\.1\.data-path\.str is \['a'\]; expected a valid string"),
+        ({5: "a"}, r"node_config\.0\.5\.\[key\] is 5; expected a valid string"),
         ([{}], "node_config has 1 entries, but there are 2 clients"),
     ],
 )

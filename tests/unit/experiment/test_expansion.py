@@ -211,11 +211,9 @@ def test_a_size_changes_all_runs_before_the_command_line() -> None:
     assert {(run.rounds, run.seed, run.data.examples) for run in found} == {(12, 3, 500)}
 
 
-def test_a_size_is_named_with_what_it_changed() -> None:
-    run = runs(SWEPT, "size=small", "only=BN", "data.size=8")[0]
-    assert run.size.name == "small"
-    assert run.size.changed == {"rounds": (40, 10), "data.examples": (None, 500)}
-    assert (runs(SWEPT)[0].size.name, runs(SWEPT)[0].size.changed) == ("paper", {})
+def test_a_size_is_named() -> None:
+    assert runs(SWEPT, "size=small", "only=BN", "data.size=8")[0].size == "small"
+    assert runs(SWEPT)[0].size == "paper"
 
 
 def test_a_run_can_have_changes_of_its_own() -> None:
@@ -246,7 +244,7 @@ def test_smoke_is_a_valid_small_experiment_of_each_file(name: str) -> None:
     found = read_experiment(content, ["size=smoke"], name=name).runs
     assert [run.cell.row for run in found] == list(content.get("runs", [found[0].label]))
     for run in found:
-        assert (run.rounds, run.data.random, run.size.name) == (2, True, "smoke")
+        assert (run.rounds, run.data.random, run.size) == (2, True, "smoke")
         assert run.data.examples is not None
         assert run.data.examples < 2_000
 

@@ -295,17 +295,14 @@ def test_only_takes_a_label() -> None:
     [
         ("", []),
         ("  rounds=3   train.lr=0.1 ", ["rounds=3", "train.lr=0.1"]),
-        ("strategy={name: FedTAN} rounds=2", ["strategy={name: FedTAN}", "rounds=2"]),
-        ("data.size=[28, 28]", ["data.size=[28, 28]"]),
-        ("strategy={name: FixBN, base: {name: FedProx, proximal_mu: 1.0}}",
-         ["strategy={name: FixBN, base: {name: FedProx, proximal_mu: 1.0}}"]),
+        ("'strategy={name: FedTAN}' rounds=2", ["strategy={name: FedTAN}", "rounds=2"]),
+        ("data.size=[28,28]", ["data.size=[28,28]"]),
         ("label='a b' only=\"FedAvg + BN\"", ["label=a b", "only=FedAvg + BN"]),
-        ("'strategy={name: FedTAN}'", ["strategy={name: FedTAN}"]),
-        ("""data={root: "/my data", name: 'x} y'}""", ["""data={root: "/my data", name: 'x} y'}"""]),
+        ("""data='{root: "/my data"}'""", ["""data={root: "/my data"}"""]),
         ("label='a [b'", ["label=a [b"]),
     ],
 )  # fmt: skip
-def test_changes_are_separated_by_blanks_outside_quotes_and_brackets(text: str, words: list[str]) -> None:
+def test_changes_are_separated_by_blanks_outside_quotes(text: str, words: list[str]) -> None:
     assert split_changes(text) == words
 
 
@@ -314,13 +311,12 @@ def test_changes_that_a_shell_would_quote_are_split_again(words: list[str]) -> N
     assert split_changes(shlex.join(words)) == words
 
 
-@pytest.mark.parametrize(("text", "missing"), [("a={name: x", "{"), ("a=[1, {b: 2}", r"\["), ("a='b c", "'")])
-def test_an_unclosed_bracket_or_quote_is_named(text: str, missing: str) -> None:
-    with pytest.raises(SettingsError, match=f"has {missing} without its closing counterpart"):
-        split_changes(text)
+def test_an_unclosed_quote_is_refused() -> None:
+    with pytest.raises(SettingsError, match="has a quote without its closing counterpart"):
+        split_changes("a='b c")
 
 
 def test_a_strategy_with_blanks_reaches_the_experiment() -> None:
-    experiment = from_run_config({"experiment": "quick", "set": "strategy={name: FedTAN, exchange: paper} rounds=2"})
+    experiment = from_run_config({"experiment": "quick", "set": "'strategy={name: FedTAN, exchange: paper}' rounds=2"})
     assert [dict(run.strategy) for run in experiment.runs] == [{"name": "FedTAN", "exchange": "paper"}]
     assert {run.rounds for run in experiment.runs} == {2}

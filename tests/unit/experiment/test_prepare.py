@@ -12,13 +12,14 @@ import fedbn_flwr.experiment.data as experiment_data
 import fedbn_flwr.experiment.parts as experiment_parts
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.dataset import DataSet, Groups
-from fedbn_flwr.data.images import Images
+from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Data, Experiment
 from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
 
 EXPERIMENTS = Path(__file__).resolve().parents[3] / "apps" / "experiments"
 FILES = sorted(EXPERIMENTS.rglob("*.y*ml"))
@@ -38,9 +39,9 @@ def stand_in(data: Data, device: str) -> DataSet:
     count = min(1000 * classes, 20_000)
     images = torch.zeros(1, *shape, dtype=torch.uint8).expand(count, *shape)
     if entry is not None and entry.ids is not None:  # segmentation data
-        part = Images(images, images[:, 0])
+        part, task = InMemory(images, images[:, 0]), SEGMENTATION
     else:
-        part = Images(images, torch.arange(count) % classes)
+        part, task = InMemory(images, torch.arange(count) % classes), CLASSIFICATION
     natural = None
     if data.partition.kind == "natural":  # as many values as Cityscapes has cities to train on
         rows = torch.arange(count) % 18
@@ -49,7 +50,7 @@ def stand_in(data: Data, device: str) -> DataSet:
     if names := data.domains or (entry.domains if entry else ()):
         rows = torch.arange(count) % len(names)
         domains = Groups(tuple(names), rows, rows)
-    return DataSet(data.name, part, part, tuple(map(str, range(classes))), domains, natural=natural)
+    return DataSet(data.name, part, part, tuple(map(str, range(classes))), domains, groups=natural, task=task)
 
 
 def test_there_are_shipped_experiments() -> None:
@@ -91,7 +92,7 @@ def experiment_of(strategy: dict[str, Any], norm: str) -> Experiment:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rules_that_replace_batch_norm_refuse_other_kinds_of_it(rule: dict[str, Any]) -> None:
-    message = rf"strategy {rule['name']}.* 'bn1' of 'cnn' is a BatchRenorm, whose own .* use model\.norm: bn"
+    message = r"batches replaces plain .* 'bn1' is a BatchRenorm, whose own .*model\.norm: bn\), or another strategy"
     with pytest.raises(SettingsError, match=message):
         prepare(experiment_of(rule, "brn"))
     prepare(experiment_of(rule, "bn"))

@@ -15,6 +15,7 @@ import fedbn_flwr.experiment.file.content as experiment_content
 import fedbn_flwr.experiment.prepare as experiment_prepare
 import fedbn_flwr.experiment.run.loop as experiment_run
 from fedbn_flwr import cli
+from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.parts import Parts
 from fedbn_flwr.strategies import Rule
@@ -92,3 +93,10 @@ def test_the_server_s_figures_do_not_depend_on_its_threads(statistics: str, tmp_
         histories.append(result.history.drop(columns="seconds").to_dict("records"))
     assert histories[0] == histories[1] == histories[2]
     assert {"accuracy", "loss", "auc", "macro_f1", "evaluated_with"} <= histories[0][0].keys()
+
+
+def test_ray_needs_its_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a checkout without the folder `extensions/ray`."""
+    monkeypatch.setattr(experiment_run, "declared", lambda kind: {})
+    with pytest.raises(MissingPackage, match="needs the folder fedbn_flwr/extensions/ray"):
+        experiment_run.carry_out(load_experiment("model: {name: mlp}\nengine: {name: ray}"), tmp_path, resume=False)

@@ -21,8 +21,8 @@ from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.cost import examples_of
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.model import make_model
+from fedbn_flwr.experiment.registry import describe
 from fedbn_flwr.experiment.settings import Data, Model, Settings, resolve
-from fedbn_flwr.strategies import describe
 
 HALF_AN_HOUR = 1.7e6
 CORES = 2

@@ -10,8 +10,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from fedbn_flwr.client.losses import CrossEntropy
-from fedbn_flwr.client.training import cross_entropy
+from fedbn_flwr.client.losses import CrossEntropy, cross_entropy
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.objective import learning_rate
@@ -39,9 +38,9 @@ def broken(logits, labels):
 def loss(logits, labels):
     return 0.5
 
-precision, error, seconds, clients, mean_iou, accuracy_top3, f1_std, own_score = [
+precision, error, seconds, clients, accuracy, accuracy_top3, f1_std, own_score = [
     type("Named", (), {"__name__": name, "__call__": lambda self, logits, labels: 0.5})()
-    for name in "precision error seconds clients mean_iou accuracy_top3 f1_std own_score".split()
+    for name in "precision error seconds clients accuracy accuracy_top3 f1_std own_score".split()
 ]
 """
 
@@ -107,7 +106,7 @@ BN = "model: {name: cnn}\nclients: 2\n"
         ),
         *(
             (f"evaluate: {{metrics: ['training_parts:{name}']}}", f"a function is called '{name}'")
-            for name in ("precision", "error", "seconds", "clients", "mean_iou", "accuracy_top3", "f1_std", "own_score")
+            for name in ("precision", "error", "seconds", "clients", "accuracy", "accuracy_top3", "f1_std", "own_score")
         ),
         ("evaluate: {metrics: [auc, auc]}", "evaluate.metrics has the name 'auc' twice"),
     ],

@@ -401,7 +401,9 @@ def _cheap(name: str) -> bool:
 @pytest.mark.parametrize("name", [name for name in MODELS if _cheap(name)])
 def test_weights_are_drawn_from_the_global_generator(name: str) -> None:
     def make() -> nn.Module:
-        return build_model(name, 3, in_channels=1, image_size=28)
+        return build_model(
+            name, 3, in_channels=1, **({"input_shape": (1, 28)} if name == "cnn1d" else {"image_size": 28})
+        )
 
     torch.manual_seed(5)
     first = make().state_dict()

@@ -35,20 +35,30 @@ def scaled(layer: nn.BatchNorm2d, normalised: Tensor) -> Tensor:
     return normalised * layer.weight.view(1, -1, 1, 1) + layer.bias.view(1, -1, 1, 1)
 
 
-TWINS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gn": nn.GroupNorm(2, 4, eps=1e-3, affine=False),
-    "ln": nn.LayerNorm([4, 5, 6], eps=1e-3, elementwise_affine=False),
-    "in": nn.InstanceNorm2d(4, eps=1e-3),
+INPUTS = {"features": (4,), "series": (4, 7), "images": (4, 5, 6), "volumes": (4, 3, 5, 2)}
+LAYERS = {"features": nn.BatchNorm1d, "series": nn.BatchNorm1d, "images": nn.BatchNorm2d, "volumes": nn.BatchNorm3d}
+TWINS: dict[str, Callable[..., nn.Module]] = {
+    "gn": lambda *shape: nn.GroupNorm(2, 4, eps=1e-3, affine=False),
+    "ln": lambda *shape: nn.LayerNorm(shape, eps=1e-3, elementwise_affine=False),
+    "in": lambda *shape: (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[len(shape) - 2](4, eps=1e-3),
+    "sbn": lambda *shape: nn.SyncBatchNorm(4, eps=1e-3, affine=False, track_running_stats=False),
+    "none": lambda *shape: nn.Identity(),
 }
 
 
-@pytest.mark.parametrize("kind", TWINS)
-def test_normaliser_equals_torch_s_layer_with_the_same_gamma_and_beta(kind: str) -> None:
-    layer = trained_batch_norm()
-    x = torch.randn(3, 4, 5, 6, dtype=torch.float64) * 3 + 1
-    expected = scaled(layer, TWINS[kind](x))
-    found = convert_norm(layer, kind)(x)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(
+    ("kind", "data"), [(kind, data) for kind in TWINS for data in INPUTS if (kind, data) != ("in", "features")]
+)
+def test_normaliser_equals_torch_s_layer_with_the_same_gamma_and_beta(kind: str, data: str) -> None:
+    torch.manual_seed(0)
+    layer = LAYERS[data](4, eps=1e-3, dtype=torch.float64)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    x = torch.randn(3, *INPUTS[data], dtype=torch.float64) * 3 + 1
+    expected, shape = TWINS[kind](*INPUTS[data])(x), [1, 4] + [1] * (x.ndim - 2)
+    if kind != "none":
+        expected = expected * layer.weight.view(shape) + layer.bias.view(shape)
+    torch.testing.assert_close(convert_norm(layer, kind)(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_groups_are_as_asked_and_two_by_default() -> None:
@@ -143,9 +153,12 @@ def test_groups_that_do_not_divide_name_the_layer() -> None:
         convert_norm(nn.Sequential(nn.Identity(), nn.Sequential(nn.BatchNorm2d(5))), "gn")
 
 
-def test_instance_norm_of_single_values_is_refused() -> None:
-    with pytest.raises(SettingsError, match="norm 'in': 1 is a BatchNorm1d"):
-        convert_norm(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)), "in")
+@pytest.mark.parametrize("shape", [(3, 4), (3, 4, 1), (3, 4, 1, 1)])
+def test_instance_norm_of_single_values_is_refused(shape: tuple[int, ...]) -> None:
+    """Also of images that have shrunk to one pixel, where the output would be beta."""
+    model = convert_norm(nn.Sequential(nn.Identity(), nn.BatchNorm1d(4)), "in")
+    with pytest.raises(SettingsError, match=r"norm 'in': 1 has an input \[3, 4.*\] with one value per channel"):
+        model(torch.randn(shape))
 
 
 CHANGED = ["gn", "ln", "in", "none", "gn+ws", "won", "sbn", "brn"]

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, Role, convert_norm
-from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.codec import Agreement
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.norms.freeze import frozen_norm
 from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.statistics import reestimate
+from tests.support.cohort import alone
 from tests.support.nets import close, two_norms
 
 CPU = torch.device("cpu")
@@ -194,13 +194,13 @@ def test_a_client_counts_the_steps_of_its_own_warm_up_over_rounds() -> None:
 
 
 def test_a_layer_wise_step_refuses_other_kinds_of_batch_norm() -> None:
-    step = LayerwiseStep(lambda contribution: Agreement(contribution.tensors, contribution.images))
+    step = LayerwiseStep(alone)
     x, y = torch.randn(4, 2, 5, 5, dtype=torch.float64), torch.arange(4) % 3
-    with pytest.raises(MessageError, match="'1' is a BatchRenorm, whose own arithmetic would be lost"):
+    with pytest.raises(SettingsError, match="'1' is a BatchRenorm, whose own arithmetic would be lost"):
         step(convert_norm(two_norms(), "brn"), x, y, F.cross_entropy)
     net = two_norms()
     net[1] = BatchNormAct2d(4).double()
-    with pytest.raises(MessageError, match="'1' is a BatchNormAct2d, whose own arithmetic would be lost"):
+    with pytest.raises(SettingsError, match="'1' is a BatchNormAct2d, whose own arithmetic would be lost"):
         step(net, x, y, F.cross_entropy)
     with frozen_norm(net, frozenset({Role.STATISTICS})):  # a frozen norm is no part of the exchange
         step(net, x, y, F.cross_entropy)

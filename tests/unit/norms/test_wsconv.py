@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ class Padded(nn.Conv2d):
 
 @pytest.mark.parametrize("kind", ["gn+ws", "won"])
 def test_a_convolution_with_arithmetic_of_its_own_is_refused(kind: str) -> None:
-    with pytest.raises(SettingsError, match="0 is a Padded, a convolution of another kind"):
+    with pytest.raises(SettingsError, match="0 is a Padded, a Conv2d of another kind"):
         convert_norm(nn.Sequential(Padded(1, 4, 2), nn.BatchNorm2d(4)), kind)
 
 
@@ -109,10 +110,8 @@ def test_a_convolution_with_a_computed_weight_is_refused(name: str, kind: str) -
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ((Doubled(1, 4, 2), nn.BatchNorm2d(4)), "0 is a Doubled, a convolution of another kind"),
-        ((nn.Conv1d(1, 4, 2), nn.BatchNorm1d(4)), "0 is a Conv1d; only Conv2d can be standardised"),
-        ((nn.Conv3d(1, 4, 2), nn.BatchNorm3d(4)), "0 is a Conv3d; only Conv2d can be standardised"),
-        ((nn.Conv2d(1, 4, 2), nn.ConvTranspose2d(4, 4, 2), nn.BatchNorm2d(4)), "1 is a ConvTranspose2d; only Conv2d"),
+        ((Doubled(1, 4, 2), nn.BatchNorm2d(4)), "0 is a Doubled, a Conv2d of another kind"),
+        ((nn.Conv2d(1, 4, 2), nn.ConvTranspose2d(4, 4, 2), nn.BatchNorm2d(4)), "1 is a ConvTranspose2d; only Conv1d"),
     ],
 )
 def test_a_model_whose_convolutions_would_stay_as_they_are_is_refused(
@@ -122,14 +121,48 @@ def test_a_model_whose_convolutions_would_stay_as_they_are_is_refused(
         convert_norm(nn.Sequential(*layers), kind)
 
 
-def test_a_model_without_convolutions_is_refused() -> None:
-    message = "the model has no convolution to standardise; use 'bn'"
+def test_a_model_without_layers_to_standardise_is_refused() -> None:
+    message = "the model has no convolution or linear layer to standardise; use 'bn'"
     with pytest.raises(SettingsError, match=message):
-        convert_norm(nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4)), "gn+ws")
+        convert_norm(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), "gn+ws")
     with pytest.raises(SettingsError, match=message):
-        convert_norm(nn.Sequential(nn.Linear(1, 4)), "won")
-    removed = convert_norm(nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4)), "won")
-    assert type(removed[1]) is nn.Identity
+        convert_norm(nn.Sequential(nn.Linear(2, 4)), "won")
+
+
+@pytest.mark.parametrize(
+    ("layer", "norm", "shape"),
+    [
+        (nn.Linear(3, 4), nn.BatchNorm1d, (3,)),
+        (nn.Conv1d(3, 4, 3, padding=1), nn.BatchNorm1d, (3, 6)),
+        (nn.Conv1d(3, 4, 3, padding=1, padding_mode="circular", bias=False), nn.BatchNorm1d, (3, 6)),
+        (nn.Conv3d(3, 4, (1, 2, 3), stride=2), nn.BatchNorm3d, (3, 4, 5, 6)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["gn+ws", "won"])
+def test_layers_of_tables_series_and_volumes_equal_the_formula(
+    layer: nn.Module, norm: type[nn.Module], shape: tuple[int, ...], kind: str
+) -> None:
+    plain: Any = copy.deepcopy(layer).double()
+    weights = plain.weight.detach().flatten(1)
+    mu, var = weights.mean(1, keepdim=True), weights.var(1, correction=0, keepdim=True)
+    gain = math.sqrt(2 / (1 - 1 / math.pi) / weights.shape[1]) if kind == "won" else 1.0
+    expected = gain * (weights - mu) / (var + (1e-6 if kind == "won" else 1e-5)).sqrt()
+    own = copy.deepcopy(plain)
+    found = convert_norm(nn.Sequential(own, norm(4).double(), nn.Linear(shape[-1], 2).double()), kind)
+    assert type(found[2]) is nn.Linear, "the last layer keeps its weights"
+    assert found[0].weight is own.weight
+    with torch.no_grad():
+        plain.weight.copy_(expected.view(plain.weight.shape))
+    x = torch.randn(5, *shape, dtype=torch.float64)
+    close(found[0](x), plain(x))
+
+
+def test_linear_layers_of_a_network_with_convolutions_keep_their_weights() -> None:
+    """As in both papers, and so that no network of images changes."""
+    model = convert_norm(
+        nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), "won"
+    )
+    assert [type(layer).__name__ for layer in model] == ["WSConv2d", "Identity", "Linear", "Identity", "Linear"]
 
 
 class Scaled(nn.Module):

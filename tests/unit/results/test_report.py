@@ -20,7 +20,6 @@ from fedbn_flwr.results.report.rows import group, headline
 from fedbn_flwr.results.report.tables import by_domain, client_table, figure, table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
-from tests.unit.results.test_page import Page
 
 pytestmark = pytest.mark.usefixtures("pictures")
 
@@ -114,7 +113,7 @@ def test_page_text_and_plot_show_the_domains(tmp_path: Path, count: int) -> None
 
 
 def test_mean_iou_is_a_column_and_the_curve_where_there_is_one(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "FedAvg", mean_iou=0.31)
+    write_run(tmp_path / "a", "FedAvg", task="segmentation", mean_iou=0.31)
     rows = group(find_runs([tmp_path]))
     heads, cells = table(rows)
     assert cells[heads.index("mean IoU")] == "31.00%"
@@ -123,16 +122,18 @@ def test_mean_iou_is_a_column_and_the_curve_where_there_is_one(tmp_path: Path) -
     assert [point["mean_iou"] for point in figures["curve"]] == [0.31] * 3
 
 
-def test_runs_are_compared_by_mean_iou_if_all_are_of_segmentation(tmp_path: Path) -> None:
-    partition = {"title": "masks", "classes": ["examples"], "counts": [[3]], "clients": []}
-    for name, metrics, files in (
-        ("a", [], {}), ("b", ["mean_iou"], {"partition.json": partition}), ("c", ["mean_iou"], {}),
+def test_runs_are_compared_by_the_main_figure_of_their_task(tmp_path: Path) -> None:
+    for name, task, known in (
+        ("a", "segmentation", "mean_iou"), ("b", None, "mean_iou"), ("c", "regression", "rmse"), ("d", None, "auc"),
     ):  # fmt: skip
-        write_run(tmp_path / name, name, files=files, mean_iou=0.3)
-        change_summary(tmp_path / name, metrics=metrics)
-    assert headline(find_runs([tmp_path / "a", tmp_path / "b"])) == "mean_iou"
-    assert headline(find_runs([tmp_path / "c"])) == "accuracy", "of classification"
-    assert headline(find_runs([tmp_path])) == "accuracy"
+        accuracy = {"accuracy": None} if task == "regression" else {}
+        lines = [{"accuracy": 0.5, "loss": 1.0, known: 0.3, **accuracy}]
+        write_run(tmp_path / name, name, task=task, lines=lines)
+    assert headline(find_runs([tmp_path / "a"])) == "mean_iou"
+    assert headline(find_runs([tmp_path / "b"])) == "accuracy", "of classification"
+    assert headline(find_runs([tmp_path / "a", tmp_path / "b"])) == "accuracy", "which both have"
+    assert headline(find_runs([tmp_path / "c"])) == "rmse"
+    assert headline(find_runs([tmp_path / "c", tmp_path / "d"])) == "rmse", "no figure is of both"
 
 
 @pytest.mark.parametrize(
@@ -219,8 +220,8 @@ def test_all_figures_of_a_row_are_of_the_seeds_that_finished(tmp_path: Path) -> 
     (line, *_) = plot(rows).axes[0].get_lines()
     assert line.get_xydata().tolist() == [[1, 70], [2, 70], [3, 70]]
     write_report([tmp_path], tmp_path / "out")
-    rounds = Page(tmp_path / "out" / "report.html").csv("curves.csv")
-    assert [(line["row"], line["seed"], line["round"]) for line in rounds] == [("FedTAN", "2", n) for n in "123"]
+    (run,) = json.loads((tmp_path / "out" / "report.json").read_text())[2:]
+    assert [point["round"] for point in run["curve"]] == [1, 2, 3]
 
 
 def test_a_row_that_no_seed_finished_has_the_figures_of_those_that_were_evaluated(tmp_path: Path) -> None:
@@ -245,16 +246,6 @@ def test_a_column_that_a_seed_lacks_has_no_figure(tmp_path: Path) -> None:
     assert [line[heads.index("clients' accuracy")] for line in lines] == ["-", "40.00%"]
     assert by_domain(rows)[0].table(rows)[1:] == [("B", "10.0%", "-", "-")]
     assert client_table(rows, every=True)[1:] == [], "its other seed has no clients"
-
-
-def test_curves_csv_has_the_cost_of_each_seed(tmp_path: Path) -> None:
-    write_seeds(tmp_path, "A")
-    write_report([tmp_path], tmp_path / "out")
-    rounds = Page(tmp_path / "out" / "report.html").csv("curves.csv")
-    assert [(line["seed"], line["round"], line["seconds"]) for line in rounds] == [
-        (str(seed), str(number), f"{(seed + 1.0) * number:g}") for seed in range(3) for number in (1, 2, 3)
-    ]
-    assert {line["communication_rounds"] for line in rounds} == {"1", "2", "3"}
 
 
 # --- order and names of rows ----------------------------------------------------

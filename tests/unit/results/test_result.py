@@ -41,7 +41,7 @@ def accuracy(result: Result, model: nn.Module) -> float:
 
 
 def whole_set() -> Any:
-    from fedbn_flwr.data.images import BatchRequest
+    from fedbn_flwr.data.examples import BatchRequest
 
     return iter([BatchRequest(torch.arange(359), None)])
 

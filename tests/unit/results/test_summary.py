@@ -24,6 +24,7 @@ def line(server_round: int, **more: Any) -> dict[str, Any]:
 
 def accounted() -> Summary:
     summary = begun()
+    summary.metrics = ["mean_iou"]
     summary.account(line(1, accuracy=0.5, loss=2.0, accuracy_sea=0.25, evaluated_with="model", mean_iou=0.125))
     summary.account(line(2, accuracy=0.75, loss=1.0, accuracy_sea=0.5, clients_own_accuracy_sea=0.875))
     summary.account(line(3, train_loss=0.1))
@@ -53,7 +54,43 @@ def test_the_file_is_flat_and_has_no_figure_that_there_is_not(tmp_path: Path) ->
     assert "accuracy" not in json.loads((tmp_path / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("summary", [begun(), accounted()])
+def of_regression() -> Summary:
+    summary = begun()
+    summary.task = "regression"
+    summary.account(
+        line(1, rmse=2.0, mae=1.0, r2=-0.5, loss=4.0, rmse_sea=3.0, clients_rmse=2.5, unseen_rmse_tuned=1.0)
+    )
+    summary.account(line(2, rmse=1.5, mae=0.5, r2=0.5, loss=2.25, validation_rmse=1.25, best_round=2))
+    summary.account(line(3, rmse=1.75, mae=0.75, r2=0.25, loss=3.0, validation_rmse=1.5))
+    return summary
+
+
+def test_of_a_regression_the_lowest_error_is_the_best() -> None:
+    found = of_regression()
+    assert (found.main, found.accuracy) == (1.75, None)
+    assert found.figures == {
+        "rmse": 1.75, "mae": 0.75, "r2": 0.25, "loss": 3.0, "rmse_sea": 3.0, "clients_rmse": 2.5,
+        "unseen_rmse_tuned": 1.0, "best_test_rmse": 1.5, "best_round": 2, "best_round_rmse": 1.5,
+        "best_validation_rmse": 1.25,
+    }  # fmt: skip
+    assert found.domains == {"rmse_sea": 3.0}
+
+
+def test_a_figure_that_is_not_finite_is_not_the_best() -> None:
+    summary = begun()
+    summary.task = "several"
+    for number, loss in enumerate((float("nan"), 3.0, 2.0, float("nan"), float("inf")), start=1):
+        summary.account(line(number, loss=loss))
+    assert summary.figures["best_test_loss"] == 2.0
+
+
+def test_an_unknown_task_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps(begun().to_json() | {"task": "ranking"}))
+    with pytest.raises(ValueError, match=r"summary\.json': task is 'ranking'; expected one of classification, binary"):
+        RunFolder(tmp_path).summary()
+
+
+@pytest.mark.parametrize("summary", [begun(), accounted(), of_regression()])
 def test_a_summary_comes_back_from_its_file(summary: Summary, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.summary() is None

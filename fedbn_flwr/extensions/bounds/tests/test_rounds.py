@@ -147,7 +147,7 @@ def test_no_share_of_the_weight_is_above_the_bound(federation: Federations) -> N
 def contributions(kind: str, names: tuple[str, ...], count: int = 7) -> list[Contribution]:
     rng = np.random.default_rng(3)
     tensors = [{name: rng.uniform(0.5, 2, size=4) for name in names} for _ in range(count)]
-    return [Contribution(kind, each, 4, 0, examples=10, partition=i) for i, each in enumerate(tensors)]
+    return [Contribution(kind, each, 4, 4, 0, examples=10, partition=i) for i, each in enumerate(tensors)]
 
 
 def test_exchanges_cap_the_share_of_one_client() -> None:
@@ -157,7 +157,15 @@ def test_exchanges_cap_the_share_of_one_client() -> None:
     for name in ("mean", "var"):
         rows = np.stack([each.tensors[name] for each in clients])
         np.testing.assert_allclose(found.tensors[name], 0.4 * rows[0] + 0.1 * rows[1:].sum(axis=0), rtol=1e-14)
-    assert found.images == 28
+    assert found.values == 28
+
+
+def test_exchanges_cap_the_share_of_a_client_with_long_series() -> None:
+    clients = contributions("mean", ("mean",))
+    clients[0] = replace(clients[0], values=2**30)
+    found = FedTAN(bounds=Bounds(max_share=0.4)).agree("exchange", clients)
+    rows = np.stack([each.tensors["mean"] for each in clients])
+    np.testing.assert_allclose(found.tensors["mean"], 0.4 * rows[0] + 0.1 * rows[1:].sum(axis=0), rtol=1e-14)
 
 
 def exchanging(fed: Any, value: float) -> Any:

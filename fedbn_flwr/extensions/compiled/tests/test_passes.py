@@ -22,9 +22,10 @@ from fedbn_flwr import LocalGrid, client_app, convert_norm
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.losses import CrossEntropy
 from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.strategies import STRATEGIES, build_strategy
+from tests.support.series import CLIENTS, Text
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of PyTorch about itself
 
@@ -120,6 +121,38 @@ def test_a_model_that_cannot_be_compiled_is_trained_without(
         np.testing.assert_array_equal(found[key], value)
     assert caplog.text.count("PyTorch cannot compile the model Sequential, so it is trained without") == 1
     assert "install g++ and Python's headers" in caplog.text
+
+
+class OfDict(nn.Module):
+    """The network of a dict of two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        y: torch.Tensor = self.net(inputs["left"] + inputs["right"][:, :, :2])
+        return y
+
+
+@compiles
+def test_inputs_may_be_a_dict_and_those_of_another_length_are_not_compiled() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    data = [({"left": x, "right": x.repeat(1, 1, 1 + i % 2, 1)}, y) for i, (x, y) in enumerate(images())]
+    found, expected = (BNClient(OfDict(), data, lr=0.05, compile=compile) for compile in (True, False))
+    for value, twin in zip(*(each.fit(each.get_parameters({}), {})[0] for each in (found, expected)), strict=True):
+        np.testing.assert_allclose(value, twin, rtol=1e-4, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_model_with_masks_is_trained_without_compiling(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "flwr"):
+        found, expected = (BNClient(Text(), CLIENTS[:2], lr=0.05, compile=compile) for compile in (True, False))
+        start = expected.get_parameters({})
+        for value, twin in zip(*(each.fit(start, {})[0] for each in (found, expected)), strict=True):
+            np.testing.assert_array_equal(value, twin)
+    assert "cannot compile the model Text, so it is trained without: MaskedBatchNorm1d has another" in caplog.text
 
 
 class Alternating(nn.Module):

@@ -23,6 +23,7 @@ from fedbn_flwr import LocalGrid, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.registry import build_strategy
 from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.extensions.private.noise import change_of, epsilon_of, parts_of
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -42,7 +43,6 @@ from fedbn_flwr.strategies import (
     Secure,
     SiloBN,
     Standalone,
-    build_strategy,
 )
 from tests.support.bounds import Equal
 from tests.support.command import ROOT, python_blocks
@@ -446,7 +446,7 @@ def test_an_experiment_s_summary_has_epsilon(
 
 def test_an_experiment_does_not_write_statistics_of_single_clients(tmp_path: Path) -> None:
     text = EXPERIMENT.replace("STATISTICS", "noise") + "evaluate: {dynamics: true}\n"
-    with pytest.raises(SettingsError, match=r"evaluate.dynamics is true .* releases only with noise"):
+    with pytest.raises(SettingsError, match=r"evaluate.dynamics is true .* Private adds noise"):
         prepare(read_experiment(parse_yaml(text)))
 
 

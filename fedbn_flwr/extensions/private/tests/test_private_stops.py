@@ -18,7 +18,7 @@ from scipy.stats import norm
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.listener import RunState
+from fedbn_flwr.experiment.listeners.listener import Round
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
@@ -71,15 +71,16 @@ class Killed(LocalGrid):
 
 
 class KilledAtTheEnd(Reporter):
-    """It comes before the listener that writes the checkpoint."""
+    """It is asked before the listeners that write the history and the checkpoint."""
 
     def __init__(self, stop: Stop | None) -> None:
         super().__init__()
         self.at = stop
 
-    def on_round(self, state: RunState) -> None:
-        if self.at == (state.round, POINTS[2]):
+    def stops_after(self, at: Round) -> bool:
+        if self.at == (at.number, POINTS[2]):
             os._exit(9)
+        return False
 
 
 def settings(strategy: dict[str, Any]) -> Any:
@@ -154,8 +155,8 @@ def test_a_stop_between_rounds_costs_nothing(tmp_path: Path) -> None:
     config = prepared.run.model_dump(mode="json")
 
     class Stopping(Reporter):
-        def on_round(self, state: RunState) -> None:
-            state.stop = state.round == 2
+        def stops_after(self, at: Round) -> bool:
+            return at.number == 2
 
     for ended in (True, False):
         done = run.begin(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
 import http.server
 import json
@@ -11,9 +12,10 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -323,3 +325,86 @@ def test_an_address_that_can_be_no_name_is_a_failed_check(
     code, found = check(capsys, "--superlink", address)
     assert (code, found["server"]["status"]) == (1, "failed")
     assert found["server"]["found"].startswith(says)
+
+
+# --- tables -------------------------------------------------------------------
+
+PATIENTS = """
+{clients: 2, model: {name: mlp}, evaluate: {server: false}, data: {inputs: [age, pressure, sex], label: outcome,
+ categories: {sex: [f, m]}, class_names: [ill, well], ranges: {age: [0, 120]}}}
+"""
+
+
+def patients(folder: Path, change: Callable[[dict[str, list[Any]]], object] = lambda rows: None) -> list[str]:
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for split in ("train", "test"):
+        rows: dict[str, list[Any]] = {
+            "age": random.integers(20, 90, 40).tolist(),
+            "pressure": random.normal(120, 15, 40).round(1).tolist(),
+            "sex": random.choice(["f", "m"], 40).tolist(),
+            "outcome": random.choice(["ill", "well"], 40).tolist(),
+            "name": [f"patient {number}" for number in range(40)],
+        }
+        change(rows)
+        with (folder / f"{split}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([rows, *zip(*rows.values(), strict=True)])
+    return ["--node-config", f"data-path='{folder}'"]
+
+
+def test_the_columns_of_a_table_are_those_of_the_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = check(capsys, *patients(tmp_path / "site"), PATIENTS)
+    assert code == 0, found
+    assert found["columns"]["found"].endswith("site: age, pressure, sex, outcome; not used: name")
+    assert "40 training and 40 test examples of shape [4]; classes: ill: " in found["data"]["found"]
+    assert "mlp takes these examples" in found["experiment"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "says"),
+    [
+        ("age", None, "there is no column 'age'"),
+        ("age", ["forty", 41, 42], "train: 'age' has texts, expected numbers"),
+        ("pressure", [None, None, 120.5], "test: 2 of 40 rows have no value in 'pressure'"),
+        ("sex", ["x", "f", "x"], "train: 2 of 40 rows have a value in 'sex' other than ['f', 'm']"),
+        ("outcome", ["dead", "ill", "ill"], "train: 1 of 40 rows have a value in 'outcome' other than ['ill', 'well']"),
+        ("age", [150, -3, 44], "2 of 40 training examples have a value of 'age' outside of data.ranges, 0 to 120"),
+    ],
+)
+def test_what_differs_from_the_experiment_is_named_without_values(
+    column: str, values: list[object] | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(rows: dict[str, list[Any]]) -> None:
+        if values is None:
+            del rows[column]
+        else:
+            rows[column][: len(values)] = values
+
+    code, found = check(capsys, *patients(tmp_path / "site", change), PATIENTS)
+    assert code == 1
+    text = " ".join(each["found"] for each in found.values())
+    assert says in text
+    assert not any(word in text for word in ("forty", "'x'", "dead", "150", "120.5", "patient 3"))
+
+
+def test_labels_of_another_kind_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = patients(tmp_path / "site", lambda rows: rows.update(outcome=[0.5, 1.25] * 20))
+    code, found = check(capsys, *node, PATIENTS.replace("class_names: [ill, well]", "classes: 1"))
+    assert code == 1
+    assert "has labels for regression (numbers), but the experiment has classification" in found["data"]["found"]
+
+
+def test_all_differences_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def change(rows: dict[str, list[Any]]) -> None:
+        rows["result"], rows["bp"] = rows.pop("outcome"), rows.pop("pressure")
+        rows["sex"][:4] = "????"
+
+    code, found = check(capsys, *patients(tmp_path / "site", change), PATIENTS)
+    assert code == 1
+    for says in (
+        "no column 'pressure'",
+        "no column 'outcome'",
+        "train: 4 of 40 rows have a value in 'sex'",
+        "test: 4 of",
+    ):
+        assert says in found["data"]["found"]

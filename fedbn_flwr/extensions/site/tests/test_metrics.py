@@ -18,8 +18,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.model_tensors import initial_arrays
-from fedbn_flwr.engines.logs import log_message
 from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.logs import log_message
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.extensions.site.record import read_status, record_status

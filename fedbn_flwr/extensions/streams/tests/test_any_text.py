@@ -33,8 +33,8 @@ def test_any_environment_of_the_exchange(environment: dict[str, str]) -> None:
 
 MOMENTS = {"mean": np.zeros(3), "var": np.ones(3)}
 FRAMES = [
-    to_bytes(Contribution("moments", MOMENTS, batch=4, remaining=2, examples=9, partition=1)),
-    to_bytes(Agreement(MOMENTS, 8)), to_bytes("a reason"),
+    to_bytes(Contribution("moments", MOMENTS, batch=4, values=8, remaining=2, examples=9, partition=1)),
+    to_bytes(Agreement(MOMENTS, 8, 2.0)), to_bytes("a reason"),
 ]  # fmt: skip
 
 

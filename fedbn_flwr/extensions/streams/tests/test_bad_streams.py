@@ -51,6 +51,8 @@ STREAMED: dict[str, Callable[[Contribution], bytes]] = {
     "another kind": changed(kind="mean"),
     "remaining": changed(remaining=10**9),
     "batch": changed(batch=2**40),
+    "values": changed(values=2**40),
+    "no values": changed(values=0),
     "examples": changed(examples=1e15),
 }
 

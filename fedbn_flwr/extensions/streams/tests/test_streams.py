@@ -39,11 +39,11 @@ def stream_of(service: ExchangeService, node: int, timeout: float = 20) -> Excha
 
 
 def moments(value: float = 1.0) -> Contribution:
-    return Contribution("moments", {"mean": np.full(3, value, np.float32), "var": np.ones(3, np.float32)}, 4, 0)
+    return Contribution("moments", {"mean": np.full(3, value, np.float32), "var": np.ones(3, np.float32)}, 4, 4, 0)
 
 
 def agreed(value: float = 2.0) -> bytes:
-    return to_bytes(Agreement(moments(value).tensors, 12))
+    return to_bytes(Agreement(moments(value).tensors, 12, 1.0))
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def finish(service: ExchangeService, outcomes: list[Any], nodes: list[int]) -> N
         assert answer.tensors["mean"][0] == node
     service.answer(nodes, agreed(), last=True)
     for outcome in outcomes:
-        assert outcome.result(20).batch == 12
+        assert outcome.result(20).values == 12
 
 
 def raw(service: ExchangeService, token: str | None, messages: list[bytes], method: str = METHOD) -> grpc.StatusCode:
@@ -120,7 +120,7 @@ def test_a_client_that_sends_too_much_or_disconnects_is_lost(service: ExchangeSe
         assert "broke" in received[7]
         assert isinstance(received[8], bytes)
         service.answer([8], agreed(), last=True)
-        assert outcomes[0].result(20).batch == 12
+        assert outcomes[0].result(20).values == 12
 
 
 def test_a_client_that_is_lost_after_its_message_does_not_count(service: ExchangeService) -> None:
@@ -145,7 +145,7 @@ def test_a_client_that_is_lost_after_its_message_does_not_count(service: Exchang
             assert isinstance(found[8], bytes)
             assert "broke" in str(found[7])
             service.answer([8], agreed(), last=True)
-            assert outcomes[0].result(20).batch == 12
+            assert outcomes[0].result(20).values == 12
         sent.put(b"")  # ends the thread that reads the queue
 
 
@@ -154,7 +154,7 @@ def test_a_client_that_never_connects_or_sends_nothing_is_given_up(service: Exch
         received = service.collect([7, 8], 1)
         assert received[7] == "it sent nothing to the exchange service within 1 s"
         service.answer([8], agreed(), last=True)
-        assert outcomes[0].result(20).batch == 12
+        assert outcomes[0].result(20).values == 12
         with pytest.raises(MessageError, match="sent nothing"):
             silent.exchange(moments())
     with ExchangeService(HERE, [7], limit=1000, seconds=60) as service_of_one:

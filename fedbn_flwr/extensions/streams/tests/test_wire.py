@@ -17,23 +17,23 @@ from fedbn_flwr.extensions.streams.wire import HEADER_LIMIT, agreement_from_byte
 from tests.support.exchanges import arrays_of, assert_same, counts, described
 
 
-@given(described, counts, counts, counts, st.none() | st.integers(0, 10_000))
+@given(described, counts, counts, counts, counts, st.none() | st.integers(0, 10_000))
 def test_contributions_arrive_as_they_were(
-    described: dict[str, Any], batch: int, remaining: int, examples: int, partition: int | None
+    described: dict[str, Any], batch: int, values: int, remaining: int, examples: int, partition: int | None
 ) -> None:
-    sent = Contribution("moments", arrays_of(described), batch, remaining, examples, partition)
+    sent = Contribution("moments", arrays_of(described), batch, values, remaining, examples, partition)
     found = answer_from_bytes(to_bytes(sent))
     assert isinstance(found, Contribution)
-    assert (found.kind, found.batch, found.remaining) == ("moments", batch, remaining)
+    assert (found.kind, found.batch, found.values, found.remaining) == ("moments", batch, values, remaining)
     assert (found.examples, found.partition) == (examples, partition)
     assert_same(found.tensors, sent.tensors)
 
 
-@given(described, counts)
-def test_agreements_arrive_as_they_were(described: dict[str, Any], batch: int) -> None:
-    sent = Agreement(arrays_of(described), batch)
+@given(described, counts, st.floats(allow_nan=False))
+def test_agreements_arrive_as_they_were(described: dict[str, Any], values: int, per_example: float) -> None:
+    sent = Agreement(arrays_of(described), values, per_example)
     found = agreement_from_bytes(to_bytes(sent))
-    assert found.batch == batch
+    assert (found.values, found.per_example) == (values, per_example)
     assert_same(found.tensors, sent.tensors)
 
 
@@ -54,7 +54,7 @@ def file(header: str, values: bytes = b"") -> bytes:
 
 def changed(**entries: Any) -> bytes:
     """A valid contribution's bytes, with other entries in the header of the file."""
-    data = to_bytes(Contribution("mean", {"mean": np.ones(2, np.float32)}, 4, 1))
+    data = to_bytes(Contribution("mean", {"mean": np.ones(2, np.float32)}, 4, 4, 1))
     end = 8 + int.from_bytes(data[:8], "little")
     return file(json.dumps(json.loads(data[8:end]) | entries), data[end:])
 
@@ -91,7 +91,7 @@ def test_the_bytes_that_are_changed_below_are_valid() -> None:
         changed(__metadata__={"records": "[]"}),
         changed(__metadata__={"records": "[[[[["}),
         changed(__metadata__={"records": "9" * 5000}),
-        to_bytes(Agreement({"mean": np.ones(2, np.float32)}, 4)),
+        to_bytes(Agreement({"mean": np.ones(2, np.float32)}, 4, 1.0)),
     ],
 )
 def test_bytes_that_are_no_answer_are_refused(data: bytes) -> None:

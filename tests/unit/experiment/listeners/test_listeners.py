@@ -22,9 +22,9 @@ from fedbn_flwr.experiment.file.content import merge
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides
 from fedbn_flwr.experiment.listeners.evaluate import Evaluate
 from fedbn_flwr.experiment.listeners.history import History
-from fedbn_flwr.experiment.listeners.listener import RunState
+from fedbn_flwr.experiment.listeners.listener import Round, Running
 from fedbn_flwr.experiment.listeners.progress import Progress
-from fedbn_flwr.experiment.listeners.saving import Checkpoint
+from fedbn_flwr.experiment.listeners.saving import Saving
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import train_round
@@ -35,7 +35,7 @@ from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.result import Result
-from fedbn_flwr.yaml_text import parse_yaml
+from fedbn_flwr.results.yaml_text import parse_yaml
 
 EXPERIMENT = """
 rounds: 5
@@ -54,39 +54,43 @@ class OwnDisks(MeteredGrid):
 
 
 @pytest.fixture(params=[MeteredGrid])
-def state(request: pytest.FixtureRequest) -> Iterator[RunState]:
+def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     experiment = load_experiment(EXPERIMENT)
     (prepared,) = prepare(experiment)
     with LocalGrid(client_app(Clients(experiment)), 2) as grid:
         arrays = pack(initial_arrays(prepared.model))
         prepared.rule.begin(5, arrays)
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32}
-        yield RunState(prepared, request.param(grid), identity, arrays)
+        yield Running(prepared, request.param(grid), identity)
 
 
-def history(state: RunState, folder: Path) -> History:
-    assert isinstance(state.grid, MeteredGrid)
-    return History(RunFolder(folder), state.grid)
+def start(running: Running) -> Round:
+    """Before the first round."""
+    arrays = pack(initial_arrays(running.prepared.model))
+    return Round(0, arrays, arrays)
 
 
-def test_models_are_evaluated_every_other_round_and_after_the_last(state: RunState) -> None:
-    listener = Evaluate(state.prepared)
-    evaluated = []
+def history(running: Running, folder: Path) -> History:
+    assert isinstance(running.grid, MeteredGrid)
+    return History(RunFolder(folder), running.grid)
+
+
+def test_models_are_evaluated_every_other_round_and_after_the_last(running: Running) -> None:
+    listener, at, evaluated = Evaluate(running.prepared), start(running), []
     for _ in range(5):
-        train_round(state)
-        listener.on_round(state)
-        if "accuracy" in state.line:
-            evaluated.append(state.round)
+        at = listener.on_round(running, train_round(running, at))
+        if "accuracy" in at.line:
+            evaluated.append(at.number)
     assert evaluated == [2, 4, 5]
-    data = state.prepared.dataset
+    data = running.prepared.dataset
     assert data is not None
     # The model on which the figures were measured is that of the last round.
     twin = evaluate(
-        state.prepared.model, TestBatches(data.test, data.moments, 100), F.cross_entropy, state.prepared.device
+        running.prepared.model, TestBatches(data.test, data.moments, 100), F.cross_entropy, running.prepared.device
     )
-    assert (state.line["accuracy"], state.line["loss"]) == (twin["accuracy"], twin["loss"])
-    assert state.line["evaluated_with"] == "model"
-    assert state.line["clients_accuracy"] == state.line["accuracy"], "FedAvg's clients have the same model and examples"
+    assert (at.line["accuracy"], at.line["loss"]) == (twin["accuracy"], twin["loss"])
+    assert at.line["evaluated_with"] == "model"
+    assert at.line["clients_accuracy"] == at.line["accuracy"], "FedAvg's clients have the same model and examples"
 
 
 @pytest.mark.parametrize("words", [("model.norm=sbn",), ("evaluate.statistics=reestimated",)])
@@ -108,39 +112,38 @@ def run_of(*words: str, out: Path) -> Result:
 
 
 def test_a_listener_that_cannot_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Checkpoint, state: RunState) -> None:
+    def full(self: Saving, running: Running, at: Round) -> Round:
         raise StorageError("the disk is full")
 
-    monkeypatch.setattr(Checkpoint, "on_start", full)
+    monkeypatch.setattr(Saving, "on_start", full)
     with pytest.raises(StorageError, match="the disk is full"):
         run_of(out=tmp_path)
     (found,) = find_runs([tmp_path])
     assert (found.summary.status, found.summary.error) == ("failed", "the disk is full")
 
 
-def test_a_run_whose_parent_has_died_stops_with_a_checkpoint(state: RunState) -> None:
+def test_a_run_whose_parent_has_died_stops_with_a_checkpoint(running: Running) -> None:
     ours, theirs = multiprocessing.Pipe()
     reporter = reporter_to(ours, os.getppid())
-    reporter.on_start(state)
+    at = reporter.on_start(running, start(running))
+    assert not reporter.stops_after(at)
     theirs.close()
-    train_round(state)
-    reporter.on_round(state)
+    at = reporter.on_round(running, train_round(running, at))
     reporter.message("a line")
-    assert state.stop
+    assert reporter.stops_after(at)
 
 
-def test_the_history_has_what_was_sent_and_the_summary_adds_it_up(state: RunState, tmp_path: Path) -> None:
-    listener = history(state, tmp_path)
-    listener.on_start(state)
+def test_the_history_has_what_was_sent_and_the_summary_adds_it_up(running: Running, tmp_path: Path) -> None:
+    listener = history(running, tmp_path)
+    at = listener.on_start(running, start(running))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "running"
     for _ in range(2):
-        train_round(state)
-        listener.on_round(state)
+        at = listener.on_round(running, train_round(running, at))
     lines = RunFolder(tmp_path).history()
     assert [line["round"] for line in lines] == [1, 2]
     assert [line["messages_down"] for line in lines] == [2, 2]
-    again = history(state, tmp_path)
-    again.on_start(state)  # of a resumed run
+    again = history(running, tmp_path)
+    again.on_start(running, at)  # of a resumed run
     assert again.summary.traffic.messages_up == 4
     assert again.summary.rounds == 2
     assert again.summary.seconds == sum(line["seconds"] for line in lines)
@@ -151,63 +154,56 @@ def test_the_history_has_what_was_sent_and_the_summary_adds_it_up(state: RunStat
     [(None, "finished"), (KeyboardInterrupt(), "interrupted"), (RunFailed("no node is left"), "failed")],
 )
 def test_the_end_of_a_run_is_in_its_summary(
-    error: BaseException | None, status: str, state: RunState, tmp_path: Path
+    error: BaseException | None, status: str, running: Running, tmp_path: Path
 ) -> None:
-    listener = history(state, tmp_path)
-    listener.on_start(state)
-    state.error = error
-    listener.on_end(state)
+    listener = history(running, tmp_path)
+    listener.on_start(running, start(running))
+    listener.on_end(running, error)
     found = RunFolder(tmp_path).summary()
     assert found is not None
     assert (found.status, found.error) == (status, "no node is left" if status == "failed" else None)
 
 
-def checkpoints(state: RunState, folder: Path, stop: int = 0) -> list[int]:
+def checkpoints(running: Running, folder: Path, stop: int = 0) -> list[int]:
     """The round of the checkpoint after each of four rounds."""
-    files, listener = history(state, folder), Checkpoint(RunFolder(folder))
-    files.on_start(state)
-    rounds = []
+    files, listener = history(running, folder), Saving(RunFolder(folder))
+    at, rounds = files.on_start(running, start(running)), []
     for _ in range(4):
-        train_round(state)
-        files.on_round(state)
-        state.stop = state.round == stop
-        listener.on_round(state)
+        at = files.on_round(running, train_round(running, at))
+        at = listener.on_round(running, dataclasses.replace(at, stop=at.number == stop))
         rounds.append(RunFolder(folder).checkpoint.round())
-    train_round(state)
-    state.error = KeyboardInterrupt()  # in the middle of round 5
-    listener.on_end(state)
+        assert at.kept_round == rounds[-1]
+    train_round(running, at)
+    listener.on_end(running, KeyboardInterrupt())  # in the middle of round 5
     rounds.append(RunFolder(folder).checkpoint.round())
     return rounds
 
 
-def test_checkpoints_are_written_every_n_rounds_and_at_a_stop(state: RunState, tmp_path: Path) -> None:
-    assert checkpoints(state, tmp_path, stop=3) == [0, 2, 3, 4, 4]
-    assert state.kept_round == 4
+def test_checkpoints_are_written_every_n_rounds_and_at_a_stop(running: Running, tmp_path: Path) -> None:
+    assert checkpoints(running, tmp_path, stop=3) == [0, 2, 3, 4, 4]
     clients = RunFolder(tmp_path).checkpoint.clients()
     assert clients is not None
     assert len(list(clients)) == 2
 
 
-@pytest.mark.parametrize("state", [OwnDisks], indirect=True)
-def test_where_nodes_keep_their_states_the_last_whole_round_is_saved(state: RunState, tmp_path: Path) -> None:
-    engine = state.run.engine.model_copy(update={"checkpoint_every": 3})
-    state.prepared = dataclasses.replace(state.prepared, run=state.run.model_copy(update={"engine": engine}))
-    assert checkpoints(state, tmp_path) == [0, 0, 3, 3, 4]
+@pytest.mark.parametrize("running", [OwnDisks], indirect=True)
+def test_where_nodes_keep_their_states_the_last_whole_round_is_saved(running: Running, tmp_path: Path) -> None:
+    engine = running.run.engine.model_copy(update={"checkpoint_every": 3})
+    prepared = dataclasses.replace(running.prepared, run=running.run.model_copy(update={"engine": engine}))
+    assert checkpoints(dataclasses.replace(running, prepared=prepared), tmp_path) == [0, 0, 3, 3, 4]
     assert RunFolder(tmp_path).checkpoint.clients() is None
 
 
-def test_progress_names_each_run_and_its_last_round(state: RunState, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_names_each_run_and_its_last_round(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(["first", "second"], [5, 5], plain=True) as progress:
         progress.skip([0])
         reporter = progress.begin(1)
-        state.round = 3
-        reporter.on_start(state)
-        state.round, state.line = 5, {"round": 5, "accuracy": 0.5, "loss": 2.0}
-        reporter.on_round(state)
+        at = reporter.on_start(running, dataclasses.replace(start(running), number=3))
+        line = {"round": 5, "accuracy": 0.5, "loss": 2.0}
+        reporter.on_round(running, dataclasses.replace(at, number=5, line=line))
         progress.end(1)
     assert re.sub(r"in .* m?s", "in 0 ms", capsys.readouterr().out).splitlines() == [
         "1 of 2 runs are finished already",
         "[2/2] second: 5 rounds, continuing after round 3",
         "[2/2] second: 5 rounds in 0 ms  accuracy 0.5000  loss 2.0000",
     ]
-    assert not state.stop

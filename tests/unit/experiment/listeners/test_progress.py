@@ -11,10 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flwr.app import ArrayRecord
 from rich.console import Console
 
 from fedbn_flwr.experiment.listeners import progress as module
-from fedbn_flwr.experiment.listeners.progress import Progress
+from fedbn_flwr.experiment.listeners.listener import Round
+from fedbn_flwr.experiment.listeners.progress import Progress, figures_of
+from fedbn_flwr.tasks import CLASSIFICATION
 from tests.support.command import PATIENCE, PROGRAM, environment
 
 EXPERIMENT = """
@@ -78,15 +81,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
-def state(round: int, rounds: int = 4) -> Any:
-    line = {"round": round, "accuracy": 0.5, "loss": 2.0, "train_loss": 1.5}
-    return SimpleNamespace(
-        round=round,
-        line=line,
-        stop=False,
-        is_last=round == rounds,
-        prepared=SimpleNamespace(rule=SimpleNamespace(notes=dict)),
-    )
+RUNNING: Any = SimpleNamespace(prepared=SimpleNamespace(rule=SimpleNamespace(notes=dict), task=CLASSIFICATION))
+
+
+def at(number: int, rounds: int = 4) -> Round:
+    arrays = ArrayRecord()
+    line = {"round": number, "accuracy": 0.5, "loss": 2.0, "train_loss": 1.5}
+    return Round(number, arrays, arrays, is_last=number == rounds, line=line)
 
 
 def test_a_log_has_a_line_in_ten_seconds_of_a_long_round(
@@ -94,12 +95,12 @@ def test_a_log_has_a_line_in_ten_seconds_of_a_long_round(
 ) -> None:
     with Progress(["FedTAN"], [4], plain=True) as progress:
         run = progress.begin(0)
-        run.on_start(state(0))
+        run.on_start(RUNNING, at(0))
         for layer in range(1, 21):
             clock.seconds += 2
             run.report("forward pass, layers", layer, 20)
         clock.seconds += 2
-        run.on_round(state(1))
+        run.on_round(RUNNING, at(1))
     assert capsys.readouterr().out.splitlines() == [
         "[1/1] FedTAN: 4 rounds",
         "[1/1] FedTAN: round 1/4  forward pass, layers: 5 of 20 after 10 s",
@@ -123,9 +124,9 @@ def test_a_bar_has_the_rounds_of_its_run_and_above_it_is_the_time_left(clock: Si
     progress.status("loading data")
     assert drawn(progress, 80) == ["loading data ...  5 s"]
     run = progress.begin(0)
-    run.on_start(state(0))
+    run.on_start(RUNNING, at(0))
     clock.seconds = 25
-    run.on_round(state(1))
+    run.on_round(RUNNING, at(1))
     clock.seconds = 31
     above, bar = drawn(progress, 110)
     assert above == "0 of 2 runs ended  31 s  about 2.2 min left"
@@ -134,6 +135,12 @@ def test_a_bar_has_the_rounds_of_its_run_and_above_it_is_the_time_left(clock: Si
     assert drawn(progress, 110)[1].endswith("1/4  clients trained: 3 of 5")
     assert all(len(line) <= 50 for line in drawn(progress, 50)), "a narrow terminal has two lines too"
     assert len(drawn(progress, 50)) == 2
+
+
+def test_a_round_s_figures_begin_with_the_main_one_of_the_task() -> None:
+    line = {"loss": 4.0, "rmse": 2.0, "mae": 1.0, "train_loss": 5.0, "accuracy": 1}
+    assert figures_of(line, "rmse") == "RMSE 2.0000  loss 4.0000  train loss 5.0000"
+    assert figures_of(line, "loss") == "loss 4.0000  train loss 5.0000"
 
 
 def test_ctrl_c_before_the_first_run_stops_at_once() -> None:

@@ -29,15 +29,15 @@ from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.engines.cluster import connected
-from fedbn_flwr.engines.ray import Actors, Place, RayGrid, machines
+from fedbn_flwr.experiment.data import loaded_data, receive
+from fedbn_flwr.experiment.flower_mods import client_mods
+from fedbn_flwr.experiment.model import choose_device
+from fedbn_flwr.experiment.node import Clients, run_of
+from fedbn_flwr.experiment.parts import Parts
+from fedbn_flwr.experiment.settings import Data, Engine, Experiment
 
-from ..data import loaded_data, receive
-from ..flower_mods import client_mods
-from ..model import choose_device
-from ..node import Clients, run_of
-from ..parts import Parts
-from ..settings import Data, Engine, Experiment
+from .cluster import connected
+from .grid import Actors, Place, RayGrid, machines
 
 
 @contextmanager

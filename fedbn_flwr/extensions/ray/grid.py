@@ -18,12 +18,11 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
+from fedbn_flwr.engines.local import LocalGrid, identify
+from fedbn_flwr.engines.nodes import Nodes
+from fedbn_flwr.engines.worker import NodeWorker, Then, keep_freed_memory
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import arrays_in, size_of
-
-from .local import LocalGrid, identify
-from .nodes import Nodes
-from .worker import NodeWorker, Then, keep_freed_memory
 
 _SHARED = 100_000  # bytes from which a record goes through the object store; Ray sends smaller values directly
 _KEPT = 4  # records whose place in the object store is remembered

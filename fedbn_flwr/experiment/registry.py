@@ -1,25 +1,78 @@
-"""The strategies by name, and the one that an experiment's `strategy:` section describes."""
+"""The strategies by name: those that an experiment's `strategy:` section can name, in words and as objects.
+
+Flower's are used inside `MeanStatistics`: a server optimiser must not step along statistics, since a variance could
+become negative, a robust rule must not measure distances by them, and counters are no weights. For robust rules the
+statistics are the median of the clients' values instead of their mean, which one malicious client could set to any
+value.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
+from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import named
 from fedbn_flwr.declared import check, declarations
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.extensions import declared, part
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.strategies import MeanStatistics, Rule, Traits, Wrapper, _names, as_rule
 
-from ._foreign import FLOWER, Foreign
-from ._rule import Leaf, Rule
-from ._wrapper import Wrapper
-from .meanstatistics import MeanStatistics
+
+@dataclass(frozen=True)
+class OfFlower:
+    """A strategy of Flower that an experiment can name."""
+
+    strategy: type[Strategy]
+    does: str
+    robust: bool = False  # it withstands some malicious clients
+    needs: Callable[[int], int] | None = None  # the clients that it needs for this many malicious ones
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # where Flower's do not suit the clients here
+
+
+FLOWER: dict[str, OfFlower] = {
+    "FedAdam": OfFlower(flower.FedAdam, "Adam on the server, along the clients' mean change (Reddi et al. 2021)"),
+    "FedYogi": OfFlower(flower.FedYogi, "Yogi on the server, along the clients' mean change (Reddi et al. 2021)"),
+    "FedAdagrad": OfFlower(
+        flower.FedAdagrad, "Adagrad on the server, along the clients' mean change (Reddi et al. 2021)"
+    ),
+    "FedAvgM": OfFlower(flower.FedAvgM, "momentum on the server (Hsu et al. 2019)"),
+    "QFedAvg": OfFlower(
+        flower.QFedAvg,
+        "clients with a higher loss count more, by the exponent q (Li et al. 2020)",
+        defaults={"train_loss_key": protocol.TRAIN_LOSS},
+    ),
+    "FedMedian": OfFlower(flower.FedMedian, "the median of the clients' values (Yin et al. 2018)", True),
+    "FedTrimmedAvg": OfFlower(
+        flower.FedTrimmedAvg, "the mean without the share beta of values at each end (Yin et al. 2018)", True
+    ),
+    "Krum": OfFlower(
+        flower.Krum,
+        "the model that is nearest to its neighbours (Blanchard et al. 2017)",
+        True,
+        lambda bad: 2 * bad + 3,
+    ),
+    "MultiKrum": OfFlower(
+        flower.MultiKrum,
+        "the mean of the models that are nearest to their neighbours (Blanchard et al. 2017)",
+        True,
+        lambda bad: 2 * bad + 3,
+    ),
+    "Bulyan": OfFlower(
+        flower.Bulyan,
+        "models chosen by Krum, and the mean of the values around their median (El Mhamdi et al. 2018)",
+        True,
+        lambda bad: 4 * bad + 3,
+    ),
+}
 
 # Flower accepts any value of these, and with fraction_train 0 it trains nothing.
 _LIMITS: dict[str, tuple[Any, ...]] = {
@@ -46,21 +99,17 @@ class Registry(UserDict[str, Any]):
         return part("strategies", name) if self.data[name] is None else self.data[name]
 
 
-STRATEGIES = Registry()
+_CLASSES = {name: value for name, value in vars(_names).items() if isinstance(value, type) and issubclass(value, Rule)}
+STRATEGIES = Registry(
+    {name: value for name, value in _CLASSES.items() if value not in (Rule, Wrapper)}
+    | dict.fromkeys(declared("strategies"))
+)
 
 # An experiment file cannot set these: they are objects or functions, or `**options`, which has no value of its own.
 _NOT_IN_FILES = {
     "self", "options", "strategy", "train_metrics_aggr_fn", "evaluate_metrics_aggr_fn", "selection_rule",
     "arrayrecord_key", "configrecord_key", "weighted_by_key",  # the clients of experiments use Flower's defaults
 }  # fmt: skip
-
-
-def register(names: Mapping[str, Any]) -> Registry:
-    """Fill STRATEGIES with the rules among the names of this package, and with the names of those of extensions."""
-    classes = {name: value for name, value in names.items() if isinstance(value, type) and value is not Wrapper}
-    rules = {name: value for name, value in classes.items() if issubclass(value, Leaf | Wrapper)}
-    STRATEGIES.update({**rules, **dict.fromkeys(declared("strategies"))})
-    return STRATEGIES
 
 
 def class_of(name: str) -> type[Strategy]:
@@ -152,4 +201,60 @@ def _built(cls: type[Any], name: str, options: dict[str, Any], section: str, def
     if of_flower is None:
         return made
     statistics: Any = "median" if of_flower.robust else "mean"
-    return MeanStatistics(Foreign(made, defaults.get("seed", 0)), statistics=statistics)
+    return MeanStatistics(as_rule(made, defaults.get("seed", 0)), statistics=statistics)
+
+
+# --- in words ---
+
+
+@dataclass(frozen=True)
+class Argument:
+    name: str
+    default: Any  # inspect.Parameter.empty: it has none
+    meaning: str  # the first sentence of its description
+
+
+@dataclass(frozen=True)
+class Description:
+    """A strategy in words, from its docstrings, its arguments and the traits that it has by default."""
+
+    does: str
+    source: str  # the first line of the module's docstring, which cites the paper
+    arguments: tuple[Argument, ...]  # without those of FedAvg
+    wraps: bool  # it takes the strategy that it extends from `base`
+    traits: Traits
+
+
+def describe(name: str) -> Description:
+    cls = class_of(name)
+    common = set(arguments(STRATEGIES["FedAvg"]))
+    meanings = _documented(getattr(cls, "inner", None) or object) | _documented(cls)
+    own = [
+        Argument(key, parameter.default, meanings.get(key, ""))
+        for key, parameter in arguments(cls).items()
+        if key not in common or cls is STRATEGIES["FedAvg"]
+    ]
+    return Description(
+        does=f"Flower's own: {FLOWER[name].does}" if name in FLOWER else _first_line(cls),
+        source=f"flwr.serverapp.strategy.{cls.__name__}" if name in FLOWER else _first_line(inspect.getmodule(cls)),
+        arguments=tuple(own),
+        wraps=issubclass(cls, Wrapper) and cls.inner is None,
+        traits=as_rule(build_strategy({"name": name}, client_learning_rate=0.1)).traits,
+    )
+
+
+def _first_line(thing: Any) -> str:
+    return (inspect.getdoc(thing) or "").split("\n")[0].rstrip(".")
+
+
+def _documented(cls: type) -> dict[str, str]:
+    """The parameters in the docstrings of a class and its bases, each with its first sentence."""
+    found: dict[str, str] = {}
+    for base in cls.__mro__:
+        doc = inspect.cleandoc(vars(base).get("__doc__") or "")
+        _, _, parameters = doc.partition("Parameters\n----------\n")
+        for match in re.finditer(r"^([\w, ]+) : .*\n((?:(?:    .*)?\n?)+)", parameters, re.MULTILINE):
+            text = " ".join(match[2].split())
+            for name in match[1].split(", "):
+                found.setdefault(name, re.split(r"(?<=\.) (?=[A-Z])", text)[0])
+    return found

@@ -24,9 +24,8 @@ import ray
 
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import RunFailed, UserError
+from fedbn_flwr.experiment.ray_settings import START, set_ray_defaults
 from fedbn_flwr.storage import temporary_folder
-
-from .ray_settings import START, set_ray_defaults
 
 _PACKAGE = __name__.partition(".")[0]
 _NOT_CODE = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info")
@@ -103,7 +102,7 @@ def stage(folder: Path, modules: Iterable[str]) -> None:
         else:
             shutil.copy(root / f"{name}.py", folder)
     # As in a wheel; in a checkout this folder is beside the package.
-    strategies = Path(__file__).parents[2] / "strategies"
+    strategies = Path(__file__).parents[3] / "strategies"
     if strategies.is_dir() and not _is_installed(strategies.parent):
         shutil.copytree(strategies, folder / _PACKAGE / "strategies", ignore=_NOT_CODE)
     # Otherwise the version is that of an installation.

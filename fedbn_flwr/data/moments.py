@@ -1,4 +1,4 @@
-"""Sums of columns, from which sites compute mean and deviation of all their data without sending values.
+"""Mean and deviation of each feature or channel: the sums of a part of the data, and the moments of several parts.
 
 The sums are exact, so the moments of a union do not depend on how its rows are split: a federation whose sites agree on
 them trains the same model, bit for bit, as a simulation with all data in one place.
@@ -13,11 +13,11 @@ from fractions import Fraction
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedbn_flwr.errors import DataError
 
 from . import Moments
+from .examples import MASK, Values, main
 
 PARTS = 3  # float64 numbers of an exact sum: 159 bits
 ROWS = 1 + 2 * PARTS  # of an array of sums: the number of values, the parts of their sum, those of their squares' sum
@@ -25,13 +25,16 @@ ROWS = 1 + 2 * PARTS  # of an array of sums: the number of values, the parts of 
 Sums = NDArray[np.float64]  # [ROWS, C]
 
 
-def sums_of(inputs: Tensor, mask: Tensor | None = None) -> Sums:
-    """Those of the columns of [N, C], or of the channels of [N, C, ...], in float32; bytes count from 0 to 1.
+def sums_of(inputs: Values) -> Sums:
+    """Those of the columns of [N, C], or of the channels of [N, C, ...], in float32; none of tokens.
 
-    Missing values (NaN) do not count, nor do the positions of [N, C, T] at which `mask` [N, T] is false.
+    Bytes count from 0 to 1. Missing values (NaN) do not count, nor do padded ones.
     """
-    found = []
-    for column in inputs.cpu().unbind(1):
+    mask = inputs.get(MASK) if isinstance(inputs, dict) else None
+    whole, found = main(inputs).cpu(), []
+    if whole.dtype not in (torch.float32, torch.uint8):
+        return np.empty((ROWS, 0))
+    for column in whole.unbind(1):
         values = column.flatten() if mask is None else column[mask.cpu()]
         if values.dtype == torch.uint8:
             counts = torch.bincount(values, minlength=256).tolist()
@@ -40,7 +43,7 @@ def sums_of(inputs: Tensor, mask: Tensor | None = None) -> Sums:
                 for power in (1, 2)
             )
         else:
-            values = values[~values.isnan()].float().double()
+            values = values[~values.isnan()].double()
             total, square = _sum(values.numpy()), _sum(values.square().numpy())  # squares of 24 bits are exact
         found.append([float(len(values)), *_parts(total), *_parts(square)])
     return np.array(found).T

@@ -1,4 +1,4 @@
-"""Sums of columns: those of a union are the same, bit for bit, however its rows are split."""
+"""Moments of columns: those of a union are the same, bit for bit, however its rows are split."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data.sums import moments_from, sums_of
+from fedbn_flwr.data.moments import moments_from, sums_of
 
 
 def twin(inputs: Tensor) -> tuple[list[float], list[float]]:
@@ -32,7 +32,7 @@ def tables() -> dict[str, Tensor]:
         "standardised": torch.tensor(standardised, dtype=torch.float32),  # whose mean is a rounding error
         "far from zero": torch.tensor(values + np.array([1e6, -1e4, 3e7]), dtype=torch.float32),
         "of all sizes": torch.tensor(values * 10.0 ** random.integers(-30, 18, (90, 1)), dtype=torch.float32),
-        "whole numbers": torch.tensor(random.integers(-5, 5, (90, 3))),
+        "whole numbers": torch.tensor(random.integers(-5, 5, (90, 3)), dtype=torch.float32),
         "bytes": torch.tensor(random.integers(0, 256, (90, 3, 4, 4)), dtype=torch.uint8),
         "series": torch.tensor(random.normal(2, 3, (90, 3, 7)), dtype=torch.float32),
     }
@@ -60,4 +60,4 @@ def test_missing_values_and_padding_do_not_count() -> None:
     assert gaps[0].tolist() == [12, 20]
     np.testing.assert_array_equal(gaps[:, 0], sums_of(values[8:])[:, 0])
     series, mask = values.reshape(4, 5, 2).movedim(2, 1), torch.arange(5) < torch.tensor([[5], [2], [4], [1]])
-    np.testing.assert_array_equal(sums_of(series, mask), sums_of(values[mask.flatten()]))
+    np.testing.assert_array_equal(sums_of({"inputs": series, "mask": mask}), sums_of(values[mask.flatten()]))

@@ -1,0 +1,234 @@
+"""Columns of values become the inputs of a model.
+
+- columns with one number for each example are features: float32 [N, columns]; texts only as `data.categories`
+- a column of lists of floats is a channel of a series: float32 [N, channels, T]; one of lists of whole numbers is
+  tokens: int64 [N, T]; where lengths differ, shorter ones are padded, and the inputs are {"inputs": ..., "mask": ...}
+- arrays keep their shape: [N, features], [N, channels, T], [N, channels, height, width] and so on. Whole numbers are
+  tokens in [N, T], and pixels from 0 to 255 in arrays of more dimensions
+- several arrays, or a mapping of them, become a dict of tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from fedbn_flwr.errors import DataError, did_you_mean
+
+from . import Size
+from .examples import MASK, Values, main
+from .source import Source
+
+Rows = Any  # one array, or a list with one for each example if their shapes differ
+Parts = dict[str, Rows]  # by split
+
+
+def as_rows(where: str, given: Any) -> Rows:
+    """The values of all examples, as one array where their shapes agree."""
+    if isinstance(given, np.ndarray) and given.dtype != object:
+        return given
+    if isinstance(given, Tensor):
+        return (given.float() if given.dtype is torch.bfloat16 else given).cpu().numpy()
+    try:
+        rows = [np.asarray(each.cpu() if isinstance(each, Tensor) else each) for each in given]
+        return np.stack(rows) if len({row.shape for row in rows}) == 1 else rows
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where} has values that are not arrays: {error}") from None
+
+
+def inputs_of(
+    source: Source, columns: Mapping[str, Parts], *, is_table: bool
+) -> tuple[dict[str, Values], tuple[str, ...]]:
+    """The inputs of each split, and the names of the features."""
+    names: tuple[str, ...] = ()
+    if all(isinstance(rows, np.ndarray) and rows.ndim == 1 for parts in columns.values() for rows in parts.values()):
+        found, names = _features(source, columns)
+    else:
+        made = {key: _array(source, key, parts, is_table=is_table) for key, parts in columns.items()}
+        by_part = {part: {key: each[part] for key, each in made.items()} for part in next(iter(made.values()))}
+        found = {
+            part: next(iter(some.values())) if len(some) == 1 else _joined(source, some) if is_table else some
+            for part, some in by_part.items()
+        }
+    for part, inputs in found.items():
+        _check(source, part, inputs, names)
+    return found, names
+
+
+def _features(source: Source, columns: Mapping[str, Parts]) -> tuple[dict[str, Values], tuple[str, ...]]:
+    made: dict[str, list[np.ndarray]] = {}
+    names: list[str] = []
+    for column, parts in columns.items():
+        known = list(map(str, source.categories.get(column, ())))
+        for part, rows in parts.items():
+            if known:
+                made.setdefault(part, []).extend(_one_hot(source, column, rows, known))
+            elif rows.dtype.kind in "OSU":
+                few = ", ".join(sorted(set(map(str, rows)))[:4])
+                raise DataError(
+                    f"{source.name!r}: the column {column!r} has texts, such as {rows[0]!r}, which are no inputs; "
+                    f"leave it out of data.inputs, or give its values: data.categories: {{{column}: [{few}]}}"
+                )
+            else:
+                made.setdefault(part, []).append(rows)
+        names += [f"{column}={value}" for value in known] if known else [column]
+    stacked = {part: np.stack([np.asarray(rows, np.float32) for rows in each], 1) for part, each in made.items()}
+    return {part: torch.from_numpy(values) for part, values in stacked.items()}, tuple(names)
+
+
+def _one_hot(source: Source, column: str, rows: Any, known: Sequence[str]) -> list[np.ndarray]:
+    """A column for each of the known values; NaN in all of them where there is none."""
+    absent = np.array([row is None or row != row for row in rows])
+    texts = np.where(absent, known[0], rows.astype(str))
+    if other := sorted(set(texts.tolist()).difference(known)):
+        raise DataError(
+            f"data.categories: the column {column!r} of {source.name!r} has the value {other[0]!r}; "
+            f"{did_you_mean(other[0], known)}"
+        )
+    return [np.where(absent, np.nan, texts == value) for value in known]
+
+
+def _joined(source: Source, columns: Mapping[str, Values]) -> Values:
+    """The channels of one series, from columns of lists."""
+    tensors = [main(values) for values in columns.values()]
+    masks = [values[MASK] for values in columns.values() if isinstance(values, dict)]
+    same = all(tensor.ndim == 3 and tensor.shape[2] == tensors[0].shape[2] for tensor in tensors)
+    if not same or len(masks) not in (0, len(tensors)) or any(not mask.equal(masks[0]) for mask in masks):
+        raise DataError(
+            f"{source.name!r}: the columns {', '.join(columns)} of data.inputs are no channels of one series; expected "
+            "lists of floats, in each row of one length"
+        )
+    joined = torch.cat(tensors, 1)
+    return {"inputs": joined, MASK: masks[0]} if masks else joined
+
+
+def _padded(source: Source, rows: dict[str, list[Tensor]]) -> dict[str, Values]:
+    """One tensor for each split; where lengths differ, or `data.shape` ends with null, padded with zeros and a mask."""
+    shapes = {tuple(row.shape) for part in rows.values() for row in part}
+    if len({shape[:-1] for shape in shapes}) > 1:
+        few = ", ".join(map(str, sorted(map(list, shapes))[:3]))
+        raise DataError(f"{source.name!r} has inputs of several shapes ({few}, ...); only the last may differ")
+    if len(shapes) == 1 and (not source.shape or source.shape[-1] is not None):
+        return {part: torch.stack(some) for part, some in rows.items()}
+    longest = max(shape[-1] for shape in shapes)
+    found: dict[str, Values] = {}
+    for part, some in rows.items():
+        mask = torch.arange(longest) < torch.tensor([row.shape[-1] for row in some])[:, None]
+        padded = [torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in some]
+        found[part] = {"inputs": torch.stack(padded), MASK: mask}
+    return found
+
+
+def _array(source: Source, key: str, parts: Parts, *, is_table: bool) -> dict[str, Any]:
+    """The arrays of each split: images, or any others, which keep their shape; a list of floats is one channel."""
+    first = next(iter(parts.values()))
+    dims, whole = (
+        (first.ndim, first.dtype.kind != "f")
+        if isinstance(first, np.ndarray)
+        else (first[0].ndim + 1, first[0].dtype.kind != "f")
+    )
+    if not is_table and key != MASK and (dims == 4 or (dims == 3 and (whole or source.pixels is not None))):
+        return {part: _images(f"{source.name!r}: {part}", rows, source) for part, rows in parts.items()}
+    if not is_table and all(isinstance(rows, np.ndarray) for rows in parts.values()):
+        return {part: _number(f"{source.name!r}: {part}", rows) for part, rows in parts.items()}
+    found = {part: [_number(f"{source.name!r}: {part}", row) for row in rows] for part, rows in parts.items()}
+    return _padded(
+        source,
+        {
+            part: [row[None] if row.is_floating_point() and row.ndim == 1 else row for row in rows]
+            for part, rows in found.items()
+        },
+    )
+
+
+def _number(where: str, rows: np.ndarray) -> Tensor:
+    """float32, int64, or as they are: truth values and bytes of more than two dimensions."""
+    kind: str = rows.dtype.kind
+    if kind == "O":
+        try:
+            rows = rows.astype(np.float32)  # None becomes NaN
+        except (TypeError, ValueError):
+            kind = "?"
+    if kind not in "Obiuf":
+        raise DataError(f"{where} has inputs of type {rows.dtype}; expected numbers")
+    if kind == "b" or (rows.dtype == np.uint8 and rows.ndim > 2):
+        return torch.from_numpy(np.array(rows))
+    return torch.from_numpy(np.array(rows, np.int64 if kind in "iu" else np.float32))
+
+
+def _check(source: Source, part: str, inputs: Values, names: Sequence[str]) -> None:
+    """Refuse another shape, infinite values, missing ones unless they are replaced, and tokens out of range."""
+    shape, wanted = list(main(inputs).shape[1:]), list(source.shape)
+    if wanted and (len(wanted) != len(shape) or any(b not in (None, a) for a, b in zip(shape, wanted, strict=True))):
+        raise DataError(f"data.shape is {wanted}, but {source.name!r} has inputs of shape {shape}")
+    for key, values in inputs.items() if isinstance(inputs, dict) else [("", inputs)]:
+        if values.is_floating_point():
+            absent = values.isnan()
+            if values.isinf().any():
+                raise DataError(f"{source.name!r}: {part} has inputs that are not finite; expected numbers")
+            if absent.any() and not source.missing:
+                counts = absent.sum(0) if names else absent.sum().reshape(1)
+                columns = zip(names or (key or "inputs",), counts.tolist(), strict=True)
+                lacking = [f"{name} ({number})" for name, number in columns if number]
+                more = ", ..." if len(lacking) > 8 else ""
+                raise DataError(
+                    f"{source.name!r}: of the {len(values)} rows of {part} some have no value (NaN or null) in "
+                    f"{', '.join(lacking[:8])}{more}; remove them, or set data.missing: mean, which puts the mean of "
+                    "the column in their place"
+                )
+        elif source.tokens is not None and values.dtype is torch.int64 and values.numel():
+            low, high = int(values.min()), int(values.max())
+            if low < 0 or high >= source.tokens:
+                raise DataError(
+                    f"{source.name!r}: {part} has tokens from {low} to {high}, but data.tokens is {source.tokens}; "
+                    f"expected 0 to {source.tokens - 1}"
+                )
+
+
+# --- images -------------------------------------------------------------------
+
+
+def _images(where: str, given: Rows, source: Source) -> Tensor:
+    """Images of one size, uint8 or float32 [N, C, H, W]."""
+    parts = [
+        _pixels(where, part) for part in ([given] if isinstance(given, np.ndarray) else [row[None] for row in given])
+    ]
+    shapes = {part.shape[1:] for part in parts}
+    if len(shapes) > 1 and source.pixels is None:
+        few = ", ".join(sorted("x".join(map(str, shape)) for shape in shapes)[:4])
+        raise DataError(f"{where} has images of several shapes ({few}, ...); set data.size to resize them")
+    return torch.cat([resized(part, source.pixels) for part in parts])
+
+
+def _pixels(where: str, array: np.ndarray) -> Tensor:
+    """Images [N, C, H, W], whose channels may come last or be missing."""
+    values = torch.from_numpy(np.array(array)) if array.dtype.kind in "fiu" else None
+    if values is None:
+        raise DataError(
+            f"{where} has {array.dtype} pixels; expected whole numbers from 0 to 255, or floating-point numbers"
+        )
+    if values.ndim == 3:
+        values = values.unsqueeze(1)
+    if values.shape[1] > 4 >= values.shape[-1]:
+        values = values.movedim(-1, 1)
+    if values.is_floating_point():
+        return values.float().contiguous()
+    kind = str(values.dtype).removeprefix("torch.")
+    if kind in ("uint16", "uint32", "uint64"):  # torch finds no minimum of these; what does not fit becomes negative
+        values = values.long()
+    if values.numel() and not 0 <= values.min() <= values.max() <= 255:
+        raise DataError(f"{where} has {kind} pixels; expected whole numbers from 0 to 255, or floating-point numbers")
+    return values.to(torch.uint8).contiguous()
+
+
+def resized(images: Tensor, size: Size | None, *, smooth: bool = True) -> Tensor:
+    if size is None or tuple(images.shape[2:]) == size:
+        return images
+    how: dict[str, Any] = {"mode": "bilinear", "antialias": True} if smooth else {"mode": "nearest"}
+    new = torch.cat([interpolate(some.float(), size, **how) for some in images.split(1_024)])
+    return new if images.is_floating_point() else new.round().clamp(0, 255).to(images.dtype)

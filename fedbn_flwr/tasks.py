@@ -1,0 +1,109 @@
+"""What a model is trained for: its loss, what it must output, and the figures by which it is judged.
+
+A task follows from the targets of the data, see `task_of`. Whether a lower value of a figure is better, and whether it
+is shown in percent, is decided here for the choice of the best round and for all reports.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .errors import SettingsError, did_you_mean
+
+# The figures that are known by name: those between 0 and 1, which are shown in percent, and others.
+SHARES = ("accuracy", "balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
+METRICS = (*SHARES, "rmse", "mae", "r2")
+
+_TITLES = {"macro_f1": "macro F1", "auc": "AUC", "mean_iou": "mean IoU", "rmse": "RMSE", "mae": "MAE", "r2": "R²"}
+
+# Words in the names of figures that are better when lower; a function of the user may have one, `relative_error`.
+_LOWER = {"loss", "error", "mae", "mse", "rmse"}
+
+# The losses by name, and the options of each. Label smoothing and class weights are settings of their own.
+LOSSES: Mapping[str, tuple[str, ...]] = {"cross_entropy": (), "bce": (), "mse": (), "mae": (), "huber": ("delta",)}
+
+
+def title_of(name: str) -> str:
+    """The name of a figure in words."""
+    return _TITLES.get(name, name.replace("_", " "))
+
+
+def is_lower_better(key: str) -> bool:
+    """Whether lower values of a figure are better; its key may also name models and examples, `clients_own_loss`."""
+    return not _LOWER.isdisjoint(key.split("_"))
+
+
+def goodness(key: str, value: float) -> float:
+    """A number that is higher for a better value, and the lowest of all for NaN."""
+    return -math.inf if math.isnan(value) else -value if is_lower_better(key) else value
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    targets: str  # what they are, in words
+    form: Literal["classes", "labels", "numbers", ""]  # what outputs and targets are compared as
+    losses: tuple[str, ...]  # that suit; the first is the default
+    figures: tuple[str, ...]  # that evaluations report beside the loss; runs are compared by the first
+    metrics: tuple[str, ...]  # that suit, those of `figures` among them
+    options: tuple[str, ...] = ()  # of the loss: label_smoothing, class_weights
+
+    def __reduce__(self) -> tuple[Any, ...]:  # tasks are compared by `is`, also in other processes
+        return task_named, (self.name,)
+
+    @property
+    def main(self) -> str:
+        """The name of the figure that rounds and runs are compared by."""
+        return self.figures[0] if self.figures else "loss"
+
+    def outputs(self, count: int) -> int:
+        """The number of a model's outputs for `count` classes, labels or numbers; one logit decides between two."""
+        return 1 if self.name == "binary" else count
+
+
+_BOTH = ("label_smoothing", "class_weights")
+_OF_PIXELS = tuple(name for name in SHARES if name != "auc")  # which ranks examples
+
+CLASSIFICATION = Task(
+    "classification", "one class per example", "classes", ("cross_entropy",), ("accuracy",), SHARES, _BOTH
+)
+SEGMENTATION = Task(
+    "segmentation", "one class per pixel", "classes", ("cross_entropy",), ("mean_iou", "accuracy"), _OF_PIXELS, _BOTH
+)
+BINARY = Task("binary", "yes or no per example", "classes", ("bce",), ("accuracy",), SHARES, _BOTH)
+MULTILABEL = Task(
+    "multilabel", "several labels per example", "labels", ("bce",), ("macro_f1", "accuracy"), SHARES, _BOTH[:1]
+)
+REGRESSION = Task(
+    "regression", "numbers", "numbers", ("mse", "mae", "huber"), ("rmse", "mae", "r2"), ("rmse", "mae", "r2")
+)
+# Targets of several kinds at once, whose loss and metrics only the user knows.
+SEVERAL = Task("several", "several targets per example", "", (), (), ())
+
+TASKS = {task.name: task for task in (CLASSIFICATION, BINARY, MULTILABEL, REGRESSION, SEGMENTATION, SEVERAL)}
+MAINS = tuple(dict.fromkeys(task.main for task in TASKS.values()))
+
+
+def task_named(name: str) -> Task:
+    if name not in TASKS:
+        raise SettingsError(f"task {name!r} is unknown; {did_you_mean(name, TASKS)}")
+    return TASKS[name]
+
+
+def task_of(targets: Any) -> Task:
+    """The task that the targets of all examples are for, if nothing else is said.
+
+    They are a tensor or an array: of whole numbers, the classes of examples or of pixels; of truth values, or of floats
+    all of which are 0 or 1, one label or several; of other floats, numbers. Or a dict of such tensors.
+    """
+    if isinstance(targets, Mapping):
+        return SEVERAL
+    kind = str(targets.dtype)
+    if "bool" in kind or ("float" in kind and bool(((targets == 0) | (targets == 1)).all())):
+        return MULTILABEL if targets.ndim > 1 and targets.shape[1] > 1 else BINARY
+    if "float" in kind:
+        return REGRESSION
+    return SEGMENTATION if targets.ndim > 1 else CLASSIFICATION

@@ -1,0 +1,388 @@
+"""Tables, series, tokens and volumes: from files with columns, and from arrays, to inputs and targets."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.datasets import load_breast_cancer, load_diabetes
+
+from fedbn_flwr.data.batches import TestBatches
+from fedbn_flwr.data.dataset import DataSet, fewer
+from fedbn_flwr.data.load import load
+from fedbn_flwr.data.moments import moments_from, sums_of
+from fedbn_flwr.data.partition.indices import partition, share_test
+from fedbn_flwr.data.source import Source
+from fedbn_flwr.errors import DataError, SettingsError
+from fedbn_flwr.experiment.data import own_test, partition_of, shape_without_data
+from fedbn_flwr.experiment.settings import Data, Settings
+from fedbn_flwr.models.build import build_model
+
+RNG = np.random.default_rng(0)
+
+
+def cancer() -> pd.DataFrame:
+    frame = load_breast_cancer(as_frame=True).frame
+    kinds = np.where(frame.pop("target") == 1, "benign", "malignant")
+    return frame.assign(diagnosis=kinds, site=[f"s{row % 4}" for row in range(len(frame))])
+
+
+def opened(file: Path, **options: Any) -> DataSet:
+    return load(Source(str(file), **options))
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same table as CSV, Parquet and NumPy arrays."""
+    folder = tmp_path_factory.mktemp("tables")
+    frame = cancer()
+    frame.to_csv(folder / "all.csv", index=False)
+    frame.to_parquet(folder / "all.parquet")
+    columns = {name: frame[name].to_numpy(str if frame[name].dtype.kind not in "if" else None) for name in frame}
+    np.savez(folder / "all.npz", **columns)
+    load_diabetes(as_frame=True, scaled=False).frame.to_csv(folder / "diabetes.csv", index=False)
+    return folder
+
+
+def test_a_table_is_the_same_from_csv_parquet_and_numpy(tables: Path) -> None:
+    frame = cancer()
+    names = [name for name in frame if name not in ("diagnosis", "site")]
+    found = [
+        opened(tables / f"all.{kind}", inputs=names, label="diagnosis", group="site", test=0.2)
+        for kind in ("csv", "parquet", "npz")
+    ]
+    for data in found:
+        assert (data.task.name, data.class_names, data.shape) == ("classification", ("benign", "malignant"), (30,))
+        assert data.input_names == tuple(names)
+        assert data.train.inputs.equal(found[0].train.inputs)
+        assert data.test.targets.equal(found[0].test.targets)
+    rows = torch.cat([found[0].train.inputs, found[0].test.inputs])
+    assert sorted(map(tuple, rows.tolist())) == sorted(map(tuple, frame[names].to_numpy(np.float32).tolist()))
+
+
+def test_without_names_the_inputs_are_all_numbers_that_have_no_other_use(tables: Path) -> None:
+    data = opened(tables / "all.csv", label="diagnosis", domain="site", test=0.2)
+    assert "site" not in data.input_names
+    assert len(data.input_names) == 30
+    with pytest.raises(
+        DataError, match=r"no columns of type ClassLabel; name one with data\.label.*mean area \(float64"
+    ):
+        opened(tables / "all.csv", test=0.2)
+
+
+def test_a_share_is_held_out_of_each_class_and_group(tables: Path) -> None:
+    data = opened(tables / "all.csv", label="diagnosis", group="site", test=0.2)
+    assert len(data.test) == round(0.2 * 569)
+    for group in range(4):
+        for kind in range(2):
+            here, there = (
+                int(((split == group) & (part.labels == kind)).sum())
+                for split, part in ((data.groups.train, data.train), (data.groups.test, data.test))
+            )
+            assert abs(there - 0.2 * (here + there)) < 1
+    with pytest.raises(DataError, match=r"is one file, which has no test split; set data\.test: 0\.2"):
+        opened(tables / "all.csv", label="diagnosis")
+    with pytest.raises(DataError, match=r"data\.test is 0\.0001, which is 0 of 569 examples"):
+        opened(tables / "all.csv", label="diagnosis", test=0.0001)
+
+
+def test_two_files_are_training_and_test_split(tmp_path: Path) -> None:
+    frame = cancer()
+    frame[:400].to_csv(tmp_path / "train.csv", index=False)
+    frame[400:].to_csv(tmp_path / "test.csv", index=False)
+    data = opened(tmp_path, label="diagnosis")
+    assert (len(data.train), len(data.test)) == (400, 169)
+    frame[400:].drop(columns="mean area").to_csv(tmp_path / "test.csv", index=False)
+    with pytest.raises(DataError, match="test has no column mean area; expected those of train"):
+        opened(tmp_path, label="diagnosis")
+
+
+# --- values ------------------------------------------------------------------
+
+
+def test_missing_values_are_refused_by_column_or_become_the_mean(tmp_path: Path) -> None:
+    frame = cancer()
+    frame.loc[3:7, "mean area"] = np.nan
+    frame.loc[5:6, "mean radius"] = np.nan
+    frame.to_csv(tmp_path / "gaps.csv", index=False)
+    with pytest.raises(DataError, match=r"no value .* in mean radius \(2\), mean area \(5\); .*data\.missing: mean"):
+        opened(tmp_path / "gaps.csv", label="diagnosis", test=0.2)
+    data = opened(tmp_path / "gaps.csv", label="diagnosis", test=0.2, missing="mean")
+    ((inputs, _),) = TestBatches(data.train, data.moments, len(data.train))
+    gaps = data.train.inputs.isnan()
+    assert int(gaps.sum()) + int(data.test.inputs.isnan().sum()) == 7
+    assert not inputs[gaps].any(), "zero after normalisation"
+    assert inputs.double().mean(0).abs().max() < 1e-6, "the mean of the others did not change"
+
+
+def test_labels_without_a_value_are_refused_by_count(tmp_path: Path) -> None:
+    frame = cancer()
+    frame.loc[3:7, "diagnosis"] = None
+    frame.to_csv(tmp_path / "gaps.csv", index=False)
+    with pytest.raises(DataError, match=r"5 of 569 rows of train have no value in 'diagnosis', the first is row 3"):
+        opened(tmp_path / "gaps.csv", label="diagnosis", test=0.2)
+
+
+def test_texts_are_inputs_only_if_their_values_are_given(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"age": range(20), "sex": ["m", "f"] * 10, "ill": [0, 1, 1, 0] * 5})
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    chosen: dict[str, Any] = {"inputs": ["age", "sex"], "label": "ill", "test": 0.2}
+    with pytest.raises(DataError, match=r"column 'sex' has texts.* data\.categories: \{sex: \[f, m\]\}"):
+        opened(tmp_path / "t.csv", **chosen)
+    data = opened(tmp_path / "t.csv", **chosen, categories={"sex": ["m", "f", "x"]})
+    assert data.input_names == ("age", "sex=m", "sex=f", "sex=x")
+    assert [row[1:] for row in data.train.inputs.tolist()] == [
+        [1, 0, 0] if row[0] % 2 == 0 else [0, 1, 0] for row in data.train.inputs.tolist()
+    ]
+    with pytest.raises(DataError, match=r"data\.categories: the column 'sex' .* has the value 'f'"):
+        opened(tmp_path / "t.csv", **chosen, categories={"sex": ["m"]})
+
+
+# --- series and tokens -------------------------------------------------------
+
+
+def series(folder: Path) -> Path:
+    lengths = [5 + row % 4 for row in range(12)]
+    frame = {
+        "x": [RNG.normal(3, 2, length).tolist() for length in lengths],
+        "y": [RNG.normal(0, 1, length).tolist() for length in lengths],
+        "same": [RNG.normal(0, 1, 6).tolist() for _ in lengths],
+        "words": [list(range(1, length)) for length in lengths],
+        "kind": [row % 3 for row in range(12)],
+    }
+    pd.DataFrame(frame).to_parquet(folder / "series.parquet")
+    return folder / "series.parquet"
+
+
+def test_lists_of_different_length_are_padded_and_masked(tmp_path: Path) -> None:
+    data = opened(series(tmp_path), inputs=["x", "y"], label="kind", test=0.25)
+    inputs, mask = data.train.inputs["inputs"], data.train.inputs["mask"]
+    assert (inputs.shape[1:], mask.dtype) == ((2, 8), torch.bool)
+    assert not inputs[~mask[:, None].expand_as(inputs)].any()
+    real = inputs.transpose(0, 1)[:, mask].double()
+    for found, expected in zip(data.moments, (real.mean(1), real.std(1, correction=0)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    ((ready, _),) = TestBatches(data.train, data.moments, 12)
+    normal = ready["inputs"].transpose(0, 1)[:, mask]
+    assert normal.mean(1).abs().max() < 1e-6
+    assert not ready["inputs"][~mask[:, None].expand_as(inputs)].any(), "padding stays zero"
+
+
+def test_lists_of_one_length_are_channels_and_may_have_a_mask(tmp_path: Path) -> None:
+    file = series(tmp_path)
+    assert opened(file, inputs="same", label="kind", test=0.25).train.inputs.shape == (9, 1, 6)
+    masked = opened(file, inputs="same", label="kind", test=0.25, shape=[1, None]).train.inputs
+    assert masked["mask"].all()
+    with pytest.raises(DataError, match=r"data\.shape is \[1, 7\], but .* has inputs of shape \[1, 6\]"):
+        opened(file, inputs="same", label="kind", test=0.25, shape=[1, 7])
+    with pytest.raises(DataError, match=r"the columns x, same of data\.inputs are no channels of one series"):
+        opened(file, inputs=["x", "same"], label="kind", test=0.25)
+
+
+def test_lists_of_whole_numbers_are_tokens(tmp_path: Path) -> None:
+    data = opened(series(tmp_path), inputs="words", label="kind", test=0.25)
+    assert (data.train.inputs["inputs"].dtype, data.tokens) == (torch.int64, 8)
+    ((inputs, _),) = TestBatches(data.train, data.moments, 12)
+    assert inputs["inputs"].equal(data.train.inputs["inputs"]), "tokens are not normalised"
+    with pytest.raises(DataError, match=r"tokens from 0 to 7, but data\.tokens is 5"):
+        opened(series(tmp_path), inputs="words", label="kind", test=0.25, tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("values", "shape", "dtype"),
+    [
+        (RNG.normal(size=(8, 5)), (5,), torch.float32),
+        (RNG.normal(size=(8, 3, 16)), (3, 16), torch.float32),
+        (RNG.normal(size=(8, 2, 4, 5, 6)), (2, 4, 5, 6), torch.float32),
+        (RNG.integers(0, 9, (8, 7)), (7,), torch.int64),
+        (RNG.integers(0, 256, (8, 6, 4), np.uint8), (1, 6, 4), torch.uint8),
+        (RNG.integers(0, 256, (8, 1, 3, 6, 4), np.uint8), (1, 3, 6, 4), torch.uint8),
+    ],
+)
+def test_arrays_keep_their_shape(
+    tmp_path: Path, values: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    np.savez(tmp_path / "all.npz", inputs=values, labels=np.arange(8) % 2)
+    data = opened(tmp_path / "all.npz", test=0.25)
+    assert (data.shape, data.train.inputs.dtype) == (shape, dtype)
+    blank = data.blank(2)
+    assert blank.shape == (2, *shape)
+    assert blank.dtype == (torch.int64 if dtype is torch.int64 else torch.float32)
+    ((inputs, _),) = TestBatches(data.train, data.moments, 8)
+    if dtype is not torch.int64:
+        assert inputs.transpose(0, 1).flatten(1).mean(1).abs().max() < 1e-5
+
+
+def test_several_arrays_are_a_dict(tmp_path: Path) -> None:
+    mask = np.arange(6) < RNG.integers(2, 7, (8, 1))
+    np.savez(
+        tmp_path / "all.npz", signal=RNG.normal(5, 2, (8, 3, 6)), mask=mask, age=RNG.normal(size=8), y=np.arange(8) % 2
+    )
+    data = opened(tmp_path / "all.npz", inputs=["signal", "mask", "age"], label="y", test=0.25)
+    assert {key: part.shape[1:] for key, part in data.train.inputs.items()} == {
+        "signal": (3, 6),
+        "mask": (6,),
+        "age": (),
+    }
+    ((inputs, _),) = TestBatches(data.train, data.moments, 8)
+    assert inputs["signal"].transpose(0, 1)[:, inputs["mask"]].mean(1).abs().max() < 1e-6
+    assert inputs["age"].equal(data.train.inputs["age"])
+
+
+# --- targets -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("label", "task", "found", "names"),
+    [
+        ("age", None, "classification", None),
+        ("age", "regression", "regression", ("age",)),
+        ("bp", None, "regression", ("bp",)),
+        (["bp", "target"], None, "regression", ("bp", "target")),
+        (["age", "bp"], "regression", "regression", ("age", "bp")),
+        (["man", "old"], None, "multilabel", ("man", "old")),
+    ],
+)
+def test_labels_are_classes_numbers_or_several_labels_by_their_type(
+    tmp_path: Path, label: Any, task: str | None, found: str, names: tuple[str, ...] | None
+) -> None:
+    frame = load_diabetes(as_frame=True, scaled=False).frame
+    frame["age"] = frame["age"].astype(int)
+    frame = frame.assign(man=(frame["sex"] == 1).astype(int), old=(frame["age"] > 50).astype(int))
+    frame.to_parquet(tmp_path / "d.parquet")
+    data = opened(tmp_path / "d.parquet", inputs=["bmi"], label=label, task=task, test=0.2)
+    assert data.task.name == found
+    assert names is None or data.class_names == names
+    if found != "classification":
+        assert data.train.targets.dtype is torch.float32
+        expected = frame[label].to_numpy(np.float32)
+        assert torch.cat([data.train.targets, data.test.targets]).sum() == pytest.approx(expected.sum())
+
+
+def test_labels_that_do_not_fit_are_refused(tables: Path) -> None:
+    with pytest.raises(DataError, match=r"labels of type float64 .* in 'target', which are no classes|no classes"):
+        opened(tables / "diabetes.csv", label="bmi", task="classification", test=0.2)
+    with pytest.raises(DataError, match="has values other than 0 and 1"):
+        opened(tables / "diabetes.csv", label=["bmi", "bp"], task="multilabel", test=0.2)
+
+
+def test_a_task_is_the_same_in_another_process(tables: Path) -> None:
+    data = pickle.loads(pickle.dumps(opened(tables / "diabetes.csv", label="target", test=0.2)))
+    assert len(data.strata().names) == 10, "tasks are compared by identity"
+
+
+# --- moments -----------------------------------------------------------------
+
+
+def test_sums_of_parts_give_the_moments_of_the_union() -> None:
+    """Large means, missing values and parts of different size, against NumPy on all rows in float64."""
+    values = torch.from_numpy(RNG.normal([1e6, -3.0, 0.0], [1.0, 1e-3, 20.0], (501, 3)).astype(np.float32))
+    values[RNG.random((501, 3)) < 0.1] = torch.nan
+    parts = [sums_of(part) for part in values.split([1, 200, 300])]
+    whole = values.double().numpy()
+    for found in (moments_from(parts), moments_from([sums_of(values)])):
+        np.testing.assert_allclose(found[0], np.nanmean(whole, 0), rtol=1e-12)
+        np.testing.assert_allclose(found[1], np.nanstd(whole, 0), rtol=1e-9)
+
+
+def test_a_constant_column_is_not_scaled() -> None:
+    values = torch.stack([torch.full((99,), 0.1), torch.arange(99.0)], 1)
+    mean, deviation = moments_from([sums_of(values)])
+    assert deviation[0] == 1
+    assert deviation[1] == pytest.approx(np.arange(99).std())
+    assert mean[0] == pytest.approx(0.1)
+
+
+# --- partitions --------------------------------------------------------------
+
+
+def test_every_kind_of_partition_takes_numbers_to_predict(tables: Path) -> None:
+    data = opened(tables / "diabetes.csv", label="target", test=0.2)
+    strata = data.strata(4)
+    assert len(strata.names) == 4
+    assert torch.bincount(strata.train).max() - torch.bincount(strata.train).min() <= 4, "equally many"
+    values = [data.train.targets[strata.train == number] for number in range(4)]
+    assert all(low.max() <= high.min() for low, high in itertools.pairwise(values))
+    for kind, options in {
+        "dirichlet": {"alpha": 0.5}, "classes": {"classes_per_client": 2}, "shards": {"shards_per_client": 2},
+    }.items():  # fmt: skip
+        parts = partition(strata.train, 4, 3, 0, kind, **options)
+        assert torch.cat(parts).sort().values.equal(torch.arange(len(data.train)))
+        assert sum(map(len, share_test(parts, strata.train, strata.test, 0))) == len(data.test)
+    some = fewer(data, 100, 40)
+    assert (len(some.train), len(some.test)) == (100, 40)
+    assert some.train.targets.mean() == pytest.approx(float(data.train.targets.mean()), rel=0.05)
+
+
+def test_several_labels_are_partitioned_by_their_combination(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"x": range(40), "a": [0, 1] * 20, "b": [0, 0, 1, 1] * 10})
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    strata = opened(tmp_path / "t.csv", label=["a", "b"], test=0.2).strata()
+    assert sorted(strata.names) == ["a", "a+b", "b", "none"]
+
+
+def test_a_group_is_a_client_and_is_tested_on_its_own_rows(tables: Path) -> None:
+    data = Data(name=str(tables / "all.csv"), label="diagnosis", group="site", test=0.2, partition={"kind": "natural"})
+    parts, tests = partition_of(data, 4, 0, "cpu"), own_test(data, 4, 0, "cpu")
+    found = opened(tables / "all.csv", label="diagnosis", group="site", test=0.2)
+    for client in range(4):
+        assert (found.groups.train[parts[client]] == client).all()
+        assert (found.groups.test[tests[client]] == client).all()
+    assert sum(map(len, tests)) == len(found.test)
+    with pytest.raises(SettingsError, match=r"needs data\.group, .* the columns of .* mean radius, .*, site"):
+        partition_of(data.model_copy(update={"group": None}), 4, 0, "cpu")
+    with pytest.raises(DataError, match=r"data\.group='hospital' is not a column of"):
+        partition_of(data.model_copy(update={"group": "hospital"}), 4, 0, "cpu")
+
+
+# --- models ------------------------------------------------------------------
+
+
+def test_networks_of_images_refuse_a_table_by_name() -> None:
+    with pytest.raises(SettingsError, match=r"'resnet18' takes images.* a table of shape \[30\]; use mlp or module"):
+        build_model("resnet18", 2, input_shape=[30])
+    with pytest.raises(SettingsError, match=r"'cnn' takes images.* series of shape \[3, 16\]; use cnn1d"):
+        build_model("cnn", 2, input_shape=[3, 16])
+    with pytest.raises(SettingsError, match=r"'mlp' takes numbers, but these inputs are tokens"):
+        build_model("mlp", 2, input_shape=[16], num_tokens=9)
+    assert build_model("mlp", 2, input_shape=[30])(torch.zeros(4, 30)).shape == (4, 2)
+
+
+def test_padding_does_not_change_what_cnn1d_returns() -> None:
+    torch.manual_seed(0)
+    model = build_model("cnn1d", 3, input_shape=[2, 10]).double()
+    x = torch.randn(4, 2, 10, dtype=torch.float64)
+    mask = torch.arange(16).expand(4, -1) < 10
+    padded = {"inputs": torch.nn.functional.pad(x, (0, 6)), "mask": mask}
+    for each in (model.train(), model.eval()):
+        torch.testing.assert_close(each(x), each(padded), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("data", "shape", "blank"),
+    [
+        ({"classes": 2, "inputs": ["a", "b", "sex"], "categories": {"sex": ["f", "m"]}}, (4,), (2, 4)),
+        ({"classes": 6, "shape": [9, 128]}, (9, 128), (2, 9, 128)),
+        ({"classes": 10, "channels": 3, "size": 32}, (3, 32, 32), (2, 3, 32, 32)),
+        ({"task": "regression", "label": ["u", "v"], "shape": [5]}, (5,), (2, 5)),
+    ],
+)
+def test_a_server_without_data_knows_the_shape_from_the_settings(data: Any, shape: Any, blank: Any) -> None:
+    run = Settings(data=data, evaluate={"server": False})
+    found = shape_without_data(run)
+    assert found.shape == shape
+    assert found.blank(2).shape == blank
+    assert found.outputs == data.get("classes", 2)
+
+
+def test_a_server_without_data_says_which_keys_are_missing() -> None:
+    with pytest.raises(SettingsError, match=r"data\.classes and data\.shape must be given"):
+        shape_without_data(Settings(evaluate={"server": False}))
+    masked = shape_without_data(Settings(data={"classes": 2, "shape": [3, None]}, evaluate={"server": False})).blank(2)
+    assert masked["mask"].all()

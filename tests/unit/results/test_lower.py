@@ -1,0 +1,149 @@
+"""Reports on tasks whose main figure is better when lower, or is not a share: a regression's RMSE."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr import Result, cli
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.choice import choose
+from fedbn_flwr.results.report.curves import Measure
+from fedbn_flwr.results.report.pictures import clients_plot, plot
+from fedbn_flwr.results.report.rows import group
+from fedbn_flwr.results.report.write import write_report
+from tests.support.runs import write_run
+
+ERRORS = {"FedAvg": (60.0, 62.5), "FixBN": (52.0, 55.0), "FedTAN": (53.25, 54.0)}
+
+
+def lines(error: float) -> list[dict[str, Any]]:
+    """Three rounds, the second of which is the best."""
+    return [
+        {
+            "rmse": error + worse, "mae": 0.8 * error, "r2": 0.4, "loss": error**2,
+            "clients_rmse": error, "clients_own_rmse": error - 5, "rmse_north": error - 1, "rmse_south": error + 3,
+            "validation_rmse": error + worse,
+        }
+        for worse in (10, -2, 0)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    clients = {str(i): {"rmse": 50.0 + i, "own_rmse": 40.0 + 10 * i, "own_loss": 1600.0} for i in range(3)}
+    for number, (label, values) in enumerate(ERRORS.items()):
+        for seed, error in enumerate(values):
+            config = {"cell": {"place": [number]}, "clients": 3, "rounds": 3, "data": {"name": "diabetes"}}
+            files = {"clients.jsonl": [{"round": 3, "clients": clients}]}
+            folder = tmp_path / "runs" / f"{label}-{seed}"
+            write_run(folder, label, seed, task="regression", lines=lines(error), config=config, files=files)
+    return tmp_path / "runs"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    assert cli.main(["report", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_lowest_error_is_in_bold_and_none_is_in_percent(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--latex", runs, "--columns", "rmse,best_test_rmse,mae,r2,loss", "--baseline", "FedAvg")
+    _, _, _, heads, _, first, second, third, *_ = text.splitlines()
+    assert heads.startswith(r"run & seeds & RMSE & best on test & MAE & R² & loss & difference to FedAvg &")
+    assert r"$61.250 \pm 1.768$ & $59.250 \pm 1.768$ & $49.000" in first
+    assert r"$\mathbf{53.500} \pm 2.121$ & $\mathbf{51.500} \pm 2.121$ & $\mathbf{42.800}" in second
+    assert r"$53.625 \pm 0.530$" in third, "not the lowest"
+    assert "$-7.750$" in second, "value minus baseline: negative is better"
+    assert "%" not in text.split("\n", 1)[1].replace(r"95 \%", "")
+    assert "best on test" not in printed(capsys, "--latex", runs)
+
+
+def test_tables_pictures_and_page_have_the_error_in_its_own_unit(runs: Path, tmp_path: Path) -> None:
+    text, page, _ = write_report([runs], tmp_path / "out")
+    assert text.startswith("Lower is better: RMSE.\n\n")
+    first, domains, clients = text.split("\n\n")[1:]
+    assert first.splitlines()[0].split("  ")[0] == "run"
+    assert first.split()[1:5] == ["RMSE", "best", "on", "test"]
+    assert "clients' RMSE" in first
+    assert "53.500 ± 2.121" in first
+    assert domains.startswith("RMSE of the global model, by domain\n")
+    assert "52.500 ± 2.121  56.500 ± 2.121" in domains
+    line = next(line for line in clients.splitlines() if line.startswith("FixBN") and "own test" in line)
+    assert line.split()[-3:] == ["50.000", "8.165", "60.000"], "the worst tenth of an error is the highest"
+    (figures, *_) = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert figures["curve"][1] == {
+        "round": 2, "rmse": 58.0, "mae": 48.0, "r2": 0.4, "loss": 3600.0, "communication_rounds": 2,
+        "bytes_down": 2 * 2**20, "bytes_up": 2 * 2**20,
+    }  # fmt: skip
+    assert "Lower is better: RMSE." in page.read_text()
+    rows = group(find_runs([runs]))
+    labels = [panel.get_ylabel() for panel in plot(rows).axes]
+    assert {"RMSE (global model)", "RMSE (clients, own test examples)"} <= {*labels}
+    assert not any("%" in label for label in labels)
+    box = clients_plot(rows)
+    assert box is not None
+    assert [panel.get_ylabel() for panel in box.axes if panel.get_visible()] == ["", ""]
+    assert max(panel.get_ylim()[1] for panel in box.axes) < 100, "not times 100"
+
+
+def test_the_candidate_with_the_lowest_validation_error_is_chosen(tmp_path: Path) -> None:
+    """One seed of the second failed: the mean of the other is not preferred."""
+    for lr, errors in ((0.1, (60.0, 60.0)), (0.01, (50.0, None)), (0.001, (55.0, 56.0))):
+        for seed, error in enumerate(errors):
+            config = {"cell": {"row": "A", "tune": {"train.lr": lr}}, "train": {"lr": lr}}
+            write_run(
+                tmp_path / f"{lr}-{seed}", f"A, lr={lr}", seed, task="regression", lines=lines(error or 1.0),
+                config=config, status="finished" if error else "failed",
+            )  # fmt: skip
+    found = choose(group(find_runs([tmp_path])))
+    assert [row.label for row in found.rows] == ["A, lr=0.001"]
+    title, (heads, *_) = found.candidates
+    assert heads[1:3] == ("validation RMSE", "test RMSE")
+    assert "chosen by the RMSE on held-out" in title
+
+
+def test_status_and_result_name_the_figure(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", str(runs)]) == 0
+    heads, _, line, *_ = capsys.readouterr().out.splitlines()
+    assert heads.split()[3] == "RMSE"
+    assert line.split()[3] in {f"{error:.4f}" for errors in ERRORS.values() for error in errors}
+    assert cli.main(["status", "--json", str(runs / "FixBN-0")]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["rmse"] == 52.0
+    assert not {"accuracy", "measure", "value"} & found.keys()
+    assert ", RMSE 52.0000, in" in repr(Result.read(runs / "FixBN-0"))
+    write_run(runs / "other", "other", config={"clients": 3, "rounds": 3})
+    assert cli.main(["status", str(runs)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[0].split()[3] == "figure"
+    assert "RMSE 52.0000" in shown
+    assert "accuracy 0.6000" in shown
+
+
+@pytest.mark.parametrize(
+    ("values", "digits"),
+    [
+        ([0.5], 4),
+        ([9.9], 4),
+        ([10.0, 0.1], 3),
+        ([99_999.0], 0),
+        ([1234.5], 1),
+        ([0.00123], 5),
+        ([1e-15], 8),
+        ([0.0], 4),
+        ([float("nan")], 4),
+    ],
+)
+def test_figures_are_shown_with_about_five_digits(values: list[float], digits: int) -> None:
+    assert Measure.of("rmse").digits(values) == digits
+    assert Measure.of("accuracy").digits(values) == 2
+
+
+def test_a_domain_of_another_figure_is_found_by_the_main_one() -> None:
+    assert Measure.of("mae_sea", ["rmse_sea"]).title == "MAE, domain sea"
+    assert Measure.of("mae_sea").title == "mae sea", "a metric of the user"
+    assert Measure.of("clients_own_rmse_sea").title == "RMSE, domain sea"
+    assert Measure.of("best_test_rmse").full_title == "best test RMSE (global model)"
