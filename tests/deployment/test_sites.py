@@ -116,7 +116,7 @@ def test_a_site_with_its_own_data_has_a_limit_of_its_own(sites: list[Path], tmp_
     message += r"exchange the statistics of fewer than 32, .* or allow it by min-batch=6 in this node's config"
     with pytest.raises(RunFailed, match=message):
         serve(grid, run_config)
-    with pytest.raises(SettingsError, match="this node's config has min-batch='few'; expected a number of images"):
+    with pytest.raises(SettingsError, match="this node's config has min-batch='few'; expected a number of examples"):
         make_client(
             Context(
                 1, 1, nodes[0] | {"partition-id": 0, "num-partitions": 3, "min-batch": "few"}, RecordDict(), run_config
