@@ -161,7 +161,7 @@ def test_a_node_without_partition_or_data_is_named(tmp_path: Path) -> None:
 
 def test_settings_that_a_server_without_data_needs_are_named(sites: list[Path], tmp_path: Path) -> None:
     data = {"name": "/nowhere", "classes": 3, "normalise": "unit"}
-    with pytest.raises(SettingsError, match=r"server reads no data, and data\.channels, data\.size must be given"):
+    with pytest.raises(SettingsError, match=r"server reads no data, and data\.shape must be given"):
         run(sites, tmp_path / "out", data=data)
     for wrong in ("clients: false", "statistics: reestimated"):
         with pytest.raises(SettingsError, match="server"):
