@@ -116,7 +116,7 @@ def test_a_site_with_its_own_data_has_a_limit_of_its_own(sites: list[Path], tmp_
     message += r"exchange the statistics of fewer than 32, .* or allow it by min-batch=6 in this node's config"
     with pytest.raises(RunFailed, match=message):
         serve(grid, run_config)
-    with pytest.raises(SettingsError, match="this node's config has min-batch='few'; expected a number of images"):
+    with pytest.raises(SettingsError, match="this node's config has min-batch='few'; expected a number of examples"):
         make_client(
             Context(
                 1, 1, nodes[0] | {"partition-id": 0, "num-partitions": 3, "min-batch": "few"}, RecordDict(), run_config
@@ -161,7 +161,7 @@ def test_a_node_without_partition_or_data_is_named(tmp_path: Path) -> None:
 
 def test_settings_that_a_server_without_data_needs_are_named(sites: list[Path], tmp_path: Path) -> None:
     data = {"name": "/nowhere", "classes": 3, "normalise": "unit"}
-    with pytest.raises(SettingsError, match=r"server reads no data, and data\.channels, data\.size must be given"):
+    with pytest.raises(SettingsError, match=r"server reads no data, and data\.shape must be given"):
         run(sites, tmp_path / "out", data=data)
     for wrong in ("clients: false", "statistics: reestimated"):
         with pytest.raises(SettingsError, match="server"):
