@@ -1,7 +1,7 @@
 """What a model is trained for: its loss, what it must output, and the figures by which it is judged.
 
-A task follows from the targets of the data, see `task_of`. Whether a lower value of a figure is better, and whether it
-is shown in percent, is decided here for the choice of the best round and for all reports.
+Whether a lower value of a figure is better, and whether it is shown in percent, is decided here for the choice of the best
+round and for all reports.
 """
 
 from __future__ import annotations
@@ -91,19 +91,3 @@ def task_named(name: str) -> Task:
     if name not in TASKS:
         raise SettingsError(f"task {name!r} is unknown; {did_you_mean(name, TASKS)}")
     return TASKS[name]
-
-
-def task_of(targets: Any) -> Task:
-    """The task that the targets of all examples are for, if nothing else is said.
-
-    They are a tensor or an array: of whole numbers, the classes of examples or of pixels; of truth values, or of floats
-    all of which are 0 or 1, one label or several; of other floats, numbers. Or a dict of such tensors.
-    """
-    if isinstance(targets, Mapping):
-        return SEVERAL
-    kind = str(targets.dtype)
-    if "bool" in kind or ("float" in kind and bool(((targets == 0) | (targets == 1)).all())):
-        return MULTILABEL if targets.ndim > 1 and targets.shape[1] > 1 else BINARY
-    if "float" in kind:
-        return REGRESSION
-    return SEGMENTATION if targets.ndim > 1 else CLASSIFICATION

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batch import count, each
+from fedbn_flwr.batch import Value, count, each
 from fedbn_flwr.data import IGNORED
-from fedbn_flwr.tasks import SEVERAL, Task, task_of
+from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, SEVERAL, Task
 from fedbn_flwr.threads import map_batches
 
 from .metrics import Counts, Measurement, Metric
@@ -69,6 +69,7 @@ def evaluate(
     return {"loss": float(total) / numbers, "num-examples": examples} | measurement.values()
 
 
-def _of_whole_numbers(targets: Any) -> Task:
-    found = task_of(targets)
-    return found if found.losses == ("cross_entropy",) else SEVERAL
+def _of_whole_numbers(targets: Value) -> Task:
+    if isinstance(targets, Mapping) or targets.is_floating_point() or targets.dtype is torch.bool:
+        return SEVERAL
+    return SEGMENTATION if targets.ndim > 1 else CLASSIFICATION

@@ -355,8 +355,7 @@ def _images(
         if task is SEGMENTATION:
             raise DataError(
                 f"data.label={label[0]!r} of {source.name!r} has the type {_kind(splits, label[0])}; expected a number "
-                "or "
-                "a text for each image, or a column of masks. Its columns: " + _kinds(splits)
+                "or a text for each image, or a column of masks. Its columns: " + _kinds(splits)
             )
     size = source.pixels or ((entry.size, entry.size) if entry and entry.size else None)
     fit = source.fit or (entry.fit if entry else "stretch")

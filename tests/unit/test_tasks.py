@@ -1,39 +1,9 @@
-"""Which task targets are for, and which of its figures are better when lower."""
+"""What the tasks are compared by, and which figures are better when lower."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-import pytest
-import torch
-
 from fedbn_flwr import tasks
-from fedbn_flwr.tasks import is_lower_better, task_of, title_of
-
-
-@pytest.mark.parametrize(
-    ("targets", "name"),
-    [
-        (torch.tensor([0, 1, 1]), "classification"),
-        (torch.tensor([0, 1, 2], dtype=torch.uint8), "classification"),
-        (torch.zeros(3, 4, 4, dtype=torch.uint8), "segmentation"),
-        (torch.zeros(3, 4, 4, 4, dtype=torch.int64), "segmentation"),
-        (torch.tensor([True, False]), "binary"),
-        (torch.tensor([0.0, 1.0, 1.0]), "binary"),
-        (torch.tensor([[0.0], [1.0]]), "binary"),
-        (torch.tensor([[0.0, 1.0], [1.0, 1.0]]), "multilabel"),
-        (torch.zeros(3, 4, dtype=torch.bool), "multilabel"),
-        (torch.tensor([0.0, 1.0, 0.5]), "regression"),
-        (torch.tensor([[0.0, 1.0], [1.0, 2.0]]), "regression"),
-        (torch.tensor([0.0, 1.0, torch.nan]), "regression"),
-        (np.array([0.5, 2.0]), "regression"),
-        (np.array([[True, False]]), "multilabel"),
-        ({"age": torch.zeros(3), "sex": torch.zeros(3)}, "several"),
-    ],
-)
-def test_targets_have_a_task(targets: Any, name: str) -> None:
-    assert task_of(targets) is tasks.TASKS[name]
+from fedbn_flwr.tasks import is_lower_better, title_of
 
 
 def test_one_logit_decides_between_two_classes() -> None:

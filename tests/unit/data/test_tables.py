@@ -14,6 +14,7 @@ import torch
 from flwr.app import Context, RecordDict
 from sklearn.datasets import load_breast_cancer, load_diabetes
 
+from fedbn_flwr.batch import first
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet, fewer
 from fedbn_flwr.data.load import load
@@ -64,7 +65,7 @@ def test_a_table_is_the_same_from_csv_parquet_and_numpy(tables: Path) -> None:
         assert data.input_names == tuple(names)
         assert data.train.inputs.equal(found[0].train.inputs)
         assert data.test.targets.equal(found[0].test.targets)
-    rows = torch.cat([found[0].train.inputs, found[0].test.inputs])
+    rows = torch.cat([first(found[0].train.inputs), first(found[0].test.inputs)])
     assert sorted(map(tuple, rows.tolist())) == sorted(map(tuple, frame[names].to_numpy(np.float32).tolist()))
 
 
@@ -264,7 +265,7 @@ def test_labels_are_classes_numbers_or_several_labels_by_their_type(
     if found != "classification":
         assert data.train.targets.dtype is torch.float32
         expected = frame[label].to_numpy(np.float32)
-        assert torch.cat([data.train.targets, data.test.targets]).sum() == pytest.approx(expected.sum())
+        assert torch.cat([first(data.train.targets), first(data.test.targets)]).sum() == pytest.approx(expected.sum())
 
 
 def test_labels_that_do_not_fit_are_refused(tables: Path) -> None:
