@@ -1,7 +1,7 @@
 """What a model is trained for: its loss, what it must output, and the figures by which it is judged.
 
-Whether a lower value of a figure is better, and whether it is shown in percent, is decided here for the choice of the best
-round and for all reports.
+Whether a lower value of a figure is better, and whether it is shown in percent, is decided here for the choice of the
+best round and for all reports.
 """
 
 from __future__ import annotations
