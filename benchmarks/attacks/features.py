@@ -42,7 +42,7 @@ def contributions(model: nn.Module, batch: Batch, agreed: Sequence[Contribution]
     def exchange(contribution: Contribution) -> Agreement:
         sent.append(contribution)
         answer = contribution if agreed is None else agreed[len(sent) - 1]
-        return Agreement(answer.tensors, answer.images)
+        return Agreement(answer.tensors, answer.values, answer.values / answer.batch)
 
     LayerwiseStep(exchange)(copy.deepcopy(model).train(), *batch, F.cross_entropy)
     return sent

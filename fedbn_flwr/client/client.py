@@ -162,7 +162,8 @@ class BNClient(NumPyClient):
         if compile and "compiled" not in declared("passes"):
             raise ValueError("compile is True, but fedbn_flwr has no folder extensions/compiled; expected False")
         self.task = task_named(task) if isinstance(task, str) else task
-        check_metrics(self.task, metrics)
+        if metrics:
+            check_metrics(self.task, metrics)
         loss = default_loss(self.task) if loss is None else loss
         if channels_last and isinstance(model, nn.Module):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

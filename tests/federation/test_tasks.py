@@ -74,7 +74,7 @@ def relative_error(outputs, targets):
 
 @pytest.fixture(autouse=True)
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tables.py").write_text(TABLES)
+    (tmp_path / "own_data.py").write_text(TABLES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -83,7 +83,7 @@ def settings(name: str, **more: Any) -> dict[str, Any]:
     return {
         "rounds": 3,
         "clients": 2,
-        "data": {"name": f"tables:{name}", **more.pop("data", {})},
+        "data": {"name": f"own_data:{name}", **more.pop("data", {})},
         "model": {"name": "mlp"},
         "train": {"lr": 0.02, "epochs": 2, **more.pop("train", {})},
         "engine": {"workers": 0, "device": "cpu"},
@@ -97,7 +97,7 @@ def last(result: Any) -> dict[str, Any]:
 
 
 def test_a_regression_is_judged_by_its_lowest_error(tmp_path: Path) -> None:
-    evaluate = {"validation": 0.2, "metrics": ["tables:relative_error"], "unseen": 1, "finetune_steps": 2}
+    evaluate = {"validation": 0.2, "metrics": ["own_data:relative_error"], "unseen": 1, "finetune_steps": 2}
     given = settings("diabetes", clients=3, train={"lr": 0.002}, evaluate=evaluate)
     result = run(given, out=tmp_path / "out", progress=False)
     figures, history = result.summary.to_json(), result._run.history
@@ -134,7 +134,7 @@ def test_a_regression_is_judged_by_its_lowest_error(tmp_path: Path) -> None:
             {"train": {"lr": 0.1, "epochs": 4, "label_smoothing": 0.1}, "evaluate": {"metrics": ["auc"]}},
             {"macro_f1", "accuracy", "auc"},
         ),
-        ("several", {"data": {"classes": 2}, "train": {"loss": "tables:both"}}, set()),
+        ("several", {"data": {"classes": 2}, "train": {"loss": "own_data:both"}}, set()),
     ],
 )
 def test_every_task_trains(name: str, more: dict[str, Any], keys: set[str], tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_every_task_trains(name: str, more: dict[str, Any], keys: set[str], tmp_
         (
             "diabetes",
             {"train": {"loss": "cross_entropy"}},
-            r"train\.loss is cross_entropy, but 'tables:diabetes' has numbers \(regression\); expected mse or mae or",
+            r"train\.loss is cross_entropy, but 'own_data:diabetes' has numbers \(regression\); expected mse or mae or",
         ),
         (
             "cancer",

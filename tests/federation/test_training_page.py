@@ -13,6 +13,7 @@ import yaml
 
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.loop import carry_out
+from fedbn_flwr.tasks import title_of
 from tests.support.command import ROOT, python_blocks
 
 PAGE = (ROOT / "docs" / "training.md").read_text()
@@ -47,7 +48,7 @@ def test_the_experiments_train(tmp_path: Path, number: int) -> None:
         for key in (name, f"clients_{name}", f"clients_own_{name}"):
             assert all(-1 <= line[key] <= 1 for line in lines), key
             assert summary[key] == lines[-1][key]
-        assert f"clients' {name.replace('_', ' ')} on own data" in outcome.table
+        assert f"clients' {title_of(name)} on own data" in outcome.table
     assert summary["status"] == "finished"
 
 

@@ -117,6 +117,7 @@ def test_resuming_begins_the_runs_that_had_not_begun(tmp_path: Path, capsys: pyt
     assert json.loads((out / "second" / "summary.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_run_leaves_what_the_design_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert cli.main(["run", QUICK, "engine.workers=0", "--out", str(out)]) == 0

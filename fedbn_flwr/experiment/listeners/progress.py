@@ -193,7 +193,7 @@ class Progress:
             self._done += news.round
             if not self._draws:
                 continued = f", continuing after round {news.round}" if news.round else ""
-                self._say_of(place, f"{rounds} rounds{continued}")
+                self._say_of(place, f"{counted(rounds)}{continued}")
         elif more := news.round - before.round:
             self._done += more
             self._counted += more
@@ -216,7 +216,7 @@ class Progress:
         news = run.news or News()
         self._ended += 1
         self._done += self._rounds[place] - news.round
-        took = f"{news.round} rounds in {duration(time.monotonic() - run.began)}  {news.figures}".rstrip()
+        took = f"{counted(news.round)} in {duration(time.monotonic() - run.began)}  {news.figures}".rstrip()
         self._say_of(place, problem or took, news.round)
         self._show()
 
@@ -280,6 +280,10 @@ class Progress:
             self._live.refresh()
         if self._cell is not None:
             self._cell.update(self.render())
+
+
+def counted(rounds: int) -> str:
+    return f"{rounds} round" if rounds == 1 else f"{rounds} rounds"
 
 
 def figures_of(line: Mapping[str, Any], main: str) -> str:

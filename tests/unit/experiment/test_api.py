@@ -63,7 +63,9 @@ def test_run_does_what_the_command_does(tmp_path: Path) -> None:
 def test_changes_are_dicts_section_objects_or_names(changes: Any, tmp_path: Path) -> None:
     result = run(TINY, **changes, out=tmp_path, progress=False)
     config = result.config
-    assert config["data"]["partition"] == {"kind": "dirichlet", "alpha": 0.5, "min_size": 1, "by": "class"}
+    assert config["data"]["partition"] == {
+        "kind": "dirichlet", "bins": None, "alpha": 0.5, "min_size": 1, "by": "class"
+    }  # fmt: skip
     assert config["data"]["name"] == "digits"
     assert config["model"]["norm"] == "gn"
     assert config["model"]["name"] == "cnn"
@@ -195,7 +197,7 @@ def test_progress_is_shown_unless_it_is_turned_off(tmp_path: Path, capsys: pytes
     run(TINY, out=tmp_path / "quiet", progress=False)
     assert capsys.readouterr() == ("", "")
     run(TINY, out=tmp_path / "shown")
-    assert "round 1/1" in capsys.readouterr().out
+    assert "[1/1] FedAvg: 1 round in" in capsys.readouterr().out
 
 
 def test_every_setting_can_be_changed() -> None:

@@ -23,6 +23,7 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.model import make_model
 from fedbn_flwr.experiment.registry import describe
 from fedbn_flwr.experiment.settings import Data, Model, Settings, resolve
+from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
 
 HALF_AN_HOUR = 1.7e6
 CORES = 2
@@ -41,7 +42,8 @@ def counted(data: Data, model: Model) -> tuple[int, int, int]:
     assert size is not None
     sides = (size, size) if isinstance(size, int) else size
     with torch.device("meta"):
-        network = make_model(run, Shape(entry.classes, entry.channels, sides, entry.ids is not None)).eval()
+        task = CLASSIFICATION if entry.ids is None else SEGMENTATION
+        network = make_model(run, Shape(entry.classes, (entry.channels, *sides), task)).eval()
         values: list[int] = []
         for module in network.modules():
             if isinstance(module, nn.Conv2d):
