@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -90,7 +91,7 @@ def _columns(data: Data) -> Iterator[Check]:
     with needs("data", f"data.name={data.name!r}"):
         from fedbn_flwr.data.folders import open_splits
     splits, _ = open_splits(source_of(data), None)
-    categories = dict(data.categories)
+    categories, ranges = dict(data.categories), dict(data.ranges)
     used = [*data.inputs, *data.label, *filter(None, (data.domain, data.group))]
     problems = [f"there is no column {name!r}" for name in used if name not in splits["train"].features]
     for part, split in splits.items():
@@ -100,6 +101,12 @@ def _columns(data: Data) -> Iterator[Check]:
                 problems.append(f"{part}: {name!r} has texts, expected numbers")
             if (absent := int(rows.isna().sum())) and not (data.missing and name in data.inputs):
                 problems.append(f"{part}: {absent} of {len(rows)} rows have no value in {name!r}")
+            low, high = ranges.get(name, (-math.inf, math.inf))
+            if rows.dtype.kind in "iuf" and (outside := int(((rows < low) | (rows > high)).sum())):
+                problems.append(
+                    f"{part}: {outside} of {len(rows)} rows have a value of {name!r} outside of data.ranges, "
+                    f"{low:g} to {high:g}"
+                )
             known = categories.get(name, data.class_names if (name,) == data.label else ())
             if other := int((~rows.dropna().astype(str).isin(known)).sum()) if known else 0:
                 problems.append(

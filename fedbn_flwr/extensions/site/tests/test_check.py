@@ -368,7 +368,7 @@ def test_the_columns_of_a_table_are_those_of_the_experiment(tmp_path: Path, caps
         ("pressure", [None, None, 120.5], "test: 2 of 40 rows have no value in 'pressure'"),
         ("sex", ["x", "f", "x"], "train: 2 of 40 rows have a value in 'sex' other than ['f', 'm']"),
         ("outcome", ["dead", "ill", "ill"], "train: 1 of 40 rows have a value in 'outcome' other than ['ill', 'well']"),
-        ("age", [150, -3, 44], "2 of 40 training examples have a value of 'age' outside of data.ranges, 0 to 120"),
+        ("age", [150, -3, 44], "train: 2 of 40 rows have a value of 'age' outside of data.ranges, 0 to 120"),
     ],
 )
 def test_what_differs_from_the_experiment_is_named_without_values(
