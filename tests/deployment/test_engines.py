@@ -172,7 +172,10 @@ def test_bad_input_to_flwr_run_ends_before_anything_is_started(capsys: pytest.Ca
     ("changes", "line"),
     [
         ("rouns=3", "unknown key 'rouns' (= 3); did you mean 'rounds'?"),
-        ("strategy={name: FedTN, exchange: paper}", "strategy.name='FedTN' is not a strategy; did you mean 'FedTAN'?"),
+        (
+            "strategy='{name: FedTN, exchange: paper}'",
+            "strategy.name='FedTN' is not a strategy; did you mean 'FedTAN'?",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_line_of_flower_s_log(deployment: Deployment, changes: str, line: str) -> None:
