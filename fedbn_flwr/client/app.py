@@ -217,7 +217,7 @@ def _partition(make: Make, message: Message, config: Config, context: Context) -
     if config.get(protocol.READY):
         client = make()  # raises errors in the site's data or model before any training
         if own and (allowed := config.get(protocol.COHORT_MIN_BATCH)) and isinstance(client, BNClient):
-            check_batch(client.batch_size_of_round(), allowed=int(allowed), own=client.min_batch)
+            check_batch(client.batch_examples(), allowed=int(allowed), own=client.min_batch)
     return RecordDict({"metrics": _numbers(place_of(context) | own | return_to_round(config, context))})
 
 

@@ -267,7 +267,7 @@ class BNClient(NumPyClient):
         statistics, batches = reestimate(self.model, self._pairs(epoch), self._parts.device)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
-    def batch_size_of_round(self) -> int:
+    def batch_examples(self) -> int:
         """The number of examples in the client's batches."""
         return min(getattr(self.train_data, "batch_size", None) or self.num_examples, self.num_examples)
 
