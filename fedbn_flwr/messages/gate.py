@@ -27,7 +27,7 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.tasks import SHARES
 
-from ..messages import protocol
+from . import protocol
 from .aggregate import Arrays
 from .arrays import arrays_in, configs_in, held, metrics_in, unpack
 

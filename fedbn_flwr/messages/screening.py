@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ..messages import protocol
+from . import protocol
 from .aggregate import Arrays, fault
 from .arrays import metrics_in, record_of
 from .gate import Reply, arrays_of, one_line, with_content
