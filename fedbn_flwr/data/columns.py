@@ -88,6 +88,7 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
         task,
         features,
         tuple(splits["train"].features if is_table else splits["train"]),
+        source.tokens,
     ).wanted()
     if source.held_out:
         data = data.held_out(source.held_out)

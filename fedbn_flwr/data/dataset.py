@@ -119,6 +119,7 @@ class DataSet(Form):
     task: Task = CLASSIFICATION
     input_names: tuple[str, ...] = ()  # of the features
     columns: tuple[str, ...] = ()  # that the data have, used or not
+    given_tokens: int | None = None  # data.tokens, on which sites agree
 
     @property
     def classes(self) -> int:  # type: ignore[override]
@@ -128,13 +129,13 @@ class DataSet(Form):
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.train.shape
 
-    @property
+    @cached_property
     def tokens(self) -> int | None:
-        """The number of tokens, where the inputs are whole numbers."""
+        """The number of tokens, where the inputs are whole numbers; clients ask for each message."""
         parts = [main(part.inputs) for part in (self.train, self.test) if isinstance(part, InMemory)]
         if not parts or parts[0].dtype is not torch.int64:
             return None
-        return 1 + max(int(part.max()) for part in parts)
+        return self.given_tokens or 1 + max(int(part.max()) for part in parts)
 
     @property
     def nbytes(self) -> int:

@@ -193,6 +193,7 @@ def test_lists_of_whole_numbers_are_tokens(tmp_path: Path) -> None:
     assert (data.train.inputs["inputs"].dtype, data.tokens) == (torch.int64, 8)
     ((inputs, _),) = TestBatches(data.train, data.moments, 12)
     assert inputs["inputs"].equal(data.train.inputs["inputs"]), "tokens are not normalised"
+    assert opened(series(tmp_path), inputs="words", label="kind", test=0.25, tokens=100).tokens == 100, "of all sites"
     with pytest.raises(DataError, match=r"tokens from 0 to 7, but data\.tokens is 5"):
         opened(series(tmp_path), inputs="words", label="kind", test=0.25, tokens=5)
 
