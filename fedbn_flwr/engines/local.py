@@ -73,7 +73,7 @@ class LocalGrid(Capabilities, Grid):
         Results can depend on it in the last bit.
     work
         The expected relative duration of each node's messages, for instance its number of examples. Workers begin with
-        the longest; from the second message of a node on, the duration of its last one counts.
+        the longest.
     run_config, node_config
         The configs in the ClientApp's context; `node_config` is one mapping for all nodes, or one per node.
     node_ids
@@ -269,12 +269,10 @@ class LocalGrid(Capabilities, Grid):
             if worker.is_free and (message := self._schedule.take(number)) is not None:
                 node = message.metadata.dst_node_id
                 context = None if self._schedule.is_kept(node) else self._contexts.bring(node)
-                then = functools.partial(self._handled, message, number, time.monotonic())
+                then = functools.partial(self._handled, message, number)
                 worker.send(then, "serve", message, context)
 
-    def _handled(
-        self, message: Message, worker: int, began: float, result: tuple[Message, RecordDict | None], lost: str
-    ) -> None:
+    def _handled(self, message: Message, worker: int, result: tuple[Message, RecordDict | None], lost: str) -> None:
         """Keep the reply to a message that a worker has handled, and the node's state."""
         if lost:
             reason = f"{lost}; its node has the state from before this message"
@@ -285,7 +283,7 @@ class LocalGrid(Capabilities, Grid):
             node = message.metadata.dst_node_id
             self._contexts.bring(node).state = state
             self._contexts.used(node)
-        self._schedule.done(message, worker, None if lost else time.monotonic() - began)
+        self._schedule.done(message, worker, lost=bool(lost))
         if message.metadata.message_id in self._awaited:
             self._awaited.remove(message.metadata.message_id)
             self._received(message.metadata.message_id, reply)
