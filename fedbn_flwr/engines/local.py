@@ -2,8 +2,7 @@
 
 It needs no polling and no object store. With `workers=0` this process serves all nodes, and a debugger can step
 through. Otherwise workers serve them. Any worker serves any node: the node's context is sent with the message, and its
-state returned with the reply. Workers are forked: they share the memory of data loaded before. With `gpus` they are
-spawned, because CUDA does not work in forked processes: the workers of the extension `gpu`.
+state returned with the reply. Workers are forked: they share the memory of data loaded before, and cannot use a GPU.
 
 A server outside of Flower's runtime needs three of Flower's internals: `TaskIdentity`, `Run` and a message's id.
 """
@@ -17,20 +16,19 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from fedbn_flwr import extensions
 from fedbn_flwr.errors import MissingPackage, RunFailed
 
 from .base import Capabilities, GivenUp, NodeStates, Replied
 from .nodes import Contexts, Nodes
 from .schedule import Schedule
-from .worker import START_TIMEOUT, NodeWorker, Worker, leave_if_unguarded
+from .worker import START_TIMEOUT, NodeWorker, Worker
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from fedbn_flwr.exchange.codec import Agreement, Contribution
@@ -62,12 +60,6 @@ class LocalGrid(Capabilities, Grid):
         Number of nodes; node i has `partition-id` i and `num-partitions` in its node config, as in Flower's simulation.
     workers
         Processes that serve the nodes; 0 (default): this process.
-    gpus
-        GPUs on which workers train: worker i sees GPU i modulo `gpus` and no other. 0 (default): workers train on the
-        CPU.
-    start
-        How workers are started: "fork", or "spawn", the only way with `gpus`. A spawned process imports the app: it and
-        what it refers to must be at the top of a module, and what trains in a script below `if __name__ == "__main__"`.
     threads
         PyTorch's threads while serving nodes: 1 in workers; in this process None leaves their number unchanged.
         Results can depend on it in the last bit.
@@ -89,8 +81,6 @@ class LocalGrid(Capabilities, Grid):
         num_nodes: int,
         *,
         workers: int = 0,
-        gpus: int = 0,
-        start: Literal["fork", "spawn"] | None = None,
         threads: int | None = None,
         work: Sequence[float] | None = None,
         run_config: UserConfig | None = None,
@@ -98,15 +88,10 @@ class LocalGrid(Capabilities, Grid):
         node_ids: Sequence[int] | None = None,
         state_memory: float = math.inf,
     ) -> None:
-        leave_if_unguarded()
         if num_nodes < 1:
             raise ValueError(f"num_nodes is {num_nodes}; a grid needs at least one")
         if workers < 0:
             raise ValueError(f"workers is {workers}; give 0 (this process) or a number of processes")
-        if gpus < 0 or gpus > max(workers, 0):
-            raise ValueError(f"gpus is {gpus}, workers {workers}; expected gpus=0, or at least a worker for each GPU")
-        if start not in (None, "fork", "spawn") or (gpus and start == "fork"):
-            raise ValueError(f"start is {start!r} with gpus={gpus}; expected spawn, or fork without GPUs")
         ids = list(range(1, num_nodes + 1) if node_ids is None else node_ids)
         node_configs = [node_config or {}] * num_nodes if isinstance(node_config, Mapping | None) else node_config
         if len(set(ids)) != len(ids):
@@ -133,7 +118,6 @@ class LocalGrid(Capabilities, Grid):
         self._replies: dict[str, Message] = {}
         self._awaited: set[str] = set()  # the ids of messages to workers, until their replies are kept or given up
         self._observers: list[Replied] = []
-        self._gpus = min(gpus, num_nodes) if gpus or start == "spawn" else None  # of spawned workers
         self._start_timeout = 3 * START_TIMEOUT
         self._workers: Sequence[Any] = ()  # each is a NodeWorker
         if workers:
@@ -146,13 +130,7 @@ class LocalGrid(Capabilities, Grid):
         if nodes.threads != 1:
             # A forked process inherits OpenMP's record of a thread pool without its threads, and would wait for them.
             raise ValueError(f"threads is {nodes.threads}; worker processes train with one, or give workers=0")
-        if self._gpus is None:
-            return [Worker(nodes) for _ in range(count)]
-        if "spawn" not in extensions.declared("workers"):
-            raise MissingPackage("gpus and start='spawn' need the extension fedbn_flwr.extensions.gpu")
-        spawned: Sequence[NodeWorker]
-        spawned, self._start_timeout = extensions.part("workers", "spawn")(nodes, count, self._gpus)
-        return spawned
+        return [Worker(nodes) for _ in range(count)]
 
     def _wait(self, timeout: float) -> list[int]:
         """The numbers of the workers whose job has a result; waits up to `timeout` seconds for the first."""
