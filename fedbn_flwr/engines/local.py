@@ -15,6 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Self
 
@@ -121,7 +122,7 @@ class LocalGrid(Capabilities, Grid):
         self._start_timeout = 3 * START_TIMEOUT
         self._workers: Sequence[Any] = ()  # each is a NodeWorker
         if workers:
-            self._workers = self._make_workers(Nodes(client_app, threads or 1, {}), min(workers, num_nodes))
+            self._workers = self._make_workers(Nodes(client_app, threads or 1, Contexts({})), min(workers, num_nodes))
         self._schedule = Schedule(dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
         self._served_at: float | None = None  # when some worker was last ready
 
@@ -181,8 +182,8 @@ class LocalGrid(Capabilities, Grid):
                 waiting.append(message)
                 self._awaited.add(message_id)
             else:
-                self._received(message_id, self._nodes.answer(message, self._contexts.bring(node)))
-                self._contexts.used(node)
+                with self._contexts.use(node) as context:
+                    self._received(message_id, self._nodes.answer(message, context))
         if waiting:
             self._schedule.add(waiting, [number for number, worker in enumerate(self._workers) if not worker.problem])
             self._serve_workers(0)
@@ -245,10 +246,9 @@ class LocalGrid(Capabilities, Grid):
     def _send_next(self) -> None:
         for number, worker in enumerate(self._workers):
             if worker.is_free and (message := self._schedule.take(number)) is not None:
-                node = message.metadata.dst_node_id
-                context = None if self._schedule.is_kept(node) else self._contexts.bring(node)
-                then = functools.partial(self._handled, message, number)
-                worker.send(then, "serve", message, context)
+                node, then = message.metadata.dst_node_id, functools.partial(self._handled, message, number)
+                with self._contexts.use(node) as context:
+                    worker.send(then, "serve", message, None if self._schedule.is_kept(node) else context)
 
     def _handled(self, message: Message, worker: int, result: tuple[Message, RecordDict | None], lost: str) -> None:
         """Keep the reply to a message that a worker has handled, and the node's state."""
@@ -258,9 +258,8 @@ class LocalGrid(Capabilities, Grid):
         else:
             reply, state = result
         if state is not None:
-            node = message.metadata.dst_node_id
-            self._contexts.bring(node).state = state
-            self._contexts.used(node)
+            with self._contexts.use(message.metadata.dst_node_id) as context:
+                context.state = state
         self._schedule.done(message, worker, lost=bool(lost))
         if message.metadata.message_id in self._awaited:
             self._awaited.remove(message.metadata.message_id)
@@ -297,19 +296,19 @@ class LocalGrid(Capabilities, Grid):
 
     def read_state(self, node: int) -> RecordDict:
         """A node's `Context.state`; that of before the message or the layer-wise round that a worker has not ended."""
-        return self._between_rounds(node).state
+        with self._between_rounds(node) as context:
+            return context.state
 
     def write_state(self, node: int, records: RecordDict) -> None:
         """Replace a node's `Context.state`."""
-        self._between_rounds(node).state = records
+        with self._between_rounds(node) as context:
+            context.state = records
 
-    def _between_rounds(self, node: int) -> Context:
+    def _between_rounds(self, node: int) -> AbstractContextManager[Context]:
         if self._awaited:
             raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
         self._schedule.let_go(node)
-        context = self._contexts.bring(node)
-        self._contexts.used(node)
-        return context
+        return self._contexts.use(node)
 
     def close(self) -> None:
         """End the workers, and remove the folder of states."""

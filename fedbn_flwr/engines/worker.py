@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
 from flwr.common import log
 
 from fedbn_flwr import seeding
@@ -180,10 +181,6 @@ class Worker(NodeWorker):
 
 def fork_problem() -> str | None:
     """Why this forked process cannot train: PyTorch refuses if its parent has threads that compute gradients."""
-    if "torch" not in sys.modules:
-        return None
-    import torch
-
     try:
         torch.zeros((), requires_grad=True).backward()
     except RuntimeError:
@@ -203,8 +200,7 @@ def _end_with(parent: int) -> None:
 
 def _serve(nodes: Nodes, end: socket.socket) -> None:
     """In the new process: take the locks that other threads may hold, and answer until the parent ends it."""
-    if "torch" in sys.modules:
-        seeding.states()  # takes the lock of PyTorch's generator
+    seeding.states()  # takes the lock of PyTorch's generator
     sys.stdout.flush()
     sys.stderr.flush()
     channel, problem = Channel(end), fork_problem()
