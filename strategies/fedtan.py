@@ -84,18 +84,18 @@ class FedTAN(FedAvg):
         direct: carriers.Service | bool = True,
         **options: Unpack[FedAvgOptions],
     ) -> None:
-        carriers.check(direct)
         if weights == "batch":
             options.setdefault("weighted_by_key", protocol.BATCH_EXAMPLES)
         super().__init__(**options)
         self.traits = replace(self.traits, min_batch=min_batch)
         self.exchange, self.weights_by = exchange, weights
-        self.exchange_timeout, self.direct = exchange_timeout, direct
+        self.exchange_timeout, self.direct, self.service = exchange_timeout, direct, carriers.service_of(direct)
         self._carrier: carriers.RoundCarrier | None = None
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        carriers.prepare(self.direct)
+        if self.service is not None:
+            self.service.prepare()
         require_norm(self, {Role.STATISTICS}, arrays, "exchanges statistics of batch norm")
 
     def instructions(self, round: Round) -> dict[str, Any]:
@@ -116,7 +116,11 @@ class FedTAN(FedAvg):
         if not messages or Role.STATISTICS in frozen_roles(config):
             return messages
         engine = capabilities(grid)
-        self._carrier = carriers.choose(self.direct, grid, messages, self.exchange_timeout, engine.exchange)
+        if self.service is not None:
+            self._carrier = self.service.carrier(grid, messages, self.exchange_timeout)
+        else:
+            pass_on = engine.exchange if self.direct else None
+            self._carrier = carriers.ByMessages(grid, messages, self.exchange_timeout, pass_on)
         return self._carrier.run(
             lambda carrier: run_exchanges(
                 carrier,

@@ -19,7 +19,6 @@ from fedbn_flwr.tasks import SEVERAL
 
 from .data import Shape
 from .objective import targets_like
-from .sections import Engine
 from .settings import Settings, name_in
 
 
@@ -29,14 +28,6 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise SettingsError("engine.device is 'cuda', but PyTorch finds no GPU here; use auto or cpu")
     return torch.device(name)
-
-
-def check_gpus(engine: Engine, device: torch.device) -> None:
-    if device.type == "cuda" and engine.gpus > (found := torch.cuda.device_count()):
-        raise SettingsError(
-            f"engine.gpus is {engine.gpus}, but PyTorch finds {found} here; use a smaller number, or make more visible "
-            "by CUDA_VISIBLE_DEVICES"
-        )
 
 
 def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:

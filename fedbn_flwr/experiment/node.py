@@ -30,7 +30,6 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.named import is_name
 
 from .data import (
-    LoadedData,
     check_labels,
     client_batches,
     load_data,
@@ -60,17 +59,10 @@ def _clients(experiment: str, changes: str) -> Clients:
 
 @dataclass(frozen=True)
 class Clients:
-    """Makes the clients of an experiment: for the run that the message's config names, else the first one.
-
-    A process that unpickles it has the `examples` without loading them.
-    """
+    """Makes the clients of an experiment: for the run that the message's config names, else the first one."""
 
     experiment: Experiment
-    examples: LoadedData | None = None
     _parts: dict[tuple[Any, ...], ClientParts] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Clients, (self.experiment, self.examples)
 
     def __call__(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         run = run_of(self.experiment, config)

@@ -19,7 +19,7 @@ from fedbn_flwr.strategies import Rule
 from fedbn_flwr.tasks import Task
 
 from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data, validation_rows
-from .model import check_gpus, choose_device, make_model, model_arguments
+from .model import choose_device, make_model, model_arguments
 from .objective import metrics_of, own_loss
 from .settings import Settings
 
@@ -34,9 +34,7 @@ class Parts:
 
     @cached_property
     def device(self) -> torch.device:
-        device = choose_device(self.run.engine.device)
-        check_gpus(self.run.engine, device)
-        return device
+        return choose_device(self.run.engine.device)
 
     @cached_property
     def dataset(self) -> DataSet | None:

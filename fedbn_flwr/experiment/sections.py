@@ -150,8 +150,8 @@ class Engine(Section):
     workers: int | Literal["auto"] = Field(
         default="auto",
         description=(
-            "processes of the local engine; 0: everything in one process; `auto`: one per core; with a GPU 0;"
-            " one per GPU if there are several `gpus`. On Ray: the actors, `auto`: as many as fit"
+            "processes of the local engine; 0: everything in one process; `auto`: one per core, with a GPU 0. On Ray: "
+            "the actors, `auto`: as many as fit"
         ),
     )
     address: str | None = Field(
@@ -174,12 +174,6 @@ class Engine(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="`cpu`, `cuda`, or `auto` for a GPU if available; also `--device`"
-    )
-    gpus: Few = Field(
-        default=1,
-        description=(
-            "GPUs of the local engine; worker i trains on GPU i modulo `gpus`, see [GPUs](performance.md#on-a-gpu)"
-        ),
     )
     threads: Few = Field(default=1, description="PyTorch threads per client; the engines agree bit for bit at 1")
     timeout: float = Field(
@@ -213,7 +207,7 @@ class Engine(Section):
     )
 
     def faults(self) -> dict[str, bool]:
-        is_ray, workers, threads, gpus = self.name == "ray", self.workers, self.threads, self.gpus
+        is_ray, workers, threads = self.name == "ray", self.workers, self.threads
         only_ray = ("address", "cpus_per_client", "gpus_per_client")
         given = next((key for key in only_ray if getattr(self, key) is not None), "") if not is_ray else ""
         return {
@@ -222,12 +216,7 @@ class Engine(Section):
             f"threads={threads} needs workers=0, found {workers}: a worker has one thread": not is_ray
             and threads > 1
             and workers not in (0, "auto"),
-            f"gpus={gpus} needs workers, but threads={threads} excludes them; use threads=1": gpus > 1 and threads > 1,
-            f"gpus={gpus} needs a worker for each GPU, found workers={workers}; or use auto": gpus > 1
-            and workers != "auto"
-            and workers < gpus,
             f"{given} is {getattr(self, given, None)!r}, which is for name ray, but name is {self.name!r}": bool(given),
-            f"gpus is {gpus}, which is for name local; on Ray give gpus_per_client": is_ray and gpus > 1,
             "device is 'cuda', but gpus_per_client is 0; give a number, such as 1 or 0.25, or 'cpu'": self.device
             == "cuda"
             and self.gpus_per_client == 0,

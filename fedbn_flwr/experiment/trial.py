@@ -41,7 +41,7 @@ from .node import Clients
 from .parts import Parts
 from .prepare import prepare
 from .run.cohort import TrainedNodes
-from .run.loop import gpus_of, open_folders, workers_of
+from .run.loop import open_folders, workers_of
 from .run.side_by_side import jobs_of
 from .settings import Experiment
 
@@ -186,8 +186,7 @@ def try_out(prepared: Parts, dataset: DataSet) -> Costs:
     step = max(longer - one, 0.05 * longer) / several / len(chosen)  # of one client
     message = max(one / len(chosen) - step, 0.0)  # of its round besides the steps
     clients = trained_in_a_round(run) or run.trained
-    # Workers that share a GPU take its time from each other; how much they gain is not known.
-    workers = min(gpus_of(run) or workers_of(run) or 1, clients)
+    workers = min(workers_of(run) or 1, clients)
     sizes = [len(part) - round(run.evaluate.validation * len(part)) for part in parts]
     of_all = sum(run.train.steps or (run.train.epochs or 1) * math.ceil(size / run.train.batch_size) for size in sizes)
     steps = round(of_all * clients / len(parts))

@@ -207,7 +207,7 @@ def test_two_runs_in_one_process_take_turns_between_two_exchanges(federation: Fe
 def test_an_exchange_service_without_the_extension_is_refused(
     federation: Federations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedbn_flwr.exchange.carriers.declared", lambda kind: {})
+    monkeypatch.setattr("fedbn_flwr.exchange.carriers.parts", lambda kind: [])
     monkeypatch.setenv("FEDBN_EXCHANGE_ADDRESS", "127.0.0.1:0")
     fed = federation((6, 6), model=two_norms)
     with pytest.raises(SettingsError, match=r"FEDBN_EXCHANGE_ADDRESS='127\.0\.0\.1:0'.*lacks the extension 'streams'"):

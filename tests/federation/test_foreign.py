@@ -577,10 +577,8 @@ def test_fedtan_refuses_the_template_s_client(project: Project) -> None:
         start(FedTAN(), project)
     words = str(caught.value)
     assert words.startswith("round 1, exchange 1: 0 of 4 clients sent a usable reply, 2 are needed:")
-    assert words.count("No query function registered with name 'cohort'") == CLIENTS
-    assert (
-        words.count("its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app") == CLIENTS
-    )
+    lack = "its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app"
+    assert words.count(lack) == CLIENTS
 
 
 HOME = {

@@ -23,7 +23,6 @@ from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.network import PollingGrid, poll_often
-from fedbn_flwr.engines.worker import leave_if_unguarded
 from fedbn_flwr.errors import MissingPackage, RunFailed, SettingsError, StorageError, UserError, needs
 from fedbn_flwr.experiment.logs import is_json, write_json
 from fedbn_flwr.experiment.ray_settings import set_ray_defaults
@@ -40,7 +39,6 @@ from fedbn_flwr.strategies import restore
 from fedbn_flwr.tasks import Task
 
 from ..counting import counts_of
-from ..data import loaded_data
 from ..file.layers import from_run_config
 from ..flower_mods import client_mods
 from ..listeners.best import Best
@@ -329,17 +327,15 @@ def workers_of(run: Settings) -> int:
     """The number of worker processes on this machine."""
     if run.engine.threads > 1:
         return 0  # a pool of threads does not survive a fork
-    if run.engine.workers != "auto":
-        return run.engine.workers
     on_gpu = choose_device(run.engine.device).type == "cuda"
-    several = run.engine.gpus if on_gpu else cores()
-    return several if several > 1 else 0
-
-
-def gpus_of(run: Settings) -> int:
-    """The number of GPUs on which worker processes train; 0 if they train on the CPU, or if there are none."""
-    on_gpu = choose_device(run.engine.device).type == "cuda"
-    return run.engine.gpus if on_gpu and workers_of(run) else 0
+    if run.engine.workers == "auto":
+        return cores() if cores() > 1 and not on_gpu else 0
+    if on_gpu and run.engine.workers:
+        raise SettingsError(
+            f"engine.workers is {run.engine.workers}, but processes of the local engine cannot use a GPU; give 0, or "
+            "engine.name ray with gpus_per_client, for instance 0.25"
+        )
+    return run.engine.workers
 
 
 def carry_out(
@@ -356,7 +352,6 @@ def carry_out(
     `jobs` and `node_config` are for the local engine: those of `run_experiment` and of `LocalGrid`.
     """
     if experiment.runs[0].engine.name == "local":
-        leave_if_unguarded()
         local_grid = functools.partial(_local_grid, experiment, node_config)
         own_data = node_config is not None
         return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
@@ -375,14 +370,11 @@ def carry_out(
 def _local_grid(
     experiment: Experiment, node_config: UserConfig | Sequence[UserConfig] | None, parts: Parts
 ) -> Iterator[Grid]:
-    run, gpus, examples = parts.run, gpus_of(parts.run), None
-    if gpus and run.evaluate.server and not node_config:
-        examples = loaded_data(run.data, str(parts.device))
+    run = parts.run
     with LocalGrid(
-        client_app(Clients(experiment, examples), mods=client_mods(experiment)),
+        client_app(Clients(experiment), mods=client_mods(experiment)),
         run.clients,
         workers=workers_of(run),
-        gpus=gpus,
         work=parts.work(),
         threads=run.engine.threads,
         node_config=node_config,
