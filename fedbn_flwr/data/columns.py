@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbn_flwr.batch import Value, tensors
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, Task
 
 from . import IGNORED
 from .catalogue import Entry
 from .dataset import DataSet, Groups
-from .examples import InMemory, Values, main
+from .examples import InMemory, main
 from .inputs import Rows, as_rows, inputs_of, resized
 from .source import Source, names_of
 from .targets import several, targets_of
@@ -318,17 +319,16 @@ def _given(split: Any, columns: Sequence[str]) -> Any:
     return None
 
 
-def _sized(source: Source, task: Task, targets: Values) -> Values:
+def _sized(source: Source, task: Task, targets: Value) -> Value:
     if task is SEGMENTATION and isinstance(targets, Tensor) and targets.ndim == 3:
         return resized(targets[:, None], source.pixels, smooth=False)[:, 0].byte()
     return targets
 
 
 def _check_lengths(where: str, made: InMemory, task: Task) -> None:
-    for values in (made.inputs, made.targets):
-        for part in values.values() if isinstance(values, dict) else [values]:
-            if len(part) != len(made):
-                raise DataError(f"{where} has {len(made)} examples and {len(part)} labels or masks; expected as many")
+    for part in (*tensors(made.inputs), *tensors(made.targets)):
+        if len(part) != len(made):
+            raise DataError(f"{where} has {len(made)} examples and {len(part)} labels or masks; expected as many")
     shape = main(made.inputs).shape
     if task is SEGMENTATION and isinstance(made.targets, Tensor) and made.targets.shape[1:] != shape[2:]:
         raise DataError(

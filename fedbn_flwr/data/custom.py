@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import named, seeding
+from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError
 
 from .batches import Augmentation
-from .examples import Values
 
 
 def own_augmentation(name: str, **options: Any) -> Augmentation:
@@ -59,13 +59,13 @@ def own_augmentation(name: str, **options: Any) -> Augmentation:
     return augment
 
 
-def own_normalisation(name: str) -> Callable[[Values], Values]:
+def own_normalisation(name: str) -> Callable[[Value], Value]:
     """The function `name`, from a batch of examples as they are stored to inputs of the model."""
     key = "data.normalise"
     named.load(key, name)
 
-    def normalise(stored: Values) -> Values:
-        inputs: Values = named.call(key, name, stored)
+    def normalise(stored: Value) -> Value:
+        inputs: Value = named.call(key, name, stored)
         _check(f"{key}={name!r}", inputs, stored, same_type=False)
         return inputs
 

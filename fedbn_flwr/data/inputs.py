@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError, did_you_mean
 
 from . import Size
-from .examples import MASK, Values, main
+from .examples import MASK, main
 from .source import Source
 
 Rows = Any  # one array, or a list with one for each example if their shapes differ
@@ -43,7 +44,7 @@ def as_rows(where: str, given: Any) -> Rows:
 
 def inputs_of(
     source: Source, columns: Mapping[str, Parts], *, is_table: bool
-) -> tuple[dict[str, Values], tuple[str, ...]]:
+) -> tuple[dict[str, Value], tuple[str, ...]]:
     """The inputs of each split, and the names of the features."""
     names: tuple[str, ...] = ()
     if all(isinstance(rows, np.ndarray) and rows.ndim == 1 for parts in columns.values() for rows in parts.values()):
@@ -60,7 +61,7 @@ def inputs_of(
     return found, names
 
 
-def _features(source: Source, columns: Mapping[str, Parts]) -> tuple[dict[str, Values], tuple[str, ...]]:
+def _features(source: Source, columns: Mapping[str, Parts]) -> tuple[dict[str, Value], tuple[str, ...]]:
     made: dict[str, list[np.ndarray]] = {}
     names: list[str] = []
     for column, parts in columns.items():
@@ -93,10 +94,10 @@ def _one_hot(source: Source, column: str, rows: Any, known: Sequence[str]) -> li
     return [np.where(absent, np.nan, texts == value) for value in known]
 
 
-def _joined(source: Source, columns: Mapping[str, Values]) -> Values:
+def _joined(source: Source, columns: Mapping[str, Value]) -> Value:
     """The channels of one series, from columns of lists."""
     tensors = [main(values) for values in columns.values()]
-    masks = [values[MASK] for values in columns.values() if isinstance(values, dict)]
+    masks = [values[MASK] for values in columns.values() if isinstance(values, Mapping)]
     same = all(tensor.ndim == 3 and tensor.shape[2] == tensors[0].shape[2] for tensor in tensors)
     if not same or len(masks) not in (0, len(tensors)) or any(not mask.equal(masks[0]) for mask in masks):
         raise DataError(
@@ -107,7 +108,7 @@ def _joined(source: Source, columns: Mapping[str, Values]) -> Values:
     return {"inputs": joined, MASK: masks[0]} if masks else joined
 
 
-def _padded(source: Source, rows: dict[str, list[Tensor]]) -> dict[str, Values]:
+def _padded(source: Source, rows: dict[str, list[Tensor]]) -> dict[str, Value]:
     """One tensor for each split; where lengths differ, or `data.shape` ends with null, padded with zeros and a mask."""
     shapes = {tuple(row.shape) for part in rows.values() for row in part}
     if len({shape[:-1] for shape in shapes}) > 1:
@@ -116,7 +117,7 @@ def _padded(source: Source, rows: dict[str, list[Tensor]]) -> dict[str, Values]:
     if len(shapes) == 1 and (not source.shape or source.shape[-1] is not None):
         return {part: torch.stack(some) for part, some in rows.items()}
     longest = max(shape[-1] for shape in shapes)
-    found: dict[str, Values] = {}
+    found: dict[str, Value] = {}
     for part, some in rows.items():
         mask = torch.arange(longest) < torch.tensor([row.shape[-1] for row in some])[:, None]
         padded = [torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in some]
@@ -161,12 +162,12 @@ def _number(where: str, rows: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(rows, np.int64 if kind in "iu" else np.float32))
 
 
-def _check(source: Source, part: str, inputs: Values, names: Sequence[str]) -> None:
+def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> None:
     """Refuse another shape, infinite values, missing ones unless they are replaced, and tokens out of range."""
     shape, wanted = list(main(inputs).shape[1:]), list(source.shape)
     if wanted and (len(wanted) != len(shape) or any(b not in (None, a) for a, b in zip(shape, wanted, strict=True))):
         raise DataError(f"data.shape is {wanted}, but {source.name!r} has inputs of shape {shape}")
-    for key, values in inputs.items() if isinstance(inputs, dict) else [("", inputs)]:
+    for key, values in inputs.items() if isinstance(inputs, Mapping) else [("", inputs)]:
         if values.is_floating_point():
             absent = values.isnan()
             if values.isinf().any():

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError, did_you_mean
 from fedbn_flwr.tasks import (
     BINARY,
@@ -26,11 +27,10 @@ from fedbn_flwr.tasks import (
 
 from . import IGNORED
 from .dataset import numbers
-from .examples import Values
 from .inputs import Parts
 from .source import Source
 
-Targets = dict[str, Values]  # by split
+Targets = dict[str, Value]  # by split
 
 
 def targets_of(
