@@ -29,8 +29,10 @@ Rows = Any  # one array, or a list with one for each example if their shapes dif
 Parts = dict[str, Rows]  # by split
 
 
-def as_rows(where: str, given: Any) -> Rows:
-    """The values of all examples, as one array where their shapes agree."""
+def as_rows(where: str, given: Any) -> Any:
+    """The values of all examples, as one array where their shapes agree; those of each array of a mapping."""
+    if isinstance(given, Mapping):
+        return {key: as_rows(where, some) for key, some in given.items()}
     if isinstance(given, np.ndarray) and given.dtype != object:
         return given
     if isinstance(given, Tensor):
@@ -127,24 +129,17 @@ def _padded(source: Source, rows: dict[str, list[Tensor]]) -> dict[str, Value]:
 
 def _array(source: Source, key: str, parts: Parts, *, is_table: bool) -> dict[str, Any]:
     """The arrays of each split: images, or any others, which keep their shape; a list of floats is one channel."""
-    first = next(iter(parts.values()))
-    dims, whole = (
-        (first.ndim, first.dtype.kind != "f")
-        if isinstance(first, np.ndarray)
-        else (first[0].ndim + 1, first[0].dtype.kind != "f")
-    )
+    few = np.asarray(next(iter(parts.values()))[:1])  # the first example
+    dims, whole = few.ndim, few.dtype.kind != "f"
     if not is_table and key != MASK and (dims == 4 or (dims == 3 and (whole or source.pixels is not None))):
         return {part: _images(f"{source.name!r}: {part}", rows, source) for part, rows in parts.items()}
     if not is_table and all(isinstance(rows, np.ndarray) for rows in parts.values()):
         return {part: _number(f"{source.name!r}: {part}", rows) for part, rows in parts.items()}
-    found = {part: [_number(f"{source.name!r}: {part}", row) for row in rows] for part, rows in parts.items()}
-    return _padded(
-        source,
-        {
-            part: [row[None] if row.is_floating_point() and row.ndim == 1 else row for row in rows]
-            for part, rows in found.items()
-        },
-    )
+    made: dict[str, list[Tensor]] = {}
+    for part, rows in parts.items():
+        numbers = (_number(f"{source.name!r}: {part}", row) for row in rows)
+        made[part] = [row[None] if row.is_floating_point() and row.ndim == 1 else row for row in numbers]
+    return _padded(source, made)
 
 
 def _number(where: str, rows: np.ndarray) -> Tensor:
@@ -208,23 +203,16 @@ def _images(where: str, given: Rows, source: Source) -> Tensor:
 
 def _pixels(where: str, array: np.ndarray) -> Tensor:
     """Images [N, C, H, W], whose channels may come last or be missing."""
-    values = torch.from_numpy(np.array(array)) if array.dtype.kind in "fiu" else None
-    if values is None:
+    is_byte = array.dtype.kind in "iu" and (not array.size or 0 <= array.min() <= array.max() <= 255)
+    if not is_byte and array.dtype.kind != "f":
         raise DataError(
             f"{where} has {array.dtype} pixels; expected whole numbers from 0 to 255, or floating-point numbers"
         )
-    if values.ndim == 3:
-        values = values.unsqueeze(1)
-    if values.shape[1] > 4 >= values.shape[-1]:
-        values = values.movedim(-1, 1)
-    if values.is_floating_point():
-        return values.float().contiguous()
-    kind = str(values.dtype).removeprefix("torch.")
-    if kind in ("uint16", "uint32", "uint64"):  # torch finds no minimum of these; what does not fit becomes negative
-        values = values.long()
-    if values.numel() and not 0 <= values.min() <= values.max() <= 255:
-        raise DataError(f"{where} has {kind} pixels; expected whole numbers from 0 to 255, or floating-point numbers")
-    return values.to(torch.uint8).contiguous()
+    if array.ndim == 3:
+        array = array[:, None]
+    if array.shape[1] > 4 >= array.shape[-1]:
+        array = np.moveaxis(array, -1, 1)
+    return torch.from_numpy(np.array(array, np.uint8 if is_byte else np.float32, order="C"))
 
 
 def resized(images: Tensor, size: Size | None, *, smooth: bool = True) -> Tensor:
