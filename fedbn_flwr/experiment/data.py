@@ -92,7 +92,7 @@ def _plain(data: settings.Data) -> settings.Data:
 
     These share one copy of the examples.
     """
-    return data.model_copy(update={"partition": KINDS["iid"].options(), **PLAIN})
+    return data.model_copy(update={"partition": KINDS["iid"](), **PLAIN})
 
 
 def _loaded(data: settings.Data, device: str) -> DataSet:

@@ -101,7 +101,7 @@ class ClientParts:
         if "domain" in node:
             changes["domains"] = (str(node["domain"]),)
         if changes:  # the client trains on all of the site's data
-            data = run.data.model_copy(update={**changes, "partition": KINDS["iid"].options()})
+            data = run.data.model_copy(update={**changes, "partition": KINDS["iid"]()})
             run = run.model_copy(update={"data": data})
         return cls(run, number_of(context, run.clients), bool(changes), least)
 
