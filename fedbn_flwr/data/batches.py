@@ -15,7 +15,7 @@ from fedbn_flwr.batch import Value
 from . import Moments
 from .augment import Window, random_crop, random_flip, random_rotate
 from .dataset import Examples
-from .examples import MASK, BatchRequest, main_key
+from .examples import MASK, BatchRequest, is_dense, main_key
 
 Normalise = Moments | Callable[[Value], Value]  # mean and deviation per feature or channel, or a function of inputs
 Augmentation = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]  # of images and targets
@@ -137,10 +137,8 @@ class ClientBatches:
         if "crop" in self.augment:
             images = random_crop(images, self.pad, generator)
         if "flip" in self.augment:
-            if self.data.dense:
-                images, targets = random_flip(generator, images, targets)
-            else:
-                (images,) = random_flip(generator, images)
+            moved = [images, targets] if is_dense(targets) else [images]
+            images, targets = (*random_flip(generator, *moved), targets)[:2]
         if "rotate" in self.augment:
             images = random_rotate(images, generator)
         for augment in self.own:

@@ -72,7 +72,8 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
             f"{label[0]!r}; choose another column with data.label, or other data by a folder or hub name"
         )
     for part, split in examples.items():
-        _check_lengths(f"{source.name!r}: {part}", split, *(each and getattr(each, part) for each in (domains, groups)))
+        of_groups = [getattr(each, part) for each in (domains, groups) if each is not None]
+        _check_lengths(f"{source.name!r}: {part}", split, of_groups)
     data = DataSet(
         source.name,
         examples["train"],
@@ -130,13 +131,13 @@ def _lists(source: Source, split: Any, column: str) -> Rows:
     return as_rows(f"{source.name!r}: {column!r}", split.with_format("numpy")[column][:])
 
 
-def _single(source: Source, split: Any, column: str) -> np.ndarray:
+def _single(source: Source, split: Any, column: str) -> Any:
     """Numbers or texts; names in place of the numbers of a column with names."""
     import pyarrow as pa
 
     values = split.select_columns([column]).with_format("arrow")[:].column(0)
     is_special = pa.types.is_decimal(values.type) or (pa.types.is_boolean(values.type) and values.null_count)
-    rows: np.ndarray = (values.cast(pa.float64()) if is_special else values).to_numpy()
+    rows = (values.cast(pa.float64()) if is_special else values).to_numpy()
     names = getattr(split.features[column], "names", None)
     if names is None or values.null_count:
         return rows
@@ -344,14 +345,13 @@ def _pixel_classes(source: Source, entry: Entry | None) -> Names:
     return tuple(map(str, range(source.classes)))
 
 
-def _check_lengths(where: str, split: Examples, domains: Tensor | None, groups: Tensor | None) -> None:
-    """Arrays may have another number of rows than the first one."""
+def _check_lengths(where: str, split: Examples, groups: Sequence[Tensor | None]) -> None:
+    """Arrays may have different numbers of rows."""
     inputs = tensors(split.inputs) if isinstance(split, InMemory) else []
-    others = {"labels or masks": tensors(split.targets), "inputs": inputs, "domains": [domains], "groups": [groups]}
-    for what, values in others.items():
-        for some in values:
-            if some is not None and len(some) != len(split):
-                raise DataError(f"{where} has {len(split)} examples and {len(some)} {what}; expected as many")
+    found = {"inputs": inputs, "labels": tensors(split.targets), "domains or groups": groups}
+    for what, values in found.items():
+        if wrong := [len(some) for some in values if some is not None and len(some) != len(split)]:
+            raise DataError(f"{where} has {len(split)} labels and {wrong[0]} {what}; expected as many")
 
 
 def _decoded(source: Source, data: DataSet) -> DataSet:

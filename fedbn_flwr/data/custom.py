@@ -14,6 +14,7 @@ from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError
 
 from .batches import Augmentation
+from .examples import is_dense
 
 
 def own_augmentation(name: str, **options: Any) -> Augmentation:
@@ -36,7 +37,7 @@ def own_augmentation(name: str, **options: Any) -> Augmentation:
     taken = named.accepted(function, dict.fromkeys(("generator", "masks")))
 
     def augment(images: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        dense = targets.ndim > 1
+        dense = is_dense(targets)
         if dense and len(taken) < 2:
             raise DataError(
                 f"{key}: {name!r} would not change the masks of segmentation data; expected a function of images, "

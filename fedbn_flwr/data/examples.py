@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batch import Value, count, each, tensors
+from fedbn_flwr.batch import Value, count, each, first, tensors
 
 from .augment import Window, crop, crop_and_resize
 
@@ -40,32 +40,37 @@ class BatchRequest(Generic[Tag]):
     window: Window | None = None  # None: whole images
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """Examples in the memory of the host or of a GPU."""
+def is_dense(targets: Value) -> bool:
+    """Whether they are the classes of pixels."""
+    return isinstance(targets, Tensor) and targets.ndim > 1 and not targets.is_floating_point()
 
-    # float32 [N, features], [N, channels, ...]; uint8 [N, C, H, W] images; int64 [N, T] tokens; or a dict of tensors
-    inputs: Value
+
+class Labelled:
+    """The examples of a split."""
+
     # int64 [N] the class of each; uint8 [N, H, W] that of each pixel, 255 for ignored ones; float32 [N] or [N, K]
     # values of a regression, or 0 and 1 of several labels; or a dict of tensors
     targets: Value
 
     def __len__(self) -> int:
-        return count(self.inputs)
-
-    @property
-    def dense(self) -> bool:
-        """Whether this is segmentation data."""
-        targets = self.targets
-        return isinstance(targets, Tensor) and targets.ndim > 1 and not targets.is_floating_point()
+        return count(self.targets)
 
     @property
     def labels(self) -> Tensor:
         """int64 [N]: the class of each example, or zeros where it has not one class."""
-        targets = self.targets
-        if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
+        targets = first(self.targets)
+        if targets is self.targets and targets.ndim == 1 and not targets.is_floating_point():
             return targets
-        return torch.zeros(len(self), dtype=torch.int64, device=self.device)
+        return torch.zeros(len(self), dtype=torch.int64, device=targets.device)
+
+
+@dataclass(frozen=True)
+class InMemory(Labelled):
+    """Examples in the memory of the host or of a GPU."""
+
+    # float32 [N, features], [N, channels, ...]; uint8 [N, C, H, W] images; int64 [N, T] tokens; or a dict of tensors
+    inputs: Value
+    targets: Value
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -89,9 +94,8 @@ class InMemory:
                 boxes = request.window.boxes(*self.shape[1:])
                 if request.window.cut is None:
                     inputs = crop_and_resize(inputs, boxes, self.shape[1:])
-                else:
-                    inputs = crop(inputs, boxes)
-                    targets = crop(targets, boxes) if self.dense else targets
+                else:  # of images and masks
+                    inputs, targets = crop(inputs, boxes), crop(targets, boxes)
             yield inputs, each(lambda part: part.long() if part.dtype is torch.uint8 else part, targets), request.tag
 
     def sample(self) -> Value:

@@ -48,52 +48,45 @@ def inputs_of(
     source: Source, columns: Mapping[str, Parts], *, is_table: bool
 ) -> tuple[dict[str, Value], tuple[str, ...]]:
     """The inputs of each split, and the names of the features."""
+    splits = next(iter(columns.values()))
     names: tuple[str, ...] = ()
+    found: dict[str, Value] = {}
     if all(isinstance(rows, np.ndarray) and rows.ndim == 1 for parts in columns.values() for rows in parts.values()):
-        found, names = _features(source, columns)
+        known = {column: list(map(str, source.categories.get(column, ()))) for column in columns}
+        names = tuple(
+            name for column, texts in known.items() for name in [f"{column}={text}" for text in texts] or [column]
+        )
+        for part in splits:
+            made = [_feature(source, column, parts[part], known[column]) for column, parts in columns.items()]
+            found[part] = torch.from_numpy(np.concatenate(made, 1))
     else:
-        made = {key: _array(source, key, parts, is_table=is_table) for key, parts in columns.items()}
-        by_part = {part: {key: each[part] for key, each in made.items()} for part in next(iter(made.values()))}
-        found = {
-            part: next(iter(some.values())) if len(some) == 1 else _joined(source, some) if is_table else some
-            for part, some in by_part.items()
-        }
+        arrays = {key: _array(source, key, parts, is_table=is_table) for key, parts in columns.items()}
+        for part in splits:
+            some = {key: each[part] for key, each in arrays.items()}
+            found[part] = next(iter(some.values())) if len(some) == 1 else _joined(source, some) if is_table else some
     for part, inputs in found.items():
         _check(source, part, inputs, names)
     return found, names
 
 
-def _features(source: Source, columns: Mapping[str, Parts]) -> tuple[dict[str, Value], tuple[str, ...]]:
-    made: dict[str, list[np.ndarray]] = {}
-    names: list[str] = []
-    for column, parts in columns.items():
-        known = list(map(str, source.categories.get(column, ())))
-        for part, rows in parts.items():
-            if known:
-                made.setdefault(part, []).extend(_one_hot(source, column, rows, known))
-            elif rows.dtype.kind in "OSU":
-                few = ", ".join(sorted(set(map(str, rows)))[:4])
-                raise DataError(
-                    f"{source.name!r}: the column {column!r} has texts, such as {rows[0]!r}, which are no inputs; "
-                    f"leave it out of data.inputs, or give its values: data.categories: {{{column}: [{few}]}}"
-                )
-            else:
-                made.setdefault(part, []).append(rows)
-        names += [f"{column}={value}" for value in known] if known else [column]
-    stacked = {part: np.stack([np.asarray(rows, np.float32) for rows in each], 1) for part, each in made.items()}
-    return {part: torch.from_numpy(values) for part, values in stacked.items()}, tuple(names)
-
-
-def _one_hot(source: Source, column: str, rows: Any, known: Sequence[str]) -> list[np.ndarray]:
-    """A column for each of the known values; NaN in all of them where there is none."""
-    absent = np.array([row is None or row != row for row in rows])
-    texts = np.where(absent, known[0], rows.astype(str))
-    if other := sorted(set(texts.tolist()).difference(known)):
+def _feature(source: Source, column: str, rows: np.ndarray, known: Sequence[str]) -> np.ndarray:
+    """A column [N, 1]; of texts one for each of the known values, with NaN in all of them where there is none."""
+    if known:
+        absent = np.array([row is None or row != row for row in rows])
+        texts = np.where(absent, known[0], rows.astype(str))
+        if other := sorted(set(texts.tolist()).difference(known)):
+            raise DataError(
+                f"data.categories: the column {column!r} of {source.name!r} has the value {other[0]!r}; "
+                f"{did_you_mean(other[0], known)}"
+            )
+        rows = np.where(absent[:, None], np.nan, texts[:, None] == np.array(known))
+    elif rows.dtype.kind in "OSU":
+        few = ", ".join(sorted(set(map(str, rows)))[:4])
         raise DataError(
-            f"data.categories: the column {column!r} of {source.name!r} has the value {other[0]!r}; "
-            f"{did_you_mean(other[0], known)}"
+            f"{source.name!r}: the column {column!r} has texts, such as {rows[0]!r}, which are no inputs; "
+            f"leave it out of data.inputs, or give its values: data.categories: {{{column}: [{few}]}}"
         )
-    return [np.where(absent, np.nan, texts == value) for value in known]
+    return np.asarray(rows, np.float32).reshape(len(rows), -1)
 
 
 def _joined(source: Source, columns: Mapping[str, Value]) -> Value:
