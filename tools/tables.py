@@ -105,11 +105,11 @@ def partitions() -> Table:
     rows: list[Row] = []
     for kind, registered in KINDS.items():
         keys = []
-        for name, field in registered.options.model_fields.items():
+        for name, field in registered.model_fields.items():
             if name != "kind":
                 default = default_of(field)
                 keys.append(f"`{name}`" + (f" ({default})" if default not in (None, "required") else ""))
-        rows.append((f"`{kind}`", ", ".join(keys), " ".join(str(registered.options.__doc__).split())))
+        rows.append((f"`{kind}`", ", ".join(keys), " ".join(str(registered.__doc__).split())))
     return ("kind", "keys (defaults)", "what a client has"), rows
 
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import named
+from fedbn_flwr.batch import Value, tensors
 from fedbn_flwr.data.batches import ClientBatches, Normalise
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.custom import own_augmentation, own_normalisation
 from fedbn_flwr.data.dataset import DataSet, Form, fewer
-from fedbn_flwr.data.examples import MASK, InMemory, Values, main
+from fedbn_flwr.data.examples import MASK, InMemory, main
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import hold_out, partition, share_test
 from fedbn_flwr.data.partition.kinds import KINDS
@@ -91,7 +92,7 @@ def _plain(data: settings.Data) -> settings.Data:
 
     These share one copy of the examples.
     """
-    return data.model_copy(update={"partition": KINDS["iid"].options(), **PLAIN})
+    return data.model_copy(update={"partition": KINDS["iid"](), **PLAIN})
 
 
 def _loaded(data: settings.Data, device: str) -> DataSet:
@@ -267,15 +268,11 @@ def try_data(run: Settings, dataset: DataSet, indices: Tensor) -> None:
         return
     batches = client_batches(run, dataset, indices[:2], client=0, batch_size=2)
     (first, _), (second, _) = (next(iter(batches.epoch(1, 0))) for _ in range(2))
-    if any(not a.equal(b) for a, b in zip(_tensors(first), _tensors(second), strict=True)):
+    if any(not a.equal(b) for a, b in zip(tensors(first), tensors(second), strict=True)):
         raise SettingsError(
             f"{' and '.join(own)} returned different examples for the same batch, so a resumed run would differ; draw "
             "from the argument `generator`, which an augmentation receives if its signature names it"
         )
-
-
-def _tensors(value: Values) -> list[Tensor]:
-    return list(value.values()) if isinstance(value, dict) else [value]
 
 
 @dataclass(frozen=True)
@@ -288,7 +285,7 @@ class Shape(Form):
     tokens: int | None = None
     is_padded: bool = False  # inputs of several lengths, with a mask
 
-    def blank(self, number: int) -> Values:
+    def blank(self, number: int) -> Value:
         zeros = torch.zeros(number, *self.shape, dtype=torch.float32 if self.tokens is None else torch.int64)
         mask = torch.ones(number, self.shape[-1], dtype=torch.bool)
         return {"inputs": zeros, MASK: mask} if self.is_padded else zeros

@@ -135,7 +135,7 @@ def _section(path: Sequence[str]) -> Iterator[str]:
         if part == OWN:
             model = OwnOptions
         elif part in KINDS:
-            model = KINDS[part].options
+            model = KINDS[part]
         elif part in model.model_fields:
             annotation = model.model_fields[part].annotation
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -15,13 +15,13 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from fedbn_flwr import named
+from fedbn_flwr.batch import Value
 from fedbn_flwr.client.client import BNClient, is_known
 from fedbn_flwr.client.metrics import Metric
 from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.examples import Values
 from fedbn_flwr.data.moments import Sums, sums_of
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.data.partition.kinds import KINDS
@@ -93,7 +93,7 @@ class ClientParts:
         if "domain" in node:
             changes["domains"] = (str(node["domain"]),)
         if changes:  # the client trains on all of the site's data
-            data = run.data.model_copy(update={**changes, "partition": KINDS["iid"].options()})
+            data = run.data.model_copy(update={**changes, "partition": KINDS["iid"]()})
             run = run.model_copy(update={"data": data})
         return cls(run, number_of(context, run.clients), bool(changes), least)
 
@@ -214,7 +214,7 @@ def min_batch_of(node: Mapping[str, Any]) -> int:
     return least
 
 
-def _not_agreed(inputs: Values) -> NoReturn:
+def _not_agreed(inputs: Value) -> NoReturn:
     raise MessageError(
         f"data.normalise is 'moments', and the message has no {protocol.MEANS!r}, on which the sites agree before the "
         "first round; install the same version of fedbn-flwr on server and clients"

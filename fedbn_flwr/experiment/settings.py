@@ -120,7 +120,7 @@ else:  # one of the registered kinds, chosen by `kind`, or one of the user
     Partition = Annotated[
         functools.reduce(
             operator.or_,
-            [Annotated[kind.options, Tag(name)] for name, kind in KINDS.items()] + [Annotated[OwnOptions, Tag(OWN)]],
+            [Annotated[kind, Tag(name)] for name, kind in KINDS.items()] + [Annotated[OwnOptions, Tag(OWN)]],
         ),
         Discriminator(_kind_of),
     ]
@@ -305,7 +305,7 @@ class Data(Section):
     memory: float = Field(default=8.0, gt=0, description="GiB; decoded images up to this size are kept in memory")
     readers: Few = Field(default=2, description="decoding threads per client for images on disk")
     partition: Partition = Field(
-        default=KINDS["iid"].options(), description="who has which examples: see `fedbn list partitions`"
+        default=KINDS["iid"](), description="who has which examples: see `fedbn list partitions`"
     )
     examples: Positive | None = Field(
         default=None,

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
+from fedbn_flwr.batch import Value
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normaliser
 from fedbn_flwr.data.custom import own_normalisation
-from fedbn_flwr.data.examples import Values, main
+from fedbn_flwr.data.examples import main
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
@@ -91,8 +92,8 @@ class _Standard(nn.Module):
         super().__init__()
         self._moments = moments
 
-    def forward(self, inputs: Values) -> Values:
-        ready: Values = Normaliser(self._moments, main(inputs).device)(inputs)
+    def forward(self, inputs: Value) -> Value:
+        ready: Value = Normaliser(self._moments, main(inputs).device)(inputs)
         return ready
 
 
@@ -103,7 +104,7 @@ class _Own(nn.Module):
         super().__init__()
         self._normalise = own_normalisation(name)
 
-    def forward(self, examples: Values) -> Values:
+    def forward(self, examples: Value) -> Value:
         return self._normalise(examples)
 
 
