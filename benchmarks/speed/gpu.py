@@ -12,13 +12,13 @@ from torch import nn
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.data.batches import ClientBatches
 from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.experiment.run.cohort import TrainedNodes
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.build import build_model
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg
 
 from .common import MOMENTS, BareLoop, Figure, Options, figure, random_images, seconds, train_round

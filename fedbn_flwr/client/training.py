@@ -16,8 +16,7 @@ from torch.optim.sgd import sgd
 from fedbn_flwr.batch import Value, count, each, first
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Array
-
-from .model_tensors import tensor_like
+from fedbn_flwr.models.tensors import tensor_like
 
 Batch = Any  # what the loader yields: (inputs, targets), see fedbn_flwr.batch
 Loss = Callable[[Any, Any], Tensor]  # of what the model returns, and the targets

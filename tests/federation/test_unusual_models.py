@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.client.losses import CrossEntropy
-from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml
 from fedbn_flwr.experiment.node import Clients
@@ -32,6 +31,7 @@ from fedbn_flwr.experiment.trial import explain
 from fedbn_flwr.messages.aggregate import as_bfloat16
 from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
 from fedbn_flwr.messages.serialization import dump, parse
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.read.trained import global_model

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr import LocalGrid, client_app, convert_norm
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.losses import CrossEntropy
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.models.tensors import initial_arrays
 from tests.support.series import CLIENTS, Text
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of PyTorch about itself

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
-from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.extensions.gpu.spawned import environment, packed
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.build import build_model
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from tests.support import places
 from tests.support.command import PATIENCE, ROOT, python_blocks
