@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.named import accepted, call, is_name, load
-from fedbn_flwr.norms.convert import convert_norm
+from fedbn_flwr.named import accepted, is_name, load
+from fedbn_flwr.norms.convert import convert_norm, own_module
 from fedbn_flwr.norms.roles import Role, roles
 
 from .networks import CNN1d, ResNet20, alexnet_bn, cnn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet, mlp
@@ -135,9 +135,7 @@ def _check_shape(name: str, shape: tuple[int, ...], num_tokens: int | None) -> N
 def _own(name: str, num_classes: int, **options: Any) -> nn.Module:
     """What the callable that `name` refers to returns, called with the number of outputs and these options."""
     classes = {} if "num_outputs" in options else {"num_classes": num_classes}
-    model = call("model.name", name, **classes, **options)
-    if not isinstance(model, nn.Module):
-        raise SettingsError(f"model.name={name!r} returned a {type(model).__name__}; expected a torch.nn.Module")
+    model = own_module("model.name", name, **classes, **options)
     try:
         check_tensors(model)
     except SettingsError as error:

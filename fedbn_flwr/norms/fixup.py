@@ -57,6 +57,7 @@ class Scalars(nn.Module):
         return (x if self.weight is None else x * self.weight) + self.bias
 
 
+@torch.no_grad()
 def fixup(model: nn.Module) -> nn.Module:
     """`model` without batch norm and with Fixup's initialisation.
 
@@ -70,11 +71,10 @@ def fixup(model: nn.Module) -> nn.Module:
         m = len(branch)
         for number, plain in enumerate(branch, start=1):
             conv, last = _biased(plain), number == m
-            with torch.no_grad():
-                if last:
-                    conv.weight.zero_()
-                else:
-                    conv.weight.mul_(len(blocks) ** (-1 / (2 * m - 2)))
+            if last:
+                conv.weight.zero_()
+            else:
+                conv.weight.mul_(len(blocks) ** (-1 / (2 * m - 2)))
             setattr(block, f"conv{number}", conv)
             setattr(block, f"bn{number}", _scalars(conv, scaled=last))
         shortcut = getattr(block, "downsample", None)
@@ -82,9 +82,8 @@ def fixup(model: nn.Module) -> nn.Module:
             shortcut[0], shortcut[1] = _biased(shortcut[0]), nn.Identity().train(block.training)
     setattr(model, parts.norm, _scalars(getattr(model, parts.convolution)))
     classifier = _biased(getattr(model, parts.classifier))
-    with torch.no_grad():
-        for parameter in classifier.parameters():
-            parameter.zero_()
+    for parameter in classifier.parameters():
+        parameter.zero_()
     setattr(model, parts.classifier, classifier)
     return model
 
