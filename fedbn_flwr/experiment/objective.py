@@ -63,7 +63,8 @@ def loss_of(run: Settings, dataset: DataSet, indices: Tensor) -> Loss:
         weights = balanced_weights(dataset.train.labels[indices.to(dataset.train.labels.device)], dataset.classes)
     elif train.class_weights is not None:
         weights = torch.tensor(train.class_weights, dtype=torch.float64, device=dataset.train.device)
-    return make_loss(name_in(train.loss or task.losses[0]), train.label_smoothing, weights)
+    options = {"label_smoothing": train.label_smoothing, "class_weights": weights}
+    return make_loss(name_in(train.loss or task.losses[0]), **options)
 
 
 def plain_loss(run: Settings, task: Task) -> Loss:
