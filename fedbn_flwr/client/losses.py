@@ -99,7 +99,7 @@ _LOSSES: dict[str, Loss] = {
 
 
 def make_loss(name: str, **options: Any) -> Loss:
-    """A loss by a name of `tasks.LOSSES`, with its options; cross entropies have `label_smoothing` and `class_weights`."""
+    """A loss by a name of `tasks.LOSSES`, with its options, which of cross entropies are those of the function."""
     return partial(_LOSSES[name], **options) if options else _LOSSES[name]
 
 

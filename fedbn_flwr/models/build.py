@@ -59,11 +59,10 @@ def build_model(
     image_size: int | tuple[int, int] | None = None,
     input_shape: Sequence[int] | None = None,
     num_tokens: int | None = None,
-    stem: str = "auto",
     weights: str | None = None,
-    **norm_options: Any,
+    **options: Any,
 ) -> nn.Module:
-    """The network `name`, its batch norms replaced by `norm` (see `convert_norm`, which takes `norm_options`).
+    """The network `name`, its batch norms replaced by `norm` (see `convert_norm`).
 
     Weights are drawn from torch's global generator: seed it first.
 
@@ -78,12 +77,14 @@ def build_model(
         Shape of the inputs of one example, by default that of an image with these channels and this size.
     num_tokens
         For inputs of tokens, whole numbers below this one.
-    stem
-        The first layers of a torchvision network: `small`, `large`, or `auto` by the image size (see `vision`).
     weights
         A safetensors file, or torchvision's name of pretrained weights such as `DEFAULT` (see `load_weights`).
+    options
+        Those of the norm, and `stem`, the first layers of a torchvision network: `small`, `large`, or `auto` by the
+        image size (see `vision`).
     """
     check_name(name)
+    stem = options.pop("stem", "auto")
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
     if input_shape is None and in_channels is not None and size is not None:
         input_shape = (in_channels, *size)
@@ -98,21 +99,18 @@ def build_model(
     if stem != "auto" and "stem" not in given:
         choice = ", ".join(key for key, build in MODELS.items() if accepted(build, {"stem": stem}))
         raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
-    if weights is None:
-        return convert_norm(make(num_classes, **given), norm, **norm_options)
-    if norm == "fixup":
+    if weights is not None and norm == "fixup":
         raise SettingsError(
             f"model.weights is {weights!r}, but norm 'fixup' draws weights of its own; use another norm"
         )
-    model, state = make(num_classes, **given), read_weights(name, weights)
-    first = (
-        norm == "bn" or Role.STATISTICS in roles(state).values()
-    )  # so that other norms get the trained gamma and beta
-    if first:
-        load_weights(model, state, weights)
-    model = convert_norm(model, norm, **norm_options)
-    if not first:
-        load_weights(model, state, weights)
+    model = make(num_classes, **given)
+    state = {} if weights is None else read_weights(name, weights)
+    has_batch_norm = Role.STATISTICS in roles(state).values()
+    if has_batch_norm:  # other norms get the trained gamma and beta
+        load_weights(model, state, str(weights))
+    model = convert_norm(model, norm, **options)
+    if weights is not None and not has_batch_norm:
+        load_weights(model, state, str(weights))
     return model
 
 
