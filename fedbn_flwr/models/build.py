@@ -15,9 +15,16 @@ from fedbn_flwr.norms.convert import convert_norm, own_module
 from fedbn_flwr.norms.roles import Role, roles
 
 from .networks import CNN1d, ResNet20, alexnet_bn, cnn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet, mlp
-from .segmentation import deeplabv3plus_mobilenet_v2, deeplabv3plus_resnet50
 from .tensors import check_tensors
-from .vision import alexnet, densenet121, mobilenet_v2, resnet18, resnet50
+from .vision import (
+    alexnet,
+    deeplabv3plus_mobilenet_v2,
+    deeplabv3plus_resnet50,
+    densenet121,
+    mobilenet_v2,
+    resnet18,
+    resnet50,
+)
 from .weights import load_weights, read_weights
 
 # Functions of num_classes, and of in_channels, image_size and stem if they use them; those of input_shape take inputs

@@ -148,7 +148,8 @@ class ModelTensors:
         """The tensors with these keys."""
         for key, buffer in self._buffers.items():
             table, name = self._places[key]
-            if (now := table[name]) is not buffer and now is not None and _kind(now) == _kind(buffer):
+            now = table[name]
+            if now is not buffer and now is not None and now.shape == buffer.shape and now.dtype == buffer.dtype:
                 # A pass has assigned it (`self.mean = ...`): it may be a part of anything.
                 table[name] = buffer.copy_(now)
         return [table[name] for table, name in map(self._places.__getitem__, keys)]
@@ -230,10 +231,6 @@ class ModelTensors:
         if self.use.client is None:
             self._restore([*self.roles])
         return copied(dict(zip(keys, self._now(keys), strict=True)))
-
-
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 def initial_arrays(model: nn.Module) -> Arrays:

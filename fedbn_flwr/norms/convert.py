@@ -15,10 +15,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import accepted, call, is_name, load
 
-from .fixup import fixup
+from .fixup import convolutions, fixup, residual_parts
 from .masked import MaskedBatchNorm1d
 from .renorm import BatchRenorm
-from .residual import convolutions, residual_parts
 from .roles import AFFINE, batch_norms, computes_as_batch_norm
 from .static import StaticBatchNorm
 from .wsconv import STANDARDS, check_stored, standardised
