@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import named
 from fedbn_flwr.client.client import BNClient, is_known
-from fedbn_flwr.client.metrics import Metric
+from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet

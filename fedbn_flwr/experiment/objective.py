@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import named
+from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.losses import balanced_weights, make_loss
-from fedbn_flwr.client.metrics import Metric
 from fedbn_flwr.client.schedules import Schedule, cosine, exponential, linear_warmup, steps
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.dataset import DataSet
