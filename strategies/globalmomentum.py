@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr.client.model_tensors import copied
 from fedbn_flwr.client.rule import ClientRule, Key, Update
 from fedbn_flwr.client.training import SGD
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.gate import Reply
+from fedbn_flwr.models.tensors import copied
 
 from ._rule import Round, refuse_bounds
 from ._wrapper import Wrapper

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from fedbn_flwr.client.model_tensors import copied, tensor_like
 from fedbn_flwr.client.rule import ClientRule, Key, Update
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
 from fedbn_flwr.messages.gate import Reply
+from fedbn_flwr.models.tensors import copied, tensor_like
 
 from ._rule import Round, Traits
 from .fedavg import FedAvg

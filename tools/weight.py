@@ -117,8 +117,8 @@ def way_of_a_round(strategy: Any, layers: int = 1) -> Way:
     from torch import nn
 
     from fedbn_flwr import BNClient, LocalGrid, client_app
-    from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
     from fedbn_flwr.messages.arrays import pack
+    from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 
     norms = [nn.BatchNorm1d(4) for _ in range(layers)]
     model = nn.Sequential(nn.Linear(4, 4), *norms, nn.Linear(4, 2))

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg, FedTAN
 
 from .common import (

@@ -26,16 +26,14 @@ from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance
+from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.tasks import Task, task_named
 
-from .evaluation import evaluate
+from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
-from .metrics import Metric, check_metrics
-from .model_tensors import ModelTensors, copied
 from .node_state import NodeState, number_of, place_of, run_of
-from .optimizers import OptimizerSpec, decay_of, make_optimizer
 from .pairs import Split, split_batch
 from .rule import ALWAYS_KNOWN, BY_KEY, ClientRule, LocalRound, Update, known_keys, rule_of
 from .training import (
@@ -45,8 +43,11 @@ from .training import (
     Epochs,
     LocalOptimizer,
     Loss,
+    OptimizerSpec,
     backpropagate,
+    decay_of,
     local_batches,
+    make_optimizer,
     size_of,
     train,
 )  # fmt: skip

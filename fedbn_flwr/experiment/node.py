@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from fedbn_flwr import named
 from fedbn_flwr.batch import Value
 from fedbn_flwr.client.client import BNClient, is_known
-from fedbn_flwr.client.metrics import Metric
-from fedbn_flwr.client.model_tensors import ModelTensors
+from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet
@@ -27,6 +26,7 @@ from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.named import is_name
 
 from .data import (

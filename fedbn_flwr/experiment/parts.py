@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.client.metrics import Metric
+from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.client.metrics import Measurement, Metric, check_metrics, name_of
-from fedbn_flwr.client.model_tensors import initial_arrays
-from fedbn_flwr.client.optimizers import check_optimizer, decay_of
-from fedbn_flwr.client.training import Loss
+from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
+from fedbn_flwr.client.training import Loss, check_optimizer, decay_of
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import Rule, as_rule

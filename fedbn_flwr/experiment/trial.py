@@ -20,14 +20,13 @@ from flwr.app import ConfigRecord, Context
 from fedbn_flwr.batch import each
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.models.tensors import sent_dtype
+from fedbn_flwr.models.tensors import initial_arrays, sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.counts import PartitionCounts
 from fedbn_flwr.results.folder.ledger import MeteredGrid

@@ -17,12 +17,12 @@ from flwr.serverapp.strategy import FedAdam, FedAvgM, Krum, Strategy
 from torch import nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.gate import partition_of
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.norms.convert import convert_norm
 from fedbn_flwr.strategies import (
     FedAvg,

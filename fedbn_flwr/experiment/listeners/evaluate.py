@@ -10,8 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr import strategies
-from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.metrics import key_of
+from fedbn_flwr.client.evaluation import evaluate, key_of
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from fedbn_flwr.client.metrics import name_of
+from fedbn_flwr.client.evaluation import name_of
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid

@@ -18,7 +18,6 @@ from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
 from fedbn_flwr.client.app import client_app
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
@@ -30,6 +29,7 @@ from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import gate, number_of
+from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder, deciding, default_out, mark_interrupted
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import is_taken

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.experiment.norm_layers import EPS, NormLayers
+from fedbn_flwr.models.tensors import initial_arrays
 
 Arrays = dict[str, np.ndarray]
 

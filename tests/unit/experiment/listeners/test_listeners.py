@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from fedbn_flwr import LocalGrid, client_app, run
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.errors import RunFailed, StorageError
 from fedbn_flwr.experiment.file.content import merge
@@ -31,6 +30,7 @@ from fedbn_flwr.experiment.run.loop import train_round
 from fedbn_flwr.experiment.run.side_by_side import reporter_to
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.read.runs import find_runs
