@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbn_flwr.norms.roles import AFFINE, MEAN, VARIANCE, layers
+from fedbn_flwr.norms.roles import MEAN, VARIANCE, layers
 
 Arrays = Mapping[str, NDArray[Any]]
 Vector = NDArray[np.float64]  # of all layers, one after the other
@@ -66,18 +66,6 @@ class NormLayers:
         mean, log_ratio = _differences(client, overall, scale=overall.var)
         columns = (self._rms(mean), self._rms(log_ratio), np.exp(self._means(log_ratio)))
         return self._by_layer(("mean_deviation", "variance_deviation", "variance_ratio"), columns)
-
-    def lengths(self, arrays: Arrays) -> dict[str, Figures]:
-        """The Euclidean norms of each layer's arrays: gamma, beta and the running statistics, where it has them."""
-        names = dict(zip(("gamma", "beta", MEAN, VARIANCE), (*AFFINE, MEAN, VARIANCE), strict=True))
-        return {
-            layer: {
-                name: float(np.linalg.norm(arrays[f"{prefix}{key}"].astype(np.float64)))
-                for name, key in names.items()
-                if f"{prefix}{key}" in arrays
-            }
-            for layer, prefix in zip(self.names, self.prefixes, strict=True)
-        }
 
     def _means(self, values: Vector) -> Vector:
         sums: Vector = np.add.reduceat(values, self._starts)

@@ -58,10 +58,9 @@ class Parts:
         return validation_rows(self.run, self.partition)
 
     @cached_property
-    def normalise(self) -> Normalise | None:
-        """None: a server without data does not know the moments of the clients' data before they agree on them."""
-        known = self.dataset is not None or self.run.data.normalise != "moments"
-        return normalisation_of(self.run, self.shape) if known else None
+    def normalise(self) -> Normalise:
+        """A server without data has no moments of the clients' data before they agree on them."""
+        return normalisation_of(self.run, self.shape)
 
     def use_moments(self, moments: Moments) -> None:
         """Normalise by the moments of all sites' data."""
@@ -105,7 +104,5 @@ class Parts:
         }
 
 
-def _in_words(run: Settings, normalise: Normalise | None) -> Any:
-    if normalise is None or callable(normalise):
-        return normalise and run.data.normalise
-    return dict(zip(("mean", "std"), normalise, strict=True))
+def _in_words(run: Settings, normalise: Normalise) -> Any:
+    return run.data.normalise if callable(normalise) else dict(zip(("mean", "std"), normalise, strict=True))

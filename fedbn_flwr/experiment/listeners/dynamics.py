@@ -53,7 +53,7 @@ class Dynamics(Listener):
         clients = self._clients(at.replies, now)
         line = {"round": at.number, "layers": self.layers.drift(before, now), "clients": clients}
         self.folder.add_line("norms.jsonl", line)
-        return replace(at, replies=(), dynamics=line)
+        return replace(at, replies=())
 
     def _clients(self, replies: Sequence[Message], overall: Statistics) -> dict[str, Any]:
         found = {}

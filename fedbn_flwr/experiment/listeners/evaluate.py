@@ -50,7 +50,6 @@ class Evaluate(Listener):
         """
         run, dataset, normalise = self.prepared.run, self.prepared.dataset, self.prepared.normalise
         assert dataset is not None
-        assert normalise is not None
         test_of = functools.partial(TestBatches, dataset.test, normalise, run.evaluate.batch_size)
         tests = {"": test_of(), **{f"_{name}": test_of(rows) for name, rows in rows_by_domain(dataset).items()}}
         if run.evaluate.validation and not self.asks_clients:

@@ -42,7 +42,6 @@ class Round:
     replies: Sequence[Message] = ()  # to the messages of this round, where a listener reads them
     line: Mapping[str, Any] = field(default_factory=dict)  # in the history
     clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # the values of each client
-    dynamics: Mapping[str, Any] | None = None  # the line in norms.jsonl, if it has one
     is_best: bool = False  # of those so far, by validation
     ended: str | None = None  # the reason why training ends before the last round
     stop: bool = False  # the user asked to stop after this round

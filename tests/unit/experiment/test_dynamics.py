@@ -97,16 +97,6 @@ def test_statistics_that_cannot_be_compared_are_none(change: str) -> None:
     assert layers.statistics(arrays) is None
 
 
-def test_lengths_are_euclidean_norms_of_the_arrays() -> None:
-    arrays = model(0) | {"1.weight": np.array([3, 4, 12], np.float32)}
-    figures = NormLayers(arrays).lengths(arrays)
-    assert figures["1"]["gamma"] == 13
-    assert figures["1"]["beta"] == 0
-    assert figures["2.1"]["running_var"] == pytest.approx(
-        math.sqrt(sum(float(value) ** 2 for value in arrays["2.1.running_var"])), rel=1e-12
-    )
-
-
 def test_a_model_with_group_norm_has_no_layers() -> None:
     arrays = initial_arrays(nn.Sequential(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4)))
     assert NormLayers(arrays).names == []
