@@ -88,11 +88,10 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
         try_data(run, parts.dataset, parts.partition[0])
     check_labels(run, parts.shape)
     # Asked for now, so that what is wrong with them is reported before training.
-    has_data = parts.dataset is not None
-    has_moments = has_data or run.data.normalise != "moments"
-    holds_out = has_data and run.evaluate.validation > 0
-    for part in ["normalise"] * has_moments + ["held_out"] * holds_out:
-        getattr(parts, part)
+    if parts.dataset is not None or run.data.normalise != "moments":
+        parts.normalise  # noqa: B018
+    if parts.dataset is not None and run.evaluate.validation:
+        parts.held_out  # noqa: B018
     _check_norm(run, parts.model, rule)
     try_model(run, parts.model, parts.shape, parts.device, parts.loss)
     check_training(parts)

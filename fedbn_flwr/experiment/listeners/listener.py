@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from flwr.app import ArrayRecord, Message
 
@@ -69,16 +69,3 @@ class Listener:
 
     def on_end(self, running: Running, error: BaseException | None) -> None:
         """After the last round, or after an error that ended the run before it."""
-
-
-class Phases(NamedTuple):
-    """The listeners of a run, in the order of their calls."""
-
-    measure: Sequence[Listener]
-    choose: Sequence[Listener]
-    record: Sequence[Listener]
-    show: Sequence[Listener]
-
-    @property
-    def all(self) -> list[Listener]:
-        return [listener for phase in self for listener in phase]

@@ -76,7 +76,7 @@ class Reporter(Listener):
         for note in running.prepared.rule.notes().values() if at.is_last else ():
             if isinstance(note, Mapping) and "in_words" in note:
                 self.message(note["in_words"])
-        return at
+        return replace(at, stop=self.stops_after(at))
 
     def message(self, text: str) -> None:
         self._send_news(replace(self._latest, message=text))
