@@ -279,9 +279,11 @@ def run_experiment(
         failed: dict[int, str] = {}
         progress.skip([place for place, is_done in enumerate(done) if is_done])
         if jobs > 1:
-            failed = side_by_side(todo, run_at, jobs, progress)
-            for place in failed:  # its process may have died
-                mark_interrupted(folders[place].path)
+            try:
+                failed = side_by_side(todo, run_at, jobs, progress)
+            finally:
+                for place in todo:  # its process may have been killed
+                    mark_interrupted(folders[place].path)
         else:
             for place in todo:
                 if progress.stop_asked:
