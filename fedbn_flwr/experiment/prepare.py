@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,20 +94,12 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
     _check_norm(run, parts.model, rule)
     try_model(run, parts.model, parts.shape, parts.device, parts.loss)
     check_training(parts)
-    with _without_warnings():  # the run calls it again
-        rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # refuses a model that does not suit it
-    return parts
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    logger = logging.getLogger("flwr")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)  # the run calls it again, and warns then
     try:
-        yield
+        rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # refuses a model that does not suit it
     finally:
-        logger.setLevel(before)
+        logging.disable(logging.NOTSET)
+    return parts
 
 
 def make_rule(run: Settings) -> Rule:

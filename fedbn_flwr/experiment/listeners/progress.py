@@ -1,4 +1,4 @@
-"""Shows the progress of runs and stops them on Ctrl-C.
+"""Shows the progress of runs, within a round too, and stops them on Ctrl-C.
 
 On a terminal and in a notebook: how many runs have ended and the time left, and a bar of each run's rounds with how far
 its current round is. Elsewhere: a line after rounds, at most every two seconds, and within a long round or with runs
@@ -10,24 +10,29 @@ SIGHUP stop them immediately; a resumed run then repeats the rounds after the la
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flwr.app import Message, MessageType
+from flwr.serverapp import Grid
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.experiment.logs import is_json, working_at, write_json
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
 
@@ -86,6 +91,33 @@ class Reporter(Listener):
         self._send_news(news)
 
 
+_COUNTED = {
+    MessageType.TRAIN: "clients trained",
+    MessageType.EVALUATE: "clients evaluated",
+    protocol.PARTITION_QUERY: "clients ready",
+    protocol.STATISTICS_QUERY: "clients' statistics",
+}
+
+
+class WatchedGrid(GridAround):
+    """A grid that reports each reply when it arrives, and what strategies report."""
+
+    def __init__(self, inner: Grid, watcher: Callable[[str, int, int], None]) -> None:
+        super().__init__(inner)
+        self._watcher = watcher  # gets what is counted, how many are done, and of how many
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        messages = list(messages)
+        if messages and (what := _COUNTED.get(messages[0].metadata.message_type)):
+            done = itertools.count(1)
+            self.report(what, 0, len(messages))
+            self.observe(lambda _: self.report(what, next(done), len(messages)))
+        return self.inner.send_and_receive(messages, timeout=timeout)
+
+    def report(self, what: str, done: int, total: int) -> None:
+        self._watcher(what, done, total)
+
+
 @dataclass
 class _Running:
     began: float
@@ -127,7 +159,8 @@ class Progress:
         # Python's own handler raises at any point of the program, and an exception in a destructor is only printed.
         # Under Flower this is not the main thread. A shell's background job ignores Ctrl-C, and must continue to;
         # Flower sets its own handlers of the other signals, and nohup ignores SIGHUP.
-        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._terminate, signal.SIGHUP: self._terminate}
+        at_once = signal.default_int_handler  # who sent SIGTERM may not wait, or has sent it to the workers too
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: at_once, signal.SIGHUP: at_once}
         for number, handler in handlers.items() if threading.current_thread() is threading.main_thread() else ():
             if (before := signal.getsignal(number)) is signal.SIG_DFL or before is signal.default_int_handler:
                 self._stack.callback(signal.signal, number, signal.signal(number, handler))
@@ -157,10 +190,6 @@ class Progress:
             raise KeyboardInterrupt
         self.stop_asked = True
         print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
-
-    def _terminate(self, number: int, frame: Any) -> None:
-        """Stop immediately: the sender may not wait, and may have sent SIGTERM to the worker processes too."""
-        raise KeyboardInterrupt
 
     # --- what happens, in the order of an experiment ---
 

@@ -51,7 +51,7 @@ from ..listeners.final import Final
 from ..listeners.history import History
 from ..listeners.listener import Listener, Round, Running
 from ..listeners.of_clients import values_of
-from ..listeners.progress import Progress, Reporter
+from ..listeners.progress import Progress, Reporter, WatchedGrid
 from ..listeners.saving import Saving
 from ..listeners.track import Track
 from ..model import choose_device
@@ -63,7 +63,6 @@ from .agreement import agree, agreed_before
 from .cohort import TrainedNodes, check_nodes
 from .resume import keep_promises, restore_clients
 from .side_by_side import failed_because, jobs_of, side_by_side
-from .watched import WatchedGrid
 
 
 def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:
