@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.client.metrics import Metric
-from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise
 from fedbn_flwr.data.dataset import DataSet
@@ -20,7 +19,7 @@ from fedbn_flwr.tasks import Task
 
 from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data, validation_rows
 from .model import check_gpus, choose_device, make_model, model_arguments
-from .objective import metrics_of, own_loss
+from .objective import metrics_of
 from .settings import Settings
 
 
@@ -65,11 +64,6 @@ class Parts:
     def use_moments(self, moments: Moments) -> None:
         """Normalise by the moments of all sites' data."""
         self.__dict__["normalise"] = moments
-
-    @cached_property
-    def loss(self) -> Loss | None:
-        """The loss of the user, or None for one by name."""
-        return own_loss(self.run)
 
     @property
     def task(self) -> Task:

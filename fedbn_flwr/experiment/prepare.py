@@ -30,7 +30,7 @@ from .data import check_labels, partition_of, try_data
 from .faults import Faults
 from .flower_mods import check_mods
 from .model import try_model
-from .objective import check_loss, learning_rate, plain_loss, targets_like
+from .objective import check_loss, learning_rate, own_loss, plain_loss, targets_like
 from .parts import Parts
 from .sections import refuse
 from .settings import Experiment, Settings, name_in, strategy_name
@@ -92,7 +92,7 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
     if parts.dataset is not None and run.evaluate.validation:
         parts.held_out  # noqa: B018
     _check_norm(run, parts.model, rule)
-    try_model(run, parts.model, parts.shape, parts.device, parts.loss)
+    try_model(run, parts.model, parts.shape, parts.device, own_loss(run))
     check_training(parts)
     logging.disable(logging.WARNING)  # the run calls it again, and warns then
     try:

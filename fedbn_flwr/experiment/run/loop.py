@@ -31,7 +31,7 @@ from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
-from fedbn_flwr.messages.gate import gate, number_of
+from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.results.folder import RunFolder, default_out, mark_interrupted
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import is_taken
@@ -48,11 +48,10 @@ from ..listeners.best import Best
 from ..listeners.dynamics import Dynamics
 from ..listeners.evaluate import Evaluate
 from ..listeners.final import Final
-from ..listeners.history import History
 from ..listeners.listener import Listener, Round, Running
 from ..listeners.of_clients import values_of
 from ..listeners.progress import Progress, Reporter, WatchedGrid
-from ..listeners.saving import Saving
+from ..listeners.recording import History, Saving
 from ..listeners.track import Track
 from ..model import choose_device
 from ..node import Clients, trains
@@ -160,7 +159,7 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
     messages = list(rule.configure_train(number, before.arrays, config, running.grid))
     for listener in listeners:
         listener.on_messages(running)
-    replies = gate(running.grid.send_and_receive(messages, timeout=run.engine.timeout))
+    replies = list(running.grid.send_and_receive(messages, timeout=run.engine.timeout))
     found, metrics = rule.aggregate_train(number, replies)
     arrays = before.arrays if found is None else found
     used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.leaf.used]
