@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flwr.app import Message, MessageType
@@ -122,7 +122,8 @@ class WatchedGrid(GridAround):
 class _Running:
     began: float
     last_round: float  # when it ended
-    news: News | None = None  # the latest; None: it has not reported the round that it begins with
+    news: News = field(default_factory=News)  # the latest
+    has_news: bool = False  # it has reported the round that it begins with
 
 
 class Progress:
@@ -137,21 +138,21 @@ class Progress:
         rounds: Sequence[int],
         *,
         several: bool = False,  # at the same time
-        plain: bool | None = None,
+        plain: bool = False,
         quiet: bool = False,
     ) -> None:
         self.console = Console(highlight=False)
-        draws = (self.console.is_terminal or self.console.is_jupyter) and not is_json()
-        self._draws = not quiet and (draws if plain is None else not plain)
+        can_draw = (self.console.is_terminal or self.console.is_jupyter) and not is_json()
+        self._draws = can_draw and not (quiet or plain)
         self._quiet, self._several = quiet, several
         self._labels, self._rounds = labels, rounds
         self._running: dict[int, _Running] = {}  # by place
-        self._ended = self._done = self._counted = 0  # runs; rounds of all sessions, and those of this one
+        self._left_over = set(range(len(labels)))  # the places of runs that have not ended
+        self._counted = 0  # rounds of this session
         self._within = ""  # the activity between runs
         self._began = self._printed = self._last_round = time.monotonic()
         self._training_began: float | None = None
-        self._live: Live | None = None  # on a terminal
-        self._cell: Any = None  # in a notebook: the display
+        self._show: Callable[[], object] = lambda: None  # draws now, on a terminal or in a notebook
         self._stack = ExitStack()
         self.stop_asked = False
 
@@ -168,10 +169,13 @@ class Progress:
             from IPython.display import display
 
             # Not rich's own display, which needs ipywidgets and is lost when a notebook is saved.
-            self._cell = display(self.render(), display_id=True)
+            cell = display(self.render(), display_id=True)
+            self._show = lambda: cell.update(self.render())
         elif self._draws:
-            self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=True)
-            self._live.start()
+            live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=True)
+            live.start()
+            self._show = live.refresh
+            self._stack.callback(live.stop)
             for log in logging.getLogger("flwr").handlers:  # log lines are then printed above the bars
                 if isinstance(log, logging.StreamHandler):
                     self._stack.callback(log.setStream, log.setStream(sys.stderr))
@@ -180,9 +184,6 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._running, self._within = {}, "finished" if error is None else "stopped"
         self._show()
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
         self._stack.close()
 
     def _interrupt(self, number: int, frame: Any) -> None:
@@ -200,8 +201,7 @@ class Progress:
 
     def skip(self, places: Sequence[int]) -> None:
         """These runs are finished already."""
-        self._ended += len(places)
-        self._done += sum(self._rounds[place] for place in places)
+        self._left_over -= {*places}
         if places:
             self.message(f"{len(places)} of {len(self._labels)} runs are finished already")
 
@@ -217,40 +217,41 @@ class Progress:
         if news.message:
             self._say_of(place, news.message)
             return
-        before, run.news = run.news, news
-        if before is None:
-            self._done += news.round
+        is_first, more = not run.has_news, news.round - run.news.round
+        run.news, run.has_news = news, True
+        if is_first:
+            self._printed = now
+            self._show()
+            continued = f", continuing after round {news.round}" if news.round else ""
             if not self._draws:
-                continued = f", continuing after round {news.round}" if news.round else ""
                 self._say_of(place, f"{counted(rounds)}{continued}")
-        elif more := news.round - before.round:
-            self._done += more
+            return
+        if more:
             self._counted += more
             self._last_round = run.last_round = now
         between = _DRAWN if self._draws else _WITHIN_ROUND if news.within or self._several else _AFTER_ROUND
-        if now - self._printed < between and not (self._draws and before is None):
+        if now - self._printed < between:
             return
         self._printed = now
         if self._draws:
             self._show()
-        elif news.within and before is not None:
+        elif news.within:
             passed = duration(now - run.last_round)
             self._say_of(place, f"round {news.round + 1}/{rounds}  {news.within} after {passed}")
-        elif before is not None:
+        else:
             self._say_of(place, f"round {news.round}/{rounds}  {news.figures}{self._left()}")
 
     def end(self, place: int, problem: str = "") -> None:
         """A run is finished, or has ended for this reason."""
-        run = self._running.pop(place)
-        news = run.news or News()
-        self._ended += 1
-        self._done += self._rounds[place] - news.round
-        took = f"{counted(news.round)} in {duration(time.monotonic() - run.began)}  {news.figures}".rstrip()
-        self._say_of(place, problem or took, news.round)
+        run = self._running[place]
+        took = f"{counted(run.news.round)} in {duration(time.monotonic() - run.began)}  {run.news.figures}".rstrip()
+        self._say_of(place, problem or took)
+        del self._running[place]
+        self._left_over.discard(place)
         self._show()
 
     def message(self, text: str) -> None:
-        if self._live is not None:
+        if self._draws and self.console.is_terminal:
             self.console.print(text, markup=False, soft_wrap=True)
         elif not self._quiet:
             try:
@@ -267,10 +268,9 @@ class Progress:
     def _title(self, place: int) -> str:
         return f"[{place + 1}/{len(self._labels)}] {self._labels[place]}"
 
-    def _say_of(self, place: int, text: str, number: int | None = None) -> None:
+    def _say_of(self, place: int, text: str) -> None:
         """A line about one run; other lines are about all of them."""
-        news = self._running[place].news if place in self._running else None
-        working_at(run=self._labels[place], round=(news.round if news else 0) if number is None else number)
+        working_at(run=self._labels[place], round=self._running[place].news.round)
         self.message(f"{self._title(place)}: {text}")
         if self._several:
             working_at(run="", round=0)
@@ -280,21 +280,23 @@ class Progress:
         if not self._counted or self._training_began is None:
             return ""
         each = (self._last_round - self._training_began) / self._counted
-        left = each * (sum(self._rounds) - self._done) - (time.monotonic() - self._last_round)
+        rounds = sum(self._rounds[place] for place in self._left_over)
+        rounds -= sum(run.news.round for run in self._running.values())
+        left = each * rounds - (time.monotonic() - self._last_round)
         return f"  about {duration(max(0.0, left))} left"
 
     def render(self) -> Table:
         """How far all runs are, and a bar of each that is running."""
         bars, shown = Table.grid(padding=(0, 1, 0, 0)), Table.grid()
         for place, run in sorted(self._running.items()):
-            news, total = run.news or News(), self._rounds[place]
+            news, total = run.news, self._rounds[place]
             counts = f"{news.round}/{total}  {news.within or news.figures}"
             bars.add_row(
                 Text(self._title(place), overflow="ellipsis", no_wrap=True),
                 ProgressBar(total=total, completed=news.round, width=_BAR),
                 Text(counts, overflow="ellipsis", no_wrap=True),
             )
-        all_runs = f"{self._ended} of {len(self._labels)} runs ended"
+        all_runs = f"{len(self._labels) - len(self._left_over)} of {len(self._labels)} runs ended"
         passed = duration(time.monotonic() - self._began)
         what = all_runs if self._running else self._within
         shown.add_row(
@@ -302,13 +304,6 @@ class Progress:
         )
         shown.add_row(bars)
         return shown
-
-    def _show(self) -> None:
-        """Draw now; on a terminal rich also does that four times a second, in a notebook nothing else does."""
-        if self._live is not None:
-            self._live.refresh()
-        if self._cell is not None:
-            self._cell.update(self.render())
 
 
 def counted(rounds: int) -> str:

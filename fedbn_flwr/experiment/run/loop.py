@@ -237,7 +237,7 @@ def run_experiment(
     *,
     resume: bool = False,
     jobs: int | None = 1,
-    plain: bool | None = None,
+    plain: bool = False,
     quiet: bool = False,
     own_data: bool = False,
 ) -> Outcome:
