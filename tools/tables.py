@@ -31,7 +31,6 @@ from fedbn_flwr.experiment import settings
 from fedbn_flwr.experiment.faults import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
 from fedbn_flwr.experiment.registry import STRATEGIES, describe
-from fedbn_flwr.experiment.trackers import TRACKERS, options_of
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
 from fedbn_flwr.norms.roles import Role
@@ -165,14 +164,6 @@ def _first_line(thing: Any) -> str:
     return (inspect.getdoc(thing) or "").split("\n")[0].rstrip(".")
 
 
-def trackers() -> Table:
-    rows: list[Row] = []
-    for name, tracker in TRACKERS.items():
-        keys = ", ".join(f"`{key}`" for key in options_of(name))
-        rows.append((f"`{name}`", f"`pip install 'fedbn-flwr[{name}]'`", keys, " ".join(str(tracker.__doc__).split())))
-    return ("tracker", "installation", "settings", "writes to"), rows
-
-
 def norms() -> Table:
     return ("normaliser", "description"), [(f"`{name}`", text) for name, (text, _) in NORMS.items()]
 
@@ -260,7 +251,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "leaves": leaves,
     "models": models,
     "norms": norms,
-    "trackers": trackers,
     "datasets": datasets,
     "experiments": experiments,
     "keys": keys,

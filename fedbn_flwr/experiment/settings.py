@@ -645,8 +645,8 @@ class Settings(Section):
     track: Track = Field(
         default=(),
         description=(
-            "trackers that record the run too: `tensorboard`, `wandb`, `module:callable`, a mapping with "
-            "`name` and settings, or a list; see [Watching](watching.md#trackers)"
+            "trackers that record the run too: `tensorboard`, `module:callable`, a mapping with `name` and settings, "
+            "or a list; see [Watching](watching.md#trackers)"
         ),
     )
     published: Published | None = Field(

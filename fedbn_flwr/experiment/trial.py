@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import ConfigRecord, Context
+from flwr.app import Context
 
 from fedbn_flwr.batch import each
 from fedbn_flwr.client.app import client_app
@@ -23,7 +23,6 @@ from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.local import LocalGrid
-from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays, sent_dtype
@@ -36,11 +35,12 @@ from .data import normalisation_of
 from .faults import Faults
 from .file.cost import trained_in_a_round
 from .file.layers import Setting, settings_of
+from .listeners.listener import Round, Running
 from .node import Clients
 from .parts import Parts
 from .prepare import prepare
 from .run.cohort import TrainedNodes
-from .run.loop import open_folders, workers_of
+from .run.loop import open_folders, train_round, workers_of
 from .run.side_by_side import jobs_of
 from .settings import Experiment
 
@@ -202,9 +202,7 @@ def try_out(prepared: Parts, dataset: DataSet) -> Costs:
 
 class _Trial:
     def __init__(self, prepared: Parts) -> None:
-        self.prepared = prepared
-        self.steps = 1
-        self.identity = {protocol.RUN: prepared.name, protocol.TOKEN: "trial"}
+        self.prepared, self.steps = prepared, 1
 
     def client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         run = self.prepared.run
@@ -214,6 +212,7 @@ class _Trial:
 
     def begin(self, ledger: MeteredGrid) -> None:
         self.ledger = ledger
+        self.running = Running(self.prepared, ledger, {protocol.RUN: self.prepared.name, protocol.TOKEN: "trial"})
         self.arrays = pack(initial_arrays(self.prepared.model))
         self.prepared.rule.begin(self.prepared.run.rounds, self.arrays)
 
@@ -233,19 +232,11 @@ class _Trial:
 
     def round(self, number: int, *, steps: int = 1) -> tuple[RoundTraffic, float]:
         """A round of training: what one client receives and sends, and the seconds that it takes."""
-        self.steps = steps
-        rule, began = self.prepared.rule, time.perf_counter()
-        config = ConfigRecord({**self.identity, protocol.KEPT_ROUND: 0})
-        messages = list(rule.configure_train(number, self.arrays, config, self.ledger))
-        replies = list(self.ledger.send_and_receive(messages, timeout=self.prepared.run.engine.timeout))
-        arrays, _ = rule.aggregate_train(number, replies)
-        seconds = time.perf_counter() - began
-        counted = self.ledger.take()
-        failed = [reply.error.reason for reply in replies if reply.has_error()]
-        if failed:
-            raise RunFailed(f"a trial of run {self.prepared.run.label!r} failed: {failed[0]}")
-        self.arrays = self.arrays if arrays is None else arrays
-        clients = len(messages) or 1  # a strategy that trains nothing sends none
+        self.steps, began = steps, time.perf_counter()
+        at = train_round(self.running, Round(number - 1, self.arrays, self.arrays))
+        seconds, counted = time.perf_counter() - began, self.ledger.take()
+        self.arrays = at.arrays
+        clients = len(at.trained) or 1  # a strategy may train none
         exchanges = max(0, counted.communication_rounds - 1)
         return RoundTraffic(counted.bytes_down // clients, counted.bytes_up // clients, exchanges), seconds
 

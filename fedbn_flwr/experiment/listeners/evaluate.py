@@ -16,7 +16,6 @@ from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.norms.statistics import reestimate
 
 from ..data import rows_by_domain
@@ -49,7 +48,6 @@ class Evaluate(Listener):
         """
         run, dataset, normalise = self.prepared.run, self.prepared.dataset, self.prepared.normalise
         assert dataset is not None
-        assert normalise is not None
         test_of = functools.partial(TestBatches, dataset.test, normalise, run.evaluate.batch_size)
         tests = {"": test_of(), **{f"_{name}": test_of(rows) for name, rows in rows_by_domain(dataset).items()}}
         if run.evaluate.validation and not self.asks_clients:
@@ -103,7 +101,7 @@ class Evaluate(Listener):
         """The values of each client, and the figures of all."""
         config = ConfigRecord(dict(running.identity))
         messages = self.rule.configure_evaluate(at.number, at.arrays, config, running.grid)
-        replies = gate(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
+        replies = list(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
         if not replies:
             return {}, {}
         metrics = self.rule.aggregate_evaluate(at.number, replies)
