@@ -409,8 +409,9 @@ class Model(Section):
 
 
 def _named(value: Any) -> str | Mapping[str, Any]:
-    if isinstance(value, str) or (isinstance(value, Mapping) and isinstance(value.get("name"), str)):
-        return value
+    name = value.get("name") if isinstance(value, Mapping) else value
+    if isinstance(name, str):
+        return name if value == {"name": name} else value  # type: ignore[no-any-return]
     raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
 
 
@@ -501,10 +502,6 @@ class Schedule(Section):
         }
 
 
-def _of_kind(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
-
-
 class Train(Section):
     lr: float = Field(default=0.1, gt=0, description="learning rate")
     optimizer: Named = Field(
@@ -567,7 +564,7 @@ class Train(Section):
     )
     epochs: Positive | None = Field(default=None, description="passes over a client's examples per round")
     steps: Positive | None = Field(default=None, description="optimiser steps per round, instead of epochs")
-    schedule: Annotated[Schedule, BeforeValidator(_of_kind)] = Schedule()
+    schedule: Schedule = Schedule()
     channels_last: bool = Field(
         default=False,
         description=(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import shorten
 
@@ -75,9 +76,11 @@ def figures_by_label(figures: Any, rows: Mapping[str, Lists], name: str) -> dict
     return {str(label): content for label, content in figures.items()}
 
 
-def with_set_up(figures: Any, size: str, changes: Iterable[str]) -> Any:
+def with_set_up(figures: Any, size: str, in_file: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     """The figures of a run, with a note if its settings are not those of the file."""
-    keys = [key for key in changes if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
+    before, now = flat_settings(in_file), flat_settings(settings)
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    keys = [key for key in changed if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
     if not keys or not isinstance(figures, Mapping) or "differs" in figures:
         return figures
     return {**figures, "differs": shorten(f"size {size}, other {', '.join(keys)}", 200)}

@@ -223,5 +223,5 @@ def test_a_listed_strategy_is_selected_by_its_name_and_keeps_its_place() -> None
 def test_another_optimizer_does_not_inherit_the_options_of_the_first() -> None:
     text = "{train: {optimizer: {name: adamw, betas: [0.9, 0.95]}}}"
     assert read(text, "train.lr=1.0").train.optimizer == {"name": "adamw", "betas": [0.9, 0.95]}
-    assert read(text, "train.optimizer={name: sgd}").train.optimizer == {"name": "sgd"}
+    assert read(text, "train.optimizer={name: sgd}").train.optimizer == "sgd"
     assert read(text, "train.optimizer=adam").train.optimizer == "adam"
