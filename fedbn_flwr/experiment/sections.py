@@ -19,8 +19,11 @@ def refuse(faults: Mapping[str, bool], error: type[Exception] = SettingsError) -
 
 
 class Section(BaseModel):
-    # Strict: the text "3" is not the number 3. Frozen: settings can be keys of a cache.
+    # Strict: the text "3" is not the number 3. Frozen: settings are keys of caches.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
 
     def faults(self) -> dict[str, bool]:
         """What may be wrong with the values together, and whether it is."""
