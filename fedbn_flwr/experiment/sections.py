@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.tasks import METRICS
@@ -16,6 +24,18 @@ def refuse(faults: Mapping[str, bool], error: type[Exception] = SettingsError) -
     for fault, is_found in faults.items():
         if is_found:
             raise error(fault)
+
+
+def expects(words: str) -> WrapValidator:
+    """One error message for a type of several forms; a union would report one for each form."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(f"found {value!r}; expected {words}") from None
+
+    return WrapValidator(check)
 
 
 class Section(BaseModel):
@@ -150,7 +170,9 @@ class Engine(Section):
     name: Literal["local", "ray"] = Field(
         default="local", description="`local`, or `ray` for a [cluster](cluster.md); also `--engine`"
     )
-    workers: int | Literal["auto"] = Field(
+    workers: Annotated[
+        Annotated[int, Field(ge=0)] | Literal["auto"], expects("0, a number of processes, or 'auto'")
+    ] = Field(
         default="auto",
         description=(
             "processes of the local engine; 0: everything in one process; `auto`: one per core; with a GPU 0;"
@@ -220,7 +242,6 @@ class Engine(Section):
         only_ray = ("address", "cpus_per_client", "gpus_per_client")
         given = next((key for key in only_ray if getattr(self, key) is not None), "") if not is_ray else ""
         return {
-            f"workers is {workers}; give 0, a number of processes, or 'auto'": workers != "auto" and workers < 0,
             "workers is 0, but on Ray clients run in actors; give a number of them, or 'auto'": is_ray and workers == 0,
             f"threads={threads} needs workers=0, found {workers}: a worker has one thread": not is_ray
             and threads > 1

@@ -21,9 +21,6 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     Tag,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 
@@ -41,26 +38,13 @@ from .file.expansion import PAPER, Cell
 from .file.figures import Published
 from .sections import Engine as Engine
 from .sections import Evaluate as Evaluate
-from .sections import Few, Names, Positive, Section
+from .sections import Few, Names, Positive, Section, expects
 from .trackers import Track
-
-
-def _expects(words: str) -> WrapValidator:
-    """One error message for a type of several forms; a union would report one for each form."""
-
-    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return validate(value)
-        except ValidationError:
-            raise ValueError(f"found {value!r}; expected {words}") from None
-
-    return WrapValidator(check)
-
 
 Side = Annotated[int, Field(gt=0, le=10_000)]
 Pixels = Annotated[
     Side | Annotated[tuple[Side, Side], Field(strict=False)],
-    _expects("pixels per side, or [height, width], at most 10000"),
+    expects("pixels per side, or [height, width], at most 10000"),
 ]
 
 
@@ -76,15 +60,15 @@ Columns = Annotated[
 
 Split = Annotated[
     str | Annotated[float, Field(gt=0, lt=1)],
-    _expects("the name of a split, or a share between 0 and 1 to hold out"),
+    expects("the name of a split, or a share between 0 and 1 to hold out"),
 ]
 Categories = Annotated[
     Mapping[str, Annotated[tuple[Annotated[str, BeforeValidator(str)], ...], Field(strict=False, min_length=1)]],
-    _expects("lists of values by column, for instance {sex: [f, m]}"),
+    expects("lists of values by column, for instance {sex: [f, m]}"),
 ]
 Ranges = Annotated[
     Mapping[str, Annotated[tuple[float, float], Field(strict=False)]],
-    _expects("the smallest and the largest value, {age: [0, 120]}"),
+    expects("the smallest and the largest value, {age: [0, 120]}"),
 ]
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
@@ -417,7 +401,7 @@ Mods = Annotated[Mapping[_Message, Annotated[tuple[Named, ...], Field(strict=Fal
 
 Weights = Annotated[
     Literal["balanced"] | Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)],
-    _expects("balanced, or a list with a weight for each class, zero or more"),
+    expects("balanced, or a list with a weight for each class, zero or more"),
 ]
 MILESTONES = (0.5, 0.75)
 

@@ -12,6 +12,7 @@ from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import shorten
 
+from ..sections import expects
 from .expansion import Cell, Lists, values_in_words
 
 AVERAGE = "average"  # of the domains of a figure that is given by domain
@@ -25,7 +26,9 @@ class Published(BaseModel):
     """Figures of a paper, by their keys in summary.json, for the report; a figure may have a standard deviation."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
-    __pydantic_extra__: dict[str, float | tuple[float, float]]
+    __pydantic_extra__: dict[
+        str, Annotated[float | tuple[float, float], expects("a number, or a mean and a standard deviation")]
+    ]
 
     source: Annotated[str, Field(min_length=1)]
     # Why the figures are not those of this run's set-up: its size, or overrides; a file may give a reason of its own.

@@ -55,7 +55,7 @@ def test_keys_of_experiments_are_suggested_too() -> None:
         ("train: {lr: 0}", ["train.lr is 0", "greater than 0"]),
         ("train: {momentum: 1.0}", ["train.momentum is 1.0", "less than 1"]),
         ("train: 3", ["train is 3"]),
-        ("engine: {workers: x}", ["engine.workers is 'x': expected a valid integer or 'auto'"]),
+        ("engine: {workers: x}", ["engine.workers: found 'x'; expected 0, a number of processes, or 'auto'"]),
         ("data: {augment: [flop]}", ["data.augment", "'flop'", "'flip'"]),
         (
             "data: {partition: {kind: sharks}}",
@@ -64,7 +64,7 @@ def test_keys_of_experiments_are_suggested_too() -> None:
         ("data: {partition: {alpha: 1}}", ["data.partition.kind is missing; known: classes"]),
         ("data: {partition: {kind: classes}}", ["'data.partition.classes_per_client' is missing"]),
         ("data: {partition: {kind: dirichlet, alpha: 0}}", ["data.partition.alpha is 0", "greater than 0"]),
-        ("engine: {workers: -1}", ["engine: workers is -1; give 0, a number of processes, or 'auto'"]),
+        ("engine: {workers: -1}", ["engine.workers: found -1; expected 0, a number of processes, or 'auto'"]),
         ("engine: {gpus: 0}", ["engine.gpus is 0", "greater than or equal to 1"]),
         ("engine: {gpus: 4, workers: 2}", ["engine: gpus=4 needs a worker for each GPU, found workers=2; or use auto"]),
         ("engine: {gpus: 2, threads: 2}", ["engine: gpus=2 needs workers, but threads=2 excludes them; use threads=1"]),
