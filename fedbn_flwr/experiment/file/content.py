@@ -83,20 +83,16 @@ def checked_mapping(content: Any, source: str) -> Any:
 
 
 def _text(path: Path) -> str:
+    problem = f"cannot read the experiment {str(path)!r}"
     try:
-        if (size := path.stat().st_size) > 4 * LENGTH:  # at most four bytes a character
-            raise SettingsError(f"the experiment {str(path)!r} has {size} bytes; expected at most {4 * LENGTH}")
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as stream:
+            return stream.read(4 * LENGTH + 1).decode()  # at most four bytes a character: `parse_yaml` refuses more
     except OSError as error:
-        raise SettingsError(f"cannot read the experiment {str(path)!r}: {error.strerror}") from None
+        raise SettingsError(f"{problem}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise SettingsError(
-            f"cannot read the experiment {str(path)!r}: byte {error.start} is not UTF-8; save the file as UTF-8"
-        ) from None
-    except SettingsError:
-        raise
+        raise SettingsError(f"{problem}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except ValueError as error:  # a NUL in the path
-        raise SettingsError(f"cannot read the experiment {str(path)!r}: {error}") from None
+        raise SettingsError(f"{problem}: {error}") from None
 
 
 # Mappings whose keys depend on their name or kind: two strategies have different arguments.
