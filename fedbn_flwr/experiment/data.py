@@ -114,7 +114,7 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
 
 def _check_ranges(data: settings.Data, dataset: DataSet) -> None:
     """Refuse values outside of `data.ranges`, by their number: a site's error is sent to the server."""
-    for column, (low, high) in data.ranges:
+    for column, (low, high) in data.ranges.items():
         if column not in dataset.input_names:
             raise SettingsError(f"data.ranges has {column!r}; {did_you_mean(column, dataset.input_names)}")
         place = dataset.input_names.index(column)
@@ -129,7 +129,7 @@ def _check_ranges(data: settings.Data, dataset: DataSet) -> None:
 
 def source_of(data: settings.Data) -> Source:
     values = {each.name: getattr(data, each.name) for each in fields(Source) if each.name in settings.Data.model_fields}
-    return Source(**{**values, "categories": dict(data.categories), "options": data.options.model_extra or {}})
+    return Source(**{**values, "options": data.options.model_extra or {}})
 
 
 def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
@@ -300,7 +300,7 @@ def shape_without_data(run: Settings) -> Shape:
     if not shape and data.channels is not None and data.size is not None:
         shape = (data.channels, *((data.size, data.size) if isinstance(data.size, int) else data.size))
     if not shape and data.channels is None and data.tokens is None and data.inputs:
-        shape = (sum(len(dict(data.categories).get(column, "1")) for column in data.inputs),)
+        shape = (sum(len(data.categories.get(column, "1")) for column in data.inputs),)
     if classes is None or not shape:
         missing = [key for key, value in (("data.classes", classes), ("data.shape", shape)) if not value]
         raise SettingsError(

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.tasks import METRICS
@@ -18,9 +26,24 @@ def refuse(faults: Mapping[str, bool], error: type[Exception] = SettingsError) -
             raise error(fault)
 
 
+def expects(words: str) -> WrapValidator:
+    """One error message for a type of several forms; a union would report one for each form."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(f"found {value!r}; expected {words}") from None
+
+    return WrapValidator(check)
+
+
 class Section(BaseModel):
-    # Strict: the text "3" is not the number 3. Frozen: settings can be keys of a cache.
+    # Strict: the text "3" is not the number 3. Frozen: settings are keys of caches.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
 
     def faults(self) -> dict[str, bool]:
         """What may be wrong with the values together, and whether it is."""
@@ -147,7 +170,9 @@ class Engine(Section):
     name: Literal["local", "ray"] = Field(
         default="local", description="`local`, or `ray` for a [cluster](cluster.md); also `--engine`"
     )
-    workers: int | Literal["auto"] = Field(
+    workers: Annotated[
+        Annotated[int, Field(ge=0)] | Literal["auto"], expects("0, a number of processes, or 'auto'")
+    ] = Field(
         default="auto",
         description=(
             "processes of the local engine; 0: everything in one process; `auto`: one per core, with a GPU 0. On Ray: "
@@ -211,7 +236,6 @@ class Engine(Section):
         only_ray = ("address", "cpus_per_client", "gpus_per_client")
         given = next((key for key in only_ray if getattr(self, key) is not None), "") if not is_ray else ""
         return {
-            f"workers is {workers}; give 0, a number of processes, or 'auto'": workers != "auto" and workers < 0,
             "workers is 0, but on Ray clients run in actors; give a number of them, or 'auto'": is_ray and workers == 0,
             f"threads={threads} needs workers=0, found {workers}: a worker has one thread": not is_ray
             and threads > 1

@@ -33,7 +33,6 @@ from fedbn_flwr.results.folder.ledger import MeteredGrid
 from .counting import count_partitions
 from .data import normalisation_of
 from .faults import Faults
-from .file.cost import trained_in_a_round
 from .file.layers import Setting, settings_of
 from .listeners.listener import Round, Running
 from .node import Clients
@@ -184,7 +183,8 @@ def try_out(prepared: Parts, dataset: DataSet) -> Costs:
         _, longer = trial.round(second, steps=1 + several)
     step = max(longer - one, 0.05 * longer) / several / len(chosen)  # of one client
     message = max(one / len(chosen) - step, 0.0)  # of its round besides the steps
-    clients = trained_in_a_round(run) or run.trained
+    share, least = getattr(leaf, "fraction_train", 1.0), getattr(leaf, "min_train_nodes", 1)
+    clients = min(run.trained, max(int(run.trained * share), least))
     workers = min(workers_of(run) or 1, clients)
     sizes = [len(part) - round(run.evaluate.validation * len(part)) for part in parts]
     of_all = sum(run.train.steps or (run.train.epochs or 1) * math.ceil(size / run.train.batch_size) for size in sizes)
