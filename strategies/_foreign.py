@@ -101,7 +101,7 @@ class Foreign(Leaf):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self._round = Round(server_round, self._rounds, arrays, config, grid)
+        self._round = Round(server_round, arrays, config, grid)
         self.left_out = []
         seen = record_of(split_by_role(arrays, roles(arrays), self.hidden)[1]) if self.hidden else arrays
         with self._drawing("train", server_round):

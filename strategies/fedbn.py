@@ -39,8 +39,8 @@ class LocalNorm(FedAvg):
     ) -> None:
         super().__init__(**options)
         self.global_norm = global_norm
-        returned = self.kept if global_norm == "average" else frozenset[Role]()
-        self.traits = Traits(client_memory="their own batch norm", kept=self.kept, returned=returned)
+        kept = dict.fromkeys(self.kept, global_norm == "average")
+        self.traits = Traits(client_memory="their own batch norm", kept=kept)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)

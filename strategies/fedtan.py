@@ -135,7 +135,7 @@ class FedTAN(FedAvg):
         p = [each.examples if self.weights_by == "data" else each.batch for each in contributions]
         return algorithm_3(contributions, p, partial(self.bounded, what))
 
-    def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
+    def arrived(self, replies: Iterable[Message]) -> Iterable[Message]:
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
             replies, self.asked = carrier.finish(replies)
@@ -217,7 +217,7 @@ class FedTANClient(ClientRule):
             fused=fused,
             backward=backward,
             examples=local.client.num_examples,
-            partition=local.partition,
+            partition=local.client.identity.get(protocol.PARTITION),
         )
 
         def checked(model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss) -> Tensor:

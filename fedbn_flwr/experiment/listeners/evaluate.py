@@ -74,7 +74,7 @@ class Evaluate(Listener):
         clients, line = self._on_clients(running, at) if self.asks_clients else ({}, {})
         model = at.model
         if self.rule.traits.has_global_model:
-            asked = strategies.Round(at.number, run.rounds, at.arrays, running.identity, running.grid)
+            asked = strategies.Round(at.number, at.arrays, running.identity, running.grid)
             model = self.rule.global_model(asked)
         if self.has_test:
             torch.set_num_threads(run.engine.threads)  # the last bits can depend on it
@@ -108,7 +108,7 @@ class Evaluate(Listener):
         if not replies:
             return {}, {}
         metrics = self.rule.aggregate_evaluate(at.number, replies)
-        used = self.rule.leaf.used
+        used = self.rule.chain[-1].used
         values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_examples")
         means = {name_of(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
         figures = {**means, **own_means(values), **spreads(values)}
