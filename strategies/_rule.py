@@ -69,6 +69,7 @@ class Traits:
     steps: frozenset[str] = frozenset()
     client_memory: str | None = None  # the state that clients must keep from round to round, described in words
     # The roles that stay on the client, which the server never sends; and whether the client sends them to the server.
+    # If there are any, each client has a model of its own, which is evaluated on that client.
     kept: Mapping[Role, bool] = field(default_factory=dict)
     # Examples that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0:
     # no statistics are exchanged.
@@ -82,11 +83,6 @@ class Traits:
     def unsent(self) -> frozenset[Role]:
         """The roles that are in no message."""
         return frozenset(role for role, is_returned in self.kept.items() if not is_returned)
-
-    @property
-    def personal(self) -> bool:
-        """Whether each client trains a model of its own, which is evaluated on that client."""
-        return bool(self.kept)
 
     @property
     def has_global_model(self) -> bool:
@@ -224,11 +220,11 @@ class Rule(Strategy):
 
     # --- the run ---
 
-    def _kept(self) -> dict[str, Any]:
+    def _kept(self) -> Any:
         """The state that checkpoints save."""
         return vars(self.memory)
 
-    def _keep(self, values: dict[str, Any]) -> None:
+    def _keep(self, values: Any) -> None:
         """The inverse of `_kept`."""
         self.memory = self.Memory(**values)
 

@@ -12,9 +12,10 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import Any, Never, TypedDict
+from typing import Any, Never
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -35,24 +36,6 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 from ._rule import Leaf, Round, refuse_bounds, unknown_argument
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
-
-
-class FedAvgOptions(TypedDict, total=False):
-    """The arguments of `FedAvg`, for rules that pass them on."""
-
-    fraction_train: float
-    fraction_evaluate: float
-    min_train_nodes: int
-    min_evaluate_nodes: int
-    min_available_nodes: int
-    weighted_by_key: str
-    arrayrecord_key: str
-    configrecord_key: str
-    train_metrics_aggr_fn: MeanOfMetrics | None
-    evaluate_metrics_aggr_fn: MeanOfMetrics | None
-    seed: int
-    node_timeout: float
-    bounds: Bounds | Mapping[str, Any] | None
 
 
 class FedAvg(Leaf, FlowerFedAvg):
@@ -92,7 +75,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         **options: Never,
     ) -> None:
         if options:
-            raise unknown_argument(type(self).__name__, next(iter(options)), FedAvgOptions.__annotations__)
+            raise unknown_argument(type(self).__name__, next(iter(options)), inspect.signature(FedAvg).parameters)
         Leaf.__init__(self)
         FlowerFedAvg.__init__(
             self, fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,

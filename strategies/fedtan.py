@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, Unpack
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Gt
@@ -39,7 +39,7 @@ from fedbn_flwr.messages.aggregate import normalised, weighted_mean
 from fedbn_flwr.norms.roles import Role
 
 from ._rule import Round, Traits, require_norm
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 from .fixbn import FixBN, LastFree, frozen_roles
 
 
@@ -82,7 +82,7 @@ class FedTAN(FedAvg):
         min_batch: Annotated[int, Ge(1), "a number of examples, 1 or more"] = protocol.MIN_BATCH,
         exchange_timeout: Annotated[float, Gt(0), "a number of seconds above zero"] = 600,
         direct: carriers.Service | bool = True,
-        **options: Unpack[FedAvgOptions],
+        **options: Any,
     ) -> None:
         carriers.check(direct)
         if weights == "batch":

@@ -193,7 +193,7 @@ def try_out(prepared: Parts, dataset: DataSet) -> Costs:
     steps = round(of_all * clients / len(parts))
     train = (steps * step + clients * message) / workers
     # On the server, and by clients, each of which tests on all examples and on its own.
-    by_clients = rule.traits.personal if run.evaluate.clients is None else run.evaluate.clients
+    by_clients = bool(rule.traits.kept) if run.evaluate.clients is None else run.evaluate.clients
     examples = len(dataset.test.labels)
     domains = 2 if dataset.domains is not None and dataset.domains.test is not None else 1
     tested = domains * examples + (run.clients + 1) * examples / workers * by_clients
