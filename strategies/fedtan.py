@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, Unpack
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Gt
@@ -39,7 +39,7 @@ from fedbn_flwr.messages.aggregate import normalised, weighted_mean
 from fedbn_flwr.norms.roles import Role
 
 from ._rule import Round, Traits, require_norm
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 from .fixbn import FixBN, LastFree, frozen_roles
 
 
@@ -82,7 +82,7 @@ class FedTAN(FedAvg):
         min_batch: Annotated[int, Ge(1), "a number of examples, 1 or more"] = protocol.MIN_BATCH,
         exchange_timeout: Annotated[float, Gt(0), "a number of seconds above zero"] = 600,
         direct: carriers.Service | bool = True,
-        **options: Unpack[FedAvgOptions],
+        **options: Any,
     ) -> None:
         if weights == "batch":
             options.setdefault("weighted_by_key", protocol.BATCH_EXAMPLES)
@@ -139,7 +139,7 @@ class FedTAN(FedAvg):
         p = [each.examples if self.weights_by == "data" else each.batch for each in contributions]
         return algorithm_3(contributions, p, partial(self.bounded, what))
 
-    def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
+    def arrived(self, replies: Iterable[Message]) -> Iterable[Message]:
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
             replies, self.asked = carrier.finish(replies)
@@ -221,7 +221,7 @@ class FedTANClient(ClientRule):
             fused=fused,
             backward=backward,
             examples=local.client.num_examples,
-            partition=local.partition,
+            partition=local.client.identity.get(protocol.PARTITION),
         )
 
         def checked(model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss) -> Tensor:

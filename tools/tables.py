@@ -145,8 +145,7 @@ def leaves() -> Table:
         traits = describe(name).traits
         sends = "in a sum" if name == "Secure" else "yes"
         sent = [
-            sends if role not in traits.kept else "by default" if role in traits.returned else "no"
-            for role in _TRAVELLING
+            sends if role not in traits.kept else "by default" if traits.kept[role] else "no" for role in _TRAVELLING
         ]
         rows.append((f"`{name}`", *sent, traits.traffic or "nothing", traits.client_memory or "nothing"))
     return ("strategy", "weights", "gamma, beta", "running statistics", "besides", "stored for each client"), rows

@@ -30,9 +30,8 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import arrays_of
 
-from .client import BNClient
+from .client import BNClient, Update
 from .node_state import NodeState, run_of
-from .rule import Update
 
 MakeClient = Callable[[], BNClient]
 

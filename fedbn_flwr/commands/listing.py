@@ -131,12 +131,13 @@ def cost(about: Description) -> list[tuple[str, str]]:
         sent = "the whole model, down and up"
     else:
         sent = f"the model without {_words(traits.kept)} down"
-        sent += f"; with {_words(traits.returned)} up" if traits.returned else "; the same up"
+        returned = traits.kept.keys() - traits.unsent
+        sent += f"; with {_words(returned)} up" if returned else "; the same up"
     rows = [("sends", sent), ("sends too", traits.traffic), ("clients keep", traits.client_memory or "nothing")]
     return [(name, text) for name, text in rows if text]
 
 
-def _words(roles: frozenset[Any]) -> str:
+def _words(roles: Collection[Any]) -> str:
     names = {"weights": "weights", "affine": "gamma and beta", "statistics": "statistics"}
     # Experiments never send counters; see the glossary.
     return ", ".join(text for role, text in names.items() if role in roles)

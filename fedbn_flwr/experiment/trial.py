@@ -131,7 +131,7 @@ def explain(experiment: Experiment, *, trial: bool = True, faults: Faults | None
                 tuple(settings_of(experiment, next(run for run in experiment.runs if run.label == label))),
                 model,
                 (*(role for role in model if role not in {Role.COUNTER, *traits.kept}), *more),
-                (*(role for role in model if role not in {Role.COUNTER, *(traits.kept - traits.returned)}), *more),
+                (*(role for role in model if role not in {Role.COUNTER, *traits.unsent}), *more),
                 try_out(prepared, dataset) if trial and dataset is not None else None,
             )
         )
@@ -170,7 +170,7 @@ def try_out(prepared: Parts, dataset: DataSet) -> Costs:
     run, rule = prepared.run, prepared.rule
     parts = prepared.partition[: run.trained]
     largest = sorted(range(run.trained), key=lambda client: -len(parts[client]))
-    leaf = getattr(rule.leaf, "strategy", rule.leaf)  # Flower's own, if it is one
+    leaf = getattr(rule.chain[-1], "strategy", rule.chain[-1])  # Flower's own, if it is one
     needed = max(2, *(int(getattr(leaf, key, 1)) for key in ("min_train_nodes", "min_available_nodes")))
     chosen = [client + 1 for client in largest[:needed]]
     trial = _Trial(prepared)
@@ -191,7 +191,7 @@ def try_out(prepared: Parts, dataset: DataSet) -> Costs:
     steps = round(of_all * clients / len(parts))
     train = (steps * step + clients * message) / workers
     # On the server, and by clients, each of which tests on all examples and on its own.
-    by_clients = rule.traits.personal if run.evaluate.clients is None else run.evaluate.clients
+    by_clients = bool(rule.traits.kept) if run.evaluate.clients is None else run.evaluate.clients
     examples = len(dataset.test.labels)
     domains = 2 if dataset.domains is not None and dataset.domains.test is not None else 1
     tested = domains * examples + (run.clients + 1) * examples / workers * by_clients

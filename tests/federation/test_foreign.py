@@ -387,8 +387,8 @@ def test_our_clients_refuse_a_server_of_the_old_api(
     ("make", "hint"),
     [
         (lambda: FedAvg(fraction_fit=0.5), "FedAvg has no argument 'fraction_fit'; did you mean fraction_train?"),  # type: ignore[call-arg]
-        (lambda: FedBN(on_fit_config_fn=None), "did you mean train_config of start()?"),  # type: ignore[call-arg]
-        (lambda: FedTAN(min_train_node=3), "did you mean 'min_train_nodes'? known: arrayrecord_key, "),  # type: ignore[call-arg]
+        (lambda: FedBN(on_fit_config_fn=None), "did you mean train_config of start()?"),
+        (lambda: FedTAN(min_train_node=3), "did you mean 'min_train_nodes'? known: arrayrecord_key, "),
     ],
 )
 def test_arguments_of_the_old_api_are_named(make: Any, hint: str) -> None:

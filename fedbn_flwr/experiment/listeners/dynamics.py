@@ -53,7 +53,7 @@ class Dynamics(Listener):
         reason = None
         if not self.sizes:
             reason = "the model has no batch norm with running statistics"
-        elif Role.STATISTICS in traits.kept - traits.returned:
+        elif Role.STATISTICS in traits.unsent:
             reason = f"with these settings, {strategy_name(running.run.strategy)} leaves the statistics on the clients"
         if reason is None:
             self._before = statistics_in(arrays, self.sizes)

@@ -33,7 +33,7 @@ class Evaluate(Listener):
         self.prepared = prepared
         self.threads = threads if prepared.device.type == "cpu" else 1
         self.rule = prepared.rule
-        only_by_clients = self.rule.traits.personal or not run.evaluate.server
+        only_by_clients = bool(self.rule.traits.kept) or not run.evaluate.server
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
         self.task, self.metrics = prepared.task, prepared.metrics
         self.loss = plain_loss(run, self.task)
@@ -71,7 +71,7 @@ class Evaluate(Listener):
         clients, line = self._on_clients(running, at) if self.asks_clients else ({}, {})
         model = at.model
         if self.rule.traits.has_global_model:
-            asked = strategies.Round(at.number, run.rounds, at.arrays, running.identity, running.grid)
+            asked = strategies.Round(at.number, at.arrays, running.identity, running.grid)
             model = self.rule.global_model(asked)
         if self.has_test:
             torch.set_num_threads(run.engine.threads)  # the last bits can depend on it
@@ -105,7 +105,7 @@ class Evaluate(Listener):
         if not replies:
             return {}, {}
         metrics = self.rule.aggregate_evaluate(at.number, replies)
-        used = self.rule.leaf.used
+        used = self.rule.chain[-1].used
         values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_examples")
         means = {name_of(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
         figures = {**means, **own_means(values), **spreads(values)}

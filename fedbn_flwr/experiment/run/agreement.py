@@ -38,7 +38,7 @@ def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -
         {
             f"{asks} but {name} {hides}; {instead}": hides is not None,
             f"{asks} but strategy.bounds limits the influence of one client, and that of its sums has no limit; "
-            f"{instead}": rule.leaf.bounds is not None,
+            f"{instead}": rule.chain[-1].bounds is not None,
         }
     )
     clients = {node: client for client, node in nodes.ids.items()}

@@ -151,7 +151,7 @@ def end(listeners: Sequence[Listener], running: Running, error: BaseException | 
 def train_round(running: Running, before: Round, listeners: Sequence[Listener] = ()) -> Round:
     run, rule, number = running.run, running.prepared.rule, before.number + 1
     config = ConfigRecord({**running.identity, protocol.KEPT_ROUND: before.kept_round})
-    switched = any(number >= (each.memory.switch_round or math.inf) for each in rule.chain())
+    switched = any(number >= (each.memory.switch_round or math.inf) for each in rule.chain)
     if (factor := run.train.schedule.switch) is not None and switched:
         config[protocol.LR_FACTOR] = factor
     messages = list(rule.configure_train(number, before.arrays, config, running.grid))
@@ -160,7 +160,7 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
     replies = list(running.grid.send_and_receive(messages, timeout=run.engine.timeout))
     found, metrics = rule.aggregate_train(number, replies)
     arrays = before.arrays if found is None else found
-    used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.leaf.used]
+    used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.chain[-1].used]
     trained = [number_of(reply) for reply in used]
     figures = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
     line: dict[str, Any] = {"round": number, "clients": len(trained)}

@@ -79,7 +79,9 @@ def work(run: Settings) -> float:
     training = images * of_an_image + steps * OF_A_MILLION_PARAMETERS * parameters / 1e6
     tested = run.data.test_examples or TEST_IMAGES.get(run.data.name, MOST_TEST_IMAGES)
     by_server = 2 if CATALOGUE[run.data.name].domains else 1  # all images, and those of each domain
-    personal = describe(run.strategy["name"]).traits.personal if run.evaluate.clients is None else run.evaluate.clients
+    personal = (
+        bool(describe(run.strategy["name"]).traits.kept) if run.evaluate.clients is None else run.evaluate.clients
+    )
     by_clients = run.clients + 1 if personal else 0  # each tests on all images, and on its own
     evaluations = math.ceil(run.rounds / run.evaluate.every)
     testing = evaluations * tested * (by_server + by_clients) * FORWARD * of_an_image
