@@ -8,7 +8,7 @@ import inspect
 import json
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean

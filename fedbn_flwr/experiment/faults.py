@@ -119,7 +119,7 @@ def _section(path: Sequence[str]) -> list[str]:
     model: type[BaseModel] = Settings
     for part in path:
         if part in (OWN, *KINDS):
-            model = KINDS[part] if part in KINDS else OwnOptions
+            model = KINDS.get(part, OwnOptions)
         elif part in model.model_fields:
             annotation = model.model_fields[part].annotation
             model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else model

@@ -10,7 +10,7 @@ batch norm's gamma, which its name does not show.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -123,7 +123,7 @@ def computes_as_batch_norm(layer: nn.Module) -> bool:
 
 
 def split_by_role(
-    state: Mapping[str, V], of: Mapping[str, Role], wanted: set[Role] | frozenset[Role]
+    state: Mapping[str, V], of: Mapping[str, Role], wanted: Collection[Role]
 ) -> tuple[dict[str, V], dict[str, V]]:
     """The entries of `state` whose role is wanted, and the others."""
     inside = {key: value for key, value in state.items() if of[key] in wanted}

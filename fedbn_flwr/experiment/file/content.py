@@ -153,10 +153,11 @@ def put(settings: dict[str, Any], key: str, value: Any) -> None:
     """Set a key such as `train.lr` of nested settings."""
     *path, last = key.split(".")
     for number, part in enumerate(path, start=1):
-        settings = settings.setdefault(part, {})
-        if not isinstance(settings, dict):
+        inner: Any = settings.setdefault(part, {})
+        if not isinstance(inner, dict):
             above = ".".join(path[:number])
-            raise SettingsError(f"{above} is {settings!r}; expected a mapping, since {key} has a value")
+            raise SettingsError(f"{above} is {inner!r}; expected a mapping, since {key} has a value")
+        settings = inner
     settings[last] = value
 
 
