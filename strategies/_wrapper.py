@@ -137,7 +137,8 @@ def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
     - `weights`: it reports the weights of its mean.
     """
     lacking: dict[str, tuple[Rule, str]] = {}
-    for rule in reversed(outer.chain[1:]):
+    chain: Sequence[Rule] = outer.chain
+    for rule in reversed(chain[1:]):
         lacking = {need: (rule, why) for need, why in rule.lacks.items()} | {
             need: found for need, found in lacking.items() if rule.lacks.get(need) != ""
         }

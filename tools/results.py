@@ -18,7 +18,7 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.registry import describe
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.results.folder import flat_settings
-from fedbn_flwr.results.report.paired import paired
+from fedbn_flwr.results.report.tables import paired
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"

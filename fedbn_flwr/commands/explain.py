@@ -51,7 +51,7 @@ def explain(arguments: argparse.Namespace) -> None:
 
 
 def _pages(explanation: Explanation, *, every: bool) -> list[str]:
-    from fedbn_flwr.results.report.counted import partition_table
+    from fedbn_flwr.results.report.tables import partition_table
 
     experiment, runs = explanation.experiment, explanation.runs
     first, *others = runs

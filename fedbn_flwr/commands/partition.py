@@ -26,8 +26,8 @@ def add(commands: Commands) -> None:
 def partition(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.experiment.counting import count_partitions
     from fedbn_flwr.experiment.file.layers import load_experiment
-    from fedbn_flwr.results.report.counted import partition_table
     from fedbn_flwr.results.report.pictures import partitions_plot, save
+    from fedbn_flwr.results.report.tables import partition_table
 
     out = arguments.out or Path("partition.png")
     if out.is_dir() or not out.suffix:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.results.folder.counts import PartitionCounts
+from fedbn_flwr.results.folder.clients import PartitionCounts
 
 from . import settings
 from .data import PLAIN, load_data, partition_of

@@ -27,7 +27,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays, sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.results.folder.counts import PartitionCounts
+from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 
 from .counting import count_partitions

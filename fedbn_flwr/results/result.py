@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, overload
@@ -12,10 +12,9 @@ from fedbn_flwr.tasks import title_of
 
 from .folder.summary import Summary
 from .read.runs import Run, find_runs
-from .report import paper
 from .report.pictures import Look, plot
-from .report.rows import Row, group
-from .report.tables import Form, as_html, tables, tables_as_text
+from .report.rows import Choice, choose, group
+from .report.tables import Form, as_html, numbers, tables, tables_as_text
 from .text import in_html
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class Result:
         folder = self._run.folder
         return global_model(folder, file) if client is None else personal_model(folder, client)
 
-    def normalise(self) -> nn.Module:
+    def normalise(self) -> Callable[[Any], Any]:
         """The normalisation of the model's inputs: a function of inputs with pixel values from 0 to 1.
 
         If `data.normalise` names a function of your own, it is that function, of inputs as the data set stores them.
@@ -173,8 +172,8 @@ class Results(Sequence[Result]):
         return _frame([{**names, **line} for names, history in seeds for line in history])
 
     def table(self) -> str:
-        """The table of `fedbn report`: a row per label, with mean and standard deviation over seeds."""
-        return tables_as_text(tables(self._rows))
+        """The tables of `fedbn report`: a row per label, with mean and standard deviation over seeds."""
+        return tables_as_text(tables(self._choice))
 
     def frame(self, columns: Sequence[str] = (), *, baseline: str = "") -> pd.DataFrame:
         """The first table of `fedbn report` as numbers: a row per label, a mean and a deviation (`_std`) per figure.
@@ -188,7 +187,7 @@ class Results(Sequence[Result]):
         """
         with needs("data", "Results.frame()"):
             import pandas as pd
-        return pd.DataFrame(paper.lines(self._rows, Form(tuple(columns), baseline))).set_index("run")
+        return pd.DataFrame(numbers(self._choice.rows, Form(tuple(columns), baseline))).set_index("run")
 
     def plot(self, **look: Unpack[Look]) -> Plot:
         """The plot of `fedbn report`: the main figure of the task against what was spent; a notebook shows it.
@@ -196,17 +195,17 @@ class Results(Sequence[Result]):
         For a paper: `measure`, a key of the history; `axis` (`round`, `communication_rounds`, `mib` or `seconds`) for
         a single panel; `size`, width and height in inches; `band=False` without the deviation over runs.
         """
-        return plot(self._rows, **look)
+        return plot(self._choice.rows, **look)
 
     @property
-    def _rows(self) -> list[Row]:
-        return group([result._run for result in self])
+    def _choice(self) -> Choice:
+        return choose(group([result._run for result in self]))
 
     def __repr__(self) -> str:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return "".join(as_html(*table) for table in tables(self._rows))
+        return "".join(as_html(*table) for table in tables(self._choice))
 
 
 def _frame(lines: Sequence[Mapping[str, Any]], index: str | None = None) -> pd.DataFrame:

@@ -149,7 +149,7 @@ def test_a_resumed_run_continues_with_the_moments_with_which_it_began(folders: P
     assert run(folders, tmp_path / "out", again, strategy=FEDTAN, nodes=SMALL, resume=True) == straight
     assert again.asked == 0
     (file,) = (tmp_path / "out").rglob("model.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalise": None}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalise": "mine:scaled"}))
     (summary,) = (tmp_path / "out").rglob("summary.json")
     summary.write_text(summary.read_text().replace('"finished"', '"interrupted"'))
     with pytest.raises(SettingsError, match=r"cannot be resumed: its model\.json has no moments of all sites' data"):

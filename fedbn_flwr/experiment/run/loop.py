@@ -298,7 +298,7 @@ def run_experiment(
         progress.status("writing the report")
         try:
             table, page, picture = write_report([out], out)
-        except UserError as error:
+        except (UserError, StorageError) as error:
             check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
     return Outcome(out, table, page, picture, failures)

@@ -20,6 +20,20 @@ _EXAMPLES = re.compile(r"(own_|test_|validation_|unseen_)?examples(_|$)")
 
 
 @dataclass(frozen=True)
+class PartitionCounts:
+    """How many examples of each class the clients of a partition have: the content of partition.json."""
+
+    title: str
+    classes: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]  # [clients][classes]
+    clients: tuple[str, ...] = ()  # names, if clients have any (a domain, a city)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [sum(row) for row in self.counts]
+
+
+@dataclass(frozen=True)
 class Spread:
     mean: float
     deviation: float

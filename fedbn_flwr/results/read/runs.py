@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,6 +70,21 @@ class Run:
         # The value of a key can be a section, and the kind of a partition decides which other keys the section has.
         varied = tuple(f"{str(key).removesuffix('.kind')}." for found in lists for key in found)
         return {key: value for key, value in self.settings.items() if not f"{key}.".startswith(varied)}
+
+    @cached_property
+    def published(self) -> dict[str, tuple[float, float | None]]:
+        """Mean and, if known, standard deviation of each figure that the experiment names for this run."""
+        figures: dict[str, tuple[float, float | None]] = {}
+        for key, value in (self.config.get("published") or {}).items():
+            mean, *deviation = value if isinstance(value, list) and value else [value]
+            if is_number(mean) and all(map(is_number, deviation)):
+                figures[key] = (mean, deviation[0] if deviation else None)
+        return figures
+
+
+def is_number(value: object) -> bool:
+    """Whether a value can be drawn: figures of a run that diverged are not finite."""
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value
 from fedbn_flwr.client.node_state import NodeState
-from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normaliser
 from fedbn_flwr.data.custom import own_normalisation
 from fedbn_flwr.data.examples import main
@@ -50,15 +49,14 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
     description = folder.model_description()
     if not folder.checkpoint.path.exists():
         raise UserError(f"{str(folder.path)!r} has no checkpoint, which contains the clients' models")
-    states = dict(folder.checkpoint.clients() or ())
+    states = [state for _, state in sorted(folder.checkpoint.clients() or (), key=lambda pair: pair[0])]
     if not states:
         raise UserError(
             f"the checkpoint in {str(folder.path)!r} has no clients' models: the nodes of this engine store them"
         )
-    nodes = sorted(states)  # the local engine numbers its nodes by their partitions
-    if not 0 <= client < len(nodes):
-        raise UserError(f"there is no client {client}; the run has the clients 0 to {len(nodes) - 1}")
-    own = NodeState(states[nodes[client]]).load("local")
+    if not 0 <= client < len(states):  # the local engine numbers its nodes by their partitions
+        raise UserError(f"there is no client {client}; the run has the clients 0 to {len(states) - 1}")
+    own = NodeState(states[client]).load("local")
     arrays = {**unpack(arrays_in(folder.checkpoint.read().model)["arrays"]), **own}
     tensors = {key: torch.from_numpy(value.copy()) for key, value in arrays.items()}
     model = _build(description, tensors, folder.checkpoint.path)
@@ -68,50 +66,21 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
     return model
 
 
-def normalisation(folder: RunFolder) -> nn.Module:
-    from torchvision.transforms import Normalize
-
+def normalisation(folder: RunFolder) -> Callable[[Values], Values]:
     moments = folder.model_description()["normalise"]
-    if moments is None:
-        raise UserError(
-            f"{str(folder.path)!r} has no mean and standard deviation of the inputs: its server had no data, and each "
-            "client used those of its own; data.normalise: unit avoids this"
-        )
     if isinstance(moments, str):
-        return _Own(moments)
-    if len(folder.model_description()["build"].get("input_shape", [0, 0, 0])) != 3:
-        return _Standard((tuple(moments["mean"]), tuple(moments["std"])))
-    normalise: nn.Module = Normalize(moments["mean"], moments["std"])
+        return own_normalisation(moments)
+
+    def normalise(inputs: Values) -> Values:
+        known = tuple(moments["mean"]), tuple(moments["std"])
+        ready: Values = Normaliser(known, main(inputs).device)(inputs)
+        return ready
+
     return normalise
 
 
-class _Standard(nn.Module):
-    """Zero mean and unit deviation for each feature, or each channel of series and volumes."""
-
-    def __init__(self, moments: Moments) -> None:
-        super().__init__()
-        self._moments = moments
-
-    def forward(self, inputs: Value) -> Value:
-        ready: Value = Normaliser(self._moments, main(inputs).device)(inputs)
-        return ready
-
-
-class _Own(nn.Module):
-    """The user's normalisation, by the name `module:callable`."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._normalise = own_normalisation(name)
-
-    def forward(self, examples: Value) -> Value:
-        return self._normalise(examples)
-
-
 def _build(description: Mapping[str, Any], state: Mapping[str, Tensor], file: Path) -> nn.Module:
-    arguments = dict(description["build"])
-    if isinstance(arguments["image_size"], list):
-        arguments["image_size"] = tuple(arguments["image_size"])
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in description["build"].items()}
     with seeding.streams(0, torch.device("cpu")):  # building draws weights, which must not change the caller's draws
         model = build_model(**arguments)
     kinds = roles(model)

@@ -11,6 +11,7 @@ from typing import Any
 from fedbn_flwr.tasks import MAINS, METRICS, SHARES, is_lower_better, title_of
 
 from ..folder.ledger import Traffic
+from ..read.runs import is_number
 
 MIB = 1024**2
 POINTS = 400  # of a curve: more cannot be distinguished on a screen
@@ -159,8 +160,3 @@ def thinned(items: Sequence[Any], points: int = POINTS) -> list[Any]:
     if len(items) <= points:
         return list(items)
     return [items[round(i * (len(items) - 1) / (points - 1))] for i in range(points)]
-
-
-def is_number(value: object) -> bool:
-    """Whether a value can be drawn: figures of a run that diverged are not finite."""
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

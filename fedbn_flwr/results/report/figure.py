@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,11 @@ with needs("report", "a plot"):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+# No random ids, which would make files of equal figures differ; text that can be searched, and TrueType fonts, since
+# publishers refuse matplotlib's others in a PDF.
+_STYLE: Any = {"svg.hashsalt": "fedbn", "svg.fonttype": "none", "pdf.fonttype": 42}
+_NO_DATE = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+
 
 class Plot(Figure):
     """A picture: a file of any format of matplotlib, or SVG in a page, in which values are shown under the pointer."""
@@ -27,53 +32,33 @@ class Plot(Figure):
         super().__init__(*arguments, **({"layout": "constrained"} | options))
         FigureCanvasAgg(self)
         self._tips: list[tuple[Any, float, float, str]] = []
-        self._svg = ""
 
     def tips(self, panel: Any, points: Sequence[tuple[float, float]], words: Sequence[str]) -> None:
         """Words that an SVG shows under the pointer at each point of a panel."""
         self._tips += [(panel, *point, text) for point, text in zip(points, words, strict=True)]
 
-    def write(self, *files: Path) -> None:
-        """Write the formats of the files, among them SVG."""
-        for file in files:
-            if file.suffix == ".svg":
-                with writing(file):
-                    file.write_text(self.svg(), encoding="utf-8")
-            else:
-                with _style():
-                    self.savefig(file, dpi=130, metadata={".pdf": {"CreationDate": None}}.get(file.suffix))
-            self.set_layout_engine("none")  # the places of the panels are known now
+    def write(self, file: Path) -> None:
+        """In the format that the file's name ends in."""
+        with writing(file):
+            file.write_bytes(self.svg.encode() if file.suffix == ".svg" else self._drawn(file.suffix[1:], dpi=130))
 
+    @cached_property
     def svg(self) -> str:
-        if self._svg:
-            return self._svg
-        stream = io.StringIO()
-        with _style():
-            self.savefig(stream, format="svg", metadata={"Date": None})
-        height, marks = 72 * self.get_size_inches()[1], []
+        drawn, height, marks = self._drawn("svg").decode(), 72 * self.get_size_inches()[1], []
         for panel, *point, text in self._tips:
             x, y = panel.transData.transform(point) * 72 / self.dpi
             title = f"<title>{in_html(text)}</title>"
             marks.append(f'<circle cx="{x:.1f}" cy="{height - y:.1f}" r="5" fill-opacity="0">{title}</circle>')
-        head, end, _ = stream.getvalue().rpartition("</svg>")
-        self._svg = f"{head}{''.join(marks)}{end}\n"
-        return self._svg
+        head, end, _ = drawn.rpartition("</svg>")
+        return f"{head}{''.join(marks)}{end}\n"
 
-    def savefig(self, fname: Any, **options: Any) -> None:
-        with writing(fname) if isinstance(fname, Path) else nullcontext():
-            super().savefig(fname, **options)
+    def _drawn(self, kind: str, **options: Any) -> bytes:
+        stream = io.BytesIO()
+        with warnings.catch_warnings(), rc_context(_STYLE):
+            warnings.filterwarnings("ignore", message="Glyph")  # a label in a script that the font lacks
+            self.savefig(stream, format=kind, metadata=_NO_DATE.get(kind), **options)
+        self.set_layout_engine("none")  # the places of the panels are known now
+        return stream.getvalue()
 
     def _repr_png_(self) -> bytes:
-        file = io.BytesIO()
-        self.savefig(file, format="png", dpi=80)
-        return file.getvalue()
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    """No date and random ids, which would make files of equal figures differ; text that can be searched, and TrueType
-    fonts, since publishers refuse matplotlib's others in a PDF."""
-    style: Any = {"svg.hashsalt": "fedbn", "svg.fonttype": "none", "pdf.fonttype": 42}
-    with warnings.catch_warnings(), rc_context(style):
-        warnings.filterwarnings("ignore", message="Glyph")  # a label in a script that the font lacks
-        yield
+        return self._drawn("png", dpi=80)

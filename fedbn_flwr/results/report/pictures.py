@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from fedbn_flwr.errors import StorageError, UserError, did_you_mean
+from fedbn_flwr.errors import UserError, did_you_mean
+from fedbn_flwr.storage import writing
 
-from ..folder.counts import PartitionCounts
+from ..folder.clients import PartitionCounts
 from ..text import in_plot
 from .curves import AXES, Measure, curve, measures, thinned
-from .published import published_figures
-from .rows import Row, deviation, headline, mean, repetitions
-from .swept import Sweep
+from .rows import Row, Sweep, deviation, headline, mean, repetitions, runs_of
 from .tables import Domains, by_domain, measures_of_clients
 
 if TYPE_CHECKING:
@@ -31,9 +30,15 @@ _MOST_BANDS = 8  # with more rows the bands of deviation cover each other
 _LARGEST = 100  # inches
 _PANELS = ("round", "communication_rounds", "mib")
 _TIPS = 100  # points of a curve that have a tip, and squared the cells of a heat map
-_SHOWN_CLASSES = 24  # more colours are hard to distinguish
-_SHOWN_CLIENTS = 40  # that have a label
-_LABELLED = 40  # more names of layers do not fit
+_SHOWN_CLASSES = 24  # in a legend
+_LABELLED = 40  # more names of clients or layers do not fit
+_BOX: dict[str, Any] = {
+    "widths": 0.5,
+    "whis": (0, 100),
+    "showmeans": True,
+    "medianprops": {"color": "black"},
+    "meanprops": {"marker": "D", "markersize": 4, "markerfacecolor": "black", "markeredgecolor": "black"},
+}
 _UNFINISHED = "not finished"
 
 
@@ -46,16 +51,14 @@ class Look(TypedDict, total=False):
     band: bool | None  # the deviation over runs; by default of at most _MOST_BANDS rows
 
 
-def _panels(
-    count: int, columns: int, width: float, height: float, *, layout: Any = "constrained", share: bool = False
-) -> tuple[Plot, list[Any]]:
+def _panels(count: int, columns: int, width: float, height: float, **options: Any) -> tuple[Plot, list[Any]]:
     """A figure with so many panels, each of a size in inches."""
     from .figure import Plot
 
     columns = min(columns, count)
     lines = -(-count // columns)
-    figure = Plot(figsize=(width * columns, height * lines), layout=layout)
-    panels = figure.subplots(lines, columns, squeeze=False, sharex=share, sharey=share).flatten().tolist()
+    figure = Plot(figsize=(width * columns, height * lines))
+    panels = figure.subplots(lines, columns, squeeze=False, **options).flatten().tolist()
     for panel in panels[count:]:
         panel.set_visible(False)
     return figure, panels[:count]
@@ -68,12 +71,9 @@ def _finish(panel: Any, title: str, *, grid: Any = "both", **values: Any) -> Non
     panel.set_axisbelow(True)
 
 
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
-
-
-def _marker(number: int) -> str:
-    return MARKERS[number % len(MARKERS)]
+def _style(number: int) -> dict[str, str]:
+    """Of a row, the same in all pictures."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 # --- curves and domains ---
@@ -85,7 +85,7 @@ def plot(rows: Sequence[Row], **look: Unpack[Look]) -> Plot:
 
     _check(rows, look)
     band = len(rows) <= _MOST_BANDS if look.get("band") is None else bool(look.get("band"))
-    measure = look.get("measure") or headline(run for row in rows for run in row.runs)
+    measure = look.get("measure") or headline(runs_of(rows))
     if single := look.get("axis"):
         return curve_panel(rows, measure, single, size=look.get("size") or (6, 4.2), band=band)
     kinds, own = by_domain(rows), f"clients_own_{measure}"
@@ -93,23 +93,24 @@ def plot(rows: Sequence[Row], **look: Unpack[Look]) -> Plot:
     lines = [line for row in rows for run in row.counted for line in run.history]
     within = any(line["communication_rounds"] != 1 for line in lines)  # a round exchanges more than a model
     axes = [axis for axis in _PANELS if axis != "communication_rounds" or within]
+    places = [[f"{key} {axis}" for axis in axes] for key in keys] + [[kind.title] * len(axes) for kind in kinds]
     heights = [4.2] * len(keys) + [2.8] * len(kinds)
     figure = Plot(figsize=tuple(look.get("size") or (15, 0.5 + sum(heights))))
-    grid = figure.add_gridspec(len(heights), len(axes), height_ratios=heights)
     figure.suptitle(in_plot(_title(rows, band), 150), fontsize="medium")
+    panels = figure.subplot_mosaic(places, height_ratios=heights)
     handles: dict[int, Any] = {}
-    for line, key in enumerate(keys):
-        first = None
+    for key in keys:
         # A row without a global model has its clients in the panels of `own` only.
         shown = {i: row for i, row in enumerate(rows) if not (key == measure and own in keys and row.accuracy_of)}
-        for place, axis in enumerate(axes):
-            panel = figure.add_subplot(grid[line, place], sharey=first)
+        for axis in axes:
+            panel, first = panels[f"{key} {axis}"], panels[f"{key} {axes[0]}"]
             handles |= _curves(figure, panel, shown, len(rows), key, axis, band)
-            panel.tick_params(labelleft=first is None)
-            panel.set_ylabel(panel.get_ylabel() if first is None else "")
-            first = first or panel
-    for number, kind in enumerate(kinds, start=len(keys)):
-        _domains(figure, figure.add_subplot(grid[number, :]), rows, kind)
+            if panel is not first:
+                panel.sharey(first)
+                panel.set_ylabel("")
+                panel.tick_params(labelleft=False)
+    for kind in kinds:
+        _domains(figure, panels[kind.title], rows, kind)
     _legend(figure, figure, rows, handles, loc="outside right upper", fontsize="small", handlelength=4)
     return figure
 
@@ -125,7 +126,10 @@ def curve_panel(
     layout: Any = "constrained",
 ) -> Plot:
     """A single panel with its legend inside."""
-    figure, (panel,) = _panels(1, 1, *size, layout=layout)
+    from .figure import Plot
+
+    figure = Plot(figsize=tuple(size), layout=layout)
+    panel = figure.subplots()
     handles = _curves(figure, panel, dict(enumerate(rows)), len(rows), measure, axis, band)
     if log:
         panel.set_yscale("log")
@@ -135,7 +139,7 @@ def curve_panel(
 
 
 def _check(rows: Sequence[Row], look: Look) -> None:
-    known = [measure.key for measure in measures(run.history for row in rows for run in row.runs)]
+    known = [measure.key for measure in measures(run.history for run in runs_of(rows))]
     for name, found, names in (("measure", look.get("measure"), known), ("axis", look.get("axis"), AXES)):
         if found is not None and found not in names:
             raise UserError(f"the plot has no {name} {found!r}; {did_you_mean(found, names)}")
@@ -144,7 +148,7 @@ def _check(rows: Sequence[Row], look: Look) -> None:
 
 
 def _title(rows: Sequence[Row], band: bool) -> str:
-    names = list(dict.fromkeys(run.summary.name for row in rows for run in row.runs))
+    names = list(dict.fromkeys(run.summary.name for run in runs_of(rows)))
     text = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     if all(len(row.runs) == 1 for row in rows):
         return f"{text}: one run per curve"
@@ -178,15 +182,14 @@ def _curves(
             linestyle=_DASHES[number % len(_DASHES)],
             # An earlier line is wider, so that it is visible below a later one.
             linewidth=1.2 + 1.8 * (rows - number) / rows,
-            color=_colour(number),
-            marker=_marker(number),
+            **_style(number),
             markersize=5,
             markevery=(number * step // rows % max(1, len(places)), step),
         )
         if band and len(found[0]) > 1:
             spread = [measure.scale * statistics.stdev(values) for values in found]
             low, high = ([a + sign * b for a, b in zip(means, spread, strict=True)] for sign in (-1, 1))
-            panel.fill_between(places, low, high, color=_colour(number), alpha=0.15, lw=0)
+            panel.fill_between(places, low, high, color=_style(number)["color"], alpha=0.15, lw=0)
         tips = thinned(list(zip(places, means, found, strict=True)), _TIPS)
         words = [
             f"{row.title}: {measure.in_words(statistics.fmean(each))} at {x:.6g} {AXES[axis]}" for x, _, each in tips
@@ -199,32 +202,49 @@ def _curves(
     return handles
 
 
+_Dot = tuple[float, float, float, str]  # a place, a mean, its deviation, and a name
+
+
+def _dots(figure: Plot, panel: Any, number: int, measure: Measure, points: Sequence[_Dot], **style: Any) -> Any:
+    """Dots with a line for the deviation."""
+    places, means, spreads, names = zip(*points, strict=True)
+    words = [
+        f"{name}: {measure.in_words(mean)}" + (f" ± {measure.scale * spread:.2g}" if spread else "")
+        for name, mean, spread in zip(names, means, spreads, strict=True)
+    ]
+    heights, spreads = ([measure.scale * value for value in each] for each in (means, spreads))
+    figure.tips(panel, list(zip(places, heights, strict=True)), words)
+    return panel.errorbar(places, heights, spreads, **_style(number), **style)
+
+
 def _domains(figure: Plot, panel: Any, rows: Sequence[Row], kind: Domains) -> None:
     """Dots per domain and for their average: one per row, with a line for the deviation over seeds."""
-    names, measure = [*kind.names, "average"], kind.measure
+    names = [*kind.names, "average"]
     for number, row in enumerate(rows):
-        found = [
-            (i + (0.8 * number - 0.4 * (len(rows) - 1)) / len(rows), v) for i, v in enumerate(kind.columns(row)) if v
+        aside = (0.8 * number - 0.4 * (len(rows) - 1)) / len(rows)
+        points = [
+            (i + aside, mean(values), deviation(values) or 0.0, f"{row.title}, {names[i]}")
+            for i, values in enumerate(kind.columns(row))
+            if values
         ]
-        points = [(place, measure.scale * statistics.fmean(values)) for place, values in found]
         if points:
-            spreads = [measure.scale * (deviation(values) or 0.0) for _, values in found]
-            style = {"color": _colour(number), "marker": _marker(number)}
-            panel.errorbar(*zip(*points, strict=True), spreads, linestyle="none", markersize=7, **style)
-            words = [f"{row.title}, {names[round(place)]}: {value:.4g}{measure.unit}" for place, value in points]
-            figure.tips(panel, points, words)
+            _dots(figure, panel, number, kind.measure, points, linestyle="none", markersize=7)
     for place in range(len(kind.names)):
         panel.axvline(place + 0.5, color="grey", lw=0.8)
     panel.set_xticks(range(len(names)), [in_plot(name, 20) for name in names])
-    _finish(panel, kind.title, grid="y", xlim=(-0.5, len(names) - 0.5), ylabel=measure.unit)
+    _finish(panel, kind.title, grid="y", xlim=(-0.5, len(names) - 0.5), ylabel=kind.measure.unit)
 
 
 # --- sweeps ---
 
 
-def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot:
-    """A panel for each sweep; published figures are hollow markers on a dotted line, and runs that have not finished
-    have a cross."""
+def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot | None:
+    """A panel for each sweep.
+
+    Published figures are hollow markers on a dotted line, and runs that have not finished have a cross.
+    """
+    if not sweeps:
+        return None
     figure, panels = _panels(len(sweeps), 3, 5.3, 4.2)
     labels = list(dict.fromkeys(label for sweep in sweeps for label in sweep.lines))
     handles: dict[str, Any] = {}
@@ -237,7 +257,7 @@ def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot:
             panel.set_xscale("log")
         panel.set_xticks(list(sweep.places.values()), [in_plot(word, 30) for word in sweep.places])
         panel.minorticks_off()
-        _finish(panel, sweep.title, xlabel=in_plot(sweep.key), ylabel=in_plot(Measure.of(sweep.measure).axis))
+        _finish(panel, sweep.title, xlabel=in_plot(sweep.key), ylabel=in_plot(sweep.measure.axis))
     if _UNFINISHED in handles:
         handles[_UNFINISHED] = handles.pop(_UNFINISHED)  # the last one
     names = [in_plot(label) for label in handles]
@@ -247,27 +267,24 @@ def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot:
 
 def _swept_line(figure: Plot, panel: Any, sweep: Sweep, label: str, number: int) -> dict[str, Any]:
     drawn: dict[str, Any] = {}
-    measure = Measure.of(sweep.measure)
-    style = {"color": _colour(number), "marker": _marker(number), "capsize": 3}
+    measure, published = sweep.measure, f"{label}, published"
     measured, known, crossed = [], [], []
-    for word, row in sweep.lines[label].items():
-        place, values = sweep.places[word], row.figures(sweep.measure)
+    for word, place in sweep.places.items():
+        if (row := sweep.lines[label].get(word)) is None:
+            continue
+        values, where = row.figures(measure.key), f"{sweep.key}={word}"
         if values and math.isfinite(mean(values)):
-            measured.append((place, measure.scale * mean(values), measure.scale * (deviation(values) or 0.0)))
-            crossed += measured[-1:] if row.unfinished else []
-        figures = published_figures(row.runs[0].config.get("published") or {})
-        if sweep.measure in figures:
-            value, spread = figures[sweep.measure]
-            known.append((place, measure.scale * value, measure.scale * (spread or 0.0)))
+            measured.append((place, mean(values), deviation(values) or 0.0, f"{label}, {where}"))
+            crossed += [(place, measure.scale * mean(values))] if row.unfinished else []
+        if measure.key in row.first.published:
+            value, spread = row.first.published[measure.key]
+            known.append((place, value, spread or 0.0, f"{published}, {where}"))
     if crossed:
-        (drawn[_UNFINISHED],) = panel.plot(*list(zip(*crossed, strict=True))[:2], "kx", markersize=10, zorder=3)
+        (drawn[_UNFINISHED],) = panel.plot(*zip(*crossed, strict=True), "kx", markersize=10, zorder=3)
     hollow = {"markerfacecolor": "none", "linestyle": ":"}
-    for name, points, more in ((label, measured, {}), (f"{label}, published", known, hollow)):
+    for name, points, more in ((label, measured, {}), (published, known, hollow)):
         if points:
-            points = sorted(points) if sweep.is_scale else points
-            drawn[name] = panel.errorbar(*zip(*points, strict=True), **style, **more)
-            words = [f"{name}, {sweep.key}={x:g}: {y:.4g}{measure.unit} ± {spread:.2g}" for x, y, spread in points]
-            figure.tips(panel, [point[:2] for point in points], words)
+            drawn[name] = _dots(figure, panel, number, measure, points, capsize=3, **more)
     return drawn
 
 
@@ -286,38 +303,29 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
         return None
     figure, panels = _panels(len(metrics), 3, max(5.0, 2.5 + 0.7 * len(rows)), 4.2)
     for panel, (key, measure) in zip(panels, metrics.items(), strict=True):
-        for number, row in enumerate(rows):
-            found = [
-                (
-                    measure.scale * value,
-                    f"{row.label}, seed {run.summary.seed}, client {client}: {measure.in_words(value)}",
-                )
-                for run in row.counted
-                for client, value in run.clients.get(key, {}).items()
-                if math.isfinite(value)
-            ]
-            if not found:
-                continue
-            values, line = [value for value, _ in found], {"color": _colour(number)}
-            mark = {
-                "marker": "D",
-                "markerfacecolor": _colour(number),
-                "markeredgecolor": _colour(number),
-                "markersize": 4,
-            }
-            styles = dict.fromkeys(("boxprops", "whiskerprops", "capprops"), line) | {"medianprops": line | {"lw": 1.5}}
-            panel.boxplot(
-                [values], positions=[number], widths=0.5, whis=(0, 100), showmeans=True, meanprops=mark, **styles
-            )
+        found = [_of_clients(row, key, measure) for row in rows]
+        values = [[value for value, _ in each] for each in found]
+        panel.boxplot(values, positions=range(len(rows)), **_BOX)
+        for number, each in enumerate(found):
             # Side by side, so that equal clients can be distinguished.
-            step = 0.4 / max(len(found) - 1, 1)
-            places = [number + step * (i - (len(found) - 1) / 2) for i in range(len(found))]
-            panel.plot(places, values, ".", alpha=0.5, markersize=4, **line)
-            shown = thinned(list(zip(places, found, strict=True)), _TIPS)
+            step = 0.4 / max(len(each) - 1, 1)
+            places = [number + step * (i - (len(each) - 1) / 2) for i in range(len(each))]
+            panel.plot(places, values[number], ".", alpha=0.5, color=_style(number)["color"])
+            shown = thinned(list(zip(places, each, strict=True)), _TIPS)
             figure.tips(panel, [(place, value) for place, (value, _) in shown], [words for _, (_, words) in shown])
         panel.set_xticks(range(len(rows)), [in_plot(row.label, 24) for row in rows], rotation=20, ha="right")
         _finish(panel, measure.of_clients, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
     return figure
+
+
+def _of_clients(row: Row, key: str, measure: Measure) -> list[tuple[float, str]]:
+    """The finite values of all clients in all runs of a row, as they are shown, and in words."""
+    return [
+        (measure.scale * value, f"{row.label}, seed {run.summary.seed}, client {client}: {measure.in_words(value)}")
+        for run in row.counted
+        for client, value in run.clients.get(key, {}).items()
+        if math.isfinite(value)
+    ]
 
 
 # --- data of the clients ---
@@ -328,56 +336,31 @@ def partitions_plot(partitions: Sequence[PartitionCounts]) -> Plot:
     widest = max(len(partition.counts) for partition in partitions)
     figure, panels = _panels(len(partitions), 1, min(14, 4.5 + 0.35 * widest), 3.6)
     for panel, partition in zip(panels, partitions, strict=True):
-        places = range(len(partition.counts))
-        colours = class_colours(len(partition.classes))
-        bottom = [0] * len(partition.counts)
-        many = len(partition.counts) > _SHOWN_CLIENTS
-        for label, colour in enumerate(colours):
-            heights = [row[label] for row in partition.counts]
-            # A thin white line separates classes if the bars are wide enough for it.
-            edge = 0 if many or len(partition.classes) > _SHOWN_CLASSES else 0.4
-            width = 1.0 if many else 0.8
-            panel.bar(places, heights, width, bottom, color=colour, edgecolor="white", linewidth=edge)
-            if not many:
-                named = [
-                    (i, f"client {i}, {partition.classes[label]}: {n} examples") for i, n in enumerate(heights) if n
-                ]
-                points = [(i, bottom[i] + heights[i] / 2) for i, _ in named]
-                figure.tips(panel, points, [words for _, words in named])
+        classes, counts, clients = partition.classes, partition.counts, partition.clients
+        places, bottom = range(len(counts)), [0] * len(counts)
+        for label, colour in enumerate(class_colours(len(classes))):
+            heights = [row[label] for row in counts]
+            panel.bar(places, heights, 0.9, bottom, color=colour)
+            named = [i for i, height in enumerate(heights) if height]
+            words = [f"client {i}, {classes[label]}: {heights[i]} examples" for i in named]
+            figure.tips(panel, [(i, bottom[i] + heights[i] / 2) for i in named], words)
             bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-        limits = {"xlim": (-0.6, len(places) - 0.4), "ylim": (0, 1.05 * max(1, *partition.sizes))}
-        _finish(panel, partition.title, grid="y", xlabel="client", ylabel="examples", **limits)
-        if not many:
-            slanted = bool(partition.clients) and len(partition.counts) > 8
-            panel.set_xticks(places, [in_plot(name, 30) for name in partition.clients or map(str, places)])
-            for tick in panel.get_xticklabels() if slanted else ():
-                tick.set(rotation=45, ha="right", rotation_mode="anchor")  # each label ends below its bar
-        _explain_colours(figure, panel, partition, colours)
+        _finish(panel, partition.title, grid="y", xlabel="client", ylabel="examples", xlim=(-0.6, len(places) - 0.4))
+        shown = places[:: -(-len(places) // _LABELLED)]
+        names = [in_plot(clients[i] if clients else str(i), 30) for i in shown]
+        slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+        panel.set_xticks(shown, names, **(slanted if clients else {}))
+        if 1 < len(classes) <= _SHOWN_CLASSES:
+            # In the order of the bars, the first class at the bottom; matplotlib omits names such as _other by itself.
+            names = [in_plot(name, 30) for name in classes[::-1]]
+            panel.legend(panel.containers[::-1], names, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     return figure
 
 
-def _explain_colours(figure: Any, panel: Any, partition: PartitionCounts, colours: Sequence[Any]) -> None:
-    if len(partition.classes) == 1:
-        return
-    if len(partition.classes) <= _SHOWN_CLASSES:
-        # In the order of the bars, the first class at the bottom. Without names, matplotlib omits those such as _other.
-        names = [in_plot(name, 30) for name in partition.classes[::-1]]
-        panel.legend(panel.containers[::-1], names, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-        return
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import ListedColormap, Normalize
-
-    scale = ScalarMappable(Normalize(0, len(colours)), ListedColormap(list(colours)))
-    figure.colorbar(scale, ax=panel, label="class (number)")
-
-
 def class_colours(count: int) -> list[Any]:
-    """Two palettes of twelve hues, dark and light; a continuous scale if there are too many classes to distinguish."""
     from matplotlib import colormaps
 
-    if count > _SHOWN_CLASSES:
-        return [colormaps["viridis"](i / (count - 1))[:3] for i in range(count)]
-    return [colormaps[name](i)[:3] for name in ("tab20", "Dark2") for i in range(colormaps[name].N)][:count]
+    return [colormaps["turbo"]((i + 0.5) / count)[:3] for i in range(count)]
 
 
 # --- batch norm by layer ---
@@ -393,33 +376,23 @@ _DYNAMICS = {
 
 def dynamics_plot(lines: Sequence[Mapping[str, Any]]) -> Plot:
     """Plot layers against rounds, a panel for each quantity; `lines` are those of norms.jsonl."""
-    layers = list(lines[0]["layers"])
-    rounds = [int(line["round"]) for line in lines]
+    layers, rounds = list(lines[0]["layers"]), [int(line["round"]) for line in lines]
     height = (2.5 + 0.36 * min(len(layers), _LABELLED)) / 2
-    figure, panels = _panels(4, 2, 7, height, share=True)
-    from matplotlib.colors import LogNorm  # after `_panels`, which names the extra that is missing without matplotlib
-
-    step = -(-len(layers) // _LABELLED)
+    figure, panels = _panels(4, 2, 7, height, sharex=True, sharey=True)
+    # A round that is not recorded has the colour of the recorded one before it.
+    edges = [number - 0.5 for number in (*rounds, 2 * rounds[-1] - rounds[-2] if len(rounds) > 1 else rounds[-1] + 1)]
+    cells = [(i, j) for i in range(len(layers)) for j in range(len(rounds))]
+    shown = range(0, len(layers), -(-len(layers) // _LABELLED))
     for panel, (name, title) in zip(panels, _DYNAMICS.items(), strict=True):
         values = [[_value(line, layer, name) for line in lines] for layer in layers]
-        positive = [value for row in values for value in row if value > 0]
-        low, high = min([1.0, *positive]), max([0.0, *positive])
         panel.set_facecolor("lightgrey")  # a logarithm has no colour for 0
-        # A round that is not recorded has the colour of the recorded one before it.
-        last = rounds[-1] + (rounds[-1] - rounds[-2] if len(rounds) > 1 else 1)
-        edges = [number - 0.5 for number in (*rounds, last)]
-        image = panel.pcolormesh(
-            edges, range(len(layers) + 1), values, norm=LogNorm(low, max(high, 1.001 * low)), rasterized=True
-        )
-        panel.set_title(title, fontsize="medium", loc="left")
-        shown = range(0, len(layers), step)
-        panel.set_yticks([i + 0.5 for i in shown], [in_plot(layers[i], 40) for i in shown], fontsize="small")
+        image = panel.pcolormesh(edges, range(len(layers) + 1), values, norm=_logarithmic(values), rasterized=True)
         figure.colorbar(image, ax=panel)
-        cells = [
-            (i, j) for i in range(len(layers)) for j in range(len(rounds)) if len(layers) * len(rounds) <= _TIPS**2
-        ]
-        words = [f"{layers[i]}, round {rounds[j]}: {values[i][j]:.3g}" for i, j in cells]
-        figure.tips(panel, [(rounds[j], i + 0.5) for i, j in cells], words)
+        panel.set_title(title, fontsize="medium", loc="left")
+        panel.set_yticks([i + 0.5 for i in shown], [in_plot(layers[i], 40) for i in shown], fontsize="small")
+        if len(cells) <= _TIPS**2:
+            words = [f"{layers[i]}, round {rounds[j]}: {values[i][j]:.3g}" for i, j in cells]
+            figure.tips(panel, [(rounds[j], i + 0.5) for i, j in cells], words)
     for panel in panels[2:]:
         panel.set_xlabel("round")
     panels[0].invert_yaxis()  # shared by all: the first layer is on top
@@ -428,21 +401,22 @@ def dynamics_plot(lines: Sequence[Mapping[str, Any]]) -> Plot:
 
 
 def _value(line: Mapping[str, Any], layer: str, name: str) -> float:
-    found = line["layers"].get(layer, {})
-    values = (
-        [found[name]]
-        if name in found
-        else [of[layer][name] for of in line["clients"].values() if name in of.get(layer, {})]
-    )
-    return statistics.fmean(values) if values else 0.0
+    """Of the layer, or the mean over the clients; 0 if it was not recorded."""
+    found = [of[layer][name] for of in (line["layers"], *line["clients"].values()) if name in of.get(layer, {})]
+    return statistics.fmean(found or [0.0])
+
+
+def _logarithmic(values: Sequence[Sequence[float]]) -> Any:
+    from matplotlib.colors import LogNorm
+
+    positive = [value for row in values for value in row if value > 0] or [1.0]
+    return LogNorm(min(positive), max(max(positive), 1.001 * min(positive)))
 
 
 def save(figure: Plot, file: Path) -> None:
     """Write into a folder that may not exist yet, in the format that the file's name ends in."""
     if file.suffix[1:] not in (known := figure.canvas.get_supported_filetypes()):
         raise UserError(f"the plot {str(file)!r} has no known format; expected a name that ends in {', '.join(known)}")
-    try:
+    with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.write(file)
-    except (OSError, StorageError) as error:
-        raise UserError(f"the plot {str(file)!r} cannot be written: {error}") from None
+    figure.write(file)

@@ -1,7 +1,8 @@
-"""The rows of a report: runs of one label that differ only in their seed."""
+"""Which runs a report shows together: rows of runs that differ only in their seed, candidates of `tune`, and sweeps."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
@@ -10,8 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from fedbn_flwr.tasks import goodness, is_lower_better
+
 from ..folder.summary import GLOBAL_MODEL
-from ..read.runs import Run
+from ..read.runs import Run, is_number
+from ..text import in_words
+from .curves import Measure
 
 _ENDING = 32  # characters of the ending of a row's name; what differs is also a table
 
@@ -53,17 +58,22 @@ class Row:
         left_out = f" ({repetitions(self)})" if len(self.counted) < len(self.runs) else ""
         return self.label + (f" [{self.unfinished}]" if self.unfinished else "") + left_out
 
+    @property
+    def first(self) -> Run:
+        """Its settings are those of all, but for the seed."""
+        return self.runs[0]
+
     def figures(self, key: str) -> list[float]:
         """The values of all runs that are counted; none if one of them has no value."""
         found = [run.figures[key] for run in self.counted if key in run.figures]
         return list(map(float, found)) if len(found) == len(self.counted) else []
 
     def by_seed(self, key: str) -> dict[int, float]:
-        """The mean over the runs of each seed."""
-        found: dict[int, list[float]] = {}
-        for run, value in zip(self.counted, self.figures(key), strict=False):
-            found.setdefault(run.summary.seed, []).append(value)
-        return {seed: mean(values) for seed, values in found.items()}
+        return {run.summary.seed: value for run, value in zip(self.counted, self.figures(key), strict=False)}
+
+
+def runs_of(rows: Iterable[Row]) -> list[Run]:
+    return [run for row in rows for run in row.runs]
 
 
 def group(runs: Sequence[Run]) -> list[Row]:
@@ -130,3 +140,127 @@ def mean(values: Sequence[float]) -> float:
 def deviation(values: Sequence[float]) -> float | None:
     """The standard deviation of at least two values, all of which are finite."""
     return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
+
+
+# --- candidates of `tune` ---
+
+
+@dataclass(frozen=True)
+class Choice:
+    rows: list[Row]  # without the candidates that were not chosen
+    candidates: list[Row]
+    every: list[Row]
+
+    def has(self, row: Row) -> bool:
+        return any(row is each for each in self.rows)
+
+
+def choose(rows: Sequence[Row]) -> Choice:
+    """Choose the best candidate of each run and condition.
+
+    That has the best main figure of its task (accuracy, RMSE) on held-out training examples in the last evaluated
+    round, mean over seeds. The test examples have no part in it. If none has a figure, all are shown.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.first.cell.get("tune"):
+            cell = row.first.cell
+            place = [row.first.summary.name, cell.get("row"), cell.get("sweep"), row.first.fixed_settings]
+            groups.setdefault(json.dumps(place, sort_keys=True, default=str), []).append(row)
+    dropped: set[int] = set()
+    for candidates in groups.values():
+        if any(map(validation, candidates)):
+            dropped |= {id(row) for row in candidates} - {id(max(candidates, key=_goodness))}
+    kept = [row for row in rows if id(row) not in dropped]
+    return Choice(kept, [row for candidates in groups.values() for row in candidates], list(rows))
+
+
+def validation(row: Row) -> list[float]:
+    """The main figure on held-out training examples of its runs; what a failed run reached says nothing."""
+    found = []
+    for run in row.runs:
+        key = f"validation_{run.summary.of_task.main}"
+        values = [line[key] for line in run.history if line.get(key) is not None]
+        if run.summary.status != "failed" and values and math.isfinite(values[-1]):
+            found.append(float(values[-1]))
+    return found
+
+
+def _goodness(row: Row) -> float:
+    values, main = validation(row), row.first.summary.of_task.main
+    if not values:
+        return -math.inf
+    # A run that diverged or failed has no figure: its row is not preferred for the seeds that did not.
+    share = len(values) / len(row.runs)
+    return goodness(main, statistics.fmean(values) * (1 / share if is_lower_better(main) else share))
+
+
+# --- sweeps ---
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The rows of a report that differ in one swept value, under the same other conditions."""
+
+    key: str  # whose values differ
+    title: str  # the values of other swept keys
+    places: dict[str, float]  # of the values in words: numbers are at their own place, others side by side
+    is_scale: bool  # whether the values are numbers
+    lines: dict[str, dict[str, Row]]  # label -> value in words -> row
+
+    @property
+    def measure(self) -> Measure:
+        """What the published figures are of; without some, what runs are compared by."""
+        runs = runs_of(row for line in self.lines.values() for row in line.values())
+        known = dict.fromkeys(key for run in runs for key in run.published)
+        first = headline(runs)
+        fractions = (key for key in known if Measure.of(key).is_fraction)
+        return Measure.of(first if first in known else next(fractions, first))
+
+
+def sweeps(rows: Sequence[Row]) -> list[Sweep]:
+    """The sweeps among the rows that were chosen."""
+    placed = [(row, _of_all_rules(given)) for row in rows if isinstance(given := row.first.cell.get("sweep"), Mapping)]
+    values: dict[str, dict[str, Any]] = {}
+    for _, condition in placed:
+        for key, value in condition.items():
+            values.setdefault(key, {})[in_words(value)] = value
+    found: dict[tuple[str, str], list[tuple[Row, Any]]] = {}
+    for row, condition in placed:
+        varied = [key for key in condition if len(values[key]) > 1]
+        if varied:
+            # Numbers are the better axis, and among several keys the one with most values.
+            key = max(varied, key=lambda key: (all(map(is_number, values[key].values())), len(values[key])))
+            rest = ", ".join(f"{other}={in_words(value)}" for other, value in condition.items() if other != key)
+            found.setdefault((key, rest), []).append((row, condition[key]))
+    return [_sweep(*place, rows) for place, rows in found.items()]
+
+
+def _sweep(key: str, title: str, rows: Sequence[tuple[Row, Any]]) -> Sweep:
+    """Rows of one label whose other settings differ are lines of their own, which name these settings."""
+    values = {in_words(value): value for _, value in rows}
+    is_scale = all(map(is_number, values.values()))
+    words = sorted(values, key=lambda word: float(values[word])) if is_scale else list(values)
+    places = {word: float(values[word] if is_scale else place) for place, word in enumerate(words)}
+    alike: dict[str, list[tuple[Row, Any]]] = {}
+    for row, value in rows:
+        label = str(row.first.cell.get("row") or row.first.summary.strategy) + row.accuracy_of
+        alike.setdefault(label, []).append((row, value))
+    lines: dict[str, dict[str, Row]] = {}
+    for label, same in alike.items():
+        others = endings([(row.first, row.first.fixed_settings) for row, _ in same])
+        for (row, value), other in zip(same, others, strict=True):
+            line = lines.setdefault(label + other, {})
+            if in_words(value) in line:  # candidates of `tune` none of which is chosen
+                line = lines.setdefault(row.label, {})
+            line[in_words(value)] = row
+    return Sweep(key, title, places, is_scale, lines)
+
+
+def _of_all_rules(condition: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys, with a wrapped rule's `strategy.base.fraction_train` as the `strategy.fraction_train` of others."""
+    found: dict[str, Any] = {}
+    for key, value in condition.items():
+        short = re.sub(r"^strategy\.(base\.)+", "strategy.", key)
+        found[key if short in {*condition, *found} else short] = value
+    return found

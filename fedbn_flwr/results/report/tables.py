@@ -6,20 +6,19 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fedbn_flwr.errors import UserError, did_you_mean
-from fedbn_flwr.tasks import title_of
+from fedbn_flwr.tasks import is_lower_better, title_of
 
-from ..folder.clients import is_count, spread
+from ..folder.clients import PartitionCounts, is_count, spread
 from ..folder.summary import domain_keys, keys_of
 from ..read.runs import Run
-from ..text import in_csv, in_html, in_markdown, printable
+from ..text import in_csv, in_html, in_latex, in_markdown, printable
 from .curves import MIB, Measure
-from .paired import Paired, paired
-from .rows import Row, deviation, differing, mean, repetitions
+from .rows import Choice, Row, Sweep, deviation, differing, headline, mean, repetitions, runs_of, sweeps, validation
 
 Lines = list[tuple[str, ...]]  # of a table: the headings, and the cells of each row
 Table = tuple[str, Lines]  # with its title; the first one of a report has none
@@ -58,10 +57,10 @@ DEFAULT = Form()
 def columns(rows: Sequence[Row], form: Form) -> dict[str, Column]:
     """The columns of a table, by the key of their figure."""
     known: dict[str, Column] = {}
-    first: set[str] = set()
-    for summary in (run.summary for row in rows for run in row.runs):
+    wanted = {*_COSTS}
+    for summary in (run.summary for run in runs_of(rows)):
         main = summary.of_task.main
-        first |= {main, f"best_test_{main}"}
+        wanted |= {main, f"best_test_{main}"}
         keys = [main, f"best_test_{main}", f"best_round_{main}", *keys_of(summary.of_task, summary.metrics)]
         # Of the task's other figures those of clients are in a table of their own.
         others = {*summary.of_task.figures[1:]} - {*summary.metrics}
@@ -69,15 +68,11 @@ def columns(rows: Sequence[Row], form: Form) -> dict[str, Column]:
         known |= {key: _column(key, rows, main) for key in keys if key not in known.keys() | left_out}
     known |= _COSTS
     if not form.columns:
-        wanted = first | _COSTS.keys()
         return {key: each for key, each in known.items() if key in wanted or any(row.figures(key) for row in rows)}
-    found = [(key, value) for row in rows for run in row.runs for key, value in run.figures.items()]
-    figures = {key: type(value) for key, value in found if type(value) in (int, float)}
+    figures = {key for run in runs_of(rows) for key, value in run.figures.items() if type(value) in (int, float)}
     if unknown := [key for key in form.columns if key not in figures]:
         raise UserError(f"no run has a figure {unknown[0]!r} in its summary.json; {did_you_mean(unknown[0], figures)}")
-    whole = {key for key, kind in figures.items() if kind is int}
-    shown = {key: known.get(key) or _column(key, rows) for key in form.columns}
-    return {key: replace(each, digits=0) if key in whole - known.keys() else each for key, each in shown.items()}
+    return {key: known.get(key) or _column(key, rows) for key in form.columns}
 
 
 def _column(key: str, rows: Sequence[Row], main: str = "") -> Column:
@@ -89,12 +84,13 @@ def _column(key: str, rows: Sequence[Row], main: str = "") -> Column:
         f"unseen_{main}": "new clients",
         f"unseen_{main}_tuned": "fine-tuned",
     }
-    name = key.removeprefix("clients_")
-    own = name.startswith("own_") and name != key
-    words = title_of(name.removeprefix("own_") if own else name)
-    title = words if name == key else f"clients' {words}" + (" on own data" if own else "")
-    measure = Measure.of(key)
-    digits = measure.digits(value for row in rows for value in row.figures(key))
+    if key.startswith("clients_own_"):
+        title = f"clients' {title_of(key.removeprefix('clients_own_'))} on own data"
+    else:
+        title = ("clients' " if key.startswith("clients_") else "") + title_of(key.removeprefix("clients_"))
+    measure, values = Measure.of(key), [run.figures[key] for run in runs_of(rows) if key in run.figures]
+    whole = not main and all(type(value) is int for value in values)
+    digits = 0 if whole else measure.digits(values)
     return Column(titles.get(key, title), measure.scale, digits, measure.unit)
 
 
@@ -106,10 +102,40 @@ def table(rows: Sequence[Row], form: Form = DEFAULT) -> Lines:
     for row in rows:
         cells = [figure(row.figures(key), each.scale, each.digits, each.unit) for key, each in shown.items()]
         if compared:
-            cells += of_pairs(compared.get(row.label), next(iter(shown.values())))
+            cells += _of_pairs(compared.get(row.label), next(iter(shown.values())))
         seeds = f" ({repetitions(row)})" if 1 < len(row.runs) == len(row.counted) else ""
         lines.append((row.title + seeds, *cells))
     return lines
+
+
+# --- the paired test ---
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A mean difference, its 95 % interval, and the two-sided p value, NaN where there is none."""
+
+    pairs: int
+    difference: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    p: float = math.nan
+
+
+def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Paired:
+    """`values` minus `base`, both by seed. A single pair, and differences that are all equal, have no p value."""
+    found = [value - base[seed] for seed, value in values.items() if seed in base]
+    count = len(found)
+    if not found or not all(map(math.isfinite, found)):
+        return Paired(count)
+    error = (deviation(found) or 0.0) / math.sqrt(count)
+    if not error:
+        return Paired(count, mean(found))
+    from scipy.special import stdtr, stdtrit  # distribution of t, and its inverse
+
+    width = float(stdtrit(count - 1, 0.975)) * error
+    p = 2 * float(stdtr(count - 1, -abs(mean(found)) / error))
+    return Paired(count, mean(found), mean(found) - width, mean(found) + width, p)
 
 
 def against(rows: Sequence[Row], form: Form) -> dict[str, Paired]:
@@ -123,7 +149,7 @@ def against(rows: Sequence[Row], form: Form) -> dict[str, Paired]:
     return {label: paired(row.by_seed(key), base.by_seed(key)) for label, row in labels.items()}
 
 
-def of_pairs(found: Paired | None, column: Column) -> list[str]:
+def _of_pairs(found: Paired | None, column: Column) -> list[str]:
     """Cells of a comparison; the baseline's are empty."""
     if found is None:
         return ["-"] * 4
@@ -133,6 +159,47 @@ def of_pairs(found: Paired | None, column: Column) -> list[str]:
     )
     p = "-" if math.isnan(found.p) else "<0.001" if found.p < 0.001 else f"{found.p:.3f}"
     return [difference, "-" if low == "-" else f"{low} to {high}", p, str(found.pairs)]
+
+
+# --- for a paper: numbers as they are, for CSV and pandas, and LaTeX ---
+
+
+def numbers(rows: Sequence[Row], form: Form) -> list[dict[str, Any]]:
+    """A line per row: mean and standard deviation of each figure, and of how many of the row's runs they are."""
+    compared, found = against(rows, form), []
+    for row in rows:
+        line: dict[str, Any] = {"run": row.label, "status": row.unfinished or "finished"}
+        line |= {"seeds": len({run.summary.seed for run in row.counted}), "runs": len(row.counted)}
+        line["runs_left_out"] = len(row.runs) - len(row.counted)
+        for key in columns(rows, form):
+            values = row.figures(key)
+            value, off = mean(values) if values else math.nan, deviation(values)
+            whole = value.is_integer() and all(type(run.figures[key]) is int for run in row.counted)
+            line |= {key: int(value) if whole else value, f"{key}_std": math.nan if off is None else off}
+        found.append(line | (asdict(compared.get(row.label) or Paired(0)) if compared else {}))
+    return found
+
+
+def as_csv(rows: Sequence[Row], form: Form) -> str:
+    found, stream = numbers(rows, form), io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerows([map(in_csv, line) for line in (found[0], *(each.values() for each in found))])
+    return stream.getvalue()
+
+
+def as_latex(rows: Sequence[Row], form: Form) -> str:
+    """The table for booktabs; without a choice of columns the best figure on test examples is left out."""
+    if not form.columns:
+        form = replace(form, columns=tuple(key for key in columns(rows, form) if not key.startswith("best_test_")))
+    head, *body = [
+        " & ".join(in_latex(cell).replace("±", r"$\pm$") for cell in line) + r" \\" for line in table(rows, form)
+    ]
+    note = f"% {printable(set_up(rows))} Mean ± standard deviation over seeds; needs \\usepackage{{booktabs}}.\n"
+    begin = rf"\begin{{tabular}}{{l{'r' * head.count(' & ')}}}"
+    return note + "\n".join([begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+# --- domains and clients ---
 
 
 @dataclass(frozen=True)
@@ -162,7 +229,7 @@ class Domains:
 
 def by_domain(rows: Sequence[Row]) -> list[Domains]:
     """The kinds of figures by domain that at least one run has."""
-    summaries = [run.summary for row in rows for run in row.runs]
+    summaries = [run.summary for run in runs_of(rows)]
     keys = dict.fromkeys(key for summary in summaries for key in summary.domains)
     titles = {prefix: title for summary in summaries for prefix, title in domain_keys(summary.of_task).items()}
     kinds = (
@@ -204,9 +271,76 @@ def client_table(rows: Sequence[Row], *, every: bool) -> Lines:
     return lines
 
 
+# --- sweeps, candidates, published figures ---
+
+
+def sweep_table(sweep: Sweep) -> Table:
+    """A column for each value."""
+    lines: Lines = [(sweep.key, *sweep.places)]
+    for label, line in sweep.lines.items():
+        found = (line.get(word) for word in sweep.places)
+        cells = ("-" if row is None else _figure_of(row, sweep.measure, mark=row.unfinished) for row in found)
+        lines.append((label, *cells))
+    return ", ".join(filter(None, (f"{sweep.measure.full_title} by {sweep.key}", sweep.title))), lines
+
+
+def _figure_of(row: Row, measure: Measure, **options: Any) -> str:
+    return as_measured(measure, row.figures(measure.key), **options)
+
+
+def candidates_table(choice: Choice) -> Table:
+    """All candidates of `tune`; only headings if there are none."""
+    main = headline(runs_of(choice.candidates))
+    measure, word = Measure.of(main), title_of(main)
+    lines: Lines = [("run", f"validation {word}", f"test {word}", "runs", "chosen")]
+    for row in choice.candidates:
+        values, ended = validation(row), sum(run.summary.status == "finished" for run in row.runs)
+        runs = str(len(row.runs)) if ended == len(row.runs) else f"{ended} of {len(row.runs)} finished"
+        chosen = "chosen" if values and choice.has(row) else ""
+        lines.append((row.label, as_measured(measure, values), _figure_of(row, measure), runs, chosen))
+    return f"candidates: the best is chosen by the {word} on held-out training examples, mean over seeds", lines
+
+
+PUBLISHED = "published and measured figures"
+
+
+def published(rows: Sequence[Row]) -> Lines:
+    """A line for each published figure.
+
+    A difference is within both spreads if the intervals of one standard deviation around the two means overlap. Of a
+    run with another set-up, such as a smaller size, and of one that has not finished, there is no difference, since it
+    would say nothing about either.
+    """
+    headings = ("run", "figure", "published", "measured", "seeds", "difference", "within both spreads", "source")
+    lines: Lines = [headings]
+    for row in rows:
+        found = row.first.config.get("published") or {}
+        for key, (value, within) in row.first.published.items():
+            measure, measured = Measure.of(key), row.figures(key)
+            scale, digits = measure.scale, measure.digits([value, *measured])
+            known = figure([value], scale, digits, measure.unit)
+            difference, verdict = "-", "-"
+            if found.get("differs"):
+                verdict = f"other set-up ({found['differs']})"
+            elif row.unfinished:
+                verdict = "not finished"
+            elif measured:
+                off, of_runs = mean(measured) - value, deviation(measured)
+                difference = f"{scale * off:+.{digits}f}"
+                both = None if of_runs is None or within is None else of_runs + within
+                verdict = "no spread" if both is None else "yes" if abs(off) <= both else "no"
+            known += "" if within is None else f" ± {scale * within:.{digits}f}"
+            shown = (known, figure(measured, scale, digits, measure.unit), str(len(measured)), difference, verdict)
+            lines.append((row.title, measure.full_title, *shown, str(found.get("source", "-"))))
+    return lines
+
+
+# --- settings and partitions ---
+
+
 def differing_settings(rows: Sequence[Row]) -> Lines:
     """A table of the settings that differ between rows; empty if none do."""
-    settings = [row.runs[0].settings for row in rows]
+    settings = [row.first.settings for row in rows]
     different = differing(settings)
     cells = [[str(each.get(key, "-")) for key in different] for each in settings]
     lines = [(row.label, *line) for row, line in zip(rows, cells, strict=True)]
@@ -215,14 +349,52 @@ def differing_settings(rows: Sequence[Row]) -> Lines:
 
 def set_up(rows: Sequence[Row]) -> str:
     """What the runs have in common, as a caption: "quick: digits, mlp, 4 clients, 6 rounds, seeds 0, 1, 2."."""
-    names = ", ".join(dict.fromkeys(run.summary.name for row in rows for run in row.runs))
-    settings = [run.settings for row in rows for run in row.runs]
+    runs = runs_of(rows)
+    names = ", ".join(dict.fromkeys(run.summary.name for run in runs))
+    settings = [run.settings for run in runs]
     common = {key: value for key, value in settings[0].items() if all(each.get(key) == value for each in settings)}
     words = {"data.name": "{}", "model.name": "{}", "clients": "{} clients", "rounds": "{} rounds"}
-    seeds = sorted({run.summary.seed for row in rows for run in row.runs})
+    seeds = sorted({run.summary.seed for run in runs})
     found = [text.format(common[key]) for key, text in words.items() if common.get(key) is not None]
     found.append(f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}")
     return f"{names}: {', '.join(found)}."
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """A sentence for each smaller size, for figures that are better when lower, and on random examples."""
+    runs = runs_of(rows)
+    sizes = dict.fromkeys(run.summary.size for run in runs if run.summary.size)
+    found = [f"Size {size}, which is smaller than the file." for size in sizes]
+    mains = dict.fromkeys(run.summary.of_task.main for run in runs)
+    if lower := [title_of(main) for main in mains if is_lower_better(main)]:
+        found.append(f"Lower is better: {', '.join(lower)}.")
+    if any((run.config.get("data") or {}).get("random") for run in runs):
+        found.append("Random examples; figures mean nothing.")
+    return found
+
+
+_SHOWN_CLASSES = 12  # more columns do not fit in a line
+_SHOWN_CLIENTS = 40
+
+
+def partition_table(partition: PartitionCounts) -> str:
+    """The examples of each client by class, for `fedbn partition EXPERIMENT` and `fedbn explain EXPERIMENT`."""
+    classes, sizes = partition.classes, partition.sizes
+    few = len(classes) <= _SHOWN_CLASSES
+    names = [f"{i} {name}" for i, name in enumerate(partition.clients)] or list(map(str, range(len(sizes))))
+    clients = list(zip(names, partition.counts, strict=True))
+    lines: Lines = [("client", "examples", "classes", *(classes if few else ("largest",)))]
+    for name, row in (*clients[:_SHOWN_CLIENTS], ("all", list(map(sum, zip(*partition.counts, strict=True))))):
+        largest = row.index(max(row))
+        shown = [str(count or ".") for count in row] if few else [f"{classes[largest]}: {row[largest]}"]
+        lines.append((name, str(sum(row)), str(sum(count > 0 for count in row)), *shown))
+    more = len(clients) - _SHOWN_CLIENTS
+    rest = f"... and {more} more clients\n" if more > 0 else ""
+    spread = f"examples per client: {min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}"
+    return f"{partition.title}\n\n{as_text(lines)}\n{rest}{spread}"
+
+
+# --- text of each format ---
 
 
 def figure(values: Sequence[float], scale: float, digits: int, unit: str = "", *, mark: str = "") -> str:
@@ -269,18 +441,13 @@ def as_html(title: str, lines: Sequence[Sequence[str]]) -> str:
     return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def as_csv(lines: Iterable[Iterable[Any]]) -> str:
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows([map(in_csv, line) for line in lines])
-    return stream.getvalue()
-
-
-def tables(rows: Sequence[Row], form: Form = DEFAULT, *, every: bool = False) -> list[Table]:
-    """The tables of the rows. `every`: with all metrics of clients."""
+def tables(choice: Choice, form: Form = DEFAULT, *, every: bool = False) -> list[Table]:
+    """The tables of a report, with a title each. `every`: with all metrics of clients."""
+    rows = choice.rows
     found = [("", table(rows, form)), *((kind.title, kind.table(rows)) for kind in by_domain(rows))]
-    if len(individuals := client_table(rows, every=every)) > 1:
-        found.append((CLIENTS, individuals))
-    return found
+    found += [(CLIENTS, client_table(rows, every=every)), *map(sweep_table, sweeps(rows))]
+    found += [candidates_table(choice), (PUBLISHED, published(rows))]
+    return [(title, lines) for title, lines in found if len(lines) > 1]
 
 
 def tables_as_text(found: Iterable[Table]) -> str:

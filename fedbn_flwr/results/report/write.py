@@ -1,27 +1,62 @@
-"""Writes the files of a report, for `fedbn run` and `fedbn report DIR...`."""
+"""Writes the files of a report, for `fedbn run` and `fedbn report DIR...`.
+
+The page has no program, and its content security policy forbids all requests. Text from run folders enters it escaped.
+Its template ends in .md because Flower packs no .html files into an app bundle.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import html
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from fedbn_flwr.errors import MissingPackage, StorageError, UserError
-from fedbn_flwr.storage import to_json
+import yaml
 
-from ..read.runs import Run, find_runs
-from ..text import in_markdown
-from . import paper, swept
-from .choice import Choice, choose
-from .page import write_page
-from .pictures import Look, clients_plot, plot, save, sweeps_plot
-from .published import TITLE, published
-from .rows import Row, group
-from .tables import DEFAULT, Form, Table, as_markdown, differing_settings, set_up, tables, tables_as_text
+from fedbn_flwr import __version__
+from fedbn_flwr.errors import MissingPackage
+from fedbn_flwr.storage import to_json, writing
+
+from ..folder.clients import PartitionCounts
+from ..read.runs import Run, find_runs, is_number
+from ..text import in_html, in_markdown
+from .curves import measures, thinned
+from .pictures import Look, clients_plot, curve_panel, dynamics_plot, partitions_plot, plot, save, sweeps_plot
+from .rows import Choice, Row, choose, group, headline, runs_of, sweeps
+from .tables import (
+    DEFAULT,
+    Form,
+    Table,
+    as_csv,
+    as_html,
+    as_latex,
+    as_markdown,
+    differing_settings,
+    notes,
+    set_up,
+    tables,
+    tables_as_text,
+)
 
 if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
+
+_CLIENTS = 100  # bars of a picture
+_LINES = 200  # rounds of a heat map
+_NOTE = (
+    '<p class="note">Figures are those of the last evaluated round; "best" is the best round on the test examples. '
+    'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": of those that finished. A MiB '
+    "is 2<sup>20</sup> bytes of arrays, summed over clients. Pictures show values under the pointer.</p>"
+)
+
+
+def read_choice(folders: Sequence[Path]) -> Choice:
+    return choose(group(find_runs(folders)))
 
 
 def write_report(
@@ -34,105 +69,154 @@ def write_report(
     Without matplotlib there are none; the text names the extra. Returns the tables as text, and the paths of report.md
     and report.png.
     """
-    every = group(find_runs(folders))
-    choice = choose(every)
-    (shown, missing), found = _pictures(choice.rows, **look), _tables(choice, form, every=True)
-    page, image = out / "report.md", out / "report.png"
-    if different := differing_settings(choice.rows):
-        found.append(("settings that differ", different))
-    parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found]
-    images = [f"![{name}]({name}.png)\n" for name in shown]
-    notes = (f"{in_markdown(note)}\n" for note in (set_up(choice.rows), *choice.notes))
-    with _writing(page):
-        for name, picture in shown.items():
-            picture.write(out / f"{name}.png", out / f"{name}.svg")
-        page.write_text("\n".join([*notes, *parts, *images]), encoding="utf-8")
-        (out / "report.json").write_text(to_json(_figures(every, choice.rows)) + "\n", encoding="utf-8")
-        write_page(choice.rows, out / "report.html", found[: len(found) - bool(different)], shown, choice.notes)
-    return _as_text(choice, form) + missing, page, image if shown else None
+    choice = read_choice(folders)
+    shown, missing = _pictures(choice.rows, **look)
+    for name, picture in shown.items():
+        for ending in ("png", "svg"):
+            save(picture, out / f"{name}.{ending}")
+    found = [*tables(choice, form, every=True), _settings(choice.rows)]
+    parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found if lines]
+    sentences = (f"{in_markdown(note)}\n" for note in (set_up(choice.rows), *notes(choice.every)))
+    images = (f"![{name}]({name}.png)\n" for name in shown)
+    _write(out / "report.md", "\n".join([*sentences, *parts, *images]))
+    figures = [_figures(run, choice.has(row)) for row in choice.every for run in row.runs]
+    _write(out / "report.json", to_json(figures) + "\n")
+    _write(out / "report.html", page(choice, form, shown))
+    return _as_text(choice, form) + missing, out / "report.md", out / "report.png" if shown else None
 
 
 def write_html(folders: Sequence[Path], file: Path, form: Form = DEFAULT) -> str:
     """Write only the page of a report; returns the tables as text."""
-    choice = choose(group(find_runs(folders)))
-    shown, _ = _pictures(choice.rows)
-    with _writing(file):
-        write_page(choice.rows, file, _tables(choice, form, every=True), shown, choice.notes)
+    choice = read_choice(folders)
+    _write(file, page(choice, form, _pictures(choice.rows)[0]))
     return _as_text(choice, form)
 
 
 def write_table(folders: Sequence[Path], file: Path | None, form: Form, *, latex: bool) -> str:
     """The first table as CSV or LaTeX: returned, or written to a file, whose path is returned."""
-    rows = choose(group(find_runs(folders))).rows
-    text = paper.latex(rows, form) if latex else paper.as_csv(rows, form)
+    text = (as_latex if latex else as_csv)(read_choice(folders).rows, form)
     if file is None:
         return text
-    with _writing(file):
-        file.write_text(text, encoding="utf-8")
+    _write(file, text)
     return f"table: {file}\n"
 
 
 def write_plot(folders: Sequence[Path], file: Path, **look: Unpack[Look]) -> None:
     """Write only the plot, in the format that the file's name ends in."""
-    save(plot(choose(group(find_runs(folders))).rows, **look), file)
+    save(plot(read_choice(folders).rows, **look), file)
 
 
-@contextmanager
-def _writing(file: Path) -> Iterator[None]:
-    try:
+def _write(file: Path, text: str) -> None:
+    with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except StorageError as error:
-        raise UserError(f"the report cannot be written: {error}") from None
-    except OSError as error:
-        raise UserError(f"{str(error.filename or file)!r} cannot be written: {error.strerror}") from None
+        file.write_text(text, encoding="utf-8")
 
 
 def _pictures(rows: Sequence[Row], **look: Unpack[Look]) -> tuple[dict[str, Plot], str]:
     """The pictures by the names of their files; or none, and why."""
     try:
-        found = {"report": plot(rows, **look)}
+        found = {"report": plot(rows, **look), "sweep": sweeps_plot(sweeps(rows)), "clients": clients_plot(rows)}
     except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
         return {}, f"\n\nno plots: {error}"
-    if of_sweeps := swept.sweeps(rows):
-        found["sweep"] = sweeps_plot(of_sweeps)
-    if (of_clients := clients_plot(rows)) is not None:
-        found["clients"] = of_clients
-    return found, ""
+    return {name: picture for name, picture in found.items() if picture is not None}, ""
 
 
-def _tables(choice: Choice, form: Form, *, every: bool) -> list[Table]:
-    """The tables of rows, sweeps, candidates and published figures."""
-    others = [choice.candidates, (TITLE, published(choice.rows))]
-    found = tables(choice.rows, form, every=every)
-    return [*found, *swept.tables(swept.sweeps(choice.rows)), *(each for each in others if each[1])]
+def _settings(rows: Sequence[Row]) -> Table:
+    return "settings that differ", differing_settings(rows)
 
 
 def _as_text(choice: Choice, form: Form) -> str:
-    return "\n\n".join([*choice.notes, tables_as_text(_tables(choice, form, every=False))])
+    return "\n\n".join([*notes(choice.every), tables_as_text(tables(choice, form))])
 
 
-def _figures(rows: Sequence[Row], chosen: Sequence[Row]) -> list[dict[str, Any]]:
-    """Each run's settings, summary and curve: the evaluated rounds, with the traffic up to each of them.
+def _figures(run: Run, chosen: bool) -> dict[str, Any]:
+    """A run's settings, summary and curve: the evaluated rounds, with the traffic up to each of them.
 
     Candidates of `tune` that are not in the other tables and plots have `"chosen": false`.
     """
-    found = []
-    for row in rows:
-        more = {} if any(row is each for each in chosen) else {"chosen": False}
-        for run in row.runs:
-            content = {"settings": run.config, "summary": run.figures, "curve": _curve(run)}
-            found.append({**content, "clients": run.clients, **more})
-    return found
-
-
-def _curve(run: Run) -> list[dict[str, Any]]:
-    task = run.summary.of_task
+    task, curve = run.summary.of_task, []
     spent = {"communication_rounds": 0, "bytes_down": 0, "bytes_up": 0}
-    points = []
     for line in run.history:
         spent = {key: total + int(line[key]) for key, total in spent.items()}
         if line.get(task.main) is not None:
             figures = {key: line[key] for key in (*task.figures, "loss") if line.get(key) is not None}
-            points.append({"round": line["round"], **figures, **spent})
-    return points
+            curve.append({"round": line["round"], **figures, **spent})
+    found = {"settings": run.config, "summary": run.figures, "curve": curve, "clients": run.clients}
+    return found if chosen else found | {"chosen": False}
+
+
+# --- the page ---
+
+
+def page(choice: Choice, form: Form, pictures: Mapping[str, Plot]) -> str:
+    """The tables and pictures; and more pictures, if there are some, since then matplotlib is installed."""
+    rows, runs = choice.rows, runs_of(choice.rows)
+    sections = {
+        "Results": "".join(map(_table, tables(choice, form, every=True))) + _NOTE,
+        "Pictures": _shown(list(pictures.values()), "scroll wide"),
+    }
+    for heading, name, picture in _more(rows) if pictures else ():
+        text = f"<details><summary>{in_html(name)}</summary>{_shown(picture)}</details>"
+        sections[heading] = sections.get(heading, "") + text
+    sections["Settings"] = _table(_settings(rows)) + "".join(map(_run, runs))
+    shown = {name: text for name, text in sections.items() if text}
+    words = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
+    words += f" in {len(rows)} rows" if len(rows) < len(runs) else ""
+    made = f"Made by fedbn-flwr {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC."
+    parts = {
+        "title": in_html(", ".join(dict.fromkeys(run.summary.name for run in runs))),
+        "about": in_html(" ".join([set_up(rows), f"{words}. {made}", *notes(choice.every)])),
+        "contents": "".join(f'<a href="#{name.split()[0]}">{name}</a>' for name in shown),
+        "sections": "".join(f'<section id="{n.split()[0]}"><h2>{n}</h2>{text}</section>' for n, text in shown.items()),
+    }
+    template = (files("fedbn_flwr.results.report") / "page.html.md").read_text(encoding="utf-8")
+    # One pass: a value that resembles a placeholder is not replaced again.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _table(table: Table) -> str:
+    return f'<div class="scroll" tabindex="0">{as_html(*table)}</div>' if table[1] else ""
+
+
+def _shown(pictures: Sequence[Plot], kind: str = "pictures") -> str:
+    """Pictures in a page, whose elements have different identities."""
+    found = (re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{id(picture)}-", picture.svg) for picture in pictures)
+    shown = "".join(svg[svg.index("<svg") :] for svg in found)
+    return f'<div class="{kind}">{shown}</div>' if shown else ""
+
+
+def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
+    """The section, the name and the pictures of each measure, partition and norm state."""
+    first = headline(runs_of(rows))
+    lines = [line for row in rows for run in row.counted for line in run.history]
+    for measure in measures([lines]):
+        axis = "seconds" if measure.key in (first, f"clients_own_{first}") else "round"  # others are in the plot
+        values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
+        scales = (False, True) if not measure.is_fraction and min(values, default=0) > 0 else (False,)
+        yield (
+            "Curves",
+            measure.full_title,
+            [curve_panel(rows, measure.key, axis, log=log, layout="none") for log in scales],
+        )
+    partitions: dict[str, list[str]] = {}
+    for row in rows:
+        run, name = row.first, f"{row.label}, seed {row.first.summary.seed}"  # other seeds are alike
+        if (counts := run.folder.read("partition.json")) is not None:
+            partitions.setdefault(json.dumps(counts), []).append(name)
+        if norms := run.folder.lines("norms.jsonl"):
+            yield "Batch norm by layer", name, [dynamics_plot(thinned(norms, _LINES))]
+    for text, names in partitions.items():
+        found = PartitionCounts(**json.loads(text))
+        shown = replace(found, counts=found.counts[:_CLIENTS], clients=found.clients[:_CLIENTS])
+        yield "Data of the clients", f"{found.title}: {', '.join(names)}", [partitions_plot([shown])]
+
+
+def _run(run: Run) -> str:
+    parts = {"Settings": run.config, "Results": run.figures, "Environment": run.folder.read("environment.json")}
+    blocks = "".join(f"<h4>{name}</h4><pre>{html.escape(_yaml(found))}</pre>" for name, found in parts.items() if found)
+    name = in_html(f"{run.label}, seed {run.summary.seed}")
+    return f"<details><summary>{name} <small>{in_html(run.summary.status)}</small></summary>{blocks}</details>"
+
+
+def _yaml(content: Any) -> str:
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)

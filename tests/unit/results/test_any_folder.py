@@ -33,10 +33,9 @@ from fedbn_flwr.results.folder.ledger import Traffic
 from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.read.state import read_state
-from fedbn_flwr.results.report.page import write_page
-from fedbn_flwr.results.report.rows import group
-from fedbn_flwr.results.report.tables import tables
-from fedbn_flwr.results.report.write import write_html
+from fedbn_flwr.results.report.rows import choose, group
+from fedbn_flwr.results.report.tables import DEFAULT
+from fedbn_flwr.results.report.write import page, write_html
 from tests.support.fuzz import cases, changed, check_refusal, damaged
 from tests.support.hostile import kept_log
 
@@ -76,8 +75,7 @@ def with_other_value(content: bytes, seed: int, name: str) -> bytes:
 def read_all(folder: Path) -> None:
     """What a report and `fedbn status` read."""
     read_state(folder)
-    rows = group(find_runs([folder]))
-    write_page(rows, folder / "page.html", tables(rows), {})
+    page(choose(group(find_runs([folder]))), DEFAULT, {})
     for run in find_runs([folder]):
         for name in ("partition.json", "norms.jsonl", "clients.jsonl"):
             RunFolder(run.path).lines(name) if name.endswith("l") else RunFolder(run.path).read(name)

@@ -10,10 +10,10 @@ import pytest
 
 from fedbn_flwr import Result, cli
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report.choice import choose
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.pictures import clients_plot, plot
-from fedbn_flwr.results.report.rows import group
+from fedbn_flwr.results.report.rows import choose, group
+from fedbn_flwr.results.report.tables import candidates_table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
@@ -100,7 +100,7 @@ def test_the_candidate_with_the_lowest_validation_error_is_chosen(tmp_path: Path
             )  # fmt: skip
     found = choose(group(find_runs([tmp_path])))
     assert [row.label for row in found.rows] == ["A, lr=0.001"]
-    title, (heads, *_) = found.candidates
+    title, (heads, *_) = candidates_table(found)
     assert heads[1:3] == ("validation RMSE", "test RMSE")
     assert "chosen by the RMSE on held-out" in title
 

@@ -168,7 +168,7 @@ def points(picture: str) -> list[tuple[float, float, str]]:
 def test_a_point_is_where_the_picture_shows_its_value(tmp_path: Path) -> None:
     """The circles of an SVG are at the corners of the line that matplotlib draws."""
     write_run(tmp_path / "run", "FedAvg", lines=[{"accuracy": a, "loss": 1.0} for a in (0.1, 0.7, 0.4)])
-    picture = plot(group(find_runs([tmp_path])), axis="round").svg()
+    picture = plot(group(find_runs([tmp_path])), axis="round").svg
     assert [words for *_, words in points(picture)] == [
         f"FedAvg: {n}% at {i} rounds" for i, n in ((1, 10), (2, 70), (3, 40))
     ]

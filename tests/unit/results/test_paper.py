@@ -20,9 +20,9 @@ from scipy import stats
 from fedbn_flwr import Results, cli
 from fedbn_flwr.errors import MissingPackage, UserError
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report.paired import paired
 from fedbn_flwr.results.report.pictures import plot
 from fedbn_flwr.results.report.rows import group
+from fedbn_flwr.results.report.tables import paired
 from tests.support.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -148,7 +148,7 @@ def test_tables_are_written_to_a_file(runs: Path, tmp_path: Path, capsys: pytest
     file = tmp_path / "new" / "table.csv"
     assert printed(capsys, "--csv", runs, "--out", file) == f"table: {file}\n"
     assert file.read_text() == text
-    assert cli.main(["report", "--csv", str(runs), "--out", str(tmp_path)]) == 2
+    assert cli.main(["report", "--csv", str(runs), "--out", str(tmp_path)]) == 1
     assert "cannot be written: Is a directory" in capsys.readouterr().err
 
 

@@ -21,6 +21,7 @@ from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.norms.convert import NORMS
 from tests.support.images import write_parquet
+from tests.support.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("pictures")
 
@@ -142,6 +143,20 @@ def test_a_damaged_model_is_one_message(fixbn: Result, tmp_path: Path, change: A
     change(copied / "model.safetensors")
     with pytest.raises(UserError, match=rf"model.safetensors': {message}.*; restore the file from a copy"):
         Result.read(copied).model()
+
+
+@pytest.mark.parametrize("shape", [None, [1, 8, 8], [3], [1, 20], [1, 4, 4, 4]])
+def test_inputs_of_any_shape_are_normalised_also_with_an_image_size_of_the_model(
+    shape: list[int] | None, tmp_path: Path
+) -> None:
+    """With `model.image_size` the network's own size counts, and model.json has no shape of the inputs."""
+    channels = (shape or [3])[0]
+    known = {"mean": [0.25 * i for i in range(channels)], "std": [0.5] * channels}
+    model = {"build": {"input_shape": shape}, "normalise": known, "classes": None, "global": True}
+    write_run(tmp_path / "run", "FedAvg", files={"model.json": model})
+    inputs = torch.rand(2, *(shape or (3, 8, 8)))
+    mean = torch.tensor(known["mean"]).view(-1, *[1] * (inputs.ndim - 2))
+    assert torch.equal(Result.read(tmp_path).normalise()(inputs), (inputs - mean) / 0.5)
 
 
 # --- several runs ------------------------------------------------------------

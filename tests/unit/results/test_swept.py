@@ -12,12 +12,9 @@ from PIL import Image
 
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report import swept
-from fedbn_flwr.results.report.choice import choose
 from fedbn_flwr.results.report.pictures import sweeps_plot
-from fedbn_flwr.results.report.published import published
-from fedbn_flwr.results.report.rows import Row, group
-from fedbn_flwr.results.report.tables import tables
+from fedbn_flwr.results.report.rows import Row, choose, group, sweeps
+from fedbn_flwr.results.report.tables import published, sweep_table, tables
 from fedbn_flwr.results.report.write import write_html, write_report
 from tests.support.runs import write_run
 
@@ -76,7 +73,7 @@ def test_a_run_that_has_not_finished_is_marked_and_not_compared(tmp_path: Path, 
     found = dict(zip(head, line, strict=True))
     assert found["run"] == f"A [{status}] (1 of 2 seeds)"
     assert (found["difference"], found["within both spreads"]) == ("-", "not finished")
-    assert [lines[1][0] for _, lines in tables(rows)] == [f"A [{status}] (1 of 2 seeds)"] * 2
+    assert [lines[1][0] for _, lines in tables(choose(rows))] == [f"A [{status}] (1 of 2 seeds)"] * 3
 
 
 # --- sweeps ---
@@ -100,7 +97,7 @@ def test_a_sweep_is_a_table_with_a_column_for_each_value(tmp_path: Path) -> None
             write_cell(tmp_path, "BN", {"alpha": alpha}, 0.5 + 0.2 * (alpha == 1) + 0.1 * seed, seed)
     write_cell(tmp_path, "GN", {"alpha": 0.1}, 0.4)
     write_cell(tmp_path, "Centralised", {}, 0.9)
-    ((title, lines),) = swept.tables(swept.sweeps(rows_of(tmp_path)))
+    ((title, lines),) = map(sweep_table, sweeps(rows_of(tmp_path)))
     assert title == "accuracy (global model) by alpha"
     assert lines == [("alpha", "0.1", "1.0"), ("BN", "55.00% ± 7.07", "75.00% ± 7.07"), ("GN", "40.00%", "-")]
 
@@ -109,8 +106,8 @@ def test_a_run_of_a_sweep_that_has_not_finished_is_marked(tmp_path: Path) -> Non
     for steps in (1, 100):
         write_cell(tmp_path, "BN", {"steps": steps}, 0.5, seed=steps)
     set_status(next(tmp_path.glob("BN, steps=1-*")), "failed")
-    found = swept.sweeps(rows_of(tmp_path))
-    ((_, lines),) = swept.tables(found)
+    found = sweeps(rows_of(tmp_path))
+    ((_, lines),) = map(sweep_table, found)
     assert lines[1] == ("BN", "50.00% [failed]", "50.00%")
     picture = sweeps_plot(found)
     (legend,) = picture.legends
@@ -123,7 +120,7 @@ def test_a_wrapped_rule_s_setting_is_on_the_axis_of_the_others(tmp_path: Path) -
     for fraction in (0.1, 0.5):
         write_cell(tmp_path, "BN", {"strategy.fraction_train": fraction}, fraction)
         write_cell(tmp_path, "FixBN", {"strategy.base.fraction_train": fraction}, 2 * fraction)
-    ((_, lines),) = swept.tables(swept.sweeps(rows_of(tmp_path)))
+    ((_, lines),) = map(sweep_table, sweeps(rows_of(tmp_path)))
     assert lines[0] == ("strategy.fraction_train", "0.1", "0.5")
     assert set(lines[1:]) == {("BN", "10.00%", "50.00%"), ("FixBN", "20.00%", "100.00%")}
 
@@ -132,16 +129,16 @@ def test_the_axis_is_the_number_with_most_values_and_other_keys_are_panels(tmp_p
     for kind in ("iid", {"kind": "classes", "classes_per_client": 2}):
         for steps in (100, 1, 20):
             write_cell(tmp_path, "BN", {"partition": kind, "steps": steps}, 0.5)
-    found = swept.sweeps(rows_of(tmp_path))
+    found = sweeps(rows_of(tmp_path))
     assert [sweep.title for sweep in found] == ["partition=iid", "partition=classes classes_per_client=2"]
-    assert [list(sweep.values) for sweep in found] == [["1", "20", "100"]] * 2
+    assert [list(sweep.places) for sweep in found] == [["1", "20", "100"]] * 2
 
 
 def test_keys_of_a_rule_and_of_the_one_that_it_wraps_are_two(tmp_path: Path) -> None:
     for name in ("FixBN", "MeanStatistics"):
         for base in ("FedAvg", "FedProx"):
             write_cell(tmp_path, "A", {"strategy.name": name, "strategy.base.name": base}, 0.5)
-    found = swept.sweeps(rows_of(tmp_path))
+    found = sweeps(rows_of(tmp_path))
     assert {(sweep.title, value) for sweep in found for value in sweep.lines["A"]} == {
         (f"strategy.name={name}", base) for name in ("FixBN", "MeanStatistics") for base in ("FedAvg", "FedProx")
     }
@@ -156,7 +153,7 @@ def test_rows_with_other_settings_are_chosen_and_shown_by_themselves(tmp_path: P
                 write_cell(tmp_path, "BN", {"data.partition.alpha": alpha}, rounds / 10, **more)
     choice = choose(rows_of(tmp_path))
     assert [row.runs[0].config["train"]["lr"] for row in choice.rows] == [0.3] * 4
-    ((_, lines),) = swept.tables(swept.sweeps(choice.rows))
+    ((_, lines),) = map(sweep_table, sweeps(choice.rows))
     assert lines[1:] == [("BN, rounds=2", "20.00%", "20.00%"), ("BN, rounds=4", "40.00%", "40.00%")]
 
 
@@ -168,7 +165,7 @@ def test_settings_below_a_varied_key_do_not_divide_a_line(tmp_path: Path, key: s
         config = {"data": {"partition": given}}
         write_cell(tmp_path / "swept", "BN", {key: value}, 0.5, config=config)
         write_cell(tmp_path / "tuned", "BN", {}, 0.5, tune={key: value}, config=config, validation_accuracy=0.5)
-    ((_, lines),) = swept.tables(swept.sweeps(rows_of(tmp_path / "swept")))
+    ((_, lines),) = map(sweep_table, sweeps(rows_of(tmp_path / "swept")))
     other = [] if key == "data.partition" else ["BN, data.partition.kind=domain, clients_per_domain=2"]
     assert [line[0] for line in lines[1:]] == ["BN", *other]
     assert len(choose(rows_of(tmp_path / "tuned")).rows) == 1
@@ -178,7 +175,7 @@ def test_candidates_none_of_which_is_chosen_are_all_shown(tmp_path: Path) -> Non
     for alpha in (0.1, 1.0):
         for lr in (0.1, 0.3):
             write_cell(tmp_path, "BN", {"alpha": alpha}, lr, tune={"train.lr": lr}, config={"train": {"lr": lr}})
-    ((_, lines),) = swept.tables(swept.sweeps(choose(rows_of(tmp_path)).rows))
+    ((_, lines),) = map(sweep_table, sweeps(choose(rows_of(tmp_path)).rows))
     assert lines[1:] == [
         ("BN", "10.00%", "10.00%"),
         ("BN, alpha=0.1, lr=0.3", "30.00%", "-"),
@@ -191,7 +188,7 @@ def test_of_tuned_values_a_sweep_shows_the_best_by_validation(tmp_path: Path) ->
         for lr, validation, test in ((0.1, 0.8, 0.5), (0.3, 0.7, 0.9)):
             more = {"tune": {"train.lr": lr}, "config": {"train": {"lr": lr}}, "validation_accuracy": validation}
             write_cell(tmp_path, "BN", {"alpha": alpha}, test, **more)
-    ((_, lines),) = swept.tables(swept.sweeps(choose(rows_of(tmp_path)).rows))
+    ((_, lines),) = map(sweep_table, sweeps(choose(rows_of(tmp_path)).rows))
     assert lines[1] == ("BN", "50.00%", "50.00%"), "the higher test accuracy has the lower validation accuracy"
 
 
