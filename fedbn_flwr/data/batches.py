@@ -126,12 +126,8 @@ class ClientBatches:
                 return
             # One generator per batch: it draws the window here, and the other augmentations after reading the images.
             generator = seeding.generator(self.seed, "augment", server_round, self.client, epoch, number)
-            window = None
-            if "resized_crop" in self.augment:
-                window = Window.resized(len(rows), generator)
-            elif self.cut is not None:
-                window = Window.square(len(rows), self.cut, generator)
-            yield BatchRequest(rows, generator, window)
+            is_cut = self.cut is not None or "resized_crop" in self.augment
+            yield BatchRequest(rows, generator, Window.drawn(len(rows), self.cut, generator) if is_cut else None)
 
     def _augment(self, images: Any, targets: Any, generator: torch.Generator) -> tuple[Value, Value]:
         if "crop" in self.augment:

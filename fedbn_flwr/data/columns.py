@@ -359,9 +359,7 @@ def _decoded(source: Source, data: DataSet) -> DataSet:
     train, test = data.train, data.test
     if isinstance(train, InMemory) or isinstance(test, InMemory):
         return data
-    stream = source.stream
-    if stream == "auto":
-        stream = train.decoded_bytes + test.decoded_bytes > source.memory * 2**30
-    if stream:
-        return replace(data, train=train.tried(), test=test.tried())
-    return replace(data, train=train.decoded(), test=test.decoded())
+    is_large = train.decoded_bytes + test.decoded_bytes > source.memory * 2**30
+    stays = is_large if source.stream == "auto" else source.stream
+    train, test = (split.tried() if stays else split.decoded() for split in (train, test))
+    return replace(data, train=train, test=test)

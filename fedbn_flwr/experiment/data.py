@@ -43,12 +43,9 @@ def load_data(data: settings.Data, device: str) -> DataSet:
 
     Nodes with own data have a data set each. A relative name counts from the working directory.
     """
-    plain = _plain(data)
-    if (received := _received.get((plain, device))) is not None:
-        return received
-    key = plain, device, os.getcwd()
+    key = _plain(data), device, os.getcwd()
     if (found := _kept.get(key)) is None:
-        found = _kept[key] = _loaded(plain, device)
+        found = _kept[key] = _loaded(key[0], device)
         while len(_kept) > 2 and sum(each.nbytes for each in list(_kept.values())) > data.memory * 2**30:
             _kept.pop(next(iter(_kept)), None)
     return found
@@ -57,8 +54,7 @@ def load_data(data: settings.Data, device: str) -> DataSet:
 def forget_data() -> None:
     """Load data sets again when they are next needed: their files may have changed."""
     _kept.clear()
-    _partition.cache_clear()
-    _own_test.cache_clear()
+    _shares.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -79,11 +75,8 @@ def loaded_data(data: settings.Data, device: str) -> LoadedData | None:
     return LoadedData(_plain(data), device, dataset) if isinstance(dataset.train, InMemory) else None
 
 
-_received: dict[tuple[settings.Data, str], DataSet] = {}
-
-
 def receive(data: settings.Data, device: str, dataset: DataSet) -> LoadedData:
-    _received[data, device] = dataset
+    _kept[data, device, os.getcwd()] = dataset
     return LoadedData(data, device, dataset)
 
 
@@ -134,46 +127,38 @@ def source_of(data: settings.Data) -> Source:
 
 def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
     """Indices of each client's training examples."""
-    return _partition(os.getcwd(), data, clients, seed, device)
+    return _shares(os.getcwd(), data, clients, seed, device)[0]
 
 
 def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
     """Indices of each client's own test examples."""
-    return _own_test(os.getcwd(), data, clients, seed, device)
+    return _shares(os.getcwd(), data, clients, seed, device)[1]
 
 
-# Both are kept for each working directory, from which a relative `data.name` counts.
-@functools.lru_cache(maxsize=8)
-def _partition(_: str, data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
+@functools.lru_cache(maxsize=8)  # for each working directory, from which a relative `data.name` counts
+def _shares(_: str, data: settings.Data, clients: int, seed: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
     dataset = load_data(data, device)
     options = data.partition.model_dump()
     kind, strata = options.pop("kind"), dataset.strata(options.pop("bins"))
-    if not strata.of_labels and kind in KINDS and KINDS[kind].by_class:
+    if not strata.of_labels and data.partition.by_class:
         raise SettingsError(
             f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} has labels per pixel "
             "or of several kinds; use iid, domain or natural"
         )
-    if kind == "natural" and dataset.groups is None:
+    groups = dataset.groups if kind == "natural" else dataset.domains
+    if kind == "natural" and groups is None:
         raise SettingsError(
             "data.partition.kind is 'natural', which needs data.group, the column whose values are the clients; the "
             f"columns of {data.name!r} are {', '.join(dataset.columns)}"
         )
-    groups = dataset.groups if kind == "natural" else dataset.domains
-    return partition(strata.train, len(strata.names), clients, seed, kind, groups=groups, **options)
-
-
-@functools.lru_cache(maxsize=8)
-def _own_test(_: str, data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
-    dataset = load_data(data, device)
-    parts = partition_of(data, clients, seed, device)
-    strata = dataset.strata(data.partition.bins)
-    train, test, groups = strata.train, strata.test, dataset.domains
-    if data.partition.kind == "natural" and dataset.groups is not None and dataset.groups.in_both:
-        groups = dataset.groups
+    parts = partition(strata.train, len(strata.names), clients, seed, kind, groups=groups, **options)
+    if kind == "natural" and groups is not None and not groups.in_both:
+        groups = dataset.domains
+    train, test = strata.train, strata.test
     if groups is not None and groups.test is not None:
         # The classes of each group are split separately: a client is tested on the groups that it trains on.
         train, test = train + len(strata.names) * groups.train, test + len(strata.names) * groups.test
-    return share_test(parts, train, test, seed)
+    return parts, share_test(parts, train, test, seed)
 
 
 def validation_rows(run: Settings, partition: Sequence[Tensor]) -> Tensor:
