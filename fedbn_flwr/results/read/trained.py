@@ -66,21 +66,22 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
     return model
 
 
-def normalisation(folder: RunFolder) -> Callable[[Values], Values]:
+def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
     moments = folder.model_description()["normalise"]
     if isinstance(moments, str):
         return own_normalisation(moments)
 
-    def normalise(inputs: Values) -> Values:
+    def normalise(inputs: Value) -> Value:
         known = tuple(moments["mean"]), tuple(moments["std"])
-        ready: Values = Normaliser(known, main(inputs).device)(inputs)
+        ready: Value = Normaliser(known, main(inputs).device)(inputs)
         return ready
 
     return normalise
 
 
 def _build(description: Mapping[str, Any], state: Mapping[str, Tensor], file: Path) -> nn.Module:
-    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in description["build"].items()}
+    build = description["build"].items()
+    arguments: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in build}
     with seeding.streams(0, torch.device("cpu")):  # building draws weights, which must not change the caller's draws
         model = build_model(**arguments)
     kinds = roles(model)
