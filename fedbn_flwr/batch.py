@@ -19,7 +19,7 @@ def each(function: Callable[[Tensor], Any], value: Value) -> Any:
 
 
 def tensors(value: Value) -> list[Tensor]:
-    """The tensor alone, or all tensors of a dict."""
+    """A list of the tensor, or of all tensors of a dict."""
     return list(value.values()) if isinstance(value, Mapping) else [value]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batch import Value, tensors
+from fedbn_flwr.batch import tensors
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, Task
 
@@ -23,7 +23,7 @@ from . import IGNORED
 from .catalogue import Entry
 from .dataset import DataSet, Examples, Groups
 from .examples import InMemory, main
-from .inputs import Parts, Rows, as_rows, inputs_of, resized
+from .inputs import Parts, Rows, as_rows, inputs_of
 from .source import Source, names_of
 from .targets import Targets, several, targets_of
 
@@ -37,6 +37,9 @@ _NUMBERS = ("int", "uint", "float", "double", "bool", "decimal")
 _SHOWN = 40  # columns in an error
 
 
+Names = tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of a split."""
@@ -47,7 +50,6 @@ class Column:
 
 
 Columns = Mapping[str, Mapping[str, Column]]  # by split and name
-Names = tuple[str, ...]
 
 
 def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequence[Any] = ()) -> DataSet:
@@ -284,7 +286,7 @@ def _in_memory(
         raise DataError(f"data.inputs is {list(used)}; expected one column of images, or columns without images")
     inputs, features = inputs_of(source, _values(columns, used), is_table=is_table)
     targets, names, task = _targets(source, columns, label, known, numbered=not is_table)
-    found = {part: InMemory(some, _sized(source, task, targets[part])) for part, some in inputs.items()}
+    found = {part: InMemory(some, targets[part]) for part, some in inputs.items()}
     if sum(made.nbytes for made in found.values()) > source.memory * 2**30:
         raise DataError(
             f"{source.name!r} takes more than data.memory, {source.memory:g} GiB; raise data.memory (images that are "
@@ -297,12 +299,6 @@ def _in_memory(
                 f"{source.name!r}: {part} has inputs of size {size} and masks of {masks}; expected the same size"
             )
     return found, names, task, features
-
-
-def _sized(source: Source, task: Task, targets: Value) -> Value:
-    if task is SEGMENTATION and isinstance(targets, Tensor) and targets.ndim == 3:
-        return resized(targets[:, None], source.pixels, smooth=False)[:, 0].byte()
-    return targets
 
 
 def _images(

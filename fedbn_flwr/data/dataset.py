@@ -101,7 +101,7 @@ class Form:
 
     @property
     def is_image(self) -> bool:
-        return len(self.shape) == 3 and isinstance(self.blank(1), Tensor)
+        return len(self.shape) == 3 and isinstance(self.blank(0), Tensor)
 
     def blank(self, number: int) -> Value:
         """Inputs of this form that are zero, to try a model."""

@@ -263,12 +263,10 @@ def _of_domains(folder: Path, domains: Sequence[str], keep: Sequence[str], names
     rows: dict[str, list[Row]] = {part: [] for part in PARTS}
     for domain in domains:
         lists = {part: folder / f"{domain}_{name}.txt" for part, name in names.items()}
-        absent = [file.name for file in lists.values() if not file.is_file()]
-        if len(absent) == 1:
-            raise DataError(f"data.name={str(folder)!r}: {absent[0]} is missing beside the other list of {domain!r}")
-        if not absent:
+        if any(file.is_file() for file in lists.values()):
             for part, file in lists.items():
-                rows[part] += [(path, label, domain) for path, label in _listed(folder, file)]
+                listed = _read(folder, repr(str(file)), list, _listed(folder, file))
+                rows[part] += [(path, label, domain) for path, label in listed]
             continue
         for label, files in itertools.groupby(_of_classes(folder / domain), lambda row: row[1]):
             for number, (path, _) in enumerate(files):
@@ -283,7 +281,7 @@ def _listed(folder: Path, file: Path) -> Iterator[Row]:
         path, _, number = line.strip().rpartition(" ")
         label = Path(path).parent.name
         if not label or not number.isdecimal():
-            raise DataError(f"{str(file)!r}, line {count}: {line!r} is not of the form DOMAIN/CLASS/FILE NUMBER")
+            raise DataError(f"line {count}, {line!r}, is not of the form DOMAIN/CLASS/FILE NUMBER")
         yield str(folder / path), label
 
 

@@ -44,8 +44,8 @@ def load(source: Source) -> DataSet:
         raise DataError(
             f"data.revision is {source.revision!r}, which is for data sets of the hub, not for {source.name!r}"
         )
-    given = _returned(source) if is_own else digits()
     parts = PARTS[:1] if source.held_out else PARTS
+    given = _returned(source, parts) if is_own else digits()
     if isinstance(given["train"], Mapping):
         for key in ("train", "test", "fit", "stream"):
             if (value := getattr(source, key)) not in (None, False, "auto", "stretch", source.held_out):
@@ -57,11 +57,10 @@ def load(source: Source) -> DataSet:
         return read(source, {part: given[part] for part in parts}, known=given.get("classes") or ())
 
 
-def _returned(source: Source) -> Mapping[str, Any]:
+def _returned(source: Source, parts: Sequence[str]) -> Mapping[str, Any]:
     """What the callable returns, checked to have both splits. Random draws in it are the same in every process."""
     name = source.name
     offered = {} if source.root is None or "root" in source.options else {"root": source.root}
-    parts = PARTS[:1] if source.held_out else PARTS
     with seeding.all_streams(seeding.seed_for(0, "own data")):
         found = named.call(KEY, name, **named.accepted(named.load(KEY, name), offered), **source.options)
         if not isinstance(found, Mapping) or not all(part in found for part in parts):

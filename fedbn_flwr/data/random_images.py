@@ -9,7 +9,7 @@ import numpy as np
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import DataError
 
-from .catalogue import CATALOGUE
+from .catalogue import CATALOGUE, Entry
 from .columns import read
 from .dataset import DataSet
 from .source import Source
@@ -28,30 +28,29 @@ def random_images(source: Source, channels: int | None, examples: int | None, te
     Classes and domains have equal numbers of images, up to one. Segmentation data have random masks.
     """
     name, entry = source.name, CATALOGUE.get(source.name)
-    classes, size, domains = source.classes, source.pixels, tuple(source.domains)
-    names: tuple[str, ...] = ()
-    if entry is not None:
-        classes, channels, names = entry.classes, entry.channels, entry.names or entry.keep
-        size = size or (entry.size and (entry.size, entry.size)) or None
-        if wrong := [domain for domain in domains if domain not in entry.domains]:
-            known = ", ".join(entry.domains) or "none"
-            raise DataError(f"data.domains has {wrong[0]!r}; the domains of {name!r} are {known}")
-        domains = domains or entry.domains
-    if classes is None or channels is None or size is None:
+    if entry is None and source.classes and channels:
+        entry = Entry(name, source.classes, channels, size=None, domains=tuple(source.domains))
+    size = source.pixels or ((entry.size, entry.size) if entry and entry.size else None)
+    if entry is None or size is None:
         raise DataError(
             f"data.random is true, but the form of {name!r} is not known; give data.classes, data.channels and "
             "data.size"
         )
+    if wrong := [domain for domain in source.domains if domain not in entry.domains]:
+        known = ", ".join(entry.domains) or "none"
+        raise DataError(f"data.domains has {wrong[0]!r}; the domains of {name!r} are {known}")
+    domains = tuple(source.domains) or entry.domains
     counts = {"train": examples or COUNTS["train"], "test": test_examples or COUNTS["test"]}
     made: dict[str, Any] = {}
     for part, count in counts.items():
         # Not torch's generator, which takes twice as long.
         draw = np.random.default_rng(seeding.seed_for(0, f"random images, {part}"))
-        pixels = draw.integers(0, 256, (count, channels, *size), dtype=np.uint8)
+        pixels = draw.integers(0, 256, (count, entry.channels, *size), dtype=np.uint8)
         rows = np.arange(count)
-        labels = rows // max(1, len(domains)) % classes
-        if entry is not None and entry.crop is not None:
-            labels = draw.integers(0, classes, (count, *size), dtype=np.uint8)
+        labels = rows // max(1, len(domains)) % entry.classes
+        if entry.crop is not None:
+            labels = draw.integers(0, entry.classes, (count, *size), dtype=np.uint8)
         of_domains = np.array(domains)[rows % len(domains)] if domains else None
         made[part] = {"inputs": pixels, "labels": labels} | ({} if of_domains is None else {"domains": of_domains})
-    return read(Source(name, domains=domains, memory=source.memory), made, known=tuple(names or range(classes)))
+    classes = entry.names or entry.keep or range(entry.classes)
+    return read(Source(name, domains=domains, memory=source.memory), made, known=classes)

@@ -27,7 +27,7 @@ from fedbn_flwr.tasks import (
 
 from . import IGNORED
 from .dataset import numbers
-from .inputs import Parts
+from .inputs import Parts, resized
 from .source import Source
 
 Targets = dict[str, Value]  # by split
@@ -148,4 +148,8 @@ def _dense(source: Source, parts: Parts, known: tuple[str, ...]) -> tuple[Target
             f"{source.name!r} has labels from {counted.min(initial=0)} to {counted.max(initial=0)}, but {len(known)} "
             f"classes; expected 0 to {len(known) - 1}, or {IGNORED}"
         )
-    return {part: torch.from_numpy(rows.astype(np.uint8)) for part, rows in parts.items()}, known
+    masks = {part: torch.from_numpy(rows.astype(np.uint8)) for part, rows in parts.items()}
+    return {
+        part: resized(some[:, None], source.pixels, smooth=False)[:, 0] if some.ndim == 3 else some
+        for part, some in masks.items()
+    }, known

@@ -36,6 +36,7 @@ PLAIN: Mapping[str, Any] = {"augment": None, "normalise": None, "pad": 2, "crop"
 
 
 _kept: dict[tuple[settings.Data, str, str], DataSet] = {}  # by settings, device and working directory
+_received: dict[tuple[settings.Data, str], DataSet] = {}
 
 
 def load_data(data: settings.Data, device: str) -> DataSet:
@@ -43,9 +44,12 @@ def load_data(data: settings.Data, device: str) -> DataSet:
 
     Nodes with own data have a data set each. A relative name counts from the working directory.
     """
-    key = _plain(data), device, os.getcwd()
+    plain = _plain(data)
+    if (received := _received.get((plain, device))) is not None:
+        return received
+    key = plain, device, os.getcwd()
     if (found := _kept.get(key)) is None:
-        found = _kept[key] = _loaded(key[0], device)
+        found = _kept[key] = _loaded(plain, device)
         while len(_kept) > 2 and sum(each.nbytes for each in list(_kept.values())) > data.memory * 2**30:
             _kept.pop(next(iter(_kept)), None)
     return found
@@ -57,27 +61,15 @@ def forget_data() -> None:
     _shares.cache_clear()
 
 
-@dataclass(frozen=True)
-class LoadedData:
-    """A run's data set. A process that unpickles it uses these examples instead of loading them."""
-
-    data: settings.Data
-    device: str
-    dataset: DataSet
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return receive, (self.data, self.device, self.dataset)
-
-
-def loaded_data(data: settings.Data, device: str) -> LoadedData | None:
-    """The data set to pass on to other processes; None if its examples are read from the disk when they are needed."""
+def loaded_data(data: settings.Data, device: str) -> tuple[settings.Data, DataSet] | None:
+    """What to pass on to other processes; None if the examples are read from the disk when they are needed."""
     dataset = load_data(data, device)
-    return LoadedData(_plain(data), device, dataset) if isinstance(dataset.train, InMemory) else None
+    return (_plain(data), dataset) if isinstance(dataset.train, InMemory) else None
 
 
-def receive(data: settings.Data, device: str, dataset: DataSet) -> LoadedData:
-    _kept[data, device, os.getcwd()] = dataset
-    return LoadedData(data, device, dataset)
+def receive(data: settings.Data, device: str, dataset: DataSet) -> None:
+    """Use these examples of another process instead of loading them."""
+    _received[data, device] = dataset
 
 
 def _plain(data: settings.Data) -> settings.Data:

@@ -30,8 +30,6 @@ def partition(
         raise DataError(f"clients is {clients}, but the data has {len(labels)} training examples")
     rows = Rows(labels.numpy(), classes, groups)
     own = named.is_name(kind)
-    if not own and kind not in KINDS:
-        raise DataError(f"{KEY}={kind!r} is not one of {', '.join(KINDS)}")
     parts = _own(kind, rows, clients, seed, options) if own else KINDS[kind].assign(rows, clients, seed, **options)
     empty = [str(i) for i, part in enumerate(parts) if len(part) == 0]
     if empty:

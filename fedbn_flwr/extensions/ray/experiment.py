@@ -120,8 +120,8 @@ class Sent:
         if parts.dataset is None:
             return
         loaded = loaded_data(parts.run.data, str(parts.device))
-        if loaded is not None and all(loaded.data != other for other, _ in self.sent):
-            self.sent.append((loaded.data, ray.put(_flat(loaded.dataset.to(torch.device("cpu"))))))
+        if loaded is not None and all(loaded[0] != other for other, _ in self.sent):
+            self.sent.append((loaded[0], ray.put(_flat(loaded[1].to(torch.device("cpu"))))))
 
     def make_client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         """The client of a node, in an actor."""

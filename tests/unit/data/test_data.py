@@ -211,11 +211,6 @@ def test_classes_that_no_client_holds_are_named() -> None:
         partition(SORTED, 10, 3, 0, "classes", classes_per_client=2)
 
 
-def test_an_unknown_kind_is_an_error() -> None:
-    with pytest.raises(DataError, match="kind='sharks' is not one of iid, dirichlet, classes"):
-        partition(SORTED, 10, 3, 0, "sharks")
-
-
 # --- batches -----------------------------------------------------------------
 
 MOMENTS = ((0.0,), (1 / 255,))  # pixels keep their values from 0 to 255

@@ -80,7 +80,7 @@ def test_a_folder_of_any_name_with_such_lists_has_all_its_classes(root: Path) ->
     ("line", "message"),
     [
         ("real/bird/none.jpg 1", r"the image in row 20 \(.*real/bird/none\.jpg\) cannot be read"),
-        ("real/bird", r"real_train\.txt', line 25: 'real/bird' is not of the form DOMAIN/CLASS/FILE NUMBER"),
+        ("real/bird", r"real_train\.txt'.*line 25, 'real/bird', is not of the form DOMAIN/CLASS/FILE NUMBER"),
     ],
 )
 def test_a_bad_line_of_a_list_is_named(root: Path, line: str, message: str) -> None:
@@ -94,7 +94,7 @@ def test_a_bad_line_of_a_list_is_named(root: Path, line: str, message: str) -> N
 def test_half_of_a_pair_of_lists_is_an_error(root: Path) -> None:
     folder = write_domainnet(root, ("real",))
     (folder / "real_test.txt").unlink()
-    with pytest.raises(DataError, match=r"real_test\.txt is missing beside the other list of 'real'"):
+    with pytest.raises(DataError, match=r"cannot read .*real_test\.txt.*No such file"):
         load(Source("domainnet10", root=str(root)))
 
 

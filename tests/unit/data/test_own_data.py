@@ -366,6 +366,15 @@ def test_an_augmentation_of_segmentation_data_changes_masks(own: Own) -> None:
         own_augmentation(own(lambda images, generator: images))(IMAGES.inputs, masks, torch.Generator())
 
 
+def test_an_augmentation_of_images_with_several_numbers_to_predict_is_given_no_masks(own: Own) -> None:
+    numbers = torch.arange(24.0).view(12, 2)
+    mirror = own_augmentation(own(lambda images, generator: images.flip(-1)))
+    for targets in (numbers, {"pose": numbers}):
+        images, kept = mirror(IMAGES.inputs, targets, torch.Generator())
+        assert images.equal(IMAGES.inputs.flip(-1))
+        assert kept is targets
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [
