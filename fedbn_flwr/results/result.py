@@ -66,8 +66,9 @@ class Result:
 
     @cached_property
     def history(self) -> pd.DataFrame:
-        """A row per round, with the columns of history.jsonl; without pandas a list of dicts."""
-        return _frame(self._run.history, index="round")
+        """A row per round, with the columns of history.jsonl."""
+        frame = _frame("Result.history", self._run.history)
+        return frame if frame.empty else frame.set_index("round")
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -162,14 +163,14 @@ class Results(Sequence[Result]):
 
     @property
     def summaries(self) -> pd.DataFrame:
-        """A row per run, with the columns of summary.json; without pandas a list of dicts."""
-        return _frame([result.summary.to_json() for result in self])
+        """A row per run, with the columns of summary.json."""
+        return _frame("Results.summaries", [result.summary.to_json() for result in self])
 
     @property
     def history(self) -> pd.DataFrame:
-        """A row per run and round: label, seed, and the columns of history.jsonl; without pandas a list of dicts."""
+        """A row per run and round: label, seed, and the columns of history.jsonl."""
         seeds = [({"label": result.label, "seed": result.summary.seed}, result._run.history) for result in self]
-        return _frame([{**names, **line} for names, history in seeds for line in history])
+        return _frame("Results.history", [{**names, **line} for names, history in seeds for line in history])
 
     def table(self) -> str:
         """The tables of `fedbn report`: a row per label, with mean and standard deviation over seeds."""
@@ -185,9 +186,8 @@ class Results(Sequence[Result]):
         baseline
             The label of a row, with which the others are compared in the first column by a paired t test over seeds.
         """
-        with needs("data", "Results.frame()"):
-            import pandas as pd
-        return pd.DataFrame(numbers(self._choice.rows, Form(tuple(columns), baseline))).set_index("run")
+        found = numbers(self._choice.rows, Form(tuple(columns), baseline))
+        return _frame("Results.frame()", found).set_index("run")
 
     def plot(self, **look: Unpack[Look]) -> Plot:
         """The plot of `fedbn report`: the main figure of the task against what was spent; a notebook shows it.
@@ -208,10 +208,7 @@ class Results(Sequence[Result]):
         return "".join(as_html(*table) for table in tables(self._choice))
 
 
-def _frame(lines: Sequence[Mapping[str, Any]], index: str | None = None) -> pd.DataFrame:
-    try:
+def _frame(what: str, lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    with needs("data", what):
         import pandas as pd
-    except ImportError:
-        return list(lines)
-    frame = pd.DataFrame(lines)
-    return frame if index is None or frame.empty else frame.set_index(index)
+    return pd.DataFrame(lines)

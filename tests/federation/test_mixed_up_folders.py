@@ -16,8 +16,7 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.files import write_text
-from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.read.state import read_state
+from fedbn_flwr.results.read.runs import find_runs, read_state
 from fedbn_flwr.storage import Store, write_store
 from tests.support.sessions import session
 

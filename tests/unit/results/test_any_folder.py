@@ -31,8 +31,7 @@ from fedbn_flwr.results.folder import LINES, RunFolder
 from fedbn_flwr.results.folder.files import read_lines
 from fedbn_flwr.results.folder.ledger import Traffic
 from fedbn_flwr.results.folder.summary import Summary
-from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.read.state import read_state
+from fedbn_flwr.results.read.runs import find_runs, read_state
 from fedbn_flwr.results.report.rows import choose, group
 from fedbn_flwr.results.report.tables import DEFAULT
 from fedbn_flwr.results.report.write import page, write_html
