@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, overload
@@ -117,24 +117,18 @@ class Result:
         return Results([self])._repr_html_() + f"<p>{in_html(str(self.folder))}</p>"
 
 
-class Results(Sequence[Result]):
+class Results(tuple[Result, ...]):
     """Several runs in the order of their experiment, for instance `Results([run("quick"), run("quick", seed=1)])`.
 
     `results[0]` is a run by its number and `results["FixBN"]` by its label, or by the name of its folder.
     """
-
-    def __init__(self, results: Sequence[Result]) -> None:
-        self._results = tuple(results)
 
     @classmethod
     def read(cls, *folders: str | Path) -> Results:
         """The runs in the folders and their subfolders."""
         if not folders:
             raise UserError("Results.read() needs a folder, for instance Results.read('runs')")
-        return cls([Result(run) for run in find_runs([Path(folder).expanduser() for folder in folders])])
-
-    def __len__(self) -> int:
-        return len(self._results)
+        return cls(Result(run) for run in find_runs([Path(folder).expanduser() for folder in folders]))
 
     @overload
     def __getitem__(self, key: SupportsIndex | str) -> Result: ...
@@ -142,19 +136,16 @@ class Results(Sequence[Result]):
     def __getitem__(self, key: slice) -> Results: ...
     def __getitem__(self, key: SupportsIndex | str | slice) -> Result | Results:
         if isinstance(key, slice):
-            return Results(self._results[key])
+            return Results(super().__getitem__(key))
         if not isinstance(key, str):
-            return self._results[key]
-        found = [result for result in self._results if key in (result.label, result.folder.name)]
+            return super().__getitem__(key)
+        found = [result for result in self if key in (result.label, result.folder.name)]
         if not found:
             raise KeyError(f"there is no run {key!r}; {did_you_mean(key, self.labels)}")
         if len(found) > 1:
             folders = ", ".join(repr(result.folder.name) for result in found)
             raise KeyError(f"{len(found)} runs are called {key!r}; use one of {folders}")
         return found[0]
-
-    def __iter__(self) -> Iterator[Result]:
-        return iter(self._results)
 
     @property
     def labels(self) -> list[str]:

@@ -125,7 +125,7 @@ def states_of(out: Path) -> tuple[Any, ...]:
     read = found.read()
     assert read.strategy is not None
     clients = []
-    for node, records in found.clients() or ():
+    for node, records in found.clients():
         records["fedbn.run"] = ConfigRecord()  # has the run's token
         clients.append((node, content(records)))
     return read.round, dict(read.trained), content(read.model), content(read.strategy), clients

@@ -38,10 +38,10 @@ from fedbn_flwr.named import sources
 from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
 from fedbn_flwr.storage import Store, replacing, to_json, write_store, writing
 
-from ..text import file_name, shorten
+from ..text import file_name
 from .checkpoint import CheckpointFile, Snapshot
 from .environment import environment
-from .files import add_line, damaged, read_lines, read_object, read_text, write_lines, write_text
+from .files import add_line, check_types, damaged, read_lines, read_object, read_text, write_lines, write_text
 from .summary import Summary
 
 LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
@@ -157,21 +157,18 @@ class RunFolder:
             return {}
         try:
             found = parse_yaml(text)
-        except SettingsError as error:
+            if not isinstance(found, dict) or not found:
+                raise ValueError("it has no settings")
+            sections = ("engine", "evaluate", "published", "cell", "data")
+            check_types(found, dict.fromkeys(sections, dict[str, Any] | None))
+        except ValueError as error:
             raise damaged(file, str(error)) from None
-        if not isinstance(found, dict) or not found:
-            raise damaged(file, "it has no settings")
-        for key in ("engine", "evaluate", "published", "cell", "data"):
-            if not isinstance(found.get(key) or {}, dict):
-                raise damaged(file, f"{key} is {shorten(repr(found[key]), 100)}; expected a mapping")
         return found
 
     def is_finished(self) -> bool:
-        try:
-            summary = self.summary()
-        except UserError:  # it is written again
-            return False
-        return summary is not None and summary.status == "finished"
+        with suppress(UserError):  # a damaged summary is written again
+            return (summary := self.summary()) is not None and summary.status == "finished"
+        return False
 
     def add_line(self, name: str, line: Mapping[str, Any]) -> None:
         """Add the line of a round to one of the files in `LINES`."""
@@ -206,17 +203,11 @@ class RunFolder:
         return str((self.read("environment.json") or {})["token"])
 
     def write_model(self, arrays: Arrays, name: str = "model.safetensors") -> None:
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
-        path = self.path / name
-        try:
-            with replacing(path, durable=False) as file:
-                save_file(
-                    {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()}, file
-                )
-        except SafetensorError as error:
-            raise StorageError(f"{str(path)!r} cannot be written: {error}") from None
+        content = save({key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()})
+        with replacing(self.path / name, durable=False) as file:
+            file.write_bytes(content)
 
     def model_description(self) -> dict[str, Any]:
         """How to build the network and to normalise its examples."""
@@ -240,7 +231,7 @@ class RunFolder:
     def checkpoint(self) -> CheckpointFile:
         return CheckpointFile(self.path / "checkpoint")
 
-    def write_checkpoint(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None) -> None:
+    def write_checkpoint(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]]) -> None:
         history = self.path / "history.jsonl"
         with writing(history), history.open("rb") as stream:
             os.fsync(stream.fileno())  # its rounds must be on disk before their checkpoint is
@@ -310,14 +301,3 @@ def errors_since(out: Path, began: float) -> dict[str, str]:
         for folder, summary in _summaries(out)
         if summary.error and datetime.fromisoformat(summary.began).timestamp() >= began
     }
-
-
-@contextmanager
-def stopped_by_hand(out: Path | None) -> Iterator[None]:
-    """Mark runs as interrupted: Ctrl-C ends Flower's processes before they can do that."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if out is not None:
-            mark_interrupted(out)
-        raise
