@@ -41,7 +41,7 @@ from fedbn_flwr.storage import Store, replacing, to_json, write_store, writing
 from ..text import file_name
 from .checkpoint import CheckpointFile, Snapshot
 from .environment import environment
-from .files import add_line, check_types, damaged, read_lines, read_object, read_text, write_lines, write_text
+from .files import check_types, damaged, parse, read_text, write_text
 from .summary import Summary
 
 LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
@@ -120,7 +120,7 @@ class RunFolder:
         self._write_environment(first, {**environment(), "modules": sources(config), **more}, done, saved)
         for name, lines in kept.items():
             if lines or name == "history.jsonl":
-                write_lines(self.path / name, lines)
+                write_text(self.path / name, "".join(f"{to_json(line)}\n" for line in lines))
             else:
                 (self.path / name).unlink(missing_ok=True)
         with suppress(UserError):  # a damaged summary is written again when the run begins
@@ -172,17 +172,29 @@ class RunFolder:
 
     def add_line(self, name: str, line: Mapping[str, Any]) -> None:
         """Add the line of a round to one of the files in `LINES`."""
-        add_line(self.path / name, line)
+        file = self.path / name
+        with writing(file), file.open("a", encoding="utf-8") as lines:
+            lines.write(to_json(line) + "\n")
 
     def history(self) -> list[dict[str, Any]]:
         return self.lines("history.jsonl")
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        return read_lines(self.path / name)
+        """The mappings in a .jsonl file, one for each round; empty if there is no file."""
+        file = self.path / name
+        *lines, _ = (read_text(file) or "").split("\n")  # what follows the last line break was cut off by a crash
+        found: list[dict[str, Any]] = []
+        for number, text in enumerate(lines, start=1):
+            line = parse(text, file, number)
+            if found and line["round"] <= found[-1]["round"]:
+                raise damaged(file, f"round {line['round']} follows round {found[-1]['round']}", number)
+            found.append(line)
+        return found
 
     def read(self, name: str) -> dict[str, Any] | None:
         """The content of a .json file; None if there is none."""
-        return read_object(self.path / name)
+        text = read_text(self.path / name)
+        return None if text is None else parse(text, self.path / name)
 
     def write(self, name: str, content: Mapping[str, Any], *, indent: int | None = None, durable: bool = False) -> None:
         write_text(self.path / name, to_json(content, indent) + "\n", durable=durable)

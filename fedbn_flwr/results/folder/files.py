@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.storage import open_regular, replacing, to_json, writing
+from fedbn_flwr.storage import open_regular, replacing
 from fedbn_flwr.tasks import MAINS
 
 from ..text import shorten
@@ -58,40 +58,14 @@ def read_text(file: Path) -> str | None:
         raise damaged(file, f"byte {error.start} is not UTF-8") from None
 
 
-def read_object(file: Path) -> dict[str, Any] | None:
-    """The mapping in a JSON file; None if there is no file."""
-    text = read_text(file)
-    return None if text is None else _parse(text, file)
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The mappings in a .jsonl file, one for each line; empty if there is no file."""
-    *lines, _ = (read_text(file) or "").split("\n")  # what follows the last line break was cut off by a crash
-    found: list[dict[str, Any]] = []
-    for number, text in enumerate(lines, start=1):
-        line = _parse(text, file, number)
-        if found and line["round"] <= found[-1]["round"]:
-            raise damaged(file, f"round {line['round']} follows round {found[-1]['round']}", number)
-        found.append(line)
-    return found
-
-
-def add_line(file: Path, line: Mapping[str, Any]) -> None:
-    with writing(file), file.open("a", encoding="utf-8") as lines:
-        lines.write(to_json(line) + "\n")
-
-
-def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    write_text(file, "".join(f"{to_json(line)}\n" for line in lines))
-
-
 def write_text(file: Path, text: str, *, durable: bool = False) -> None:
     """Write atomically: another process may be reading the file."""
     with replacing(file, durable=durable) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def _parse(text: str, file: Path, line: int | None = None) -> dict[str, Any]:
+def parse(text: str, file: Path, line: int | None = None) -> dict[str, Any]:
+    """The mapping in the text of a JSON file, or in a line of a .jsonl file."""
     types = _TYPES.get(file.name, {})
     try:
         content = json.loads(text, object_hook=with_nan if file.suffix == ".jsonl" else None)

@@ -16,8 +16,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-import yaml
-
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.storage import to_json, writing
@@ -25,6 +23,7 @@ from fedbn_flwr.storage import to_json, writing
 from ..folder.clients import PartitionCounts
 from ..read.runs import Run, find_runs, is_number
 from ..text import in_html, in_markdown
+from ..yaml_text import dump_yaml
 from .curves import measures, thinned
 from .pictures import Look, clients_plot, curve_panel, dynamics_plot, partitions_plot, plot, save, sweeps_plot
 from .rows import Choice, Row, choose, group, headline, runs_of, sweeps
@@ -213,10 +212,8 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
 
 def _run(run: Run) -> str:
     parts = {"Settings": run.config, "Results": run.figures, "Environment": run.folder.read("environment.json")}
-    blocks = "".join(f"<h4>{name}</h4><pre>{html.escape(_yaml(found))}</pre>" for name, found in parts.items() if found)
+    blocks = "".join(
+        f"<h4>{name}</h4><pre>{html.escape(dump_yaml(found))}</pre>" for name, found in parts.items() if found
+    )
     name = in_html(f"{run.label}, seed {run.summary.seed}")
     return f"<details><summary>{name} <small>{in_html(run.summary.status)}</small></summary>{blocks}</details>"
-
-
-def _yaml(content: Any) -> str:
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
