@@ -115,6 +115,9 @@ class RunFolder:
                 f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, but history.jsonl has the "
                 f"rounds {rounds}; restore the folder from a copy, or start again with another --out"
             )
+        summary = None
+        with suppress(UserError):  # a damaged one is written again when the run begins
+            summary = self.summary()
         self._make()
         write_text(self.path / "config.yaml", dump_yaml(dict(config)), durable=True)
         self._write_environment(first, {**environment(), "modules": sources(config), **more}, done, saved)
@@ -123,9 +126,8 @@ class RunFolder:
                 write_text(self.path / name, "".join(f"{to_json(line)}\n" for line in lines))
             else:
                 (self.path / name).unlink(missing_ok=True)
-        with suppress(UserError):  # a damaged summary is written again when the run begins
-            if (summary := self.summary()) is not None:  # of the lines that are left, should the run not begin
-                self.write_summary(summary.of(kept["history.jsonl"]))
+        if summary is not None:  # of the lines that are left, should the run not begin
+            self.write_summary(summary.of(kept["history.jsonl"]))
         return done
 
     def _check(self, saved: Snapshot, config: Mapping[str, Any], token: str) -> None:
@@ -204,10 +206,17 @@ class RunFolder:
 
     def summary(self) -> Summary | None:
         """None if there is none."""
-        content = self.read("summary.json")
+        found = self.progress()
+        return found and found[0]
+
+    def progress(self) -> tuple[Summary, list[dict[str, Any]]] | None:
+        """The summary and the lines of history.jsonl; None if there is no summary."""
+        if (content := self.read("summary.json")) is None:
+            return None
+        history = self.history()  # a run that is running writes it before the summary
         try:
-            return None if content is None else Summary.from_json(content)
-        except ValueError as error:
+            return Summary.from_json(content, history), history
+        except (ValueError, TypeError) as error:
             raise damaged(self.path / "summary.json", str(error)) from None
 
     def token(self) -> str:

@@ -17,7 +17,6 @@ from fedbn_flwr.errors import UserError
 
 from ..folder import RunFolder, deciding, find_folders, flat_settings
 from ..folder.clients import last_values
-from ..folder.files import damaged
 from ..folder.summary import Summary
 from ..text import printable
 
@@ -31,14 +30,8 @@ class Run:
     @classmethod
     def read(cls, path: Path) -> Run | None:
         """None if there is no summary, for instance since the folder was deleted meanwhile."""
-        if (summary := RunFolder(path).summary()) is None:
-            return None
-        run = cls(path, summary, RunFolder(path).history())
-        try:
-            summary.check(run.history)
-        except (ValueError, TypeError) as error:
-            raise damaged(path / "summary.json", str(error)) from None
-        return run
+        found = RunFolder(path).progress()
+        return found and cls(path, *found)
 
     @property
     def folder(self) -> RunFolder:
