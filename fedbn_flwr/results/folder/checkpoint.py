@@ -41,10 +41,6 @@ class CheckpointFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def round(self) -> int:
-        """The round after which a run continues; 0 if there is no checkpoint."""
-        return getattr(self.state(), "round", 0)
-
     def state(self) -> Snapshot | None:
         """Without its records; None if there is no checkpoint."""
         if not self.path.exists():

@@ -48,10 +48,9 @@ def expected(server_round: int) -> tuple[Any, ...]:
 
 def test_a_checkpoint_comes_back_and_replaces_the_one_before(tmp_path: Path) -> None:
     file = CheckpointFile(tmp_path / "checkpoint")
-    assert file.round() == 0
+    assert file.state() is None
     for server_round in (2, 4):
         file.write(snapshot(server_round), states(server_round))
-        assert file.round() == server_round
         assert read_all(file) == expected(server_round)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     file.write(dataclasses.replace(snapshot(5), strategy=None, unsaved="why"))

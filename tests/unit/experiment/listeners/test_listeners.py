@@ -36,6 +36,7 @@ from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.result import Result
 from fedbn_flwr.results.yaml_text import parse_yaml
+from tests.support.runs import saved_round
 
 EXPERIMENT = """
 rounds: 5
@@ -171,11 +172,11 @@ def checkpoints(running: Running, folder: Path, stop: int = 0) -> list[int]:
     for _ in range(4):
         at = files.on_round(running, train_round(running, at))
         at = listener.on_round(running, dataclasses.replace(at, stop=at.number == stop))
-        rounds.append(RunFolder(folder).checkpoint.round())
+        rounds.append(saved_round(folder))
         assert at.kept_round == rounds[-1]
     train_round(running, at)
     listener.on_end(running, KeyboardInterrupt())  # in the middle of round 5
-    rounds.append(RunFolder(folder).checkpoint.round())
+    rounds.append(saved_round(folder))
     return rounds
 
 
