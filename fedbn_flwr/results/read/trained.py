@@ -79,7 +79,10 @@ def normalisation(folder: RunFolder) -> Callable[[Values], Values]:
 
 
 def _build(description: Mapping[str, Any], state: Mapping[str, Tensor], file: Path) -> nn.Module:
-    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in description["build"].items()}
+    given: Mapping[str, Any] = description["build"]
+    arguments: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+    }
     with seeding.streams(0, torch.device("cpu")):  # building draws weights, which must not change the caller's draws
         model = build_model(**arguments)
     kinds = roles(model)

@@ -93,7 +93,9 @@ def plot(rows: Sequence[Row], **look: Unpack[Look]) -> Plot:
     lines = [line for row in rows for run in row.counted for line in run.history]
     within = any(line["communication_rounds"] != 1 for line in lines)  # a round exchanges more than a model
     axes = [axis for axis in _PANELS if axis != "communication_rounds" or within]
-    places = [[f"{key} {axis}" for axis in axes] for key in keys] + [[kind.title] * len(axes) for kind in kinds]
+    places: list[Any] = [[f"{key} {axis}" for axis in axes] for key in keys] + [
+        [kind.title] * len(axes) for kind in kinds
+    ]
     heights = [4.2] * len(keys) + [2.8] * len(kinds)
     figure = Plot(figsize=tuple(look.get("size") or (15, 0.5 + sum(heights))))
     figure.suptitle(in_plot(_title(rows, band), 150), fontsize="medium")
@@ -212,9 +214,9 @@ def _dots(figure: Plot, panel: Any, number: int, measure: Measure, points: Seque
         f"{name}: {measure.in_words(mean)}" + (f" ± {measure.scale * spread:.2g}" if spread else "")
         for name, mean, spread in zip(names, means, spreads, strict=True)
     ]
-    heights, spreads = ([measure.scale * value for value in each] for each in (means, spreads))
+    heights, lines = ([measure.scale * value for value in each] for each in (means, spreads))
     figure.tips(panel, list(zip(places, heights, strict=True)), words)
-    return panel.errorbar(places, heights, spreads, **_style(number), **style)
+    return panel.errorbar(places, heights, lines, **_style(number), **style)
 
 
 def _domains(figure: Plot, panel: Any, rows: Sequence[Row], kind: Domains) -> None:
