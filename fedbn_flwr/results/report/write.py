@@ -73,7 +73,7 @@ def write_report(
     for name, picture in shown.items():
         for ending in ("png", "svg"):
             save(picture, out / f"{name}.{ending}")
-    found = [*tables(choice, form, every=True), _settings(choice.rows)]
+    found = [*tables(choice, form, every=True), differing_settings(choice.rows)]
     parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found if lines]
     sentences = (f"{in_markdown(note)}\n" for note in (set_up(choice.rows), *notes(choice.every)))
     images = (f"![{name}]({name}.png)\n" for name in shown)
@@ -120,10 +120,6 @@ def _pictures(rows: Sequence[Row], **look: Unpack[Look]) -> tuple[dict[str, Plot
     return {name: picture for name, picture in found.items() if picture is not None}, ""
 
 
-def _settings(rows: Sequence[Row]) -> Table:
-    return "settings that differ", differing_settings(rows)
-
-
 def _as_text(choice: Choice, form: Form) -> str:
     return "\n\n".join([*notes(choice.every), tables_as_text(tables(choice, form))])
 
@@ -157,7 +153,7 @@ def page(choice: Choice, form: Form, pictures: Mapping[str, Plot]) -> str:
     for heading, name, picture in _more(rows) if pictures else ():
         text = f"<details><summary>{in_html(name)}</summary>{_shown(picture)}</details>"
         sections[heading] = sections.get(heading, "") + text
-    sections["Settings"] = _table(_settings(rows)) + "".join(map(_run, runs))
+    sections["Settings"] = _table(differing_settings(rows)) + "".join(map(_run, runs))
     shown = {name: text for name, text in sections.items() if text}
     words = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
     words += f" in {len(rows)} rows" if len(rows) < len(runs) else ""
