@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.dynamics import Dynamics
 from fedbn_flwr.experiment.listeners.listener import Round, Running
@@ -23,6 +22,7 @@ from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import train_round
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
 
 CASES = {

@@ -68,8 +68,8 @@ def spilled(folder: Path, size: tuple[int, int, int]) -> Iterator[tuple[str, flo
     while True:
         began = time.perf_counter()
         for use in range(uses):
-            cache.bring(use % 2 + 1)
-            cache.used(use % 2 + 1)
+            with cache.use(use % 2 + 1):
+                pass
         yield "spill and recall", (time.perf_counter() - began) / uses
 
 

@@ -1,16 +1,61 @@
-"""Trackers of your own: MLflow and Trackio, for `track: {name: 'trackers:MLflow', uri: 'http://localhost:5000'}`.
+"""Trackers of your own, for `track: {name: 'trackers:MLflow', uri: 'http://localhost:5000'}`.
 
-Copy this file to where you start `fedbn`, and install `mlflow-skinny` or `trackio`. A tracker is a function of the run
-and of its settings in the experiment; it returns a session, whose methods may wait for a network and may fail.
+Copy this file to where you start `fedbn`, and install `wandb` (0.31 or later), `mlflow-skinny` or `trackio`. A tracker
+is a function of the run and of its settings in the experiment; it returns a session, whose methods may wait for a
+network and may fail.
 """
 
 import os
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from fedbn_flwr.experiment.trackers import Session, Status, TrackedRun
+
+# --- Weights & Biases --------------------------------------------------------
+
+
+class WandB(Session):
+    """Weights & Biases; `mode: offline` writes into the run folder, for `wandb sync`.
+
+    By default `project` is WANDB_PROJECT or the name of the experiment, and `group` the name of the experiment.
+    """
+
+    def __init__(
+        self,
+        run: TrackedRun,
+        project: str | None = None,
+        entity: str | None = None,  # user or team
+        group: str | None = None,
+        mode: Literal["online", "offline"] | None = None,  # None: WANDB_MODE, else online
+    ) -> None:
+        import wandb
+
+        self.run = wandb.init(
+            project=project or os.environ.get("WANDB_PROJECT") or run.experiment,
+            entity=entity,
+            group=group or run.experiment,
+            mode=mode,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.settings),
+            reinit="create_new",
+            # It shall not wait longer than the run waits for it, in particular not when Python exits.
+            settings=wandb.Settings(console="off", silent=True, init_timeout=20, finish_timeout=20),
+        )
+        self.id, self.address = self.run.id, None if self.run.offline else self.run.url
+
+    def log(self, round: int, figures: Mapping[str, float]) -> None:
+        if round >= self.run.step:  # a resumed run may repeat rounds, with the same figures
+            self.run.log(dict(figures), step=round)
+
+    def end(self, status: Status, summary: Mapping[str, Any]) -> None:
+        self.run.summary.update({**summary, "status": status})
+        self.run.finish(exit_code=0 if status == "finished" else 1)
+
 
 # --- MLflow ------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+# All tensors have one row for each example.
 Value = Tensor | Mapping[str, Tensor]
 
 
@@ -17,9 +18,14 @@ def each(function: Callable[[Tensor], Any], value: Value) -> Any:
     return function(value)
 
 
+def tensors(value: Value) -> list[Tensor]:
+    """The tensor alone, or all tensors of a dict."""
+    return list(value.values()) if isinstance(value, Mapping) else [value]
+
+
 def first(value: Value) -> Tensor:
     """The tensor, or the first one of a dict."""
-    return next(iter(value.values())) if isinstance(value, Mapping) else value
+    return tensors(value)[0]
 
 
 def count(value: Value) -> int:

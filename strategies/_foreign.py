@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -23,7 +23,6 @@ from fedbn_flwr.messages.gate import Reply, common_metrics, metrics_of, number_p
 from fedbn_flwr.messages.screening import fault_problems, overflow, with_arrays
 from fedbn_flwr.norms.roles import roles, split_by_role
 
-from ._records import CannotSave, restore, state_of
 from ._rule import Leaf, Round, Rule
 
 # Strategies whose result depends on the mean of the replies only.
@@ -37,7 +36,7 @@ _LACK = (
     (_NOISED, "mean", "clips the changes of the clients and adds noise"),
 )
 
-_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial)
+_NOT_SAVED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial, Strategy)
 
 
 class Foreign(Leaf):
@@ -57,7 +56,6 @@ class Foreign(Leaf):
         key = self._of_some("weighted_by_key")  # of a strategy derived from Flower's FedAvg
         self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
-        self._first: RecordDict | None = None  # the state at the first `begin`
         self.lacks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
             self.lacks["known"] = "is not known to compute with nothing but the mean of the replies"
@@ -68,25 +66,16 @@ class Foreign(Leaf):
     def __str__(self) -> str:
         return type(self.strategy).__name__
 
-    def strategies(self) -> Iterator[Strategy]:
+    def strategies(self) -> list[Strategy]:
         """The strategy and those inside it."""
-        inside: object = self.strategy
-        while isinstance(inside, Strategy):
-            yield inside
-            inside = getattr(inside, "strategy", None)
+        found = [self.strategy]
+        for each in found:
+            found += [value for value in vars(each).values() if isinstance(value, Strategy) and value not in found]
+        return found
 
     def _of_some(self, attribute: str) -> Any:
         """An attribute of the strategy, or of the outermost one inside it that has it."""
         return next((getattr(each, attribute) for each in self.strategies() if hasattr(each, attribute)), None)
-
-    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        """Also reset what an earlier run with this object left in it, such as moments of a server optimiser."""
-        super().begin(num_rounds, arrays)
-        with suppress(CannotSave):
-            if self._first is None:
-                self._first = state_of(self)
-            elif state_of(self) != self._first:
-                restore(self, self._first)
 
     def notes(self) -> Mapping[str, Any]:
         return {} if self.seed is None else {"strategy_of_flower": str(self)}
@@ -101,7 +90,7 @@ class Foreign(Leaf):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self._round = Round(server_round, self._rounds, arrays, config, grid)
+        self._round = Round(server_round, arrays, config, grid)
         self.left_out = []
         seen = record_of(split_by_role(arrays, roles(arrays), self.hidden)[1]) if self.hidden else arrays
         with self._drawing("train", server_round):
@@ -184,25 +173,14 @@ class Foreign(Leaf):
     def summary(self) -> None:
         self.strategy.summary()
 
-    def _kept(self) -> dict[str, Any]:
-        return _attributes(self.strategy)
+    def _kept(self) -> Any:
+        """The attributes of the strategy and of those inside it."""
+        attributes = [vars(each).items() for each in self.strategies()]
+        return [{name: value for name, value in each if not isinstance(value, _NOT_SAVED)} for each in attributes]
 
-    def _keep(self, values: dict[str, Any]) -> None:
-        _set_attributes(self.strategy, values)
-
-
-def _attributes(strategy: Strategy) -> dict[str, Any]:
-    """The attributes that are the state of a strategy; those of one inside it as a dict."""
-    values = {name: value for name, value in vars(strategy).items() if not isinstance(value, _FUNCTIONS)}
-    return {name: _attributes(value) if isinstance(value, Strategy) else value for name, value in values.items()}
-
-
-def _set_attributes(strategy: Strategy, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(inside := vars(strategy).get(name), Strategy):
-            _set_attributes(inside, value)
-        else:
-            setattr(strategy, name, value)
+    def _keep(self, values: Any) -> None:
+        for strategy, attributes in zip(self.strategies(), values, strict=True):
+            vars(strategy).update(attributes)
 
 
 def as_rule(strategy: Strategy, seed: int | None = None) -> Rule:

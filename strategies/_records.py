@@ -29,7 +29,7 @@ class CannotSave(SettingsError):
 def state_of(rule: Rule) -> RecordDict:
     """The state of a rule and of those inside it; CannotSave names the attribute that has no place in a record."""
     parts: dict[str, Any] = {}
-    literals = [_literal(each._kept(), str(each), parts) for each in rule.chain()]
+    literals = [_literal(each._kept(), str(each), parts) for each in rule.chain]
     arrays = {key: np.asarray(part, order="C") for key, part in parts.items() if isinstance(part, _PARTS[:2])}
     records = {key: part for key, part in parts.items() if key not in arrays}
     return RecordDict({_STATE: ConfigRecord({_STATE: repr(literals)}), "arrays": pack(arrays), **records})
@@ -39,7 +39,7 @@ def restore(rule: Rule, records: RecordDict) -> None:
     """The inverse of `state_of`, for a rule that was created with the same arguments and has begun its run."""
     if not isinstance(state := records.get(_STATE), ConfigRecord):
         raise StorageError(f"the strategy's state in the checkpoint has no ConfigRecord {_STATE!r}")
-    for each, literal in zip(rule.chain(), ast.literal_eval(str(state[_STATE])), strict=True):
+    for each, literal in zip(rule.chain, ast.literal_eval(str(state[_STATE])), strict=True):
         each._keep(_value(literal, records))
 
 

@@ -5,8 +5,7 @@ runs the round for all of them, and calls the hooks of each rule in this order:
 
 - `begin` prepares a run.
 - `instructions` are sent to the clients, those of the outermost rule first.
-- `received` may change the replies before they are read, and `problem` refuses single ones.
-- `shown` may change the replies for the rules inside.
+- `problem` refuses single replies.
 - `weights` and `combine` make the new model; a rule calls those of the rule inside it by `super()`.
 - `after_round` updates the state, that of the innermost rule first.
 - `global_model` returns the model to evaluate, and `notes` what the summary reports.
@@ -16,7 +15,7 @@ A rule overrides only the hooks whose behaviour it changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any, NoReturn, TypeVar
@@ -56,7 +55,6 @@ class Round:
     """The round in which a hook is called."""
 
     number: int
-    total: int | None  # rounds of the run; None if the run was not started by `Rule.start`
     arrays: ArrayRecord  # the global model that the round begins with
     config: Mapping[str, Any]  # of the messages to all clients, without this rule's own instructions
     grid: Grid
@@ -70,8 +68,9 @@ class Traits:
     # their gradients (SGD without clipping), or "momentum" (SGD with momentum).
     steps: frozenset[str] = frozenset()
     client_memory: str | None = None  # the state that clients must keep from round to round, described in words
-    kept: frozenset[Role] = frozenset()  # the roles that stay on the client; the server never sends them
-    returned: frozenset[Role] = frozenset()  # the kept roles that the client nevertheless sends to the server
+    # The roles that stay on the client, which the server never sends; and whether the client sends them to the server.
+    # If there are any, each client has a model of its own, which is evaluated on that client.
+    kept: Mapping[Role, bool] = field(default_factory=dict)
     # Examples that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0:
     # no statistics are exchanged.
     min_batch: int = 0
@@ -81,18 +80,18 @@ class Traits:
     records: Mapping[str, bool] = field(default_factory=dict)
 
     @property
-    def personal(self) -> bool:
-        """Whether each client trains a model of its own, which is evaluated on that client."""
-        return bool(self.kept)
+    def unsent(self) -> frozenset[Role]:
+        """The roles that are in no message."""
+        return frozenset(role for role, is_returned in self.kept.items() if not is_returned)
 
     @property
     def has_global_model(self) -> bool:
         """Whether the server's arrays are a trained model."""
-        return self.kept != frozenset(Role)
+        return {*self.kept} != {*Role}
 
 
 # Hooks that may use the replies of single clients.
-_OF_SINGLE_REPLIES = ("received", "problem", "shown", "weights", "combine", "after_round")
+_OF_SINGLE_REPLIES = ("problem", "weights", "combine", "after_round")
 
 
 class Rule(Strategy):
@@ -111,17 +110,15 @@ class Rule(Strategy):
 
     traits: Traits = Traits()
     memory: Memory
-    leaf: Leaf  # the innermost rule of the chain
+    chain: tuple[*tuple[Rule, ...], Leaf]  # this rule, the one inside it, and so on to the innermost
     # What a rule around this one may need and this one does not have, with the reason (an empty one: it has what those
-    # inside it lack); and what this one needs of the rules inside it, with the rest of the error. `check_composition`
-    # names these properties and compares them. A class with a hook that sees the replies of single clients must declare
-    # what it lacks. One that lacks "inside" hides the replies of single clients from all who read the run.
+    # inside it lack). `check_composition` names these properties. A class with a hook that sees the replies of single
+    # clients must declare what it lacks. One that lacks "inside" hides these replies from all who read the run.
     lacks: Mapping[str, str] = {}
-    needs: Mapping[str, str] = {}
     # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an
     # experiment they are on the disk before the messages that `configure_train` returns are sent.
     promised: Collection[str] = ()
-    _rounds: int | None = None  # of the run
+    _rounds: int | None = None  # of the run; None if it was not started by `Rule.start`
     _round: Round | None = None  # the current one
 
     def __init_subclass__(cls) -> None:
@@ -137,10 +134,6 @@ class Rule(Strategy):
         """The strategy's name in messages."""
         return type(self).__name__
 
-    def chain(self) -> Iterator[Rule]:
-        """This rule, the one inside it, and so on to the innermost."""
-        yield self
-
     # --- the hooks ---
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
@@ -151,17 +144,9 @@ class Rule(Strategy):
         """The config keys that ask clients to apply the client rule, and the records of `Traits.records`."""
         return {}
 
-    def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
-        """The replies of the round, before they are read."""
-        return replies
-
     def problem(self, round: Round, reply: Reply) -> str | None:
         """The reason to refuse a reply, or None."""
         return None
-
-    def shown(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
-        """The usable replies as the rules inside this one see them."""
-        return replies
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         """p_i, the weight of each reply, up to scale: by default the client's number of examples."""
@@ -192,24 +177,17 @@ class Rule(Strategy):
 
     def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
         """The reason why a reply does not have what the messages of the round ask for, or None."""
-        return self.leaf._unusable(reply, sent)
+        return self.chain[-1]._unusable(reply, sent)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The round of the whole chain, which this rule is the outermost of."""
-        chain, leaf, round, what = list(self.chain()), self.leaf, self._round, f"round {server_round}"
-        leaf.used = ()
-        if round is None or not leaf.asked:
-            return None, None
-        for rule in chain:
-            replies = rule.received(round, replies)
-        sent, names = unpack(round.arrays), self.traits.records
+    def _accepted(self, round: Round, replies: Iterable[Message]) -> Sequence[Reply]:
+        """The replies that every rule of the chain, which this one is the outermost of, can use."""
+        leaf, sent, names = self.chain[-1], unpack(round.arrays), self.traits.records
+        replies = leaf.arrived(replies)
 
         def read(message: Message) -> Reply:
             reply = read_reply(message, leaf.arrayrecord_key, names)
             problem = self._unusable(reply, sent)
-            for rule in chain:
+            for rule in self.chain:
                 problem = problem or rule.problem(round, reply)
             if problem:
                 raise MessageError(problem)
@@ -221,24 +199,32 @@ class Rule(Strategy):
                 problems |= record_problems(found, name, sent)
             return problems
 
-        found: Sequence[Reply] = leaf.screen(what, replies, leaf.asked, read, compare)
-        for rule in chain:
-            found = rule.shown(round, found)
-        weights = leaf.bounded(what, self.weights(round, found))
+        return leaf.screen(f"round {round.number}", replies, leaf.asked, read, compare)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The round of the whole chain, which this rule is the outermost of."""
+        leaf, round = self.chain[-1], self._round
+        leaf.used = ()
+        if round is None or not leaf.asked:
+            return None, None
+        found = self._accepted(round, replies)
+        weights = leaf.bounded(f"round {server_round}", self.weights(round, found))
         model = pack(self.combine(round, found, weights))
-        if list(model) != list(sent):  # arrays that clients do not send back do not change
+        if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
             model = record_of({**round.arrays, **model})
-        for rule in reversed(chain):
+        for rule in reversed(self.chain):
             rule.after_round(round, found, weights)
         return model, leaf.metrics(found)
 
     # --- the run ---
 
-    def _kept(self) -> dict[str, Any]:
+    def _kept(self) -> Any:
         """The state that checkpoints save."""
         return vars(self.memory)
 
-    def _keep(self, values: dict[str, Any]) -> None:
+    def _keep(self, values: Any) -> None:
         """The inverse of `_kept`."""
         self.memory = self.Memory(**values)
 
@@ -281,7 +267,7 @@ class Leaf(Rule):
     used: Collection[int] = ()  # the nodes whose replies are in the last mean, of training or of evaluation
 
     def __init__(self) -> None:
-        self.memory, self.leaf = self.Memory(), self
+        self.memory, self.chain = self.Memory(), (self,)
         self.left_out: list[str] = []  # this round's unusable replies: client and reason
         self.refused: list[Message] = []  # the same, as errors
 
@@ -299,13 +285,15 @@ class Leaf(Rule):
             raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero")
         return weights if self.bounds is None else self.bounds.weights(weights)
 
+    def arrived(self, replies: Iterable[Message]) -> Iterable[Message]:
+        """The replies of the round, before they are read."""
+        return replies
+
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         """The metrics of training, of all clients together."""
-        raise NotImplementedError
 
     def evaluated(self, server_round: int, replies: Sequence[Message], key: str) -> MetricRecord | None:
         """The metrics of an evaluation, of all clients together; the metric `key` weights the replies."""
-        raise NotImplementedError
 
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         """The reasons to refuse replies that show only beside those of the other clients, by node."""
@@ -413,7 +401,7 @@ class Leaf(Rule):
 
 def refuse_bounds(rule: Rule) -> None:
     """Raise SettingsError if the rule has bounds that do not bound all that it averages."""
-    bounds = rule.leaf.bounds
+    bounds = rule.chain[-1].bounds
     if bounds is None:
         return
     refused = bounds.of_updates() if rule.traits.records else {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -22,12 +23,13 @@ class Wrapper(Rule):
     """A rule around another strategy, which it extends.
 
     Its instructions and records are added to the messages of the wrapped strategy. Hooks that it does not override are
-    those of the wrapped strategy, and so are evaluation and summary.
+    those of the wrapped strategy, and so are evaluation and summary. `needs` are the properties that the strategies
+    inside must have (`check_composition`), each with the rest of the error.
     """
 
     inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, needs: Mapping[str, str] = MappingProxyType({})) -> None:
         name, given, wrapped = str(self), type(strategy).__name__, cast(object, strategy)
         if not isinstance(wrapped, Strategy):
             old = hasattr(wrapped, "initialize_parameters") and not isinstance(wrapped, type)
@@ -37,17 +39,13 @@ class Wrapper(Rule):
             )
         self.strategy = strategy
         self.rule = as_rule(strategy)
-        self.leaf, self.traits, self.memory = self.rule.leaf, self.rule.traits, self.Memory()
-        check_composition(self)
+        self.chain, self.traits, self.memory = (self, *self.rule.chain), self.rule.traits, self.Memory()
+        check_composition(self, needs)
         if isinstance(strategy, Rule) and type(strategy).aggregate_train is not Rule.aggregate_train:
             raise SettingsError(
                 f"{given} has aggregate_train() of its own, which {name} around it would not call; override hooks such "
                 "as combine() or after_round() instead"
             )
-
-    def chain(self) -> Iterator[Rule]:
-        yield self
-        yield from self.rule.chain()
 
     # --- the hooks, those of the wrapped rule ---
 
@@ -73,7 +71,7 @@ class Wrapper(Rule):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self._round = round = Round(server_round, self._rounds, arrays, config, grid)
+        self._round = round = Round(server_round, arrays, config, grid)
         keys, records = self._additions(round)
         messages = self.rule.configure_train(server_round, arrays, ConfigRecord({**config, **keys}), grid)
         # A wrapped FedTAN has completed its exchanges here: only the last messages of its round carry the records.
@@ -127,8 +125,8 @@ def _calling(strategy: Strategy, rule: Rule) -> Strategy:
     return calling
 
 
-def check_composition(outer: Rule) -> None:
-    """Raise SettingsError if a rule inside `outer` lacks something that `outer` needs.
+def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
+    """Raise SettingsError if a rule inside `outer` lacks something that `outer` needs; `needs` has the error's rest.
 
     The names of such properties; a rule may add others:
 
@@ -139,14 +137,13 @@ def check_composition(outer: Rule) -> None:
     - `weights`: it reports the weights of its mean.
     """
     lacking: dict[str, tuple[Rule, str]] = {}
-    for rule in reversed(list(outer.chain())[1:]):
+    chain: Sequence[Rule] = outer.chain
+    for rule in reversed(chain[1:]):
         lacking = {need: (rule, why) for need, why in rule.lacks.items()} | {
             need: found for need, found in lacking.items() if rule.lacks.get(need) != ""
         }
-    for need, reason in {
-        "inside": "{outer} cannot be around it; expected {inside}({outer}(...), ...)",
-        **outer.needs,
-    }.items():
+    always = {"inside": "{outer} cannot be around it; expected {inside}({outer}(...), ...)"}
+    for need, reason in {**always, **needs}.items():
         inside, why = lacking.get(need, (outer, ""))
         if why:
             raise SettingsError(f"{inside} {why}, and " + reason.format(inside=inside, outer=outer))

@@ -12,9 +12,10 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import Any, Never, TypedDict
+from typing import Any, Never
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -35,24 +36,6 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 from ._rule import Leaf, Round, refuse_bounds, unknown_argument
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
-
-
-class FedAvgOptions(TypedDict, total=False):
-    """The arguments of `FedAvg`, for rules that pass them on."""
-
-    fraction_train: float
-    fraction_evaluate: float
-    min_train_nodes: int
-    min_evaluate_nodes: int
-    min_available_nodes: int
-    weighted_by_key: str
-    arrayrecord_key: str
-    configrecord_key: str
-    train_metrics_aggr_fn: MeanOfMetrics | None
-    evaluate_metrics_aggr_fn: MeanOfMetrics | None
-    seed: int
-    node_timeout: float
-    bounds: Bounds | Mapping[str, Any] | None
 
 
 class FedAvg(Leaf, FlowerFedAvg):
@@ -92,7 +75,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         **options: Never,
     ) -> None:
         if options:
-            raise unknown_argument(type(self).__name__, next(iter(options)), FedAvgOptions.__annotations__)
+            raise unknown_argument(type(self).__name__, next(iter(options)), inspect.signature(FedAvg).parameters)
         Leaf.__init__(self)
         FlowerFedAvg.__init__(
             self, fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
@@ -109,21 +92,21 @@ class FedAvg(Leaf, FlowerFedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self._round = round = Round(server_round, self._rounds, arrays, config, grid)
+        self._round = round = Round(server_round, arrays, config, grid)
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
         keys, records = self._additions(round)
         if kept := self.traits.kept:
             of = roles(arrays)  # which may lack counters
-            returned = kept & self.traits.returned & set(of.values())
-            self.expected = [key for key, role in of.items() if role not in kept - returned]
+            self.expected = [key for key, role in of.items() if role not in self.traits.unsent]
+            returned = {role for role in of.values() if kept.get(role)}
             keys |= {protocol.RETURN: protocol.join(returned)} if returned else {}
         return self._messages(round, records, keys, nodes, MessageType.TRAIN)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        round = Round(server_round, self._rounds, arrays, config, grid)
+        round = Round(server_round, arrays, config, grid)
         nodes = self._choose(round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
         return self._messages(round, {}, {}, nodes, MessageType.EVALUATE)
 
@@ -183,10 +166,9 @@ class FedAvg(Leaf, FlowerFedAvg):
         """Statistics must be within the bounds."""
         if self.bounds is None or not found:
             return {}
-        replies = list(found.values())
-        keys = [key for key, role in roles(replies[0].arrays).items() if role is Role.STATISTICS]
-        outliers = self.bounds.outliers([reply.arrays for reply in replies], keys)
-        return {replies[i].node: reason for i, reason in outliers.items()}
+        nodes, cohort = list(found), [reply.arrays for reply in found.values()]
+        keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS]
+        return {nodes[i]: reason for i, reason in self.bounds.outliers(cohort, keys).items()}
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)

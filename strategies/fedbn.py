@@ -9,14 +9,14 @@ The paper does not define the server's batch norm, nor a model for users outside
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.norms.roles import Role
 
 from ._rule import Traits, require_norm
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 
 
 class LocalNorm(FedAvg):
@@ -34,13 +34,11 @@ class LocalNorm(FedAvg):
 
     kept: frozenset[Role]  # the roles that stay on the client
 
-    def __init__(
-        self, *, global_norm: Literal["average", "initial"] = "average", **options: Unpack[FedAvgOptions]
-    ) -> None:
+    def __init__(self, *, global_norm: Literal["average", "initial"] = "average", **options: Any) -> None:
         super().__init__(**options)
         self.global_norm = global_norm
-        returned = self.kept if global_norm == "average" else frozenset[Role]()
-        self.traits = Traits(client_memory="their own batch norm", kept=self.kept, returned=returned)
+        kept = dict.fromkeys(self.kept, global_norm == "average")
+        self.traits = Traits(client_memory="their own batch norm", kept=kept)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
@@ -67,7 +65,7 @@ class FedBN(LocalNorm):
         *,
         share: Literal["nothing", "statistics"] = "nothing",
         global_norm: Literal["average", "initial"] = "average",
-        **options: Unpack[FedAvgOptions],
+        **options: Any,
     ) -> None:
         statistics = frozenset({Role.STATISTICS, Role.COUNTER}) if share == "nothing" else frozenset[Role]()
         self.kept = statistics | {Role.AFFINE}

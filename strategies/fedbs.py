@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge
@@ -28,7 +28,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.gate import Reply
 
 from ._rule import Round
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 from .fedprox import PROXIMAL_MU
 
 
@@ -61,7 +61,7 @@ class FedBS(FedAvg):
         epsilon: Annotated[float, Ge(0)] = 0.1,
         patience: Annotated[int, Ge(1)] = 5,
         proximal_mu: Annotated[float, Ge(0)] = 0.01,
-        **options: Unpack[FedAvgOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self.epsilon, self.patience, self.proximal_mu = epsilon, patience, proximal_mu

@@ -8,7 +8,7 @@ written for Flower's FedProx, and Flower's FedProx works with a BNClient.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedbn_flwr.client.rule import ClientRule, Key
 
 from ._rule import Round
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 
 PROXIMAL_MU = "proximal-mu"  # Flower's key
 
@@ -33,7 +33,7 @@ class FedProx(FedAvg):
         mu; with 0 the strategy is FedAvg.
     """
 
-    def __init__(self, *, proximal_mu: Annotated[float, Ge(0)] = 0.01, **options: Unpack[FedAvgOptions]) -> None:
+    def __init__(self, *, proximal_mu: Annotated[float, Ge(0)] = 0.01, **options: Any) -> None:
         super().__init__(**options)
         self.proximal_mu = proximal_mu
 

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, Unpack
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Gt
@@ -39,7 +39,7 @@ from fedbn_flwr.messages.aggregate import normalised, weighted_mean
 from fedbn_flwr.norms.roles import Role
 
 from ._rule import Round, Traits, require_norm
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 from .fixbn import FixBN, LastFree, frozen_roles
 
 
@@ -62,7 +62,7 @@ class FedTAN(FedAvg):
     exchange_timeout : float (default: 600)
         The time limit of one exchange in seconds.
     direct : Service | bool (default: True)
-        How exchanges are sent: True uses streams if the environment has an exchange service
+        How exchanges are sent: True uses calls if the environment has an exchange service
         (`FEDBN_EXCHANGE_ADDRESS`), else the engine's processes if they have the parked rounds (local, ray), else
         messages; False always uses messages.
     """
@@ -82,20 +82,20 @@ class FedTAN(FedAvg):
         min_batch: Annotated[int, Ge(1), "a number of examples, 1 or more"] = protocol.MIN_BATCH,
         exchange_timeout: Annotated[float, Gt(0), "a number of seconds above zero"] = 600,
         direct: carriers.Service | bool = True,
-        **options: Unpack[FedAvgOptions],
+        **options: Any,
     ) -> None:
-        carriers.check(direct)
         if weights == "batch":
             options.setdefault("weighted_by_key", protocol.BATCH_EXAMPLES)
         super().__init__(**options)
         self.traits = replace(self.traits, min_batch=min_batch)
         self.exchange, self.weights_by = exchange, weights
-        self.exchange_timeout, self.direct = exchange_timeout, direct
+        self.exchange_timeout, self.direct, self.service = exchange_timeout, direct, carriers.service_of(direct)
         self._carrier: carriers.RoundCarrier | None = None
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        carriers.prepare(self.direct)
+        if self.service is not None:
+            self.service.prepare()
         require_norm(self, {Role.STATISTICS}, arrays, "exchanges statistics of batch norm")
 
     def instructions(self, round: Round) -> dict[str, Any]:
@@ -116,7 +116,11 @@ class FedTAN(FedAvg):
         if not messages or Role.STATISTICS in frozen_roles(config):
             return messages
         engine = capabilities(grid)
-        self._carrier = carriers.choose(self.direct, grid, messages, self.exchange_timeout, engine.exchange)
+        if self.service is not None:
+            self._carrier = self.service.carrier(grid, messages, self.exchange_timeout)
+        else:
+            pass_on = engine.exchange if self.direct else None
+            self._carrier = carriers.ByMessages(grid, messages, self.exchange_timeout, pass_on)
         return self._carrier.run(
             lambda carrier: run_exchanges(
                 carrier,
@@ -135,7 +139,7 @@ class FedTAN(FedAvg):
         p = [each.examples if self.weights_by == "data" else each.batch for each in contributions]
         return algorithm_3(contributions, p, partial(self.bounded, what))
 
-    def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
+    def arrived(self, replies: Iterable[Message]) -> Iterable[Message]:
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
             replies, self.asked = carrier.finish(replies)
@@ -217,7 +221,7 @@ class FedTANClient(ClientRule):
             fused=fused,
             backward=backward,
             examples=local.client.num_examples,
-            partition=local.partition,
+            partition=local.client.identity.get(protocol.PARTITION),
         )
 
         def checked(model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss) -> Tensor:

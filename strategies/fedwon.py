@@ -11,7 +11,7 @@ not clipped, as in Brock et al. 2021, who introduced adaptive clipping.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fedbn_flwr.client.rule import ClientRule, Key
 
 from ._rule import Round, refuse_norm
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 
 CLIP = "fedbn.clip"
 
@@ -37,7 +37,7 @@ class FedWon(FedAvg):
         lambda, the largest ratio of a unit's gradient norm to its weight norm; None or 0 turns clipping off.
     """
 
-    def __init__(self, *, clip: Annotated[float, Ge(0)] | None = 0.1, **options: Unpack[FedAvgOptions]) -> None:
+    def __init__(self, *, clip: Annotated[float, Ge(0)] | None = 0.1, **options: Any) -> None:
         super().__init__(**options)
         self.clip = clip
 

@@ -56,12 +56,10 @@ class FixBN(Wrapper):
     def __init__(
         self, strategy: Strategy, *, freeze_round: LastFree = 0.5, freeze: Freezable = ("statistics",)
     ) -> None:
-        if "statistics" in freeze:
-            self.needs = {
-                "statistics": "FixBN would freeze what is no statistic of the data; wrap it: "
-                "FixBN(MeanStatistics({inside}(...)), ...)"
-            }
-        super().__init__(strategy)
+        words = (
+            "FixBN would freeze what is no statistic of the data; wrap it: FixBN(MeanStatistics({inside}(...)), ...)"
+        )
+        super().__init__(strategy, {"statistics": words} if "statistics" in freeze else {})
         self.freeze_round = freeze_round
         self.freeze = frozenset(map(Role, [freeze] if isinstance(freeze, str) else freeze))
         self.memory.switch_round = freeze_round + 1 if isinstance(freeze_round, int) else None
@@ -85,14 +83,14 @@ class FixBN(Wrapper):
     def instructions(self, round: Round) -> dict[str, Any]:
         if not self._is_free(round):  # a rule around it may freeze other roles
             return {FREEZE: protocol.join(self.freeze | frozen_roles(round.config))}
-        if round.number == 1 and self.memory.switch_round != (round.total or 0) + 1:
+        if round.number == 1 and self.memory.switch_round != (self._rounds or 0) + 1:
             check_honoured(self, round, FREEZE)
         return {}
 
     def problem(self, round: Round, reply: Reply) -> str | None:
         """Refuse the reply of a client that ignored the freeze: it trained a different model."""
         # Roles that stay on the client (FedBN) are frozen there with the client's own values: do not compare them.
-        for key, sent in self._frozen(round, self.freeze - self.traits.kept).items():
+        for key, sent in self._frozen(round, self.freeze - self.traits.kept.keys()).items():
             if key in reply.arrays and not same_values(reply.arrays[key], sent):
                 return (
                     f"it changed {key!r}, which is frozen. Its ClientApp does not honour the config key {FREEZE!r}: "

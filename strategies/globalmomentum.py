@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr.client.model_tensors import copied
-from fedbn_flwr.client.rule import ClientRule, Key, Update
+from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.client.training import SGD
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.gate import Reply
+from fedbn_flwr.models.tensors import copied
 
 from ._rule import Round, refuse_bounds
 from ._wrapper import Wrapper
@@ -43,13 +43,10 @@ class GlobalMomentum(Wrapper):
 
     memory: Memory
     lacks = {}
-    needs = {
-        "weights": "GlobalMomentum averages with the weights of its base; wrap one of fedbn_flwr.strategies, for "
-        "instance GlobalMomentum(FedAvg())"
-    }
 
     def __init__(self, strategy: Strategy) -> None:
-        super().__init__(strategy)
+        words = "averages with the weights of its base; wrap one of fedbn_flwr.strategies, for instance"
+        super().__init__(strategy, {"weights": f"GlobalMomentum {words} GlobalMomentum(FedAvg())"})
         momentum = "momentum, as large as the parameters: up in each round, down from round 2 on"
         self.traits = replace(
             self.traits,
@@ -85,11 +82,11 @@ class GlobalMomentumClient(ClientRule):
             state.update(self.local.records.get(MOMENTUM_RECORD, {}))
         optimizer.load_state(state)
 
-    def finish(self, update: Update) -> None:
+    def finish(self, metrics: dict[str, Any], records: dict[str, Arrays]) -> None:
         new = {**self.local.state.load("momentum"), **copied(self.local.optimizer.state())}
         if self.local.config.get(MOMENTUM):  # the momentum of a parameter that stays on the client stays there too
             sent = {name: p for name, p in self.local.optimizer.parameters.items() if name in self.local.received}
             # Zero if a parameter has had no gradient yet.
             zeros = copied({name: torch.zeros_like(p) for name, p in sent.items() if name not in new})
-            update.extras[MOMENTUM_RECORD] = {name: new.pop(name) if name in new else zeros[name] for name in sent}
+            records[MOMENTUM_RECORD] = {name: new.pop(name) if name in new else zeros[name] for name in sent}
         self.local.state.save("momentum", new)

@@ -11,7 +11,7 @@ implemented.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Unpack
+from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -25,7 +25,7 @@ from fedbn_flwr.messages.screening import fault_problems
 from fedbn_flwr.norms.roles import Role, roles
 
 from ._rule import Round, refuse_norm
-from .fedavg import FedAvg, FedAvgOptions
+from .fedavg import FedAvg
 
 
 class HeteroBN(FedAvg):
@@ -47,7 +47,7 @@ class HeteroBN(FedAvg):
         *,
         statistics: Literal["batch", "query"] = "batch",
         query_timeout: Annotated[float, Gt(0)] = 3600,
-        **options: Unpack[FedAvgOptions],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self.statistics = statistics

@@ -51,7 +51,7 @@ class MeanStatistics(Wrapper):
 
     def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "median"] = "mean") -> None:
         super().__init__(strategy)
-        if OF_NORMS & (self.traits.kept - self.traits.returned):
+        if OF_NORMS & self.traits.unsent:
             inside = self.rule
             raise SettingsError(
                 f"MeanStatistics has nothing to combine around this {inside}, whose clients do not send batch norm's "
@@ -60,7 +60,7 @@ class MeanStatistics(Wrapper):
         if statistics == "median":
             self.lacks = {**self.lacks, "mean": "takes the median of the clients' statistics"}
         self.statistics = statistics
-        self.leaf.hidden |= OF_NORMS
+        self.chain[-1].hidden |= OF_NORMS
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from fedbn_flwr.client.model_tensors import copied, tensor_like
-from fedbn_flwr.client.rule import ClientRule, Key, Update
+from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
 from fedbn_flwr.messages.gate import Reply
+from fedbn_flwr.models.tensors import copied, tensor_like
 
 from ._rule import Round, Traits
 from .fedavg import FedAvg
@@ -85,11 +85,11 @@ class ScaffoldClient(ClientRule):
             torch._foreach_add_([self.sums[parameter] for parameter in gradients], found)
             torch._foreach_add_(found, [self.corrections[parameter] for parameter in gradients])
 
-    def finish(self, update: Update) -> None:
+    def finish(self, metrics: dict[str, Any], records: dict[str, Arrays]) -> None:
         before = self._own()
         new = copied({name: self.sums[p] / max(self.steps, 1) for name, p in self.local.optimizer.parameters.items()})
         self.local.state.save("control", {**before, **new})  # parameters that are frozen now keep their c_i
-        update.extras[CONTROL_RECORD] = {
+        records[CONTROL_RECORD] = {
             name: value - before[name] if name in before else value for name, value in new.items()
         }
 

@@ -31,7 +31,6 @@ from fedbn_flwr.experiment import settings
 from fedbn_flwr.experiment.faults import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
 from fedbn_flwr.experiment.registry import STRATEGIES, describe
-from fedbn_flwr.experiment.trackers import TRACKERS, options_of
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
 from fedbn_flwr.norms.roles import Role
@@ -105,11 +104,11 @@ def partitions() -> Table:
     rows: list[Row] = []
     for kind, registered in KINDS.items():
         keys = []
-        for name, field in registered.options.model_fields.items():
+        for name, field in registered.model_fields.items():
             if name != "kind":
                 default = default_of(field)
                 keys.append(f"`{name}`" + (f" ({default})" if default not in (None, "required") else ""))
-        rows.append((f"`{kind}`", ", ".join(keys), " ".join(str(registered.options.__doc__).split())))
+        rows.append((f"`{kind}`", ", ".join(keys), " ".join(str(registered.__doc__).split())))
     return ("kind", "keys (defaults)", "what a client has"), rows
 
 
@@ -146,8 +145,7 @@ def leaves() -> Table:
         traits = describe(name).traits
         sends = "in a sum" if name == "Secure" else "yes"
         sent = [
-            sends if role not in traits.kept else "by default" if role in traits.returned else "no"
-            for role in _TRAVELLING
+            sends if role not in traits.kept else "by default" if traits.kept[role] else "no" for role in _TRAVELLING
         ]
         rows.append((f"`{name}`", *sent, traits.traffic or "nothing", traits.client_memory or "nothing"))
     return ("strategy", "weights", "gamma, beta", "running statistics", "besides", "stored for each client"), rows
@@ -163,14 +161,6 @@ def models() -> Table:
 
 def _first_line(thing: Any) -> str:
     return (inspect.getdoc(thing) or "").split("\n")[0].rstrip(".")
-
-
-def trackers() -> Table:
-    rows: list[Row] = []
-    for name, tracker in TRACKERS.items():
-        keys = ", ".join(f"`{key}`" for key in options_of(name))
-        rows.append((f"`{name}`", f"`pip install 'fedbn-flwr[{name}]'`", keys, " ".join(str(tracker.__doc__).split())))
-    return ("tracker", "installation", "settings", "writes to"), rows
 
 
 def norms() -> Table:
@@ -260,7 +250,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "leaves": leaves,
     "models": models,
     "norms": norms,
-    "trackers": trackers,
     "datasets": datasets,
     "experiments": experiments,
     "keys": keys,

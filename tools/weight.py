@@ -71,7 +71,7 @@ def names() -> dict[str, list[str]]:
     """The names that concern the author of a strategy with both halves, by class."""
     from flwr.serverapp.strategy import Strategy
 
-    from fedbn_flwr.client.rule import ClientRule, LocalRound, Update
+    from fedbn_flwr.client.rule import ClientRule, LocalRound
     from fedbn_flwr.messages.gate import Reply
     from fedbn_flwr.strategies import Round, Rule, Traits
 
@@ -80,7 +80,7 @@ def names() -> dict[str, list[str]]:
         return [name for name in own if not name.startswith("_") and not hasattr(base, name)]
 
     fields = {each.__name__: [field.name for field in dataclasses.fields(each)] for each in (Traits, Round)}
-    rest = {each.__name__: of(each) for each in (Reply, ClientRule, LocalRound, Update)}
+    rest = {each.__name__: of(each) for each in (Reply, ClientRule, LocalRound)}
     # No author calls or overrides what a server of Flower's old API calls.
     of_rule = [name for name in of(Rule, Strategy) if name != "initialize_parameters"]
     return {"Rule": of_rule, "Memory": [field.name for field in dataclasses.fields(Rule.Memory)], **fields, **rest}
@@ -117,8 +117,8 @@ def way_of_a_round(strategy: Any, layers: int = 1) -> Way:
     from torch import nn
 
     from fedbn_flwr import BNClient, LocalGrid, client_app
-    from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
     from fedbn_flwr.messages.arrays import pack
+    from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 
     norms = [nn.BatchNorm1d(4) for _ in range(layers)]
     model = nn.Sequential(nn.Linear(4, 4), *norms, nn.Linear(4, 2))

@@ -20,7 +20,6 @@ from fedbn_flwr.experiment.model import choose_device
 from fedbn_flwr.results.folder.environment import environment
 
 from .common import Figure, Options
-from .gpu import gpu
 from .memory import memory
 from .messages import empty_round, exchange, scale
 from .sharing import sharing
@@ -38,7 +37,6 @@ BENCHMARKS: dict[str, Callable[[Options], Iterator[Figure]]] = {
     "memory": memory,
     "start": start,
     "compiled": compiled,
-    "gpu": gpu,
 }
 
 

@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from fedbn_flwr.batch import first
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.data.batches import ClientBatches
 from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.models.build import build_model
+from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import FedAvg
 
 BATCH = 20

@@ -20,11 +20,11 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from torch import nn
 
 from fedbn_flwr.client.app import client_app
-from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.messages.aggregate import weighted_mean
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.build import build_model
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg
 
 from .common import BATCH, Figure, Options, figure, random_images, resnet20, same_clients, seconds, train_round

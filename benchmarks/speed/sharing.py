@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.messages.arrays import metrics_in, pack
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg, FedBN
 
 from .common import BATCH, MOMENTS, BareLoop, Figure, Options, figure, random_images, resnet20, seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, cast
@@ -14,10 +13,10 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg, FedTAN
 
 from .common import (
@@ -167,45 +166,3 @@ def rounds_of(strategy: FedAvg, grid: LocalGrid, model: nn.Module) -> Callable[[
         train_round(strategy, grid, 1, arrays)
 
     return one_round
-
-
-def five_clients(options: Options) -> Iterator[Figure]:
-    """Steps per second relative to the bare loop, and FedTAN's round relative to FedAvg's, on any device."""
-    steps, clients, device = options.steps, 5, options.device
-    data = random_images(BATCH * steps, device)
-    bare = BareLoop(data)
-    first = pack(initial_arrays(bare.model))
-
-    def rounds(strategy: FedAvg, steps: int, **how: Any) -> Callable[[], None]:
-        number = 0
-
-        @functools.cache
-        def model_of(client: int) -> ModelTensors:
-            model = resnet20(device)
-            if how.get("channels_last"):
-                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            return ModelTensors(model)
-
-        # Clients of a FedTAN round train concurrently and need a model each.
-        models = model_of if isinstance(strategy, FedTAN) else lambda _: model_of(0)
-        grid = LocalGrid(same_clients(data, models, steps, **how), clients)
-        strategy.begin(1, first)
-
-        def one_round() -> None:
-            nonlocal number
-            number += 1
-            train_round(strategy, grid, number, first)  # the mean is taken on the CPU, so the GPU has finished
-
-        one_round()
-        return one_round
-
-    bare(steps)
-    fast = {"precision": torch.bfloat16, "channels_last": True}
-    for name, how in (("float32", {}), ("bfloat16 and channels-last", fast)):
-        one_round = rounds(FedAvg(min_available_nodes=clients), steps, **how)
-        ratios = [clients * seconds(lambda: bare(steps)) / seconds(one_round) for _ in range(options.repeats)]
-        yield figure(f"steps per second / bare loop, batch 20, {name}", ratios, "x")
-    strategies = (FedTAN(min_batch=BATCH, min_available_nodes=clients), FedAvg(min_available_nodes=clients))
-    tan, avg = (rounds(strategy, 1) for strategy in strategies)
-    ratios = [seconds(tan) / seconds(avg) for _ in range(options.repeats)]
-    yield figure("round of one step, five clients: FedTAN / FedAvg", ratios, "x", most=4)

@@ -25,10 +25,10 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.gate import sent_model
 
-from .client import BNClient, Config
+from .client import BNClient, Config, Update
 from .layerwise import abandon_parked, continue_parked, parked_rounds, train_by_messages
 from .node_state import place_of, return_to_round, stored_state
-from .rule import Update, known_keys
+from .rule import known_keys
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,18 +27,16 @@ from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance
+from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.tasks import Task, task_named
 
-from .evaluation import evaluate
+from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
-from .metrics import Metric, check_metrics
-from .model_tensors import ModelTensors, copied
 from .node_state import NodeState, number_of, place_of, run_of
-from .optimizers import OptimizerSpec, decay_of, make_optimizer
 from .pairs import Split, split_batch
-from .rule import ALWAYS_KNOWN, BY_KEY, ClientRule, LocalRound, Update, known_keys, rule_of
+from .rule import ALWAYS_KNOWN, BY_KEY, ClientRule, LocalRound, known_keys, rule_of
 from .training import (
     SGD,
     Adjust,
@@ -45,8 +44,11 @@ from .training import (
     Epochs,
     LocalOptimizer,
     Loss,
+    OptimizerSpec,
     backpropagate,
+    decay_of,
     local_batches,
+    make_optimizer,
     size_of,
     train,
 )  # fmt: skip
@@ -54,6 +56,15 @@ from .training import (
 Config = Mapping[str, Any]
 Metrics = dict[str, Any]  # numbers
 TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
+
+
+@dataclass(eq=False)
+class Update:
+    """A client's result of a round: the arrays of the model, metrics, and additional records of arrays by name."""
+
+    arrays: Arrays
+    metrics: Metrics
+    extras: dict[str, Arrays]
 
 
 class BNClient(NumPyClient):
@@ -207,9 +218,8 @@ class BNClient(NumPyClient):
         wanted = rules_for({**config, "fedbn.momentum": True} if self.keep_momentum else config)
         with self._parts.exclusive():
             self._load(arrays, config)
-            partition = self.identity.get(protocol.PARTITION)
             extras = {} if extras is None else extras
-            local = LocalRound(config, arrays, extras, self.model, self.state, partition, self, exchange)
+            local = LocalRound(config, arrays, extras, self.model, self.state, self, exchange)
             rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
             loss, first_batch = self._trained(config, rules, epochs=self.epochs, steps=self.steps)
             sent, returned = set(arrays), frozenset[Role]()
@@ -223,7 +233,7 @@ class BNClient(NumPyClient):
             # Save state only after everything that can fail: a replay of the round must begin with the same state.
             self.state.save("local", self._parts.taken([key for key in self.roles if key not in sent]))
             for rule in rules:
-                rule.finish(update)
+                rule.finish(update.metrics, update.extras)
             return update
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:

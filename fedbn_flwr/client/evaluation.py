@@ -1,21 +1,242 @@
-"""Loss and other figures of a model on batches."""
+"""Loss and other figures of a model on batches: from counts of predictions, or from the outputs for all examples.
+
+A figure that a set of examples does not define, such as the AUC of examples of one class, is left out of the results.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import WARNING
 from typing import Any
 
 import torch
+from flwr.common import log
 from torch import Tensor, nn
 
 from fedbn_flwr.batch import Value, count, each
 from fedbn_flwr.data import IGNORED
-from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, SEVERAL, Task
+from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.tasks import CLASSIFICATION, METRICS, SEGMENTATION, SEVERAL, Task
 from fedbn_flwr.threads import map_batches
 
-from .metrics import Counts, Measurement, Metric
+from .losses import aligned, fit, logits_of
 from .training import Batch, Loss
+
+# A function of the model's outputs and the targets of all examples, on the CPU.
+MetricFunction = Callable[[Any, Any], float]
+Metric = str | MetricFunction
+
+
+def answers(task: Task, outputs: Any, targets: Any) -> tuple[Tensor, Tensor] | None:
+    """Outputs and targets as the task's figures need them; None if the user's model and loss have others.
+
+    Of classes they are logits [N, C, ...] and numbers of classes [N, ...], one logit z of a binary task being (0, z);
+    of labels and numbers both are [N, K].
+    """
+    outputs = logits_of(outputs)
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor) and task.form):
+        return None
+    if task.form == "classes" and task.name != "binary":
+        of_classes = outputs.ndim >= 2 and outputs.shape[1] > 1 and not targets.is_floating_point()
+        return (outputs, targets) if of_classes and targets.shape == outputs.shape[:1] + outputs.shape[2:] else None
+    if not fit(outputs, targets):
+        return None
+    outputs, targets = (tensor.reshape(len(tensor), -1) for tensor in aligned(outputs, targets))
+    if task.name == "binary":
+        return torch.cat([torch.zeros_like(outputs), outputs], 1), targets[:, 0].long()
+    return outputs, targets
+
+
+# --- from counts ---
+
+# Numbers that can be added over batches: the answers that count, the correct ones, and [3, C], for each class or label
+# its correct predictions, its examples and its predictions.
+Counts = tuple[int, Tensor, Tensor]
+
+
+def counts_of(task: Task, outputs: Tensor, targets: Tensor, *, by_class: bool = True) -> Counts:
+    """The counts of what `answers` returned, perhaps without those by class. Pixels with the label 255 do not count."""
+    if task.form == "labels":
+        predicted, true = outputs > 0, targets > 0.5
+        parts = torch.stack([(predicted & true).sum(0), true.sum(0), predicted.sum(0)])
+        return true.numel(), (predicted == true).sum(), parts
+    classes = outputs.shape[1]
+    labels, predictions = targets.long().reshape(-1), outputs.argmax(1).reshape(-1)
+    if outputs.ndim > 2:
+        labels, predictions = labels[labels != IGNORED], predictions[labels != IGNORED]
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            raise ValueError(
+                f"labels of pixels run from {int(labels.min())} to {int(labels.max())}, the model has {classes} "
+                f"classes; expected 0 to {classes - 1}, or {IGNORED} for pixels to leave out"
+            )
+    hits = labels == predictions
+    # Counting by class makes the host wait for a GPU.
+    found = [torch.bincount(part, minlength=classes) for part in (labels[hits], labels, predictions) if by_class]
+    return len(labels), hits.sum(), torch.stack(found) if by_class else torch.zeros(3, 0)
+
+
+# For each class, the two numbers whose ratio is the metric: from its correct predictions, its examples and predictions.
+# Recall; F1, which is also the Dice coefficient; intersection over union.
+_RATIOS: Mapping[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "balanced_accuracy": lambda correct, labels, predictions: (correct, labels),
+    "macro_f1": lambda correct, labels, predictions: (2 * correct, labels + predictions),
+    "dice": lambda correct, labels, predictions: (2 * correct, labels + predictions),
+    "mean_iou": lambda correct, labels, predictions: (correct, labels + predictions - correct),
+}
+
+
+def ratio(name: str, by_class: Tensor) -> float:
+    """A metric as the mean of its ratio over classes or labels; one without any of the whole is left out."""
+    parts, wholes = _RATIOS[name](*by_class)
+    return float((parts.double() / wholes)[wholes > 0].mean())
+
+
+# --- from the outputs for all examples ---
+
+
+def auc(outputs: Tensor, targets: Tensor) -> float:
+    """The mean area under the ROC curve: of each class against all others, by softmax, or of each label.
+
+    A class or label that no example has, or all, is left out.
+    """
+    scores, own = outputs.double(), targets > 0.5
+    if targets.ndim == 1:
+        scores, own = scores.softmax(1), targets[:, None] == torch.arange(outputs.shape[1])
+    counts = own.sum(0).tolist()
+    areas = [
+        _area(scores[own[:, label], label], scores[~own[:, label], label])
+        for label, count in enumerate(counts)
+        if 0 < count < len(targets)
+    ]
+    return sum(areas) / len(areas) if areas else math.nan
+
+
+def _area(own: Tensor, others: Tensor) -> float:
+    """The probability that an own score is above another one; equal scores count half (Mann and Whitney 1947)."""
+    others = others.sort().values
+    ranks = torch.searchsorted(others, own) + torch.searchsorted(others, own, right=True)
+    return float(ranks.double().mean()) / (2 * len(others))
+
+
+def mae(outputs: Tensor, targets: Tensor) -> float:
+    return float((outputs.double() - targets.double()).abs().mean())
+
+
+def rmse(outputs: Tensor, targets: Tensor) -> float:
+    """The root mean square error, mean over the numbers of an example."""
+    return float((outputs.double() - targets.double()).square().mean(0).sqrt().mean())
+
+
+def r2(outputs: Tensor, targets: Tensor) -> float:
+    """The share of the variance that is explained, mean over the numbers of an example; those that are all equal are
+    left out."""
+    outputs, targets = outputs.double(), targets.double()
+    varies = targets.amax(0) > targets.amin(0)
+    rest, whole = (targets - outputs).square().sum(0), (targets - targets.mean(0)).square().sum(0)
+    return float((1 - rest / whole)[varies].mean())
+
+
+_OF_ALL = {"auc": auc, "mae": mae, "rmse": rmse, "r2": r2}
+
+
+# --- in an evaluation ---
+
+
+def name_of(metric: Metric) -> str:
+    """The name of a metric, in snake case as in the history."""
+    name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
+    if isinstance(metric, str) and metric not in METRICS:
+        raise SettingsError(f"metric {metric!r} is unknown; {did_you_mean(metric, METRICS)}, or a function")
+    if not name.isidentifier():
+        raise SettingsError(f"metric {metric!r} has no name to report it by; expected a function")
+    return name
+
+
+def key_of(metric: Metric) -> str:
+    """Its key in messages."""
+    return name_of(metric).replace("_", "-")
+
+
+def check_metrics(task: Task | None, metrics: Sequence[Metric]) -> None:
+    """Refuse a name that is unknown or that does not suit the task."""
+    for metric in metrics:
+        name_of(metric)
+        if task is not None and isinstance(metric, str) and metric not in task.metrics:
+            suited = f"any of {', '.join(task.metrics)}, or " if task.metrics else ""
+            raise SettingsError(
+                f"metric {metric!r} is not defined for {task.name} ({task.targets}); expected {suited}a function"
+            )
+
+
+class Measurement:
+    """The figures of a task, and `metrics`, over batches."""
+
+    def __init__(self, task: Task, metrics: Sequence[Metric]) -> None:
+        self.task = task
+        self.metrics: dict[str, Metric] = {key_of(metric): metric for metric in (*task.figures, *metrics)}
+        self._by_class = not _RATIOS.keys().isdisjoint(self.metrics.values())
+        self._needs_all = any(callable(metric) or metric in _OF_ALL for metric in self.metrics.values())
+        self._counts: list[Counts | None] = []
+        self._examples: list[tuple[Any, Any]] = []
+
+    def counts(self, outputs: Any, targets: Any) -> Counts | None:
+        """The counts of a batch; None if there are none of such outputs and targets."""
+        found = answers(self.task, outputs, targets)
+        if found is None or self.task.form == "numbers":
+            return None
+        return counts_of(self.task, *found, by_class=self._by_class)
+
+    def add(self, outputs: Any, targets: Any, counts: Counts | None) -> None:
+        """A batch, with its counts."""
+        self._counts.append(counts)
+        if self._needs_all:
+            self._examples.append((each(Tensor.cpu, logits_of(outputs)), each(Tensor.cpu, targets)))
+
+    def values(self, *, strict: bool = False) -> dict[str, float]:
+        """The values by their keys in messages, without those that are NaN.
+
+        A function that fails is left out too, with a warning, since it may need examples of all classes, which this
+        client does not have. With `strict` its error is raised.
+        """
+        found = {}
+        examples = tuple(map(_joined, zip(*self._examples, strict=True)))
+        for key, metric in self.metrics.items():
+            try:
+                found[key] = float(metric(*examples)) if callable(metric) else self._of_name(metric, examples)
+            except Exception as error:
+                if strict:
+                    raise
+                _warn_once(f"metric {key} is left out: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return {key: value for key, value in found.items() if not math.isnan(value)}
+
+    def _of_name(self, name: str, examples: tuple[Any, ...]) -> float:
+        if name in _OF_ALL:
+            found = answers(self.task, *examples)
+            return math.nan if found is None else _OF_ALL[name](*found)
+        counts = [each for each in self._counts if each is not None]
+        if not counts or len(counts) < len(self._counts):
+            return math.nan
+        answered, correct, by_class = (sum(parts) for parts in zip(*counts, strict=True))
+        if name == "accuracy":
+            return int(correct) / answered if answered else math.nan
+        return ratio(name, by_class)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], Mapping):
+        return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    return torch.cat(list(parts))
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    log(WARNING, "%s", text)
+
+
+# --- the evaluation ---
 
 # Of a batch: the sum of the losses over its examples, or over the pixels of a segmentation model, and their number;
 # what the model returned, the targets, and counts of its predictions.

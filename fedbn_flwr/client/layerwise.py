@@ -30,9 +30,8 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import arrays_of
 
-from .client import BNClient
+from .client import BNClient, Update
 from .node_state import NodeState, run_of
-from .rule import Update
 
 MakeClient = Callable[[], BNClient]
 
@@ -174,7 +173,7 @@ def train_by_messages(
     # The message's model or agreement, without its other records.
     numbers = ConfigRecord({key: config[key] for key in (protocol.COHORT_VALUES,) if key in config})
     exchanged = RecordDict({"arrays": arrays_of(content), "config": numbers})
-    state.save_records(_name(step), exchanged)
+    state.save_records(f"{_EXCHANGES}/{step}", exchanged)
     place, number = _place(context)
     parked, agreement = parked_rounds.take(place, number, step), None
     if parked is None:
@@ -224,7 +223,7 @@ def _replayed(
 ) -> Parked:
     """The round with the agreements that the client's state has, not begun."""
     client, step = make(), int(config[protocol.COHORT_STEP])
-    received = [state.load_records(_name(each)) for each in range(step + 1)]
+    received = [state.load_records(f"{_EXCHANGES}/{each}") for each in range(step + 1)]
     if missing := [each for each, records in enumerate(received) if not records]:
         raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")
     model = unpack(arrays_of(received[0]))
@@ -232,7 +231,3 @@ def _replayed(
         lambda exchange: client.train_round(model, config, extras, exchange), map(agreement_from_records, received[1:])
     )
     return Parked(number, step, client, session, extras)
-
-
-def _name(step: int) -> str:
-    return f"{_EXCHANGES}/{step}"

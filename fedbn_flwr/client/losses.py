@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,76 +22,50 @@ def logits_of(outputs: Any) -> Any:
     return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy over examples or, for a segmentation model, over the pixels whose label is not 255.
+def cross_entropy(
+    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, class_weights: Tensor | None = None
+) -> Tensor:
+    """The sum of (weighted) losses over a batch, divided by the number of examples.
 
-    For examples, 255 is an ordinary class: ImageNet has a thousand.
-    """
-    logits = logits_of(logits)
-    if logits.ndim <= 2:
-        return F.cross_entropy(logits, targets)
-    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    return total / (targets != IGNORED).sum().clamp(min=1)  # all pixels of a crop may be ignored
-
-
-class CrossEntropy:
-    """The sum of weighted losses over a batch, divided by the number of examples (or of pixels that are not 255).
+    For a segmentation model it is divided by the number of pixels whose label is not 255. For examples, 255 is an
+    ordinary class: ImageNet has a thousand.
 
     torch.nn.CrossEntropyLoss divides by the sum of the examples' weights instead. Then the weights of a batch with
     one class have no effect, and the mean over a data set depends on how it is divided into batches; FedTAN and
     evaluation need a loss whose mean does not.
     """
-
-    def __init__(self, label_smoothing: float = 0.0, class_weights: Tensor | None = None) -> None:
-        self.label_smoothing = label_smoothing
-        self.class_weights = class_weights
-
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        logits, weight = logits_of(logits), self.class_weights
-        if weight is not None:
-            weight = weight.to(logits.device, torch.promote_types(logits.dtype, torch.float32))
-        dense = logits.ndim > 2
-        total = F.cross_entropy(
-            logits,
-            targets,
-            weight,
-            ignore_index=IGNORED if dense else -100,
-            reduction="sum",
-            label_smoothing=self.label_smoothing,
-        )
-        return total / ((targets != IGNORED).sum().clamp(min=1) if dense else len(targets))
+    logits, weight = logits_of(logits), class_weights
+    dense = logits.ndim > 2
+    if not (dense or label_smoothing) and weight is None:
+        return F.cross_entropy(logits, targets)
+    if weight is not None:
+        weight = weight.to(logits.device, torch.promote_types(logits.dtype, torch.float32))
+    ignored = IGNORED if dense else -100
+    total = F.cross_entropy(
+        logits, targets, weight, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing
+    )
+    # All pixels of a crop may be ignored.
+    return total / ((targets != IGNORED).sum().clamp(min=1) if dense else len(targets))
 
 
-class BinaryCrossEntropy:
+def binary_cross_entropy(
+    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, class_weights: Tensor | None = None
+) -> Tensor:
     """The mean cross entropy of one logit for each label, over examples and labels; weights are those of 0 and 1.
 
-    For one label it is `CrossEntropy` of the logits (0, z).
+    For one label it is `cross_entropy` of the logits (0, z).
     """
-
-    def __init__(self, label_smoothing: float = 0.0, class_weights: Tensor | None = None) -> None:
-        self.label_smoothing = label_smoothing
-        self.class_weights = class_weights
-
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        logits, targets = aligned(logits, targets)
-        yes = targets * (1 - self.label_smoothing) + self.label_smoothing / 2
-        if self.class_weights is None:
-            return F.binary_cross_entropy_with_logits(logits, yes)
-        no_weight, yes_weight = self.class_weights.to(logits)
-        losses: Tensor = yes_weight * yes * F.logsigmoid(logits) + no_weight * (1 - yes) * F.logsigmoid(-logits)
-        return -losses.mean()
+    logits, targets = aligned(logits, targets)
+    yes = targets * (1 - label_smoothing) + label_smoothing / 2
+    if class_weights is None:
+        return F.binary_cross_entropy_with_logits(logits, yes)
+    no_weight, yes_weight = class_weights.to(logits)
+    losses: Tensor = yes_weight * yes * F.logsigmoid(logits) + no_weight * (1 - yes) * F.logsigmoid(-logits)
+    return -losses.mean()
 
 
-def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.mse_loss(*aligned(outputs, targets))
-
-
-def mae(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.l1_loss(*aligned(outputs, targets))
-
-
-def huber(outputs: Tensor, targets: Tensor, delta: float = 1.0) -> Tensor:
-    return F.huber_loss(*aligned(outputs, targets), delta=delta)
+def _of_numbers(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return loss(*aligned(outputs, targets), **options)
 
 
 def aligned(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,25 +89,24 @@ def fit(outputs: Tensor, targets: Tensor) -> bool:
     return outputs.shape == targets.shape or one_each
 
 
-_OTHERS = {"mse": mse, "mae": mae, "huber": huber}
+_LOSSES: dict[str, Loss] = {
+    "cross_entropy": cross_entropy,
+    "bce": binary_cross_entropy,
+    "mse": partial(_of_numbers, F.mse_loss),
+    "mae": partial(_of_numbers, F.l1_loss),
+    "huber": partial(_of_numbers, F.huber_loss),
+}
 
 
-def make_loss(name: str, label_smoothing: float = 0.0, class_weights: Tensor | None = None, **options: Any) -> Loss:
-    """A loss by a name of `tasks.LOSSES`."""
-    if name == "bce":
-        return BinaryCrossEntropy(label_smoothing, class_weights)
-    if name in _OTHERS:
-        return partial(_OTHERS[name], **options) if options else _OTHERS[name]
-    plain = not label_smoothing and class_weights is None
-    return cross_entropy if plain else CrossEntropy(label_smoothing, class_weights)
+def make_loss(name: str, **options: Any) -> Loss:
+    """A loss by a name of `tasks.LOSSES`, with its options, which of cross entropies are those of the function."""
+    return partial(_LOSSES[name], **options) if options else _LOSSES[name]
 
 
 def default_loss(task: Task | None) -> Loss:
-    if task is None:
-        return cross_entropy
-    if not task.losses:
+    if task is not None and not task.losses:
         raise SettingsError(f"task {task.name!r} ({task.targets}) has no loss; expected one of your own")
-    return make_loss(task.losses[0])
+    return cross_entropy if task is None else make_loss(task.losses[0])
 
 
 def balanced_weights(labels: Tensor, classes: int) -> Tensor:

@@ -27,15 +27,6 @@ from fedbn_flwr.messages.protocol import Key as Key
 
 
 @dataclass(eq=False)
-class Update:
-    """A client's result of a round: the arrays of the model, metrics, and additional records of arrays by name."""
-
-    arrays: Arrays
-    metrics: dict[str, Any]  # numbers
-    extras: dict[str, Arrays]
-
-
-@dataclass(eq=False)
 class LocalRound:
     """A client's round, from which a client rule reads what it needs."""
 
@@ -46,7 +37,6 @@ class LocalRound:
     records: Mapping[str, Arrays]
     model: nn.Module
     state: NodeState
-    partition: int | None
     client: Any  # the BNClient, whose arguments a rule may check
     exchange: Exchange | None = None  # with the other clients, in a layer-wise round
     optimizer: LocalOptimizer = field(init=False)  # set after `around`; has the trainable parameters by name
@@ -80,7 +70,7 @@ class ClientRule:
     def adjust(self) -> None:
         """Change the gradients before each step."""
 
-    def finish(self, update: Update) -> None:
+    def finish(self, metrics: dict[str, Any], records: dict[str, Arrays]) -> None:
         """Add metrics and records to the reply, and save state. The round must not fail after the state is saved."""
 
 

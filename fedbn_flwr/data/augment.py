@@ -24,12 +24,9 @@ class Window:
     cut: int | None  # side of a square in pixels; None: resized crops
 
     @classmethod
-    def resized(cls, count: int, generator: torch.Generator) -> Window:
-        return cls(torch.rand(4, count, 10, generator=generator, dtype=torch.float64), None)
-
-    @classmethod
-    def square(cls, count: int, side: int, generator: torch.Generator) -> Window:
-        return cls(torch.rand(2, count, 1, generator=generator, dtype=torch.float64), side)
+    def drawn(cls, count: int, cut: int | None, generator: torch.Generator) -> Window:
+        shape = (4, count, 10) if cut is None else (2, count, 1)
+        return cls(torch.rand(shape, generator=generator, dtype=torch.float64), cut)
 
     def boxes(self, height: int, width: int) -> Tensor:
         """Top, left, height and width of each crop, for images of this size: [count, 4], whole numbers."""

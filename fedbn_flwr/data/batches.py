@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import seeding
+from fedbn_flwr.batch import Value
 
 from . import Moments
 from .augment import Window, random_crop, random_flip, random_rotate
 from .dataset import Examples
-from .examples import MASK, BatchRequest, Values, main_key
+from .examples import MASK, BatchRequest, is_dense, main_key
 
-Normalise = Moments | Callable[[Values], Values]  # mean and deviation per feature or channel, or a function of inputs
+Normalise = Moments | Callable[[Value], Value]  # mean and deviation per feature or channel, or a function of inputs
 Augmentation = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]  # of images and targets
 
 
@@ -50,7 +51,7 @@ class Normaliser:
         return ((inputs - mean) / deviation).nan_to_num_(0.0)
 
 
-def _normaliser(normalise: Normalise, device: torch.device) -> Callable[[Values], Values]:
+def _normaliser(normalise: Normalise, device: torch.device) -> Callable[[Value], Value]:
     return normalise if callable(normalise) else Normaliser(normalise, device)
 
 
@@ -66,7 +67,7 @@ class TestBatches:
         self.num_examples = len(self.indices)
         self._normalise = _normaliser(normalise, data.device)
 
-    def __iter__(self) -> Iterator[tuple[Values, Values]]:
+    def __iter__(self) -> Iterator[tuple[Value, Value]]:
         parts = list(self.indices.split(self.batch_size))
         if len(parts) > 1 and len(parts[-1]) == 1 < self.batch_size:  # one example may have no batch statistics
             parts[-2:] = [torch.cat(parts[-2:])]
@@ -108,7 +109,7 @@ class ClientBatches:
         self.own = tuple(own)
         self._normalise = _normaliser(normalise, data.device)
 
-    def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Values, Values]]:
+    def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Value, Value]]:
         """Each example of the client once, in an order drawn for this round and epoch."""
         order = torch.randperm(
             self.num_examples, generator=seeding.generator(self.seed, "order", server_round, self.client, epoch)
@@ -125,21 +126,15 @@ class ClientBatches:
                 return
             # One generator per batch: it draws the window here, and the other augmentations after reading the images.
             generator = seeding.generator(self.seed, "augment", server_round, self.client, epoch, number)
-            window = None
-            if "resized_crop" in self.augment:
-                window = Window.resized(len(rows), generator)
-            elif self.cut is not None:
-                window = Window.square(len(rows), self.cut, generator)
-            yield BatchRequest(rows, generator, window)
+            is_cut = self.cut is not None or "resized_crop" in self.augment
+            yield BatchRequest(rows, generator, Window.drawn(len(rows), self.cut, generator) if is_cut else None)
 
-    def _augment(self, images: Any, targets: Any, generator: torch.Generator) -> tuple[Values, Values]:
+    def _augment(self, images: Any, targets: Any, generator: torch.Generator) -> tuple[Value, Value]:
         if "crop" in self.augment:
             images = random_crop(images, self.pad, generator)
         if "flip" in self.augment:
-            if self.data.dense:
-                images, targets = random_flip(generator, images, targets)
-            else:
-                (images,) = random_flip(generator, images)
+            moved = [images, targets] if is_dense(targets) else [images]
+            images, targets = (*random_flip(generator, *moved), targets)[:2]
         if "rotate" in self.augment:
             images = random_rotate(images, generator)
         for augment in self.own:

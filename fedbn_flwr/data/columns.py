@@ -5,8 +5,9 @@ A split is one of `datasets` (tables and images), or a mapping of arrays by name
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbn_flwr.batch import Value, tensors
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, Task
 
 from . import IGNORED
 from .catalogue import Entry
-from .dataset import DataSet, Groups
-from .examples import InMemory, Values, main
-from .inputs import Rows, as_rows, inputs_of, resized
+from .dataset import DataSet, Examples, Groups
+from .examples import InMemory, main
+from .inputs import Parts, Rows, as_rows, inputs_of, resized
 from .source import Source, names_of
-from .targets import several, targets_of
+from .targets import Targets, several, targets_of
 
 if TYPE_CHECKING:
     from .decoding import Stream
@@ -36,13 +38,16 @@ _SHOWN = 40  # columns in an error
 
 
 @dataclass(frozen=True)
-class Columns:
-    """The names of the columns that are used."""
+class Column:
+    """A column of a split."""
 
-    inputs: tuple[str, ...]
-    label: tuple[str, ...]
-    domain: str | None
-    group: str | None
+    kind: str  # its type in words: that of `datasets`, or "array"
+    read: Callable[[], Any]  # the values of all examples
+    names: Names = ()  # of the classes that its numbers stand for
+
+
+Columns = Mapping[str, Mapping[str, Column]]  # by split and name
+Names = tuple[str, ...]
 
 
 def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequence[Any] = ()) -> DataSet:
@@ -50,44 +55,36 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     if source.held_out:
         splits = {"train": splits["train"]}
     is_table = not isinstance(splits["train"], Mapping)
-    if is_table:
-        splits = {part: _with_images(split, names_of(source.inputs)) for part, split in splits.items()}
-    used = _chosen(source, splits, entry, is_table=is_table)
-    known = _known(source, entry, splits, used.label, tuple(map(str, known)))
-    groups = {
-        key: _groups(source, splits, key, column, source.domains if key == "domain" else ())
-        for key, column in (("domain", used.domain), ("group", used.group))
-    }
-    examples: Mapping[str, InMemory | Stream]
-    if is_table and _kind(splits, used.inputs[0]) == "Image":
-        features: tuple[str, ...] = ()
-        examples, names, task = _images(source, splits, entry, used, known)
+    columns = {part: _columns(source, split) for part, split in splits.items()}
+    inputs, label, domain, group = _chosen(source, columns, entry, is_table=is_table)
+    classes = _known(source, entry, columns, label, tuple(map(str, known)))
+    domains = _groups(source, columns, "domain", domain, source.domains)
+    groups = _groups(source, columns, "group", group, ())
+    examples: Mapping[str, Examples]
+    if columns["train"][inputs[0]].kind == "Image":
+        features: Names = ()
+        examples, names, task = _images(source, splits, columns, entry, inputs, label, classes)
     else:
-        examples, names, task, features = _in_memory(source, splits, used, known, is_table=is_table)
+        examples, names, task, features = _in_memory(source, columns, inputs, label, classes, is_table=is_table)
     if entry is not None and not source.class_names and task is CLASSIFICATION and len(names) != entry.classes:
         raise DataError(
             f"data.name={source.name!r} ({entry.title}) has {entry.classes} classes, the data {len(names)} in "
-            f"{used.label[0]!r}; choose another column with data.label, or other data by a folder or hub name"
+            f"{label[0]!r}; choose another column with data.label, or other data by a folder or hub name"
         )
     for part, split in examples.items():
-        for what, group in groups.items():
-            values = None if group is None else getattr(group, part)
-            if values is not None and len(values) != len(split):
-                raise DataError(
-                    f"{source.name!r}: {part} has {len(split)} examples and {len(values)} {what}s; expected as many"
-                )
-    commit = commit_of(splits["train"]) if is_table else None
+        of_groups = [getattr(each, part) for each in (domains, groups) if each is not None]
+        _check_lengths(f"{source.name!r}: {part}", split, of_groups)
     data = DataSet(
         source.name,
         examples["train"],
         examples.get("test", examples["train"]),
         names,
-        groups["domain"],
-        groups["group"],
-        commit,
+        domains,
+        groups,
+        commit_of(splits["train"]) if is_table else None,
         task,
         features,
-        tuple(splits["train"].features if is_table else splits["train"]),
+        tuple(columns["train"]),
         source.tokens,
     ).wanted()
     if source.held_out:
@@ -106,112 +103,42 @@ def commit_of(split: Any) -> str | None:
 # --- columns -----------------------------------------------------------------
 
 
-def _with_images(split: Any, inputs: Sequence[str]) -> Any:
-    """The split, where columns of image files as bytes (with a path or without) have the type Image."""
-    import datasets
-
-    for column, feature in split.features.items():
+def _columns(source: Source, split: Any) -> Mapping[str, Column]:
+    """The columns of a split by name; those of image files as bytes (with a path or without) have the type Image."""
+    if isinstance(split, Mapping):
+        return {
+            name: Column("array", functools.partial(as_rows, f"{source.name!r}: {name!r}", given))
+            for name, given in split.items()
+        }
+    found = {}
+    for name, feature in split.features.items():
         kinds = feature if isinstance(feature, dict) else {"bytes": feature}
         types = {key: getattr(kind, "dtype", None) for key, kind in kinds.items()}
         is_file = types.keys() <= {"bytes", "path"} and types.get("bytes") in ("binary", "large_binary")
-        is_path = len(inputs) == 1 and column in inputs and types.get("bytes") in ("string", "large_string")
-        if is_file or (is_path and _is_picture(split, column)):
-            split = split.cast_column(column, datasets.Image())
-    return split
+        is_path = names_of(source.inputs) == (name,) and types.get("bytes") in ("string", "large_string")
+        classes = tuple(getattr(feature, "names", ()))
+        is_value = type(feature).__name__ == "Value"
+        kind = str(feature.dtype) if is_value else type(feature).__name__
+        if is_file or (is_path and len(split) and str(split[0][name]).lower().endswith(tuple(PICTURES))):
+            kind = "Image"
+        is_single = kind != "Image" and (is_value or bool(classes))
+        read_ = functools.partial(_single if is_single else _lists, source, split, name)
+        found[name] = Column(kind, read_, classes)
+    return found
 
 
-def _is_picture(split: Any, column: str) -> bool:
-    return len(split) > 0 and str(split[0][column]).lower().endswith(tuple(PICTURES))
+def _lists(source: Source, split: Any, column: str) -> Rows:
+    return as_rows(f"{source.name!r}: {column!r}", split.with_format("numpy")[column][:])
 
 
-def _kind(splits: Splits, column: str) -> str:
-    """The type of a column in words; of an array "array"."""
-    if isinstance(splits["train"], Mapping):
-        return "array"
-    feature = splits["train"].features[column]
-    name = type(feature).__name__
-    return str(feature.dtype) if name == "Value" else name
-
-
-def _kinds(splits: Splits) -> str:
-    names = _names(splits)
-    shown = ", ".join(f"{column} ({_kind(splits, column)})" for column in names[:_SHOWN])
-    return shown + (f", ... ({len(names)} columns)" if len(names) > _SHOWN else "")
-
-
-def _names(splits: Splits) -> Sequence[str]:
-    train = splits["train"]
-    return list(train if isinstance(train, Mapping) else train.features)
-
-
-def _chosen(source: Source, splits: Splits, entry: Entry | None, *, is_table: bool) -> Columns:
-    names = _names(splits)
-
-    def usual(key: str) -> str | None:
-        """The name of a column that is not set: that of the catalogue, or of arrays."""
-        listed = getattr(entry, "image" if key == "inputs" else key, None) if is_table else ARRAYS[key]
-        return listed if listed in names else None
-
-    domain = source.domain or usual("domain") or ("domain" if is_table and "domain" in names else None)
-    group = source.group or (None if is_table else usual("group"))
-    label = names_of(source.label) or names_of(usual("label"))
-    if not label:
-        label = _only(source, splits, "label", "ClassLabel", (*names_of(source.inputs), domain or "domain"))
-    inputs = names_of(source.inputs) or names_of(usual("inputs"))
-    if not inputs and is_table and not any(_kind(splits, name) == "Image" for name in names if name not in label):
-        inputs = tuple(
-            name for name in names if name not in (*label, domain, group) and _is_number(source, splits, name)
-        )
-    if not inputs:
-        inputs = _only(source, splits, "inputs", "Image", label)
-    if source.domains and domain is None:
-        domain = "domain" if is_table else ARRAYS["domain"]
-    used = [("inputs", column) for column in inputs] + [("label", column) for column in label]
-    for key, column in (*used, ("domain", domain), ("group", group)):
-        if column is not None and column not in names:
-            raise DataError(f"data.{key}={column!r} is not a column of {source.name!r}; its columns: {_kinds(splits)}")
-    for part, split in splits.items():
-        if absent := [column for _, column in used if column not in (split if not is_table else split.features)]:
-            raise DataError(f"{source.name!r}: {part} has no column {', '.join(absent)}; expected those of train")
-    if twice := [column for column in inputs if column in label]:
-        raise DataError(f"{twice[0]!r} is in data.inputs and data.label; expected it in one")
-    return Columns(inputs, label, domain, group)
-
-
-def _only(source: Source, splits: Splits, key: str, kind: str, skipped: Sequence[str | None]) -> tuple[str, ...]:
-    """The only column of this type."""
-    found = [name for name in _names(splits) if _kind(splits, name) == kind and name not in skipped]
-    if len(found) != 1:
-        what = f"columns of type {kind}" if _kind(splits, _names(splits)[0]) != "array" else f"arrays {ARRAYS[key]!r}"
-        raise DataError(
-            f"{source.name!r} has {len(found) or 'no'} {what}; name one with data.{key}. Its columns: {_kinds(splits)}"
-        )
-    return tuple(found)
-
-
-def _is_number(source: Source, splits: Splits, column: str) -> bool:
-    """Whether a column may be an input: numbers, and texts whose values are given."""
-    return column in source.categories or _kind(splits, column).startswith(_NUMBERS)
-
-
-def _rows(source: Source, split: Any, key: str, column: str) -> Rows:
-    """The values of a column; names in place of the numbers of a column with names."""
-    if isinstance(split, Mapping):
-        return as_rows(f"{source.name!r}: {column!r}", split[column])
+def _single(source: Source, split: Any, column: str) -> Any:
+    """Numbers or texts; names in place of the numbers of a column with names."""
     import pyarrow as pa
 
-    feature = split.features[column]
-    names = getattr(feature, "names", None)
-    if names is None and type(feature).__name__ != "Value":
-        if key not in ("inputs", "label"):
-            raise DataError(
-                f"data.{key}={column!r} of {source.name!r} has the type {type(feature).__name__}; expected a number or "
-                "a text for each example"
-            )
-        return as_rows(f"{source.name!r}: {column!r}", split.with_format("numpy")[column][:])
     values = split.select_columns([column]).with_format("arrow")[:].column(0)
     is_special = pa.types.is_decimal(values.type) or (pa.types.is_boolean(values.type) and values.null_count)
     rows = (values.cast(pa.float64()) if is_special else values).to_numpy()
+    names = getattr(split.features[column], "names", None)
     if names is None or values.null_count:
         return rows
     if (wrong := np.flatnonzero((rows < 0) | (rows >= len(names)))).size:
@@ -222,19 +149,96 @@ def _rows(source: Source, split: Any, key: str, column: str) -> Rows:
     return np.array(names)[rows]
 
 
-def _groups(source: Source, splits: Splits, key: str, column: str | None, wanted: Sequence[str]) -> Groups | None:
+def _values(columns: Columns, used: Sequence[str]) -> dict[str, Parts]:
+    """The values of columns by split; those of an array that is a mapping of arrays by its keys."""
+    found: dict[str, Parts] = {}
+    for part, split in columns.items():
+        for column in used:
+            rows = split[column].read()
+            for name, some in (rows if isinstance(rows, Mapping) else {column: rows}).items():
+                found.setdefault(name, {})[part] = some
+    return found
+
+
+def _in_words(columns: Columns) -> str:
+    train = columns["train"]
+    shown = ", ".join(f"{name} ({train[name].kind})" for name in list(train)[:_SHOWN])
+    return shown + (f", ... ({len(train)} columns)" if len(train) > _SHOWN else "")
+
+
+def _chosen(
+    source: Source, columns: Columns, entry: Entry | None, *, is_table: bool
+) -> tuple[Names, Names, str | None, str | None]:
+    """The names of the columns of inputs and labels, and that of domains and that of groups."""
+    train = columns["train"]
+    usual: Mapping[str, str] = ARRAYS
+    if is_table:  # the names of the catalogue
+        usual = {"inputs": entry.image, "label": entry.label} if entry is not None else {}
+        usual = {**usual, "domain": (entry and entry.domain) or "domain"}
+
+    def named(key: str) -> str | None:
+        return usual[key] if usual.get(key) in train else None
+
+    domain = source.domain or (usual["domain"] if source.domains else named("domain"))
+    group = source.group or named("group")
+    label = names_of(source.label) or names_of(named("label"))
+    if not label:
+        label = _only(source, columns, "label", "ClassLabel", (*names_of(source.inputs), domain or "domain"))
+    inputs = names_of(source.inputs) or names_of(named("inputs"))
+    if not inputs and not any(column.kind == "Image" for name, column in train.items() if name not in label):
+        others = {name: column for name, column in train.items() if name not in (*label, domain, group)}
+        inputs = tuple(
+            name for name, column in others.items() if name in source.categories or column.kind.startswith(_NUMBERS)
+        )
+    if not inputs:
+        inputs = _only(source, columns, "inputs", "Image", label)
+    used = [("inputs", column) for column in inputs] + [("label", column) for column in label]
+    for key, column in (*used, ("domain", domain), ("group", group)):
+        if column is not None and column not in train:
+            raise DataError(
+                f"data.{key}={column!r} is not a column of {source.name!r}; its columns: {_in_words(columns)}"
+            )
+    for part, split in columns.items():
+        if absent := [column for _, column in used if column not in split]:
+            raise DataError(f"{source.name!r}: {part} has no column {', '.join(absent)}; expected those of train")
+    if twice := [column for column in inputs if column in label]:
+        raise DataError(f"{twice[0]!r} is in data.inputs and data.label; expected it in one")
+    return inputs, label, domain, group
+
+
+def _only(source: Source, columns: Columns, key: str, kind: str, skipped: Sequence[str | None]) -> Names:
+    """The only column of this type."""
+    train = columns["train"]
+    found = [name for name, column in train.items() if column.kind == kind and name not in skipped]
+    if len(found) != 1:
+        is_table = all(column.kind != "array" for column in train.values())
+        what = f"columns of type {kind}" if is_table else f"arrays {ARRAYS[key]!r}"
+        raise DataError(
+            f"{source.name!r} has {len(found) or 'no'} {what}; name one with data.{key}. Its columns: "
+            f"{_in_words(columns)}"
+        )
+    return tuple(found)
+
+
+def _groups(source: Source, columns: Columns, key: str, column: str | None, wanted: Sequence[str]) -> Groups | None:
     if column is None:
         return None
     values = {}
-    for part, split in splits.items():
-        if column in (split if isinstance(split, Mapping) else split.features):
-            values[part] = _rows(source, split, key, column).tolist()
-            if absent := sum(value is None or value != value for value in values[part]):
-                raise DataError(
-                    f"{source.name!r}: {absent} of {len(values[part])} rows of {part} have no value in {column!r}; "
-                    "expected one in each row"
-                )
-    if "test" not in splits:
+    for part, split in columns.items():
+        if column not in split:
+            continue
+        if not (split[column].names or split[column].kind[0].islower()):  # the type is a class of `datasets`
+            raise DataError(
+                f"data.{key}={column!r} of {source.name!r} has the type {split[column].kind}; expected a number or a "
+                "text for each example"
+            )
+        values[part] = split[column].read().tolist()
+        if absent := sum(value is None or value != value for value in values[part]):
+            raise DataError(
+                f"{source.name!r}: {absent} of {len(values[part])} rows of {part} have no value in {column!r}; "
+                "expected one in each row"
+            )
+    if "test" not in columns:
         values["test"] = values["train"]
     return Groups.of(source.name, values, wanted)
 
@@ -242,13 +246,11 @@ def _groups(source: Source, splits: Splits, key: str, column: str | None, wanted
 # --- classes -----------------------------------------------------------------
 
 
-def _known(
-    source: Source, entry: Entry | None, splits: Splits, label: Sequence[str], given: tuple[str, ...]
-) -> tuple[str, ...]:
+def _known(source: Source, entry: Entry | None, columns: Columns, label: Sequence[str], given: Names) -> Names:
     """The names of the classes, if the settings, the data or the catalogue have them."""
-    if given or source.class_names or isinstance(splits["train"], Mapping):
+    if given or source.class_names:
         return given or source.class_names
-    found = [tuple(getattr(split.features[label[0]], "names", ())) for split in splits.values()]
+    found = [split[label[0]].names for split in columns.values()]
     if len(set(found)) > 1:
         raise DataError(
             f"data.name={source.name!r}: the training split has {len(found[0])} classes in {label[0]!r}, the test "
@@ -256,13 +258,82 @@ def _known(
         )
     if entry is None or not entry.keep:
         return found[0]
-    there = found[0] or tuple(map(str, _rows(source, splits["train"], "label", label[0]).tolist()))
+    there = found[0] or tuple(map(str, columns["train"][label[0]].read().tolist()))
     if absent := [name for name in entry.keep if name not in there]:
         raise DataError(f"data.name={source.name!r} ({entry.title}): the data has no class {', '.join(absent)}")
     return entry.keep
 
 
-def _pixel_classes(source: Source, entry: Entry | None) -> tuple[str, ...]:
+def _targets(
+    source: Source, columns: Columns, label: Sequence[str], known: Sequence[str], *, numbered: bool
+) -> tuple[Targets, Names, Task]:
+    rows = _values(columns, label)
+    if rows.keys() != set(label):  # an array that is a mapping of them
+        return several(rows)
+    return targets_of(source, rows, known, numbered=numbered)
+
+
+# --- examples ----------------------------------------------------------------
+
+
+def _in_memory(
+    source: Source, columns: Columns, used: Names, label: Names, known: Names, *, is_table: bool
+) -> tuple[Mapping[str, InMemory], Names, Task, Names]:
+    """The examples of tables and arrays, the names of classes, the task, and the names of the features."""
+    if any(columns["train"][column].kind == "Image" for column in used):
+        raise DataError(f"data.inputs is {list(used)}; expected one column of images, or columns without images")
+    inputs, features = inputs_of(source, _values(columns, used), is_table=is_table)
+    targets, names, task = _targets(source, columns, label, known, numbered=not is_table)
+    found = {part: InMemory(some, _sized(source, task, targets[part])) for part, some in inputs.items()}
+    if sum(made.nbytes for made in found.values()) > source.memory * 2**30:
+        raise DataError(
+            f"{source.name!r} takes more than data.memory, {source.memory:g} GiB; raise data.memory (images that are "
+            "a column of image files, for instance of a datasets.DatasetDict, are decoded when needed)"
+        )
+    for part, made in found.items():
+        size = list(main(made.inputs).shape[2:])
+        if task is SEGMENTATION and (masks := list(main(made.targets).shape[1:])) != size:
+            raise DataError(
+                f"{source.name!r}: {part} has inputs of size {size} and masks of {masks}; expected the same size"
+            )
+    return found, names, task, features
+
+
+def _sized(source: Source, task: Task, targets: Value) -> Value:
+    if task is SEGMENTATION and isinstance(targets, Tensor) and targets.ndim == 3:
+        return resized(targets[:, None], source.pixels, smooth=False)[:, 0].byte()
+    return targets
+
+
+def _images(
+    source: Source, splits: Splits, columns: Columns, entry: Entry | None, used: Names, label: Names, known: Names
+) -> tuple[Mapping[str, Stream], Names, Task]:
+    """Images that are decoded later, the names of classes, and the task."""
+    from .decoding import Files, Stream
+
+    (image,), kind = used, columns["train"][label[0]].kind
+    masks = label[0] if kind == "Image" else None
+    if masks is None:
+        targets, names, task = _targets(source, columns, label, known, numbered=False)
+        if task is SEGMENTATION:
+            raise DataError(
+                f"data.label={label[0]!r} of {source.name!r} has the type {kind}; expected a "
+                f"number or a text for each image, or a column of masks. Its columns: {_in_words(columns)}"
+            )
+    else:
+        targets = {part: torch.zeros(len(split), dtype=torch.int64) for part, split in splits.items()}
+        names, task = _pixel_classes(source, entry), SEGMENTATION
+    size = source.pixels or ((entry.size, entry.size) if entry and entry.size else None)
+    fit = source.fit or (entry.fit if entry else "stretch")
+    ids = entry.ids if entry and masks else None
+    found = {}
+    for part, split in splits.items():
+        files = Files(split, image, source.name, size, fit, masks, ids, len(names))
+        found[part] = Stream(files, main(targets[part]), readers=source.readers)
+    return found, names, task
+
+
+def _pixel_classes(source: Source, entry: Entry | None) -> Names:
     """The class names of a segmentation data set."""
     if entry is not None and entry.names:
         return entry.names
@@ -274,105 +345,13 @@ def _pixel_classes(source: Source, entry: Entry | None) -> tuple[str, ...]:
     return tuple(map(str, range(source.classes)))
 
 
-# --- examples ----------------------------------------------------------------
-
-
-def _in_memory(
-    source: Source, splits: Splits, used: Columns, known: tuple[str, ...], *, is_table: bool
-) -> tuple[Mapping[str, InMemory], tuple[str, ...], Task, tuple[str, ...]]:
-    """The examples of tables and arrays, the names of classes, the task, and the names of the features."""
-    if any(_kind(splits, column) == "Image" for column in used.inputs):
-        raise DataError(f"data.inputs is {list(used.inputs)}; expected one column of images, or columns without images")
-    inputs = {part: _given(split, used.inputs) for part, split in splits.items()}
-    columns = {
-        key: {part: _rows(source, inputs[part] or split, "inputs", key) for part, split in splits.items()}
-        for key in inputs["train"] or used.inputs
-    }
-    values, features = inputs_of(source, columns, is_table=is_table)
-    if any(labels := {part: _given(split, used.label) for part, split in splits.items()}.values()):
-        read_ = {
-            part: {key: as_rows(source.name, rows) for key, rows in some.items()}
-            for part, some in zip(splits, labels, strict=True)
-        }
-        targets, names, task = several(source, read_)
-    else:
-        rows = {key: {part: _rows(source, split, "label", key) for part, split in splits.items()} for key in used.label}
-        targets, names, task = targets_of(source, rows, known, numbered=not is_table)
-    found = {}
-    for part, some in values.items():
-        made = InMemory(some, _sized(source, task, targets[part]))
-        _check_lengths(f"{source.name!r}: {part}", made, task)
-        found[part] = made
-    if sum(made.nbytes for made in found.values()) > source.memory * 2**30:
-        raise DataError(
-            f"{source.name!r} takes more than data.memory, {source.memory:g} GiB; raise data.memory (images that are "
-            "a column of image files, for instance of a datasets.DatasetDict, are decoded when needed)"
-        )
-    return found, names, task, features
-
-
-def _given(split: Any, columns: Sequence[str]) -> Any:
-    """The arrays of a split whose only value is a mapping of arrays."""
-    if isinstance(split, Mapping) and len(columns) == 1 and isinstance(split[columns[0]], Mapping):
-        return split[columns[0]]
-    return None
-
-
-def _sized(source: Source, task: Task, targets: Values) -> Values:
-    if task is SEGMENTATION and isinstance(targets, Tensor) and targets.ndim == 3:
-        return resized(targets[:, None], source.pixels, smooth=False)[:, 0].byte()
-    return targets
-
-
-def _check_lengths(where: str, made: InMemory, task: Task) -> None:
-    for values in (made.inputs, made.targets):
-        for part in values.values() if isinstance(values, dict) else [values]:
-            if len(part) != len(made):
-                raise DataError(f"{where} has {len(made)} examples and {len(part)} labels or masks; expected as many")
-    shape = main(made.inputs).shape
-    if task is SEGMENTATION and isinstance(made.targets, Tensor) and made.targets.shape[1:] != shape[2:]:
-        raise DataError(
-            f"{where} has inputs of size {list(shape[2:])} and masks of {list(made.targets.shape[1:])}; expected the "
-            "same size"
-        )
-
-
-def _images(
-    source: Source, splits: Splits, entry: Entry | None, used: Columns, known: tuple[str, ...]
-) -> tuple[Mapping[str, Stream], tuple[str, ...], Task]:
-    """Images that are decoded later, the names of classes, and the task."""
-    from .decoding import Files, Stream
-
-    (image,), label = used.inputs, used.label
-    masks = label[0] if _kind(splits, label[0]) == "Image" else None
-    targets: dict[str, Any]
-    if masks is not None:
-        names, task = _pixel_classes(source, entry), SEGMENTATION
-        targets = {part: torch.zeros(len(split), dtype=torch.int64) for part, split in splits.items()}
-    else:
-        rows = {key: {part: _rows(source, split, "label", key) for part, split in splits.items()} for key in label}
-        found, names, task = targets_of(source, rows, known, numbered=False)
-        targets = dict(found)
-        if task is SEGMENTATION:
-            raise DataError(
-                f"data.label={label[0]!r} of {source.name!r} has the type {_kind(splits, label[0])}; expected a number "
-                "or a text for each image, or a column of masks. Its columns: " + _kinds(splits)
-            )
-    size = source.pixels or ((entry.size, entry.size) if entry and entry.size else None)
-    fit = source.fit or (entry.fit if entry else "stretch")
-    ids = entry.ids if entry and masks else None
-    return (
-        {
-            part: Stream(
-                Files(split, image, source.name, size, fit, masks, ids, len(names)),
-                targets[part],
-                readers=source.readers,
-            )
-            for part, split in splits.items()
-        },
-        names,
-        task,
-    )
+def _check_lengths(where: str, split: Examples, groups: Sequence[Tensor | None]) -> None:
+    """Arrays may have different numbers of rows."""
+    inputs = tensors(split.inputs) if isinstance(split, InMemory) else []
+    found = {"inputs": inputs, "labels": tensors(split.targets), "domains or groups": groups}
+    for what, values in found.items():
+        if wrong := [len(some) for some in values if some is not None and len(some) != len(split)]:
+            raise DataError(f"{where} has {len(split)} labels and {wrong[0]} {what}; expected as many")
 
 
 def _decoded(source: Source, data: DataSet) -> DataSet:
@@ -380,9 +359,7 @@ def _decoded(source: Source, data: DataSet) -> DataSet:
     train, test = data.train, data.test
     if isinstance(train, InMemory) or isinstance(test, InMemory):
         return data
-    stream = source.stream
-    if stream == "auto":
-        stream = train.decoded_bytes + test.decoded_bytes > source.memory * 2**30
-    if stream:
-        return replace(data, train=train.tried(), test=test.tried())
-    return replace(data, train=train.decoded(), test=test.decoded())
+    is_large = train.decoded_bytes + test.decoded_bytes > source.memory * 2**30
+    stays = is_large if source.stream == "auto" else source.stream
+    train, test = (split.tried() if stays else split.decoded() for split in (train, test))
+    return replace(data, train=train, test=test)

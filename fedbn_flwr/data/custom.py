@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import named, seeding
+from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError
 
 from .batches import Augmentation
-from .examples import Values
+from .examples import is_dense
 
 
 def own_augmentation(name: str, **options: Any) -> Augmentation:
@@ -36,7 +37,7 @@ def own_augmentation(name: str, **options: Any) -> Augmentation:
     taken = named.accepted(function, dict.fromkeys(("generator", "masks")))
 
     def augment(images: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        dense = targets.ndim > 1
+        dense = is_dense(targets)
         if dense and len(taken) < 2:
             raise DataError(
                 f"{key}: {name!r} would not change the masks of segmentation data; expected a function of images, "
@@ -59,13 +60,13 @@ def own_augmentation(name: str, **options: Any) -> Augmentation:
     return augment
 
 
-def own_normalisation(name: str) -> Callable[[Values], Values]:
+def own_normalisation(name: str) -> Callable[[Value], Value]:
     """The function `name`, from a batch of examples as they are stored to inputs of the model."""
     key = "data.normalise"
     named.load(key, name)
 
-    def normalise(stored: Values) -> Values:
-        inputs: Values = named.call(key, name, stored)
+    def normalise(stored: Value) -> Value:
+        inputs: Value = named.call(key, name, stored)
         _check(f"{key}={name!r}", inputs, stored, same_type=False)
         return inputs
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import seeding
+from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError, did_you_mean
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, SEVERAL, Task
 
 from . import Moments, Size
-from .examples import InMemory, Values, main
+from .examples import InMemory, main
 from .moments import moments_from, sums_of
 
 if TYPE_CHECKING:  # decoding needs packages of the extra `data`
@@ -102,7 +103,7 @@ class Form:
     def is_image(self) -> bool:
         return len(self.shape) == 3 and isinstance(self.blank(1), Tensor)
 
-    def blank(self, number: int) -> Values:
+    def blank(self, number: int) -> Value:
         """Inputs of this form that are zero, to try a model."""
         raise NotImplementedError
 
@@ -142,7 +143,7 @@ class DataSet(Form):
         """Bytes in memory; images on the disk take none."""
         return sum(part.nbytes for part in (self.train, self.test) if isinstance(part, InMemory))
 
-    def blank(self, number: int) -> Values:
+    def blank(self, number: int) -> Value:
         return self.train.blank(number)
 
     @cached_property

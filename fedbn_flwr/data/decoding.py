@@ -29,7 +29,7 @@ from fedbn_flwr.errors import DataError, StorageError
 
 from . import IGNORED, Size
 from .augment import Window, crop_and_resize
-from .examples import BatchRequest, InMemory, Tag
+from .examples import BatchRequest, InMemory, Labelled, Tag
 
 _MARGIN = 224 / 256  # share of the side that a centre crop keeps, as is usual for ImageNet
 _TRIED = 16  # images of a streamed split that are checked before training
@@ -257,7 +257,7 @@ def _write(file: Path, array: np.ndarray) -> None:
 
 
 @dataclass(frozen=True)
-class Stream:
+class Stream(Labelled):
     """Images on disk, decoded by a few threads ahead of training.
 
     Decoding releases the interpreter lock. The threads end after each pass over a plan, so that no forked process
@@ -269,19 +269,6 @@ class Stream:
     shape: tuple[int, ...] = ()  # channels, height and width, once images were tried
     readers: int = 2
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    @property
-    def dense(self) -> bool:
-        return self.files.masks is not None
-
-    @property
-    def labels(self) -> Tensor:
-        """int64 [N]: the class of each image, or zeros if it has not one class."""
-        is_class = not self.targets.is_floating_point()
-        return self.targets if is_class else torch.zeros(len(self), dtype=torch.int64)
 
     def batches(self, plan: Iterable[BatchRequest[Tag]]) -> Iterator[tuple[Tensor, Tensor, Tag]]:
         waiting: deque[tuple[BatchRequest[Tag], list[Future[Example]]]] = deque()
@@ -300,7 +287,9 @@ class Stream:
                     return
                 request, futures = waiting.popleft()
                 images, masks = zip(*(future.result() for future in futures), strict=True)
-                targets = torch.from_numpy(np.stack(masks)).long() if self.dense else self.targets[request.rows]
+                targets = self.targets[request.rows]
+                if self.files.masks is not None:
+                    targets = torch.from_numpy(np.stack(masks)).long()
                 yield self._sent(torch.from_numpy(np.stack(images))), self._sent(targets), request.tag
         finally:  # also if a round ends before the plan
             pool.shutdown(wait=True, cancel_futures=True)

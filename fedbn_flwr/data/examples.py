@@ -5,30 +5,29 @@ Both return the same bytes for the same requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batch import count, each
+from fedbn_flwr.batch import Value, count, each, first, tensors
 
 from .augment import Window, crop, crop_and_resize
 
 Tag = TypeVar("Tag")
-Values = Tensor | dict[str, Tensor]  # all have one row for each example
 MASK = "mask"  # the entry of a dict of inputs that is true at real positions, bool [N, T]
 
 
-def main(inputs: Values) -> Tensor:
+def main(inputs: Value) -> Tensor:
     """The tensor that is normalised: all, or in a dict the entry `inputs`, or the first that is no mask."""
     if isinstance(inputs, Tensor):
         return inputs
     return inputs[main_key(inputs)]
 
 
-def main_key(inputs: dict[str, Tensor]) -> str:
+def main_key(inputs: Mapping[str, Tensor]) -> str:
     return "inputs" if "inputs" in inputs else next(key for key in inputs if key != MASK)
 
 
@@ -41,32 +40,37 @@ class BatchRequest(Generic[Tag]):
     window: Window | None = None  # None: whole images
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """Examples in the memory of the host or of a GPU."""
+def is_dense(targets: Value) -> bool:
+    """Whether they are the classes of pixels."""
+    return isinstance(targets, Tensor) and targets.ndim > 1 and not targets.is_floating_point()
 
-    # float32 [N, features], [N, channels, ...]; uint8 [N, C, H, W] images; int64 [N, T] tokens; or a dict of tensors
-    inputs: Values
+
+class Labelled:
+    """The examples of a split."""
+
     # int64 [N] the class of each; uint8 [N, H, W] that of each pixel, 255 for ignored ones; float32 [N] or [N, K]
     # values of a regression, or 0 and 1 of several labels; or a dict of tensors
-    targets: Values
+    targets: Value
 
     def __len__(self) -> int:
-        return count(self.inputs)
-
-    @property
-    def dense(self) -> bool:
-        """Whether this is segmentation data."""
-        targets = self.targets
-        return isinstance(targets, Tensor) and targets.ndim > 1 and not targets.is_floating_point()
+        return count(self.targets)
 
     @property
     def labels(self) -> Tensor:
         """int64 [N]: the class of each example, or zeros where it has not one class."""
-        targets = self.targets
-        if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
+        targets = first(self.targets)
+        if targets is self.targets and targets.ndim == 1 and not targets.is_floating_point():
             return targets
-        return torch.zeros(len(self), dtype=torch.int64, device=self.device)
+        return torch.zeros(len(self), dtype=torch.int64, device=targets.device)
+
+
+@dataclass(frozen=True)
+class InMemory(Labelled):
+    """Examples in the memory of the host or of a GPU."""
+
+    # float32 [N, features], [N, channels, ...]; uint8 [N, C, H, W] images; int64 [N, T] tokens; or a dict of tensors
+    inputs: Value
+    targets: Value
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,14 +79,13 @@ class InMemory:
 
     @property
     def nbytes(self) -> int:
-        values = (self.inputs, self.targets)
-        return sum(part.nbytes for each_ in values for part in (each_.values() if isinstance(each_, dict) else [each_]))
+        return sum(part.nbytes for part in (*tensors(self.inputs), *tensors(self.targets)))
 
     @property
     def device(self) -> torch.device:
         return main(self.inputs).device
 
-    def batches(self, plan: Iterable[BatchRequest[Tag]]) -> Iterator[tuple[Values, Values, Tag]]:
+    def batches(self, plan: Iterable[BatchRequest[Tag]]) -> Iterator[tuple[Value, Value, Tag]]:
         """Inputs as they are stored, targets (classes as int64), and the tag, on the device."""
         for request in plan:
             rows = request.rows.to(self.device, non_blocking=True)  # otherwise the host waits for the previous step
@@ -91,18 +94,17 @@ class InMemory:
                 boxes = request.window.boxes(*self.shape[1:])
                 if request.window.cut is None:
                     inputs = crop_and_resize(inputs, boxes, self.shape[1:])
-                else:
-                    inputs = crop(inputs, boxes)
-                    targets = crop(targets, boxes) if self.dense else targets
+                else:  # of images and masks
+                    inputs, targets = crop(inputs, boxes), crop(targets, boxes)
             yield inputs, each(lambda part: part.long() if part.dtype is torch.uint8 else part, targets), request.tag
 
-    def sample(self) -> Values:
+    def sample(self) -> Value:
         """The inputs from which mean and standard deviation are measured: all of them."""
         return self.inputs
 
-    def blank(self, number: int) -> Values:
+    def blank(self, number: int) -> Value:
         """Inputs of this form that are zero, to try a model; all positions are real."""
-        inputs: Values = each(lambda part: _zeros(part, number), self.inputs)
+        inputs: Value = each(lambda part: _zeros(part, number), self.inputs)
         return inputs
 
     def coloured(self, channels: int) -> InMemory:
@@ -117,7 +119,7 @@ class InMemory:
         return InMemory(*(each(lambda part: part.to(device), part) for part in (self.inputs, self.targets)))
 
 
-def _at(rows: Tensor, value: Values) -> Any:
+def _at(rows: Tensor, value: Value) -> Any:
     return each(lambda part: part[rows], value)
 
 

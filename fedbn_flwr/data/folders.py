@@ -120,7 +120,7 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
                 f"data.name={str(folder)!r} is one file, which has no test split; set data.test: 0.2, which holds out "
                 "this share of its rows, or give a folder with train* and test* files"
             )
-        return {"train": _table(folder.parent, [folder])}, entry
+        return {"train": _READERS[folder.suffix](folder.parent, [folder])}, entry
     if (folder / "leftImg8bit").is_dir():
         rows = {"train": _cityscapes(folder, train), "test": _cityscapes(folder, test or "val")}
         return _tables(rows, "image", "mask", "city"), CATALOGUE["cityscapes"]
@@ -154,10 +154,10 @@ def _split(folder: Path, name: str, saved: Mapping[str, Any] | None) -> Any:
         return next((saved[key] for key in saved if key.startswith(name)), None)
     for suffix in _READERS:
         if files := sorted(folder.glob(f"{name}*{suffix}")) or sorted(folder.glob(f"*/{name}*{suffix}")):
-            return _table(folder, files)
+            return _READERS[suffix](folder, files)
     for pictures in sorted(path for path in folder.glob(f"{name}*") if path.is_dir()):
         if any(pictures.glob("metadata.*")):  # `datasets` reads it; it defines the columns
-            return _load(folder, "imagefolder", pictures / "**")
+            return _load(folder, [pictures / "**"], "imagefolder")
         if rows := _of_classes(pictures):
             return rows
         count = len(_pictures(pictures))
@@ -169,12 +169,9 @@ def _split(folder: Path, name: str, saved: Mapping[str, Any] | None) -> Any:
     return None
 
 
-def _table(folder: Path, files: Sequence[Path]) -> Any:
-    return _READERS[files[0].suffix](folder, files)
-
-
-def _parquet(folder: Path, files: Sequence[Path]) -> Any:
-    return _load(folder, "parquet", *files)
+def _load(folder: Path, files: Sequence[Path], kind: str = "parquet") -> Any:
+    paths = list(map(str, files))
+    return _read(folder, repr(paths[0]), datasets.load_dataset, kind, data_files=paths, split="train")
 
 
 def _csv(folder: Path, files: Sequence[Path]) -> Any:
@@ -196,12 +193,7 @@ def _npz(folder: Path, files: Sequence[Path]) -> Any:
     return _read(folder, repr(str(files[0])), lambda file: dict(np.load(file)), files[0])
 
 
-_READERS: dict[str, Callable[[Path, Sequence[Path]], Any]] = {".parquet": _parquet, ".csv": _csv, ".npz": _npz}
-
-
-def _load(folder: Path, kind: str, *files: Path) -> Any:
-    paths = list(map(str, files))
-    return _read(folder, repr(paths[0]), datasets.load_dataset, kind, data_files=paths, split="train")
+_READERS: dict[str, Callable[[Path, Sequence[Path]], Any]] = {".parquet": _load, ".csv": _csv, ".npz": _npz}
 
 
 def _read(folder: Path, what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -18,18 +18,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError, did_you_mean
 
 from . import Size
-from .examples import MASK, Values, main
+from .examples import MASK, main
 from .source import Source
 
 Rows = Any  # one array, or a list with one for each example if their shapes differ
 Parts = dict[str, Rows]  # by split
 
 
-def as_rows(where: str, given: Any) -> Rows:
-    """The values of all examples, as one array where their shapes agree."""
+def as_rows(where: str, given: Any) -> Any:
+    """The values of all examples, as one array where their shapes agree; those of each array of a mapping."""
+    if isinstance(given, Mapping):
+        return {key: as_rows(where, some) for key, some in given.items()}
     if isinstance(given, np.ndarray) and given.dtype != object:
         return given
     if isinstance(given, Tensor):
@@ -43,60 +46,53 @@ def as_rows(where: str, given: Any) -> Rows:
 
 def inputs_of(
     source: Source, columns: Mapping[str, Parts], *, is_table: bool
-) -> tuple[dict[str, Values], tuple[str, ...]]:
+) -> tuple[dict[str, Value], tuple[str, ...]]:
     """The inputs of each split, and the names of the features."""
+    splits = next(iter(columns.values()))
     names: tuple[str, ...] = ()
+    found: dict[str, Value] = {}
     if all(isinstance(rows, np.ndarray) and rows.ndim == 1 for parts in columns.values() for rows in parts.values()):
-        found, names = _features(source, columns)
+        known = {column: list(map(str, source.categories.get(column, ()))) for column in columns}
+        names = tuple(
+            name for column, texts in known.items() for name in [f"{column}={text}" for text in texts] or [column]
+        )
+        for part in splits:
+            made = [_feature(source, column, parts[part], known[column]) for column, parts in columns.items()]
+            found[part] = torch.from_numpy(np.concatenate(made, 1))
     else:
-        made = {key: _array(source, key, parts, is_table=is_table) for key, parts in columns.items()}
-        by_part = {part: {key: each[part] for key, each in made.items()} for part in next(iter(made.values()))}
-        found = {
-            part: next(iter(some.values())) if len(some) == 1 else _joined(source, some) if is_table else some
-            for part, some in by_part.items()
-        }
+        arrays = {key: _array(source, key, parts, is_table=is_table) for key, parts in columns.items()}
+        for part in splits:
+            some = {key: each[part] for key, each in arrays.items()}
+            found[part] = next(iter(some.values())) if len(some) == 1 else _joined(source, some) if is_table else some
     for part, inputs in found.items():
         _check(source, part, inputs, names)
     return found, names
 
 
-def _features(source: Source, columns: Mapping[str, Parts]) -> tuple[dict[str, Values], tuple[str, ...]]:
-    made: dict[str, list[np.ndarray]] = {}
-    names: list[str] = []
-    for column, parts in columns.items():
-        known = list(map(str, source.categories.get(column, ())))
-        for part, rows in parts.items():
-            if known:
-                made.setdefault(part, []).extend(_one_hot(source, column, rows, known))
-            elif rows.dtype.kind in "OSU":
-                few = ", ".join(sorted(set(map(str, rows)))[:4])
-                raise DataError(
-                    f"{source.name!r}: the column {column!r} has texts, such as {rows[0]!r}, which are no inputs; "
-                    f"leave it out of data.inputs, or give its values: data.categories: {{{column}: [{few}]}}"
-                )
-            else:
-                made.setdefault(part, []).append(rows)
-        names += [f"{column}={value}" for value in known] if known else [column]
-    stacked = {part: np.stack([np.asarray(rows, np.float32) for rows in each], 1) for part, each in made.items()}
-    return {part: torch.from_numpy(values) for part, values in stacked.items()}, tuple(names)
-
-
-def _one_hot(source: Source, column: str, rows: Any, known: Sequence[str]) -> list[np.ndarray]:
-    """A column for each of the known values; NaN in all of them where there is none."""
-    absent = np.array([row is None or row != row for row in rows])
-    texts = np.where(absent, known[0], rows.astype(str))
-    if other := sorted(set(texts.tolist()).difference(known)):
+def _feature(source: Source, column: str, rows: np.ndarray, known: Sequence[str]) -> np.ndarray:
+    """A column [N, 1]; of texts one for each of the known values, with NaN in all of them where there is none."""
+    if known:
+        absent = np.array([row is None or row != row for row in rows])
+        texts = np.where(absent, known[0], rows.astype(str))
+        if other := sorted(set(texts.tolist()).difference(known)):
+            raise DataError(
+                f"data.categories: the column {column!r} of {source.name!r} has the value {other[0]!r}; "
+                f"{did_you_mean(other[0], known)}"
+            )
+        rows = np.where(absent[:, None], np.nan, texts[:, None] == np.array(known))
+    elif rows.dtype.kind in "OSU":
+        few = ", ".join(sorted(set(map(str, rows)))[:4])
         raise DataError(
-            f"data.categories: the column {column!r} of {source.name!r} has the value {other[0]!r}; "
-            f"{did_you_mean(other[0], known)}"
+            f"{source.name!r}: the column {column!r} has texts, such as {rows[0]!r}, which are no inputs; "
+            f"leave it out of data.inputs, or give its values: data.categories: {{{column}: [{few}]}}"
         )
-    return [np.where(absent, np.nan, texts == value) for value in known]
+    return np.asarray(rows, np.float32).reshape(len(rows), -1)
 
 
-def _joined(source: Source, columns: Mapping[str, Values]) -> Values:
+def _joined(source: Source, columns: Mapping[str, Value]) -> Value:
     """The channels of one series, from columns of lists."""
     tensors = [main(values) for values in columns.values()]
-    masks = [values[MASK] for values in columns.values() if isinstance(values, dict)]
+    masks = [values[MASK] for values in columns.values() if isinstance(values, Mapping)]
     same = all(tensor.ndim == 3 and tensor.shape[2] == tensors[0].shape[2] for tensor in tensors)
     if not same or len(masks) not in (0, len(tensors)) or any(not mask.equal(masks[0]) for mask in masks):
         raise DataError(
@@ -107,7 +103,7 @@ def _joined(source: Source, columns: Mapping[str, Values]) -> Values:
     return {"inputs": joined, MASK: masks[0]} if masks else joined
 
 
-def _padded(source: Source, rows: dict[str, list[Tensor]]) -> dict[str, Values]:
+def _padded(source: Source, rows: dict[str, list[Tensor]]) -> dict[str, Value]:
     """One tensor for each split; where lengths differ, or `data.shape` ends with null, padded with zeros and a mask."""
     shapes = {tuple(row.shape) for part in rows.values() for row in part}
     if len({shape[:-1] for shape in shapes}) > 1:
@@ -116,7 +112,7 @@ def _padded(source: Source, rows: dict[str, list[Tensor]]) -> dict[str, Values]:
     if len(shapes) == 1 and (not source.shape or source.shape[-1] is not None):
         return {part: torch.stack(some) for part, some in rows.items()}
     longest = max(shape[-1] for shape in shapes)
-    found: dict[str, Values] = {}
+    found: dict[str, Value] = {}
     for part, some in rows.items():
         mask = torch.arange(longest) < torch.tensor([row.shape[-1] for row in some])[:, None]
         padded = [torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in some]
@@ -126,24 +122,17 @@ def _padded(source: Source, rows: dict[str, list[Tensor]]) -> dict[str, Values]:
 
 def _array(source: Source, key: str, parts: Parts, *, is_table: bool) -> dict[str, Any]:
     """The arrays of each split: images, or any others, which keep their shape; a list of floats is one channel."""
-    first = next(iter(parts.values()))
-    dims, whole = (
-        (first.ndim, first.dtype.kind != "f")
-        if isinstance(first, np.ndarray)
-        else (first[0].ndim + 1, first[0].dtype.kind != "f")
-    )
+    few = np.asarray(next(iter(parts.values()))[:1])  # the first example
+    dims, whole = few.ndim, few.dtype.kind != "f"
     if not is_table and key != MASK and (dims == 4 or (dims == 3 and (whole or source.pixels is not None))):
         return {part: _images(f"{source.name!r}: {part}", rows, source) for part, rows in parts.items()}
     if not is_table and all(isinstance(rows, np.ndarray) for rows in parts.values()):
         return {part: _number(f"{source.name!r}: {part}", rows) for part, rows in parts.items()}
-    found = {part: [_number(f"{source.name!r}: {part}", row) for row in rows] for part, rows in parts.items()}
-    return _padded(
-        source,
-        {
-            part: [row[None] if row.is_floating_point() and row.ndim == 1 else row for row in rows]
-            for part, rows in found.items()
-        },
-    )
+    made: dict[str, list[Tensor]] = {}
+    for part, rows in parts.items():
+        numbers = (_number(f"{source.name!r}: {part}", row) for row in rows)
+        made[part] = [row[None] if row.is_floating_point() and row.ndim == 1 else row for row in numbers]
+    return _padded(source, made)
 
 
 def _number(where: str, rows: np.ndarray) -> Tensor:
@@ -161,12 +150,12 @@ def _number(where: str, rows: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(rows, np.int64 if kind in "iu" else np.float32))
 
 
-def _check(source: Source, part: str, inputs: Values, names: Sequence[str]) -> None:
+def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> None:
     """Refuse another shape, infinite values, missing ones unless they are replaced, and tokens out of range."""
     shape, wanted = list(main(inputs).shape[1:]), list(source.shape)
     if wanted and (len(wanted) != len(shape) or any(b not in (None, a) for a, b in zip(shape, wanted, strict=True))):
         raise DataError(f"data.shape is {wanted}, but {source.name!r} has inputs of shape {shape}")
-    for key, values in inputs.items() if isinstance(inputs, dict) else [("", inputs)]:
+    for key, values in inputs.items() if isinstance(inputs, Mapping) else [("", inputs)]:
         if values.is_floating_point():
             absent = values.isnan()
             if values.isinf().any():
@@ -207,23 +196,16 @@ def _images(where: str, given: Rows, source: Source) -> Tensor:
 
 def _pixels(where: str, array: np.ndarray) -> Tensor:
     """Images [N, C, H, W], whose channels may come last or be missing."""
-    values = torch.from_numpy(np.array(array)) if array.dtype.kind in "fiu" else None
-    if values is None:
+    is_byte = array.dtype.kind in "iu" and (not array.size or 0 <= array.min() <= array.max() <= 255)
+    if not is_byte and array.dtype.kind != "f":
         raise DataError(
             f"{where} has {array.dtype} pixels; expected whole numbers from 0 to 255, or floating-point numbers"
         )
-    if values.ndim == 3:
-        values = values.unsqueeze(1)
-    if values.shape[1] > 4 >= values.shape[-1]:
-        values = values.movedim(-1, 1)
-    if values.is_floating_point():
-        return values.float().contiguous()
-    kind = str(values.dtype).removeprefix("torch.")
-    if kind in ("uint16", "uint32", "uint64"):  # torch finds no minimum of these; what does not fit becomes negative
-        values = values.long()
-    if values.numel() and not 0 <= values.min() <= values.max() <= 255:
-        raise DataError(f"{where} has {kind} pixels; expected whole numbers from 0 to 255, or floating-point numbers")
-    return values.to(torch.uint8).contiguous()
+    if array.ndim == 3:
+        array = array[:, None]
+    if array.shape[1] > 4 >= array.shape[-1]:
+        array = np.moveaxis(array, -1, 1)
+    return torch.from_numpy(np.array(array, np.uint8 if is_byte else np.float32, order="C"))
 
 
 def resized(images: Tensor, size: Size | None, *, smooth: bool = True) -> Tensor:

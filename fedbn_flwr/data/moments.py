@@ -7,17 +7,18 @@ them trains the same model, bit for bit, as a simulation with all data in one pl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError
 
 from . import Moments
-from .examples import MASK, Values, main
+from .examples import MASK, main
 
 PARTS = 3  # float64 numbers of an exact sum: 159 bits
 ROWS = 1 + 2 * PARTS  # of an array of sums: the number of values, the parts of their sum, those of their squares' sum
@@ -25,12 +26,12 @@ ROWS = 1 + 2 * PARTS  # of an array of sums: the number of values, the parts of 
 Sums = NDArray[np.float64]  # [ROWS, C]
 
 
-def sums_of(inputs: Values) -> Sums:
+def sums_of(inputs: Value) -> Sums:
     """Those of the columns of [N, C], or of the channels of [N, C, ...], in float32; none of tokens.
 
     Bytes count from 0 to 1. Missing values (NaN) do not count, nor do padded ones.
     """
-    mask = inputs.get(MASK) if isinstance(inputs, dict) else None
+    mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
     whole, found = main(inputs).cpu(), []
     if whole.dtype not in (torch.float32, torch.uint8):
         return np.empty((ROWS, 0))

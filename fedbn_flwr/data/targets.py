@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError, did_you_mean
 from fedbn_flwr.tasks import (
     BINARY,
@@ -26,11 +27,10 @@ from fedbn_flwr.tasks import (
 
 from . import IGNORED
 from .dataset import numbers
-from .examples import Values
 from .inputs import Parts
 from .source import Source
 
-Targets = dict[str, Values]  # by split
+Targets = dict[str, Value]  # by split
 
 
 def targets_of(
@@ -77,16 +77,14 @@ def _task(source: Source, parts: Parts) -> Task:
     return MULTILABEL if rows.ndim == 2 and is_yes_no else SEGMENTATION
 
 
-def several(source: Source, given: Mapping[str, Mapping[str, Any]]) -> tuple[Targets, tuple[str, ...], Task]:
+def several(label: Mapping[str, Parts]) -> tuple[Targets, tuple[str, ...], Task]:
     """Targets of several kinds, which only a loss of the user compares with a model's outputs."""
-    found: Targets = {
-        part: {
-            key: torch.from_numpy(rows.astype(np.int64)) if rows.dtype.kind in "iu" else _floats(rows)
-            for key, rows in targets.items()
-        }
-        for part, targets in given.items()
-    }
-    return found, tuple(next(iter(given.values()))), SEVERAL
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, parts in label.items():
+        for part, rows in parts.items():
+            is_whole = rows.dtype.kind in "iu"
+            found.setdefault(part, {})[key] = torch.from_numpy(rows.astype(np.int64)) if is_whole else _floats(rows)
+    return dict(found), tuple(label), SEVERAL
 
 
 def _floats(rows: np.ndarray) -> Tensor:

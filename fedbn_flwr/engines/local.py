@@ -2,8 +2,7 @@
 
 It needs no polling and no object store. With `workers=0` this process serves all nodes, and a debugger can step
 through. Otherwise workers serve them. Any worker serves any node: the node's context is sent with the message, and its
-state returned with the reply. Workers are forked: they share the memory of data loaded before. With `gpus` they are
-spawned, because CUDA does not work in forked processes: the workers of the extension `gpu`.
+state returned with the reply. Workers are forked: they share the memory of data loaded before, and cannot use a GPU.
 
 A server outside of Flower's runtime needs three of Flower's internals: `TaskIdentity`, `Run` and a message's id.
 """
@@ -16,21 +15,21 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from fedbn_flwr import extensions
 from fedbn_flwr.errors import MissingPackage, RunFailed
 
 from .base import Capabilities, GivenUp, NodeStates, Replied
 from .nodes import Contexts, Nodes
 from .schedule import Schedule
-from .worker import START_TIMEOUT, NodeWorker, Worker, leave_if_unguarded
+from .worker import START_TIMEOUT, NodeWorker, Worker
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from fedbn_flwr.exchange.codec import Agreement, Contribution
@@ -62,18 +61,12 @@ class LocalGrid(Capabilities, Grid):
         Number of nodes; node i has `partition-id` i and `num-partitions` in its node config, as in Flower's simulation.
     workers
         Processes that serve the nodes; 0 (default): this process.
-    gpus
-        GPUs on which workers train: worker i sees GPU i modulo `gpus` and no other. 0 (default): workers train on the
-        CPU.
-    start
-        How workers are started: "fork", or "spawn", the only way with `gpus`. A spawned process imports the app: it and
-        what it refers to must be at the top of a module, and what trains in a script below `if __name__ == "__main__"`.
     threads
         PyTorch's threads while serving nodes: 1 in workers; in this process None leaves their number unchanged.
         Results can depend on it in the last bit.
     work
         The expected relative duration of each node's messages, for instance its number of examples. Workers begin with
-        the longest; from the second message of a node on, the duration of its last one counts.
+        the longest.
     run_config, node_config
         The configs in the ClientApp's context; `node_config` is one mapping for all nodes, or one per node.
     node_ids
@@ -89,8 +82,6 @@ class LocalGrid(Capabilities, Grid):
         num_nodes: int,
         *,
         workers: int = 0,
-        gpus: int = 0,
-        start: Literal["fork", "spawn"] | None = None,
         threads: int | None = None,
         work: Sequence[float] | None = None,
         run_config: UserConfig | None = None,
@@ -98,15 +89,10 @@ class LocalGrid(Capabilities, Grid):
         node_ids: Sequence[int] | None = None,
         state_memory: float = math.inf,
     ) -> None:
-        leave_if_unguarded()
         if num_nodes < 1:
             raise ValueError(f"num_nodes is {num_nodes}; a grid needs at least one")
         if workers < 0:
             raise ValueError(f"workers is {workers}; give 0 (this process) or a number of processes")
-        if gpus < 0 or gpus > max(workers, 0):
-            raise ValueError(f"gpus is {gpus}, workers {workers}; expected gpus=0, or at least a worker for each GPU")
-        if start not in (None, "fork", "spawn") or (gpus and start == "fork"):
-            raise ValueError(f"start is {start!r} with gpus={gpus}; expected spawn, or fork without GPUs")
         ids = list(range(1, num_nodes + 1) if node_ids is None else node_ids)
         node_configs = [node_config or {}] * num_nodes if isinstance(node_config, Mapping | None) else node_config
         if len(set(ids)) != len(ids):
@@ -133,11 +119,10 @@ class LocalGrid(Capabilities, Grid):
         self._replies: dict[str, Message] = {}
         self._awaited: set[str] = set()  # the ids of messages to workers, until their replies are kept or given up
         self._observers: list[Replied] = []
-        self._gpus = min(gpus, num_nodes) if gpus or start == "spawn" else None  # of spawned workers
         self._start_timeout = 3 * START_TIMEOUT
         self._workers: Sequence[Any] = ()  # each is a NodeWorker
         if workers:
-            self._workers = self._make_workers(Nodes(client_app, threads or 1, {}), min(workers, num_nodes))
+            self._workers = self._make_workers(Nodes(client_app, threads or 1, Contexts({})), min(workers, num_nodes))
         self._schedule = Schedule(dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
         self._served_at: float | None = None  # when some worker was last ready
 
@@ -146,13 +131,7 @@ class LocalGrid(Capabilities, Grid):
         if nodes.threads != 1:
             # A forked process inherits OpenMP's record of a thread pool without its threads, and would wait for them.
             raise ValueError(f"threads is {nodes.threads}; worker processes train with one, or give workers=0")
-        if self._gpus is None:
-            return [Worker(nodes) for _ in range(count)]
-        if "spawn" not in extensions.declared("workers"):
-            raise MissingPackage("gpus and start='spawn' need the extension fedbn_flwr.extensions.gpu")
-        spawned: Sequence[NodeWorker]
-        spawned, self._start_timeout = extensions.part("workers", "spawn")(nodes, count, self._gpus)
-        return spawned
+        return [Worker(nodes) for _ in range(count)]
 
     def _wait(self, timeout: float) -> list[int]:
         """The numbers of the workers whose job has a result; waits up to `timeout` seconds for the first."""
@@ -203,8 +182,8 @@ class LocalGrid(Capabilities, Grid):
                 waiting.append(message)
                 self._awaited.add(message_id)
             else:
-                self._received(message_id, self._nodes.answer(message, self._contexts.bring(node)))
-                self._contexts.used(node)
+                with self._contexts.use(node) as context:
+                    self._received(message_id, self._nodes.answer(message, context))
         if waiting:
             self._schedule.add(waiting, [number for number, worker in enumerate(self._workers) if not worker.problem])
             self._serve_workers(0)
@@ -267,14 +246,11 @@ class LocalGrid(Capabilities, Grid):
     def _send_next(self) -> None:
         for number, worker in enumerate(self._workers):
             if worker.is_free and (message := self._schedule.take(number)) is not None:
-                node = message.metadata.dst_node_id
-                context = None if self._schedule.is_kept(node) else self._contexts.bring(node)
-                then = functools.partial(self._handled, message, number, time.monotonic())
-                worker.send(then, "serve", message, context)
+                node, then = message.metadata.dst_node_id, functools.partial(self._handled, message, number)
+                with self._contexts.use(node) as context:
+                    worker.send(then, "serve", message, None if self._schedule.is_kept(node) else context)
 
-    def _handled(
-        self, message: Message, worker: int, began: float, result: tuple[Message, RecordDict | None], lost: str
-    ) -> None:
+    def _handled(self, message: Message, worker: int, result: tuple[Message, RecordDict | None], lost: str) -> None:
         """Keep the reply to a message that a worker has handled, and the node's state."""
         if lost:
             reason = f"{lost}; its node has the state from before this message"
@@ -282,10 +258,9 @@ class LocalGrid(Capabilities, Grid):
         else:
             reply, state = result
         if state is not None:
-            node = message.metadata.dst_node_id
-            self._contexts.bring(node).state = state
-            self._contexts.used(node)
-        self._schedule.done(message, worker, None if lost else time.monotonic() - began)
+            with self._contexts.use(message.metadata.dst_node_id) as context:
+                context.state = state
+        self._schedule.done(message, worker, lost=bool(lost))
         if message.metadata.message_id in self._awaited:
             self._awaited.remove(message.metadata.message_id)
             self._received(message.metadata.message_id, reply)
@@ -321,19 +296,19 @@ class LocalGrid(Capabilities, Grid):
 
     def read_state(self, node: int) -> RecordDict:
         """A node's `Context.state`; that of before the message or the layer-wise round that a worker has not ended."""
-        return self._between_rounds(node).state
+        with self._between_rounds(node) as context:
+            return context.state
 
     def write_state(self, node: int, records: RecordDict) -> None:
         """Replace a node's `Context.state`."""
-        self._between_rounds(node).state = records
+        with self._between_rounds(node) as context:
+            context.state = records
 
-    def _between_rounds(self, node: int) -> Context:
+    def _between_rounds(self, node: int) -> AbstractContextManager[Context]:
         if self._awaited:
             raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
         self._schedule.let_go(node)
-        context = self._contexts.bring(node)
-        self._contexts.used(node)
-        return context
+        return self._contexts.use(node)
 
     def close(self) -> None:
         """End the workers, and remove the folder of states."""

@@ -5,7 +5,7 @@ Flower's own grid polls every 3 s, which would delay every exchange of a short r
 
 from __future__ import annotations
 
-import os
+import itertools
 import time
 from collections.abc import Iterable
 from logging import WARNING
@@ -15,11 +15,9 @@ from flwr.common import log
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import SettingsError
-
 from .base import GivenUp, GridAround, Replied
 
-VARIABLE = "FEDBN_POLL_SECONDS"
+_PAUSE = 0.05  # seconds before the first polls
 _LONGEST_PAUSE = 3.0  # seconds, as in Flower's own grid
 _PAUSE_SHARE = 0.05  # of the time passed so far: the pause before the next poll
 _RESTART_CHECK = 5.0  # seconds between checks for restarted nodes
@@ -35,7 +33,7 @@ def poll_often(grid: Grid) -> Grid:
 
 
 class PollingGrid(GridAround):
-    """`grid`, whose `send_and_receive` polls for replies after `interval` seconds, then at growing intervals.
+    """`grid`, whose `send_and_receive` polls for replies at growing intervals.
 
     For a lost node the SuperLink sends an error with its own node id; here the error has the id of the lost node.
 
@@ -43,9 +41,8 @@ class PollingGrid(GridAround):
     waits for the reply until its timeout. Here the missing reply becomes an error after some seconds.
     """
 
-    def __init__(self, grid: Grid, interval: float | None = None) -> None:
+    def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
-        self._interval = _interval() if interval is None else interval
         self._observers: list[tuple[Replied, GivenUp]] = []
 
     def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
@@ -55,20 +52,17 @@ class PollingGrid(GridAround):
         """The replies that arrive within `timeout` seconds, in that order; later ones stay on the SuperLink."""
         messages = list(messages)  # Flower's grid iterates over them twice
         observers, self._observers = self._observers, []
-        if not messages:
-            return []
         began = checked = time.monotonic()
         next_warning = _FIRST_WARNING
         before = self._activations()
+        asked, new = dict[str, Message](), list[Message]()
         # The id of a rejected message is None; if all messages together are too large, there are no ids.
-        message_ids = [*self.inner.push_messages(messages), *[None] * len(messages)]
-        asked = {key: message for key, message in zip(message_ids, messages, strict=False) if key}
-        refused = "the SuperLink did not accept the message; its log says why"
-        new = [
-            Message(Error(ErrorCode.UNKNOWN, refused), reply_to=message)
-            for key, message in zip(message_ids, messages, strict=False)
-            if not key
-        ]
+        for message, key in itertools.zip_longest(messages, self.inner.push_messages(messages)):
+            if key:
+                asked[key] = message
+            else:
+                error = Error(ErrorCode.UNKNOWN, "the SuperLink did not accept the message; its log says why")
+                new.append(Message(error, reply_to=message))
         replies: list[Message] = []
         while True:
             restarted = set[int]()
@@ -98,7 +92,7 @@ class PollingGrid(GridAround):
                 limit = "without limit" if timeout is None else f"at most {timeout:g} s"
                 log(WARNING, "waiting for %d of %d replies since %.0f s, %s", len(asked), len(messages), passed, limit)
                 next_warning *= 2
-            pause = min(max(self._interval, _PAUSE_SHARE * passed), max(self._interval, _LONGEST_PAUSE))
+            pause = min(max(_PAUSE, _PAUSE_SHARE * passed), _LONGEST_PAUSE)
             time.sleep(pause if timeout is None else min(pause, timeout - passed))
 
     def _activations(self) -> dict[int, str]:
@@ -110,14 +104,3 @@ def _from_node(reply: Message, message: Message) -> Message:
     if reply.has_error() and reply.metadata.src_node_id == SUPERLINK_NODE_ID:
         reply.metadata.__dict__["_src_node_id"] = message.metadata.dst_node_id
     return reply
-
-
-def _interval() -> float:
-    given = os.environ.get(VARIABLE) or "0.05"
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0.01 <= seconds <= 60:
-        raise SettingsError(f"{VARIABLE} is {given!r}; expected seconds from 0.01 to 60")
-    return seconds

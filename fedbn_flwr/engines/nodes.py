@@ -6,11 +6,13 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
@@ -28,10 +30,7 @@ if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses th
 
 
 class Contexts(dict[int, Context]):
-    """The contexts of all nodes. The states used last stay in memory, up to `limit` bytes in all; others are in files.
-
-    `used()` follows each use of a state that `bring()` has returned.
-    """
+    """The contexts of all nodes: the states used last are in memory, up to `limit` bytes in all, others in files."""
 
     def __init__(self, contexts: Mapping[int, Context], limit: float = math.inf) -> None:
         super().__init__(contexts)
@@ -40,31 +39,28 @@ class Contexts(dict[int, Context]):
         self._sizes: dict[int, int] = {}  # of the states in memory; those used last at the end
         self._total = 0
 
-    def bring(self, node: int) -> Context:
-        """The context of a node, with its state."""
+    @contextmanager
+    def use(self, node: int) -> Iterator[Context]:
+        """The context of a node, with its state. Then those used longest ago go to files, if too large."""
         context = self[node]
-        if self._folder is not None and (file := self._file(node)).exists():
+        if self._folder is None:
+            yield context
+            return
+        if (file := self._file(node)).exists():
             with Store(file) as store:
                 context.state = RecordDict({**parse(store["state"]), **context.state})
             file.unlink()
-        return context
-
-    def used(self, node: int) -> None:
-        """Write the states that were used longest ago to files, if those in memory are too large."""
-        if self._folder is None:
-            return
+        yield context
         self._total -= self._sizes.pop(node, 0)
-        _, self._sizes[node] = size_in(self[node].state)
+        _, self._sizes[node] = size_in(context.state)
         self._total += self._sizes[node]
         while self._total > self._limit and len(self._sizes) > 1:
             other = next(iter(self._sizes))
             self._total -= self._sizes.pop(other)
-            try:
-                data = dump(self[other].state)
-            except ValueError:  # an array of a type that cannot be stored: it stays in memory
-                continue
-            write_store(self._file(other), [("state", data)], durable=False)  # it need not outlive this process
-            self[other].state = protocol.volatile(self[other].state)  # which `dump` leaves out
+            with suppress(ValueError):  # an array of a type that cannot be stored: it stays in memory
+                entries = [("state", dump(self[other].state))]
+                write_store(self._file(other), entries, durable=False)  # it need not outlive this process
+                self[other].state = protocol.volatile(self[other].state)  # which `dump` leaves out
 
     def close(self) -> None:
         if self._folder is not None:
@@ -81,7 +77,7 @@ class Nodes:
 
     client_app: ClientApp
     threads: int | None
-    contexts: dict[int, Context]
+    contexts: Contexts
 
     def serve(self, message: Message, context: Context | None) -> tuple[Message, RecordDict | None]:
         """In a worker: the reply, and the node's new state. None instead of context or state: the worker has it."""
@@ -98,18 +94,16 @@ class Nodes:
         answers: dict[int, Contribution | str] = {}
         for node in nodes:
             try:
-                answers[node] = self.client_app.exchange(self.contexts[node], agreement)  # type: ignore[attr-defined]
+                with self.contexts.use(node) as context:
+                    answers[node] = self.client_app.exchange(context, agreement)  # type: ignore[attr-defined]
             except (Exception, SystemExit) as error:
                 answers[node] = _reason(error)
         return answers
 
     def answer(self, message: Message, context: Context) -> Message:
         """The ClientApp's reply, or an error reply."""
-        if self.threads is not None and "torch" in sys.modules:
-            import torch
-
-            if torch.get_num_threads() != self.threads:
-                torch.set_num_threads(self.threads)
+        if self.threads is not None and torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
         asked = message.metadata
         try:
             # The messages of a round share their content; a change by one client must not reach the next.

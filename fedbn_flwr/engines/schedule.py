@@ -6,11 +6,10 @@ began it keeps the node, because the parked round is in its memory.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from flwr.app import Message, MessageType
+from flwr.app import Message
 
 from fedbn_flwr.messages.protocol import COHORT_QUERY
 
@@ -23,17 +22,15 @@ def keeps_node(message: Message) -> bool:
 class Schedule:
     """The waiting messages, and the workers of nodes.
 
-    `work` is the expected relative duration of a node's messages. The durations of a node's last messages, by type,
-    replace it.
+    `work` is the expected relative duration of a node's messages.
     """
 
     def __init__(self, work: Mapping[int, float]) -> None:
         self._work = work
         self._holder: dict[int, int] = {}  # the worker that a node must go to, by node
         self._kept: set[int] = set()  # the nodes whose state is there
-        self._waiting: list[tuple[float, Message]] = []  # with the expected duration, the longest first
+        self._waiting: list[Message] = []  # the longest first
         self._busy: dict[int, int] = {}  # the worker that handles a message of a node, by node
-        self._seconds: defaultdict[str, dict[int, float]] = defaultdict(dict)  # by type of message and node
 
     def is_kept(self, node: int) -> bool:
         """Whether a worker has the node's state."""
@@ -54,20 +51,15 @@ class Schedule:
 
     def add(self, messages: Iterable[Message], workers: Sequence[int]) -> None:
         """Put messages into the queue; the layer-wise rounds that they begin are shared among `workers`."""
-        longest = {message.metadata.dst_node_id: seconds for seconds, message in self._waiting}
-        for message in messages:
-            node = message.metadata.dst_node_id
-            # Not before the node's messages that wait already.
-            longest[node] = min(self._duration(node, message.metadata.message_type), longest.get(node, math.inf))
-            self._waiting.append((longest[node], message))
-        self._waiting.sort(key=lambda entry: -entry[0])
-        for _, message in self._waiting:
+        # The messages of one node stay in their order.
+        self._waiting = sorted([*self._waiting, *messages], key=lambda each: -self._work[each.metadata.dst_node_id])
+        for message in self._waiting:
             if keeps_node(message) and message.metadata.dst_node_id not in self._holder:  # a layer-wise round begins
                 self._holder[message.metadata.dst_node_id] = self._least_loaded(workers)
 
     def take(self, worker: int) -> Message | None:
         """Remove and return the next message of a free worker; None if there is none."""
-        for place, (_, message) in enumerate(self._waiting):
+        for place, message in enumerate(self._waiting):
             node = message.metadata.dst_node_id
             if node not in self._busy and self._holder.get(node, worker) == worker:
                 del self._waiting[place]
@@ -77,15 +69,13 @@ class Schedule:
                 return message
         return None
 
-    def done(self, message: Message, worker: int, seconds: float | None) -> None:
-        """Note that a worker has handled a message in so many seconds; None if the worker died."""
+    def done(self, message: Message, worker: int, *, lost: bool = False) -> None:
+        """Note that a worker has handled a message, or died."""
         node = message.metadata.dst_node_id
         del self._busy[node]
-        if seconds is None:
+        if lost:
             self.release(worker)
-            return
-        self._seconds[message.metadata.message_type][node] = seconds
-        if keeps_node(message) and self._holder.get(node) == worker:  # not if it was let go in the meantime
+        elif keeps_node(message) and self._holder.get(node) == worker:  # not if it was let go in the meantime
             self._kept.add(node)
         else:
             self.let_go(node)
@@ -93,9 +83,9 @@ class Schedule:
     def drop(self, abandoned: Collection[str]) -> None:
         """Remove the messages with these ids that still wait."""
         before = self._waiting
-        self._waiting = [entry for entry in before if entry[1].metadata.message_id not in abandoned]
+        self._waiting = [message for message in before if message.metadata.message_id not in abandoned]
         # A layer-wise round has not begun at the worker that was to hold the node.
-        for node in {message.metadata.dst_node_id for _, message in before} - self._kept - self._busy.keys():
+        for node in {message.metadata.dst_node_id for message in before} - self._kept - self._busy.keys():
             self._holder.pop(node, None)
 
     def release(self, worker: int) -> None:
@@ -107,12 +97,6 @@ class Schedule:
         """The worker that is to hold the next node: not one that is late with a message, if others are free."""
         loads: defaultdict[int, float] = defaultdict(float)
         for node, worker in self._holder.items():
-            loads[worker] += self._duration(node, MessageType.TRAIN)
+            loads[worker] += self._work[node]
         busy = set(self._busy.values())
         return min(workers, key=lambda worker: (worker in busy, loads[worker]))
-
-    def _duration(self, node: int, kind: str) -> float:
-        """The seconds of the node's last message of this type, or an estimate from the durations of other nodes."""
-        known = self._seconds[kind]
-        done = sum(self._work[each] for each in known)
-        return known.get(node, self._work[node] * (sum(known.values()) / done if done else 1.0))

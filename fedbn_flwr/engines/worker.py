@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
 from flwr.common import log
 
 from fedbn_flwr import seeding
@@ -35,7 +36,6 @@ _WATCH = 2  # seconds between two looks whether the parent lives
 _IDLE = 1  # seconds without a job, after which a worker returns freed memory to the system
 _KEPT, _ALL = 256 << 20, -1  # bytes
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
-UNGUARDED = 97  # exit code of a process that found its main script unguarded
 
 Then = Callable[[Any, str], object]  # gets a job's result, or the reason why there is none
 
@@ -43,7 +43,6 @@ Then = Callable[[Any, str], object]  # gets a job's result, or the reason why th
 class NodeWorker(ABC):
     """Serves nodes, one job at a time. It is started before its first job, and again when it was lost."""
 
-    starts = _STARTS  # after so many attempts it is not started again
     then: Then | None = None  # gets the result of the current job, of which the first one is its start
     is_ready = False
     problem = ""  # why it is not started again
@@ -65,7 +64,7 @@ class NodeWorker(ABC):
         if not self.is_ready:
             log(WARNING, "a worker could not be started: %s", problem or lost)
             self.close()
-        if self._failures == self.starts:
+        if self._failures == _STARTS:
             self.problem = problem or lost
 
     def proceed(self) -> None:
@@ -111,11 +110,6 @@ class Channel:
         with self._end.makefile("wb") as file:
             pickle.dump(value, file, protocol=5)
 
-    def write(self, pickled: memoryview) -> None:
-        """Send what is pickled, unless the other end is closed."""
-        with contextlib.suppress(OSError):
-            self._end.sendall(pickled)
-
     def receive(self) -> Any:
         """The next object; EOFError if the other end is closed."""
         try:
@@ -149,7 +143,8 @@ class Worker(NodeWorker):
         return_freed_memory()  # otherwise each process would have a copy of it as soon as it uses it
         here, there = socket.socketpair()
         self.channel, self._began = Channel(here), time.monotonic()
-        self.process = self.new_process(there)
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=_serve, args=(self.nodes, there), daemon=True)
         # It receives Ctrl-C only when it has decided what to do with it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -157,9 +152,6 @@ class Worker(NodeWorker):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             there.close()
-
-    def new_process(self, end: socket.socket) -> BaseProcess:
-        return multiprocessing.get_context("fork").Process(target=_serve_forked, args=(self.nodes, end), daemon=True)
 
     def send(self, then: Then, call: str, *arguments: Any) -> None:
         # One job at a time: with several, each end could wait for the other to read.
@@ -173,11 +165,9 @@ class Worker(NodeWorker):
         except EOFError:
             assert self.process is not None
             self.process.join(5)
-            return None, self.why_it_ended(self.process.exitcode)
-
-    def why_it_ended(self, code: int | None) -> str:
-        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        return f"the client's process died ({how})"
+            code = self.process.exitcode
+            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            return None, f"the client's process died ({how})"
 
     def close(self) -> None:
         if self.process is not None:
@@ -189,29 +179,8 @@ class Worker(NodeWorker):
         self.process, self.then, self.is_ready = None, None, False
 
 
-def leave_if_unguarded() -> None:
-    """End this process if it is a new worker that executes the main script of the process that started it.
-
-    A spawned process imports the main script, in which only code below `if __name__ == "__main__"` is not executed.
-    """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(UNGUARDED)
-
-
-def _serve_forked(nodes: Nodes, end: socket.socket) -> None:
-    if "torch" in sys.modules:
-        seeding.states()  # takes the lock of PyTorch's generator
-    sys.stdout.flush()
-    sys.stderr.flush()
-    serve(nodes, Channel(end), fork_problem())
-
-
 def fork_problem() -> str | None:
     """Why this forked process cannot train: PyTorch refuses if its parent has threads that compute gradients."""
-    if "torch" not in sys.modules:
-        return None
-    import torch
-
     try:
         torch.zeros((), requires_grad=True).backward()
     except RuntimeError:
@@ -229,7 +198,12 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def serve(nodes: Nodes, channel: Channel, problem: str | None = None) -> None:
+def _serve(nodes: Nodes, end: socket.socket) -> None:
+    """In the new process: take the locks that other threads may hold, and answer until the parent ends it."""
+    seeding.states()  # takes the lock of PyTorch's generator
+    sys.stdout.flush()
+    sys.stderr.flush()
+    channel, problem = Channel(end), fork_problem()
     threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     keep_freed_memory()
     # Ctrl-C reaches every process of a terminal; the parent decides when workers end.

@@ -15,10 +15,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.extensions import declared, part
+from fedbn_flwr.extensions import parts
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in, pack
 from fedbn_flwr.messages.gate import gate, sent_model
+from fedbn_flwr.messages.screening import reason_of
 
 from .codec import Agreement, Contribution, contribution_from_records, numbers_of
 from .round import Answers, Carrier, ExchangesDone
@@ -53,45 +54,23 @@ class Service(Protocol):
     def carrier(self, grid: Grid, messages: Sequence[Message], timeout: float) -> RoundCarrier: ...
 
 
-def check(direct: Any) -> None:
-    if not isinstance(direct, Service | bool):
+def service_of(direct: Service | bool) -> Service | None:
+    """The service for exchanges: `direct` itself, with True the one of the environment, if any; None: messages."""
+    if isinstance(direct, Service):
+        return direct
+    if not isinstance(direct, bool):
         raise SettingsError(
             f"direct is {direct!r}; expected true or false (the environment variable {ADDRESS} of the ServerApp has "
             "the address), or an exchange service such as fedbn_flwr.extensions.streams.config.ExchangeConfig"
         )
-
-
-def prepare(direct: Service | bool) -> None:
-    """Report a wrong setting of the service before the first round."""
-    if (service := service_of(direct)) is not None:
-        service.prepare()
-
-
-def service_of(direct: Service | bool) -> Service | None:
-    """The service for exchanges: `direct` itself, with True the one of the environment, if any; None: messages."""
-    if not isinstance(direct, bool):
-        return direct
-    installed: list[type[Service]] = [part("carriers", name) for name in declared("carriers")] if direct else []
-    for kind in installed:
-        if (service := kind.from_environment()) is not None:
-            return service
+    installed: list[type[Service]] = parts("carriers") if direct else []
     if direct and not installed and (address := os.environ.get(ADDRESS, "").strip()):
         raise SettingsError(
             f"the environment names an exchange service ({ADDRESS}={address!r}), and this installation lacks the "
             "extension 'streams', which opens it; install fedbn-flwr with its extensions, or unset the variable: "
             "exchanges are then sent as messages"
         )
-    return None
-
-
-def choose(
-    direct: Service | bool, grid: Grid, messages: Sequence[Message], timeout: float, pass_on: PassOn
-) -> RoundCarrier:
-    """The carrier of a round that would begin with these train messages; an exchange may take `timeout` seconds."""
-    service = service_of(direct)
-    if service is not None:
-        return service.carrier(grid, messages, timeout)
-    return ByMessages(grid, messages, timeout, pass_on if direct else None)
+    return next(filter(None, (kind.from_environment() for kind in installed)), None)
 
 
 def content_like(message: Message, arrays: ArrayRecord, more: Mapping[str, Any]) -> RecordDict:
@@ -122,20 +101,7 @@ class ByMessages:
                 return answers
         questions = self._messages(protocol.COHORT_QUERY, nodes, step, agreement)
         replies = gate(self._grid.send_and_receive(questions, timeout=self._timeout))
-        answers = {reply.metadata.src_node_id: _answer(reply) for reply in replies}
-        failed = [reply.metadata.src_node_id for reply in replies if reply.has_error()]
-        if failed and step == 0:
-            lack = "(its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app)"
-            served = self._served(failed)
-            answers |= {node: f"{answers[node]} {lack}" for node in failed if node not in served}
-        return answers
-
-    def _served(self, nodes: Sequence[int]) -> set[int]:
-        """Those of the nodes whose ClientApp answers another query of this project."""
-        content = RecordDict({"config": ConfigRecord()})
-        queries = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
-        replies = self._grid.send_and_receive(queries, timeout=self._timeout)
-        return {reply.metadata.src_node_id for reply in replies if reply.has_content()}
+        return {reply.metadata.src_node_id: _answer(reply) for reply in replies}
 
     def _messages(self, kind: str, nodes: Sequence[int], step: int, agreement: Agreement | None) -> list[Message]:
         arrays, numbers = sent_model(self._first.content), {}
@@ -147,7 +113,7 @@ class ByMessages:
 
 def _answer(reply: Message) -> Contribution | str:
     if reply.has_error():
-        return str(reply.error.reason)
+        return reason_of(reply)
     try:
         return contribution_from_records(reply.content)
     except MessageError as error:

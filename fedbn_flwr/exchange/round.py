@@ -156,5 +156,5 @@ def problem(contribution: Contribution, remaining: int | None) -> str | None:
 
 def _form(contribution: Contribution) -> tuple[Any, ...]:
     """The properties that all contributions to one exchange must share."""
-    shapes = tuple((name, array.dtype.str, *array.shape) for name, array in contribution.tensors.items())
+    shapes = [(name, array.dtype.str, *array.shape) for name, array in contribution.tensors.items()]
     return (contribution.kind, contribution.remaining, *shapes)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import named
+from fedbn_flwr.batch import Value, tensors
 from fedbn_flwr.data.batches import ClientBatches, Normalise
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.custom import own_augmentation, own_normalisation
 from fedbn_flwr.data.dataset import DataSet, Form, fewer
-from fedbn_flwr.data.examples import MASK, InMemory, Values, main
+from fedbn_flwr.data.examples import MASK, InMemory, main
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partition.indices import hold_out, partition, share_test
 from fedbn_flwr.data.partition.kinds import KINDS
@@ -42,12 +43,9 @@ def load_data(data: settings.Data, device: str) -> DataSet:
 
     Nodes with own data have a data set each. A relative name counts from the working directory.
     """
-    plain = _plain(data)
-    if (received := _received.get((plain, device))) is not None:
-        return received
-    key = plain, device, os.getcwd()
+    key = _plain(data), device, os.getcwd()
     if (found := _kept.get(key)) is None:
-        found = _kept[key] = _loaded(plain, device)
+        found = _kept[key] = _loaded(key[0], device)
         while len(_kept) > 2 and sum(each.nbytes for each in list(_kept.values())) > data.memory * 2**30:
             _kept.pop(next(iter(_kept)), None)
     return found
@@ -56,8 +54,7 @@ def load_data(data: settings.Data, device: str) -> DataSet:
 def forget_data() -> None:
     """Load data sets again when they are next needed: their files may have changed."""
     _kept.clear()
-    _partition.cache_clear()
-    _own_test.cache_clear()
+    _shares.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -78,11 +75,8 @@ def loaded_data(data: settings.Data, device: str) -> LoadedData | None:
     return LoadedData(_plain(data), device, dataset) if isinstance(dataset.train, InMemory) else None
 
 
-_received: dict[tuple[settings.Data, str], DataSet] = {}
-
-
 def receive(data: settings.Data, device: str, dataset: DataSet) -> LoadedData:
-    _received[data, device] = dataset
+    _kept[data, device, os.getcwd()] = dataset
     return LoadedData(data, device, dataset)
 
 
@@ -91,7 +85,7 @@ def _plain(data: settings.Data) -> settings.Data:
 
     These share one copy of the examples.
     """
-    return data.model_copy(update={"partition": KINDS["iid"].options(), **PLAIN})
+    return data.model_copy(update={"partition": KINDS["iid"](), **PLAIN})
 
 
 def _loaded(data: settings.Data, device: str) -> DataSet:
@@ -113,7 +107,7 @@ def _loaded(data: settings.Data, device: str) -> DataSet:
 
 def _check_ranges(data: settings.Data, dataset: DataSet) -> None:
     """Refuse values outside of `data.ranges`, by their number: a site's error is sent to the server."""
-    for column, (low, high) in data.ranges:
+    for column, (low, high) in data.ranges.items():
         if column not in dataset.input_names:
             raise SettingsError(f"data.ranges has {column!r}; {did_you_mean(column, dataset.input_names)}")
         place = dataset.input_names.index(column)
@@ -128,51 +122,43 @@ def _check_ranges(data: settings.Data, dataset: DataSet) -> None:
 
 def source_of(data: settings.Data) -> Source:
     values = {each.name: getattr(data, each.name) for each in fields(Source) if each.name in settings.Data.model_fields}
-    return Source(**{**values, "categories": dict(data.categories), "options": data.options.model_extra or {}})
+    return Source(**{**values, "options": data.options.model_extra or {}})
 
 
 def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
     """Indices of each client's training examples."""
-    return _partition(os.getcwd(), data, clients, seed, device)
+    return _shares(os.getcwd(), data, clients, seed, device)[0]
 
 
 def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
     """Indices of each client's own test examples."""
-    return _own_test(os.getcwd(), data, clients, seed, device)
+    return _shares(os.getcwd(), data, clients, seed, device)[1]
 
 
-# Both are kept for each working directory, from which a relative `data.name` counts.
-@functools.lru_cache(maxsize=8)
-def _partition(_: str, data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
+@functools.lru_cache(maxsize=8)  # for each working directory, from which a relative `data.name` counts
+def _shares(_: str, data: settings.Data, clients: int, seed: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
     dataset = load_data(data, device)
     options = data.partition.model_dump()
     kind, strata = options.pop("kind"), dataset.strata(options.pop("bins"))
-    if not strata.of_labels and kind in KINDS and KINDS[kind].by_class:
+    if not strata.of_labels and data.partition.by_class:
         raise SettingsError(
             f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} has labels per pixel "
             "or of several kinds; use iid, domain or natural"
         )
-    if kind == "natural" and dataset.groups is None:
+    groups = dataset.groups if kind == "natural" else dataset.domains
+    if kind == "natural" and groups is None:
         raise SettingsError(
             "data.partition.kind is 'natural', which needs data.group, the column whose values are the clients; the "
             f"columns of {data.name!r} are {', '.join(dataset.columns)}"
         )
-    groups = dataset.groups if kind == "natural" else dataset.domains
-    return partition(strata.train, len(strata.names), clients, seed, kind, groups=groups, **options)
-
-
-@functools.lru_cache(maxsize=8)
-def _own_test(_: str, data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
-    dataset = load_data(data, device)
-    parts = partition_of(data, clients, seed, device)
-    strata = dataset.strata(data.partition.bins)
-    train, test, groups = strata.train, strata.test, dataset.domains
-    if data.partition.kind == "natural" and dataset.groups is not None and dataset.groups.in_both:
-        groups = dataset.groups
+    parts = partition(strata.train, len(strata.names), clients, seed, kind, groups=groups, **options)
+    if kind == "natural" and groups is not None and not groups.in_both:
+        groups = dataset.domains
+    train, test = strata.train, strata.test
     if groups is not None and groups.test is not None:
         # The classes of each group are split separately: a client is tested on the groups that it trains on.
         train, test = train + len(strata.names) * groups.train, test + len(strata.names) * groups.test
-    return share_test(parts, train, test, seed)
+    return parts, share_test(parts, train, test, seed)
 
 
 def validation_rows(run: Settings, partition: Sequence[Tensor]) -> Tensor:
@@ -267,15 +253,11 @@ def try_data(run: Settings, dataset: DataSet, indices: Tensor) -> None:
         return
     batches = client_batches(run, dataset, indices[:2], client=0, batch_size=2)
     (first, _), (second, _) = (next(iter(batches.epoch(1, 0))) for _ in range(2))
-    if any(not a.equal(b) for a, b in zip(_tensors(first), _tensors(second), strict=True)):
+    if any(not a.equal(b) for a, b in zip(tensors(first), tensors(second), strict=True)):
         raise SettingsError(
             f"{' and '.join(own)} returned different examples for the same batch, so a resumed run would differ; draw "
             "from the argument `generator`, which an augmentation receives if its signature names it"
         )
-
-
-def _tensors(value: Values) -> list[Tensor]:
-    return list(value.values()) if isinstance(value, dict) else [value]
 
 
 @dataclass(frozen=True)
@@ -288,7 +270,7 @@ class Shape(Form):
     tokens: int | None = None
     is_padded: bool = False  # inputs of several lengths, with a mask
 
-    def blank(self, number: int) -> Values:
+    def blank(self, number: int) -> Value:
         zeros = torch.zeros(number, *self.shape, dtype=torch.float32 if self.tokens is None else torch.int64)
         mask = torch.ones(number, self.shape[-1], dtype=torch.bool)
         return {"inputs": zeros, MASK: mask} if self.is_padded else zeros
@@ -303,7 +285,7 @@ def shape_without_data(run: Settings) -> Shape:
     if not shape and data.channels is not None and data.size is not None:
         shape = (data.channels, *((data.size, data.size) if isinstance(data.size, int) else data.size))
     if not shape and data.channels is None and data.tokens is None and data.inputs:
-        shape = (sum(len(dict(data.categories).get(column, "1")) for column in data.inputs),)
+        shape = (sum(len(data.categories.get(column, "1")) for column in data.inputs),)
     if classes is None or not shape:
         missing = [key for key, value in (("data.classes", classes), ("data.shape", shape)) if not value]
         raise SettingsError(

@@ -5,8 +5,7 @@ The first faults are reported together, each with its key, the value found and t
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +18,6 @@ from fedbn_flwr.results.text import shorten
 
 from .settings import DERIVED, OWN, Settings
 
-_TYPE = re.compile(r"(int|float|str|bool|none)$|(literal|tuple|list|function-[a-z]+)\[")
 KEYS_OF_A_FILE = {  # beside those of a run
     "description": "one line",
     "extends": (
@@ -82,63 +80,48 @@ def check_settings(settings: Mapping[str, Any]) -> Settings:
     try:
         return Settings.model_validate(dict(settings))
     except ValidationError as error:
-        faults = _without_repetition(map(_explain, error.errors()))
+        faults = list(map(_explain, error.errors()))
         refusal = SettingsError(_listed(faults))
         refusal.faults = faults
         raise refusal from None
 
 
-def _without_repetition(faults: Iterable[str]) -> list[str]:
-    """One fault for each value: a value of several allowed types has one for each type."""
-    merged: dict[str, list[str]] = {}
-    for fault in faults:
-        value, expected, rest = fault.partition(": expected ")
-        merged.setdefault(value + expected, []).append(rest)
-    return [start + " or ".join(rests) for start, rests in merged.items()]
+# Where pydantic's words are not those of an experiment file.
+_EXPECTED = {
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "string_pattern_mismatch": "one line without control characters",
+}
 
 
 def _explain(details: ErrorDetails) -> str:
     # Pydantic adds the kind of a partition to the path, but the file does not have it there.
     parts = [str(part) for part in details["loc"]]
-    while len(parts) > 1 and _TYPE.match(parts[-1]):  # of a value that may have several types
-        parts.pop()
     key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
-    found, value = details["input"], shorten(repr(details["input"]), 200)
-    match details["type"]:
-        case "extra_forbidden":
-            section = _section(parts[:-1])
-            return f"unknown key {key!r} (= {value}); {did_you_mean(parts[-1], section)}"
-        case "missing":
-            return f"{key!r} is missing"
-        case "union_tag_invalid" | "union_tag_not_found":
-            kind = found.get("kind") if isinstance(found, Mapping) else found
-            wrong = f".kind={kind!r} is not a partition" if kind else ".kind is missing"
-            return f"{key}{wrong}; {did_you_mean(str(kind), KINDS)}, or {OWN} for your own"
-        case "value_error":
-            error = details["ctx"]["error"]
-            return f"{key + ': ' if key and not isinstance(error, SettingsError) else ''}{error}"
-        case "string_pattern_mismatch":
-            return f"{key} is {value}: expected one line without control characters"
-        case "tuple_type":
-            return f"{key} is {found!r}: expected a list"
-        case "dict_type" | "model_type":
-            return f"{key} is {found!r}: expected a mapping"
-        case _:
-            expected = details["msg"].replace("Input should be", "expected")
-            return f"{key} is {value}: {expected}"
+    found, kind, value = details["input"], details["type"], shorten(repr(details["input"]), 200)
+    if kind == "extra_forbidden":
+        return f"unknown key {key!r} (= {value}); {did_you_mean(parts[-1], _section(parts[:-1]))}"
+    if kind == "missing":
+        return f"{key!r} is missing"
+    if kind.startswith("union_tag"):  # of a partition
+        name = found.get("kind") if isinstance(found, Mapping) else found
+        wrong = f".kind={name!r} is not a partition" if name else ".kind is missing"
+        return f"{key}{wrong}; {did_you_mean(str(name), KINDS)}, or {OWN} for your own"
+    if kind == "value_error":
+        error = details["ctx"]["error"]
+        return f"{key + ': ' if key and not isinstance(error, SettingsError) else ''}{error}"
+    return f"{key} is {value}: expected {_EXPECTED.get(kind) or details['msg'].removeprefix('Input should be ')}"
 
 
-def _section(path: Sequence[str]) -> Iterator[str]:
+def _section(path: Sequence[str]) -> list[str]:
     """The known keys of the section at `path`."""
     model: type[BaseModel] = Settings
     for part in path:
-        if part == OWN:
-            model = OwnOptions
-        elif part in KINDS:
-            model = KINDS[part].options
+        if part in (OWN, *KINDS):
+            model = KINDS.get(part, OwnOptions)
         elif part in model.model_fields:
             annotation = model.model_fields[part].annotation
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                model = annotation
+            model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else model
     extra = KEYS_OF_A_FILE if model is Settings else ()
-    return iter([*(name for name in model.model_fields if model is not Settings or name not in DERIVED), *extra])
+    return [*(name for name in model.model_fields if model is not Settings or name not in DERIVED), *extra]

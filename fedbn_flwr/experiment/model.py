@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.batch import each
+from fedbn_flwr.batch import Value, each
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.examples import Values, main
+from fedbn_flwr.data.examples import main
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.tasks import SEVERAL
 
 from .data import Shape
 from .objective import targets_like
-from .sections import Engine
 from .settings import Settings, name_in
 
 
@@ -29,14 +29,6 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise SettingsError("engine.device is 'cuda', but PyTorch finds no GPU here; use auto or cpu")
     return torch.device(name)
-
-
-def check_gpus(engine: Engine, device: torch.device) -> None:
-    if device.type == "cuda" and engine.gpus > (found := torch.cuda.device_count()):
-        raise SettingsError(
-            f"engine.gpus is {engine.gpus}, but PyTorch finds {found} here; use a smaller number, or make more visible "
-            "by CUDA_VISIBLE_DEVICES"
-        )
 
 
 def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
@@ -98,7 +90,7 @@ def _try_examples(
     run: Settings,
     model: nn.Module,
     dataset: DataSet | Shape,
-    inputs: Values,
+    inputs: Value,
     loss: Loss | None = None,
 ) -> None:
     size = main(inputs).shape[2:]
@@ -155,7 +147,7 @@ def _try_examples(
 _COUNTED = {"classes": "classes", "labels": "labels", "numbers": "numbers to predict", "": "targets"}
 
 
-def _described(inputs: Values) -> str:
-    if isinstance(inputs, dict):
+def _described(inputs: Value) -> str:
+    if isinstance(inputs, Mapping):
         return ", ".join(f"{key}: {_described(part)}" for key, part in inputs.items())
     return "x".join(map(str, inputs.shape[1:]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,22 +14,21 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from fedbn_flwr import named
+from fedbn_flwr.batch import Value
 from fedbn_flwr.client.client import BNClient, is_known
-from fedbn_flwr.client.metrics import Metric
-from fedbn_flwr.client.model_tensors import ModelTensors
+from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.examples import Values
 from fedbn_flwr.data.moments import Sums, sums_of
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.named import is_name
 
 from .data import (
-    LoadedData,
     check_labels,
     client_batches,
     load_data,
@@ -60,24 +58,19 @@ def _clients(experiment: str, changes: str) -> Clients:
 
 @dataclass(frozen=True)
 class Clients:
-    """Makes the clients of an experiment: for the run that the message's config names, else the first one.
-
-    A process that unpickles it has the `examples` without loading them.
-    """
+    """Makes the clients of an experiment: for the run that the message's config names, else the first one."""
 
     experiment: Experiment
-    examples: LoadedData | None = None
     _parts: dict[tuple[Any, ...], ClientParts] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Clients, (self.experiment, self.examples)
 
     def __call__(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         run = run_of(self.experiment, config)
         key = (run.label, run.seed, context.node_id, *context.node_config.items())
         if key not in self._parts:
             self._parts[key] = ClientParts.of(run, context)
-        _import_rule(run, config)
+        if not all(map(is_known, config)):  # the module of the user's strategy imports the client's half
+            for name in sorted(named.names_in(run.strategy)):
+                named.load("strategy.name", name)
         return self._parts[key].client(context, config)
 
 
@@ -101,7 +94,7 @@ class ClientParts:
         if "domain" in node:
             changes["domains"] = (str(node["domain"]),)
         if changes:  # the client trains on all of the site's data
-            data = run.data.model_copy(update={**changes, "partition": KINDS["iid"].options()})
+            data = run.data.model_copy(update={**changes, "partition": KINDS["iid"]()})
             run = run.model_copy(update={"data": data})
         return cls(run, number_of(context, run.clients), bool(changes), least)
 
@@ -155,11 +148,17 @@ class ClientParts:
     def client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         run, train = self.run, self.run.train
         torch.set_num_threads(run.engine.threads)
-        normalise = self.normalise(config)
-        pool, tensors = _model_of(run, self.dataset, self.device)
+        normalise, dataset = self.normalise(config), self.dataset
+        kind = (run.model, run.seed, train.channels_last, dataset.shape, dataset.tokens, dataset.outputs)
+        free = _free_models(kind, str(self.device))
+        try:
+            tensors = free.pop()  # clients of a FedTAN round are made concurrently
+            tensors.use.client = None  # the values stay until the next client loads its own or reads them
+        except IndexError:
+            tensors = _new_model(run, dataset, self.device)
         made = BNClient(
             tensors,
-            client_batches(run, self.dataset, self.split[0], self.number, normalise),
+            client_batches(run, dataset, self.split[0], self.number, normalise),
             functools.partial(self.tests, normalise),
             lr=functools.partial(learning_rate, run),
             epochs=train.epochs,
@@ -172,7 +171,7 @@ class ClientParts:
             keep_momentum=train.keep_momentum,
             clip=train.clip,
             loss=self.losses[0],
-            task=self.dataset.task,
+            task=dataset.task,
             eval_loss=self.losses[1],
             metrics=self.metrics,
             channels_last=train.channels_last,
@@ -185,7 +184,7 @@ class ClientParts:
         )
         made.sums = self.sums
         if not _is_own(run):
-            pool.lend(tensors, made)
+            weakref.finalize(made, free.append, tensors).atexit = False
         return made
 
     def tests(self, normalise: Normalise) -> dict[str, TestBatches]:
@@ -222,21 +221,11 @@ def min_batch_of(node: Mapping[str, Any]) -> int:
     return least
 
 
-def _not_agreed(inputs: Values) -> NoReturn:
+def _not_agreed(inputs: Value) -> NoReturn:
     raise MessageError(
         f"data.normalise is 'moments', and the message has no {protocol.MEANS!r}, on which the sites agree before the "
         "first round; install the same version of fedbn-flwr on server and clients"
     )
-
-
-def _import_rule(run: Settings, config: Mapping[str, Any]) -> None:
-    """Import the user's strategy if a message has keys of an unknown rule: its module imports the client's half."""
-    if not all(map(is_known, config)):
-        spec: Any = run.strategy
-        while isinstance(spec, Mapping):
-            if is_name(name := str(spec["name"])):
-                named.load("strategy.name", name)
-            spec = spec.get("base")
 
 
 def run_of(experiment: Experiment, config: Mapping[str, Any]) -> Settings:
@@ -269,22 +258,22 @@ def number_of(context: Context, clients: int) -> int:
     return client
 
 
-def _model_of(run: Settings, dataset: DataSet, device: torch.device) -> tuple[ModelPool, ModelTensors]:
-    """A model with the initial values of the run, and the pool that it belongs to."""
-    last = run.train.channels_last
-    pool = _pool((run.model, run.seed, last, dataset.shape, dataset.tokens, dataset.outputs), str(device))
-    if (tensors := pool.take()) is not None:
-        return pool, tensors
+def _new_model(run: Settings, dataset: DataSet, device: torch.device) -> ModelTensors:
+    """A model with the initial values of the run."""
 
     def build() -> nn.Module:
         model = make_model(run, dataset).to(device)
-        if last:
+        if run.train.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
 
-    if _is_own(run):
-        return pool, ModelTensors(build())
-    return pool, ModelTensors(build(), build=build)
+    return ModelTensors(build(), build=None if _is_own(run) else build)
+
+
+@functools.lru_cache(maxsize=1)  # the runs of a process follow one another, and each has its own model
+def _free_models(kind: Hashable, device: str) -> list[ModelTensors]:
+    """Models that no client uses now: building one can take longer than a round of training."""
+    return []
 
 
 def _is_own(run: Settings) -> bool:
@@ -294,35 +283,3 @@ def _is_own(run: Settings) -> bool:
 
 def trains(run: Settings, client: int) -> bool:
     return not run.evaluate.unseen or client < run.trained
-
-
-class ModelPool:
-    """Models that clients use one after another, because building one can take longer than a round of training.
-
-    A model is free again when the client that used it no longer exists.
-    """
-
-    def __init__(self) -> None:
-        self._lent: list[tuple[ModelTensors, weakref.ref[BNClient]]] = []
-        self._lock = threading.Lock()  # clients of a FedTAN round are made concurrently
-
-    def take(self) -> ModelTensors | None:
-        """A free model, or None."""
-        with self._lock:
-            free = next((entry for entry in self._lent if entry[1]() is None), None)
-            if free is None:
-                return None
-            self._lent.remove(free)
-        tensors = free[0]
-        tensors.use.client = None  # the values stay until the next client loads its own or reads them
-        return tensors
-
-    def lend(self, tensors: ModelTensors, client: BNClient) -> None:
-        """Record that `client` uses a model, which is new or was returned by `take`."""
-        with self._lock:
-            self._lent.append((tensors, weakref.ref(client)))
-
-
-@functools.lru_cache(maxsize=1)  # the runs of a process follow one another, and each has its own model
-def _pool(kind: Hashable, device: str) -> ModelPool:
-    return ModelPool()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import named
+from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.losses import balanced_weights, make_loss
-from fedbn_flwr.client.metrics import Metric
 from fedbn_flwr.client.schedules import Schedule, cosine, exponential, linear_warmup, steps
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.dataset import DataSet
@@ -63,7 +63,8 @@ def loss_of(run: Settings, dataset: DataSet, indices: Tensor) -> Loss:
         weights = balanced_weights(dataset.train.labels[indices.to(dataset.train.labels.device)], dataset.classes)
     elif train.class_weights is not None:
         weights = torch.tensor(train.class_weights, dtype=torch.float64, device=dataset.train.device)
-    return make_loss(name_in(train.loss or task.losses[0]), train.label_smoothing, weights)
+    options = {"label_smoothing": train.label_smoothing, "class_weights": weights}
+    return make_loss(name_in(train.loss or task.losses[0]), **options)
 
 
 def plain_loss(run: Settings, task: Task) -> Loss:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.client.metrics import Metric
-from fedbn_flwr.client.training import Loss
+from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise
 from fedbn_flwr.data.dataset import DataSet
@@ -19,8 +18,8 @@ from fedbn_flwr.strategies import Rule
 from fedbn_flwr.tasks import Task
 
 from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data, validation_rows
-from .model import check_gpus, choose_device, make_model, model_arguments
-from .objective import metrics_of, own_loss
+from .model import choose_device, make_model, model_arguments
+from .objective import metrics_of
 from .settings import Settings
 
 
@@ -34,9 +33,7 @@ class Parts:
 
     @cached_property
     def device(self) -> torch.device:
-        device = choose_device(self.run.engine.device)
-        check_gpus(self.run.engine, device)
-        return device
+        return choose_device(self.run.engine.device)
 
     @cached_property
     def dataset(self) -> DataSet | None:
@@ -58,19 +55,13 @@ class Parts:
         return validation_rows(self.run, self.partition)
 
     @cached_property
-    def normalise(self) -> Normalise | None:
-        """None: a server without data does not know the moments of the clients' data before they agree on them."""
-        known = self.dataset is not None or self.run.data.normalise != "moments"
-        return normalisation_of(self.run, self.shape) if known else None
+    def normalise(self) -> Normalise:
+        """A server without data has no moments of the clients' data before they agree on them."""
+        return normalisation_of(self.run, self.shape)
 
     def use_moments(self, moments: Moments) -> None:
         """Normalise by the moments of all sites' data."""
         self.__dict__["normalise"] = moments
-
-    @cached_property
-    def loss(self) -> Loss | None:
-        """The loss of the user, or None for one by name."""
-        return own_loss(self.run)
 
     @property
     def task(self) -> Task:
@@ -105,7 +96,5 @@ class Parts:
         }
 
 
-def _in_words(run: Settings, normalise: Normalise | None) -> Any:
-    if normalise is None or callable(normalise):
-        return normalise and run.data.normalise
-    return dict(zip(("mean", "std"), normalise, strict=True))
+def _in_words(run: Settings, normalise: Normalise) -> Any:
+    return run.data.normalise if callable(normalise) else dict(zip(("mean", "std"), normalise, strict=True))

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.client.metrics import Measurement, Metric, check_metrics, name_of
-from fedbn_flwr.client.model_tensors import initial_arrays
-from fedbn_flwr.client.optimizers import check_optimizer, decay_of
-from fedbn_flwr.client.training import Loss
+from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
+from fedbn_flwr.client.training import Loss, check_optimizer, decay_of
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import Rule, as_rule
@@ -31,7 +29,7 @@ from .data import check_labels, partition_of, try_data
 from .faults import Faults
 from .flower_mods import check_mods
 from .model import try_model
-from .objective import check_loss, learning_rate, plain_loss, targets_like
+from .objective import check_loss, learning_rate, own_loss, plain_loss, targets_like
 from .parts import Parts
 from .sections import refuse
 from .settings import Experiment, Settings, name_in, strategy_name
@@ -88,25 +86,19 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
         try_data(run, parts.dataset, parts.partition[0])
     check_labels(run, parts.shape)
     # Asked for now, so that what is wrong with them is reported before training.
-    for part in ("normalise", *(["held_out"] if parts.dataset is not None and run.evaluate.validation else [])):
-        getattr(parts, part)
+    if parts.dataset is not None or run.data.normalise != "moments":
+        parts.normalise  # noqa: B018
+    if parts.dataset is not None and run.evaluate.validation:
+        parts.held_out  # noqa: B018
     _check_norm(run, parts.model, rule)
-    try_model(run, parts.model, parts.shape, parts.device, parts.loss)
+    try_model(run, parts.model, parts.shape, parts.device, own_loss(run))
     check_training(parts)
-    with _without_warnings():  # the run calls it again
-        rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # refuses a model that does not suit it
-    return parts
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    logger = logging.getLogger("flwr")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)  # the run calls it again, and warns then
     try:
-        yield
+        rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # refuses a model that does not suit it
     finally:
-        logger.setLevel(before)
+        logging.disable(logging.NOTSET)
+    return parts
 
 
 def make_rule(run: Settings) -> Rule:

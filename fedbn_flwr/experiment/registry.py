@@ -107,7 +107,7 @@ STRATEGIES = Registry(
 
 # An experiment file cannot set these: they are objects or functions, or `**options`, which has no value of its own.
 _NOT_IN_FILES = {
-    "self", "options", "strategy", "train_metrics_aggr_fn", "evaluate_metrics_aggr_fn", "selection_rule",
+    "self", "options", "strategy", "needs", "train_metrics_aggr_fn", "evaluate_metrics_aggr_fn", "selection_rule",
     "arrayrecord_key", "configrecord_key", "weighted_by_key",  # the clients of experiments use Flower's defaults
 }  # fmt: skip
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.tasks import METRICS
@@ -18,9 +26,24 @@ def refuse(faults: Mapping[str, bool], error: type[Exception] = SettingsError) -
             raise error(fault)
 
 
+def expects(words: str) -> WrapValidator:
+    """One error message for a type of several forms; a union would report one for each form."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(f"found {value!r}; expected {words}") from None
+
+    return WrapValidator(check)
+
+
 class Section(BaseModel):
-    # Strict: the text "3" is not the number 3. Frozen: settings can be keys of a cache.
+    # Strict: the text "3" is not the number 3. Frozen: settings are keys of caches.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
 
     def faults(self) -> dict[str, bool]:
         """What may be wrong with the values together, and whether it is."""
@@ -147,11 +170,13 @@ class Engine(Section):
     name: Literal["local", "ray"] = Field(
         default="local", description="`local`, or `ray` for a [cluster](cluster.md); also `--engine`"
     )
-    workers: int | Literal["auto"] = Field(
+    workers: Annotated[
+        Annotated[int, Field(ge=0)] | Literal["auto"], expects("0, a number of processes, or 'auto'")
+    ] = Field(
         default="auto",
         description=(
-            "processes of the local engine; 0: everything in one process; `auto`: one per core; with a GPU 0;"
-            " one per GPU if there are several `gpus`. On Ray: the actors, `auto`: as many as fit"
+            "processes of the local engine; 0: everything in one process; `auto`: one per core, with a GPU 0. On Ray: "
+            "the actors, `auto`: as many as fit"
         ),
     )
     address: str | None = Field(
@@ -174,12 +199,6 @@ class Engine(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="`cpu`, `cuda`, or `auto` for a GPU if available; also `--device`"
-    )
-    gpus: Few = Field(
-        default=1,
-        description=(
-            "GPUs of the local engine; worker i trains on GPU i modulo `gpus`, see [GPUs](performance.md#on-a-gpu)"
-        ),
     )
     threads: Few = Field(default=1, description="PyTorch threads per client; the engines agree bit for bit at 1")
     timeout: float = Field(
@@ -213,21 +232,15 @@ class Engine(Section):
     )
 
     def faults(self) -> dict[str, bool]:
-        is_ray, workers, threads, gpus = self.name == "ray", self.workers, self.threads, self.gpus
+        is_ray, workers, threads = self.name == "ray", self.workers, self.threads
         only_ray = ("address", "cpus_per_client", "gpus_per_client")
         given = next((key for key in only_ray if getattr(self, key) is not None), "") if not is_ray else ""
         return {
-            f"workers is {workers}; give 0, a number of processes, or 'auto'": workers != "auto" and workers < 0,
             "workers is 0, but on Ray clients run in actors; give a number of them, or 'auto'": is_ray and workers == 0,
             f"threads={threads} needs workers=0, found {workers}: a worker has one thread": not is_ray
             and threads > 1
             and workers not in (0, "auto"),
-            f"gpus={gpus} needs workers, but threads={threads} excludes them; use threads=1": gpus > 1 and threads > 1,
-            f"gpus={gpus} needs a worker for each GPU, found workers={workers}; or use auto": gpus > 1
-            and workers != "auto"
-            and workers < gpus,
             f"{given} is {getattr(self, given, None)!r}, which is for name ray, but name is {self.name!r}": bool(given),
-            f"gpus is {gpus}, which is for name local; on Ray give gpus_per_client": is_ray and gpus > 1,
             "device is 'cuda', but gpus_per_client is 0; give a number, such as 1 or 0.25, or 'cpu'": self.device
             == "cuda"
             and self.gpus_per_client == 0,

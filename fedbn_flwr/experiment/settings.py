@@ -38,23 +38,14 @@ from .file.expansion import PAPER, Cell
 from .file.figures import Published
 from .sections import Engine as Engine
 from .sections import Evaluate as Evaluate
-from .sections import Few, Names, Positive, Section
+from .sections import Few, Names, Positive, Section, expects
 from .trackers import Track
 
-
-def _size(value: Any) -> int | tuple[int, int]:
-    """Parse both forms with one error message; a union would report one for each form."""
-    sides = (value,) if isinstance(value, int) else value
-    if isinstance(sides, list | tuple) and all(type(side) is int and 0 < side <= 10_000 for side in sides):
-        if len(sides) == 1 and isinstance(value, int):
-            return value
-        if len(sides) == 2:
-            return sides[0], sides[1]
-    raise ValueError(f"found {value!r}; expected pixels per side, or [height, width], at most 10000")
-
-
-# Serialised unchanged: Pydantic would warn because a JSON list matches neither type.
-Pixels = Annotated[int | tuple[int, int], PlainValidator(_size), PlainSerializer(lambda size: size)]
+Side = Annotated[int, Field(gt=0, le=10_000)]
+Pixels = Annotated[
+    Side | Annotated[tuple[Side, Side], Field(strict=False)],
+    expects("pixels per side, or [height, width], at most 10000"),
+]
 
 
 def _columns(value: Any) -> Any:
@@ -67,40 +58,17 @@ Columns = Annotated[
 ]
 
 
-def _categories(value: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """As tuples, because settings are keys of a cache."""
-    pairs = list(value.items()) if isinstance(value, Mapping) else list(value or ())
-    if not all(isinstance(values, list | tuple) and values for _, values in pairs):
-        raise ValueError(f"found {value!r}; expected lists of values by column, for instance {{sex: [f, m]}}")
-    return tuple((str(column), tuple(map(str, values))) for column, values in pairs)
-
-
-def _split(value: Any) -> str | float | None:
-    if value is None or isinstance(value, str) or (isinstance(value, float) and 0 < value < 1):
-        return value
-    raise ValueError(f"found {value!r}; expected the name of a split, or a share between 0 and 1 to hold out")
-
-
-Split = Annotated[str | float, PlainValidator(_split), PlainSerializer(lambda value: value)]
-Categories = Annotated[
-    tuple[tuple[str, tuple[str, ...]], ...],
-    PlainValidator(_categories),
-    PlainSerializer(lambda pairs: {column: list(values) for column, values in pairs}),
+Split = Annotated[
+    str | Annotated[float, Field(gt=0, lt=1)],
+    expects("the name of a split, or a share between 0 and 1 to hold out"),
 ]
-
-
-def _ranges(value: Any) -> tuple[tuple[str, tuple[float, float]], ...]:
-    pairs = list(value.items()) if isinstance(value, Mapping) else list(value or ())
-    for _, ends in pairs:
-        if not (isinstance(ends, list | tuple) and [type(end) in (int, float) for end in ends] == [True, True]):
-            raise ValueError(f"found {value!r}; expected the smallest and the largest value, {{age: [0, 120]}}")
-    return tuple((str(column), (float(low), float(high))) for column, (low, high) in pairs)
-
-
+Categories = Annotated[
+    Mapping[str, Annotated[tuple[Annotated[str, BeforeValidator(str)], ...], Field(strict=False, min_length=1)]],
+    expects("lists of values by column, for instance {sex: [f, m]}"),
+]
 Ranges = Annotated[
-    tuple[tuple[str, tuple[float, float]], ...],
-    PlainValidator(_ranges),
-    PlainSerializer(lambda pairs: {column: list(ends) for column, ends in pairs}),
+    Mapping[str, Annotated[tuple[float, float], Field(strict=False)]],
+    expects("the smallest and the largest value, {age: [0, 120]}"),
 ]
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
@@ -120,7 +88,7 @@ else:  # one of the registered kinds, chosen by `kind`, or one of the user
     Partition = Annotated[
         functools.reduce(
             operator.or_,
-            [Annotated[kind.options, Tag(name)] for name, kind in KINDS.items()] + [Annotated[OwnOptions, Tag(OWN)]],
+            [Annotated[kind, Tag(name)] for name, kind in KINDS.items()] + [Annotated[OwnOptions, Tag(OWN)]],
         ),
         Discriminator(_kind_of),
     ]
@@ -226,11 +194,11 @@ class Data(Section):
         ),
     )
     categories: Categories = Field(
-        default=(),
+        default_factory=dict,
         description="the values of columns of texts, `{sex: [f, m]}`: one input of 0 or 1 for each value",
     )
     ranges: Ranges = Field(
-        default=(),
+        default_factory=dict,
         description="`{age: [0, 120]}`: data with values outside of these limits are refused, with their number",
     )
     missing: Literal["mean"] | None = Field(
@@ -305,7 +273,7 @@ class Data(Section):
     memory: float = Field(default=8.0, gt=0, description="GiB; decoded images up to this size are kept in memory")
     readers: Few = Field(default=2, description="decoding threads per client for images on disk")
     partition: Partition = Field(
-        default=KINDS["iid"].options(), description="who has which examples: see `fedbn list partitions`"
+        default=KINDS["iid"](), description="who has which examples: see `fedbn list partitions`"
     )
     examples: Positive | None = Field(
         default=None,
@@ -396,9 +364,7 @@ class Model(Section):
         ),
     )
     classes: Positive | None = Field(default=None, description="checked against the data")
-    image_size: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
-        default=None, description="image size in pixels that the network is built for"
-    )
+    image_size: Side | None = Field(default=None, description="image size in pixels that the network is built for")
     stem: Literal["auto", "small", "large"] = Field(
         default="auto",
         description=(
@@ -409,8 +375,9 @@ class Model(Section):
 
 
 def _named(value: Any) -> str | Mapping[str, Any]:
-    if isinstance(value, str) or (isinstance(value, Mapping) and isinstance(value.get("name"), str)):
-        return value
+    name = value.get("name") if isinstance(value, Mapping) else value
+    if isinstance(name, str):
+        return name if value == {"name": name} else value
     raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
 
 
@@ -432,20 +399,10 @@ def _by_message(value: Any) -> Any:
 Mods = Annotated[Mapping[_Message, Annotated[tuple[Named, ...], Field(strict=False)]], BeforeValidator(_by_message)]
 
 
-def _weights(value: Any) -> Literal["balanced"] | tuple[float, ...]:
-    if value == "balanced":
-        return "balanced"
-    weights = value if isinstance(value, list | tuple) else ()
-    if any(weights) and all(type(weight) in (int, float) and weight >= 0 for weight in weights):
-        return tuple(map(float, weights))
-    raise ValueError(f"found {value!r}; expected balanced, or a list with a weight for each class, zero or more")
-
-
 Weights = Annotated[
-    Literal["balanced"] | tuple[float, ...], PlainValidator(_weights), PlainSerializer(lambda value: value)
+    Literal["balanced"] | Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)],
+    expects("balanced, or a list with a weight for each class, zero or more"),
 ]
-
-
 MILESTONES = (0.5, 0.75)
 
 
@@ -499,10 +456,6 @@ class Schedule(Section):
             f"milestones has {odd:g}; expected a fraction of the rounds, above 0 and at most 1, or a round "
             "(2, 3, ...)": odd != 1,
         }
-
-
-def _of_kind(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
 
 
 class Train(Section):
@@ -567,7 +520,7 @@ class Train(Section):
     )
     epochs: Positive | None = Field(default=None, description="passes over a client's examples per round")
     steps: Positive | None = Field(default=None, description="optimiser steps per round, instead of epochs")
-    schedule: Annotated[Schedule, BeforeValidator(_of_kind)] = Schedule()
+    schedule: Schedule = Schedule()
     channels_last: bool = Field(
         default=False,
         description=(
@@ -598,6 +551,8 @@ class Train(Section):
         return {
             f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one": self.epochs is not None
             and self.steps is not None,
+            "class_weights are all 0; expected a weight above 0 for some class": self.class_weights is not None
+            and not any(self.class_weights),
             "keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9": self.keep_momentum
             and not self.momentum
             and name_in(self.optimizer).lower() == "sgd",
@@ -645,8 +600,8 @@ class Settings(Section):
     track: Track = Field(
         default=(),
         description=(
-            "trackers that record the run too: `tensorboard`, `wandb`, `module:callable`, a mapping with "
-            "`name` and settings, or a list; see [Watching](watching.md#trackers)"
+            "trackers that record the run too: `tensorboard`, `module:callable`, a mapping with `name` and settings, "
+            "or a list; see [Watching](watching.md#trackers)"
         ),
     )
     published: Published | None = Field(

@@ -15,19 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import ConfigRecord, Context
+from flwr.app import Context
 
 from fedbn_flwr.batch import each
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.local import LocalGrid
-from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.models.tensors import sent_dtype
+from fedbn_flwr.models.tensors import initial_arrays, sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.folder.ledger import MeteredGrid
@@ -35,13 +33,13 @@ from fedbn_flwr.results.folder.ledger import MeteredGrid
 from .counting import count_partitions
 from .data import normalisation_of
 from .faults import Faults
-from .file.cost import trained_in_a_round
 from .file.layers import Setting, settings_of
+from .listeners.listener import Round, Running
 from .node import Clients
 from .parts import Parts
 from .prepare import prepare
 from .run.cohort import TrainedNodes
-from .run.loop import gpus_of, open_folders, workers_of
+from .run.loop import open_folders, train_round, workers_of
 from .run.side_by_side import jobs_of
 from .settings import Experiment
 
@@ -133,7 +131,7 @@ def explain(experiment: Experiment, *, trial: bool = True, faults: Faults | None
                 tuple(settings_of(experiment, next(run for run in experiment.runs if run.label == label))),
                 model,
                 (*(role for role in model if role not in {Role.COUNTER, *traits.kept}), *more),
-                (*(role for role in model if role not in {Role.COUNTER, *(traits.kept - traits.returned)}), *more),
+                (*(role for role in model if role not in {Role.COUNTER, *traits.unsent}), *more),
                 try_out(prepared, dataset) if trial and dataset is not None else None,
             )
         )
@@ -172,7 +170,7 @@ def try_out(prepared: Parts, dataset: DataSet) -> Costs:
     run, rule = prepared.run, prepared.rule
     parts = prepared.partition[: run.trained]
     largest = sorted(range(run.trained), key=lambda client: -len(parts[client]))
-    leaf = getattr(rule.leaf, "strategy", rule.leaf)  # Flower's own, if it is one
+    leaf = getattr(rule.chain[-1], "strategy", rule.chain[-1])  # Flower's own, if it is one
     needed = max(2, *(int(getattr(leaf, key, 1)) for key in ("min_train_nodes", "min_available_nodes")))
     chosen = [client + 1 for client in largest[:needed]]
     trial = _Trial(prepared)
@@ -185,15 +183,15 @@ def try_out(prepared: Parts, dataset: DataSet) -> Costs:
         _, longer = trial.round(second, steps=1 + several)
     step = max(longer - one, 0.05 * longer) / several / len(chosen)  # of one client
     message = max(one / len(chosen) - step, 0.0)  # of its round besides the steps
-    clients = trained_in_a_round(run) or run.trained
-    # Workers that share a GPU take its time from each other; how much they gain is not known.
-    workers = min(gpus_of(run) or workers_of(run) or 1, clients)
+    share, least = getattr(leaf, "fraction_train", 1.0), getattr(leaf, "min_train_nodes", 1)
+    clients = min(run.trained, max(int(run.trained * share), least))
+    workers = min(workers_of(run) or 1, clients)
     sizes = [len(part) - round(run.evaluate.validation * len(part)) for part in parts]
     of_all = sum(run.train.steps or (run.train.epochs or 1) * math.ceil(size / run.train.batch_size) for size in sizes)
     steps = round(of_all * clients / len(parts))
     train = (steps * step + clients * message) / workers
     # On the server, and by clients, each of which tests on all examples and on its own.
-    by_clients = rule.traits.personal if run.evaluate.clients is None else run.evaluate.clients
+    by_clients = bool(rule.traits.kept) if run.evaluate.clients is None else run.evaluate.clients
     examples = len(dataset.test.labels)
     domains = 2 if dataset.domains is not None and dataset.domains.test is not None else 1
     tested = domains * examples + (run.clients + 1) * examples / workers * by_clients
@@ -204,9 +202,7 @@ def try_out(prepared: Parts, dataset: DataSet) -> Costs:
 
 class _Trial:
     def __init__(self, prepared: Parts) -> None:
-        self.prepared = prepared
-        self.steps = 1
-        self.identity = {protocol.RUN: prepared.name, protocol.TOKEN: "trial"}
+        self.prepared, self.steps = prepared, 1
 
     def client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         run = self.prepared.run
@@ -216,6 +212,7 @@ class _Trial:
 
     def begin(self, ledger: MeteredGrid) -> None:
         self.ledger = ledger
+        self.running = Running(self.prepared, ledger, {protocol.RUN: self.prepared.name, protocol.TOKEN: "trial"})
         self.arrays = pack(initial_arrays(self.prepared.model))
         self.prepared.rule.begin(self.prepared.run.rounds, self.arrays)
 
@@ -235,19 +232,11 @@ class _Trial:
 
     def round(self, number: int, *, steps: int = 1) -> tuple[RoundTraffic, float]:
         """A round of training: what one client receives and sends, and the seconds that it takes."""
-        self.steps = steps
-        rule, began = self.prepared.rule, time.perf_counter()
-        config = ConfigRecord({**self.identity, protocol.KEPT_ROUND: 0})
-        messages = list(rule.configure_train(number, self.arrays, config, self.ledger))
-        replies = list(self.ledger.send_and_receive(messages, timeout=self.prepared.run.engine.timeout))
-        arrays, _ = rule.aggregate_train(number, replies)
-        seconds = time.perf_counter() - began
-        counted = self.ledger.take()
-        failed = [reply.error.reason for reply in replies if reply.has_error()]
-        if failed:
-            raise RunFailed(f"a trial of run {self.prepared.run.label!r} failed: {failed[0]}")
-        self.arrays = self.arrays if arrays is None else arrays
-        clients = len(messages) or 1  # a strategy that trains nothing sends none
+        self.steps, began = steps, time.perf_counter()
+        at = train_round(self.running, Round(number - 1, self.arrays, self.arrays))
+        seconds, counted = time.perf_counter() - began, self.ledger.take()
+        self.arrays = at.arrays
+        clients = len(at.trained) or 1  # a strategy may train none
         exchanges = max(0, counted.communication_rounds - 1)
         return RoundTraffic(counted.bytes_down // clients, counted.bytes_up // clients, exchanges), seconds
 

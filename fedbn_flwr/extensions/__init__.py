@@ -16,7 +16,6 @@ only its parts with it. The kinds:
 - passes: "compiled", the loss of a compiled pass
 - queries: by action, the function (content, context) that answers `query.ACTION`
 - strategies: by name, the class; `fedbn_flwr.strategies` and `fedbn list strategies` have it
-- workers: how processes of the local engine are started, and a function that makes them
 """
 
 import importlib

@@ -78,6 +78,8 @@ class FlatArrays(Mapping[str, NDArray[Any]]):
     def __ror__(self, other: Values) -> dict[str, NDArray[Any]]:
         return {**other, **self}
 
+    __eq__, __hash__ = object.__eq__, object.__hash__  # the methods of Mapping would compare the arrays
+
     def __reduce__(self) -> tuple[Any, ...]:
         where = self.layout
         return _block, (where.dtype.str, tuple(where.shapes), tuple(where.shapes.values()), self.flat)
@@ -160,14 +162,11 @@ def pack(arrays: Values) -> FlowerRecord:
 
 def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
     """The arrays of a record as they were declared, which callers must not change; MessageError names another key."""
-    places = [getattr(array, "place", (None, "")) for array in arrays.values()]
-    block = places[0][0] if places else None
-    if (
-        block is not None
-        and list(block.layout.places) == list(arrays)
-        and all(owner is block and key == own for (owner, key), own in zip(places, arrays, strict=True))
-    ):
-        return block  # type: ignore[no-any-return]
+    places = [getattr(array, "place", None) for array in arrays.values()]
+    if places and places[0] is not None:
+        block, keys = places[0][0], list(arrays)
+        if keys == list(block.layout.places) and places == [(block, key) for key in keys]:
+            return block  # type: ignore[no-any-return]
     return {key: array.value if isinstance(array, Array) else _read(key, array) for key, array in arrays.items()}
 
 
@@ -206,7 +205,7 @@ def blocks(values: Values) -> list[FlatArrays]:
 
 def held(record: FlowerRecord) -> FlowerRecord:
     """The record with all its arrays in memory; the same record if nothing had to be read."""
-    return record if all(isinstance(array, Array) for array in record.values()) else pack(unpack(record))
+    return record if {*map(type, record.values())} <= {Array} else pack(unpack(record))
 
 
 def _read(key: str, array: FlowerArray) -> NDArray[Any]:

@@ -127,8 +127,6 @@ def _is_partition(value: Any) -> bool:
 class Reply:
     """A client's reply that has passed the gate."""
 
-    node: int
-    partition: int | None  # None if the client does not report it
     arrays: Arrays  # of the model
     metrics: MetricRecord
     records: Mapping[str, Arrays]  # the additional records that the rules requested, by name
@@ -148,8 +146,7 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
     content = message.content
     extras = {key: unpack(record) for key, record in arrays_in(content).items() if key in records}
     arrays = arrays_of(RecordDict({key: content[key] for key in content if key not in extras}), name)
-    node = message.metadata.src_node_id
-    return Reply(node, partition_of(content), unpack(arrays), metrics_of(content), extras, message)
+    return Reply(unpack(arrays), metrics_of(content), extras, message)
 
 
 def partition_of(content: RecordDict) -> int | None:

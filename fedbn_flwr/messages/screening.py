@@ -14,18 +14,25 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 from . import protocol
 from .aggregate import Arrays, fault
 from .arrays import metrics_in, record_of
-from .gate import Reply, arrays_of, one_line, with_content
+from .gate import Reply, arrays_of, with_content
+
+# What Flower's errors mean for ClientApps without a handler, by a part of their text.
+_NO_HANDLER = {
+    # KeyError for 'fitins.parameters' or 'evaluateins.parameters'
+    "ins.parameters'": (
+        "its ClientApp was made with a client_fn, which serves servers of Flower's old API only; make it by "
+        'fedbn_flwr.client_app (docs/plugin.md, "From Flower\'s old API")'
+    ),
+    "No query function registered with name 'cohort'": (
+        "its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app"
+    ),
+}
 
 
 def reason_of(reply: Message) -> str:
-    """The reason of an error reply, in one line."""
-    reason = one_line(str(reply.error.reason or f"error code {reply.error.code}"))
-    if "ins.parameters'" not in reason:  # Flower's KeyError for 'fitins.parameters' or 'evaluateins.parameters'
-        return reason
-    return (
-        "its ClientApp was made with a client_fn, which serves servers of Flower's old API only; make it by "
-        'fedbn_flwr.client_app (docs/plugin.md, "From Flower\'s old API")'
-    )
+    """The reason of an error reply that has passed the gate."""
+    reason = str(reply.error.reason)
+    return next((cure for text, cure in _NO_HANDLER.items() if text in reason), reason)
 
 
 def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dict[int, str]:

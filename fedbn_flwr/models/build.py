@@ -10,14 +10,21 @@ from typing import Any
 from torch import nn
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.named import accepted, call, is_name, load
-from fedbn_flwr.norms.convert import convert_norm
+from fedbn_flwr.named import accepted, is_name, load
+from fedbn_flwr.norms.convert import convert_norm, own_module
 from fedbn_flwr.norms.roles import Role, roles
 
 from .networks import CNN1d, ResNet20, alexnet_bn, cnn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet, mlp
-from .segmentation import deeplabv3plus_mobilenet_v2, deeplabv3plus_resnet50
 from .tensors import check_tensors
-from .vision import alexnet, densenet121, mobilenet_v2, resnet18, resnet50
+from .vision import (
+    alexnet,
+    deeplabv3plus_mobilenet_v2,
+    deeplabv3plus_resnet50,
+    densenet121,
+    mobilenet_v2,
+    resnet18,
+    resnet50,
+)
 from .weights import load_weights, read_weights
 
 # Functions of num_classes, and of in_channels, image_size and stem if they use them; those of input_shape take inputs
@@ -59,11 +66,10 @@ def build_model(
     image_size: int | tuple[int, int] | None = None,
     input_shape: Sequence[int] | None = None,
     num_tokens: int | None = None,
-    stem: str = "auto",
     weights: str | None = None,
-    **norm_options: Any,
+    **options: Any,
 ) -> nn.Module:
-    """The network `name`, its batch norms replaced by `norm` (see `convert_norm`, which takes `norm_options`).
+    """The network `name`, its batch norms replaced by `norm` (see `convert_norm`).
 
     Weights are drawn from torch's global generator: seed it first.
 
@@ -78,12 +84,14 @@ def build_model(
         Shape of the inputs of one example, by default that of an image with these channels and this size.
     num_tokens
         For inputs of tokens, whole numbers below this one.
-    stem
-        The first layers of a torchvision network: `small`, `large`, or `auto` by the image size (see `vision`).
     weights
         A safetensors file, or torchvision's name of pretrained weights such as `DEFAULT` (see `load_weights`).
+    options
+        Those of the norm, and `stem`, the first layers of a torchvision network: `small`, `large`, or `auto` by the
+        image size (see `vision`).
     """
     check_name(name)
+    stem = options.pop("stem", "auto")
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
     if input_shape is None and in_channels is not None and size is not None:
         input_shape = (in_channels, *size)
@@ -98,21 +106,18 @@ def build_model(
     if stem != "auto" and "stem" not in given:
         choice = ", ".join(key for key, build in MODELS.items() if accepted(build, {"stem": stem}))
         raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
-    if weights is None:
-        return convert_norm(make(num_classes, **given), norm, **norm_options)
-    if norm == "fixup":
+    if weights is not None and norm == "fixup":
         raise SettingsError(
             f"model.weights is {weights!r}, but norm 'fixup' draws weights of its own; use another norm"
         )
-    model, state = make(num_classes, **given), read_weights(name, weights)
-    first = (
-        norm == "bn" or Role.STATISTICS in roles(state).values()
-    )  # so that other norms get the trained gamma and beta
-    if first:
-        load_weights(model, state, weights)
-    model = convert_norm(model, norm, **norm_options)
-    if not first:
-        load_weights(model, state, weights)
+    model = make(num_classes, **given)
+    state = {} if weights is None else read_weights(name, weights)
+    has_batch_norm = Role.STATISTICS in roles(state).values()
+    if has_batch_norm:  # other norms get the trained gamma and beta
+        load_weights(model, state, str(weights))
+    model = convert_norm(model, norm, **options)
+    if weights is not None and not has_batch_norm:
+        load_weights(model, state, str(weights))
     return model
 
 
@@ -135,9 +140,7 @@ def _check_shape(name: str, shape: tuple[int, ...], num_tokens: int | None) -> N
 def _own(name: str, num_classes: int, **options: Any) -> nn.Module:
     """What the callable that `name` refers to returns, called with the number of outputs and these options."""
     classes = {} if "num_outputs" in options else {"num_classes": num_classes}
-    model = call("model.name", name, **classes, **options)
-    if not isinstance(model, nn.Module):
-        raise SettingsError(f"model.name={name!r} returned a {type(model).__name__}; expected a torch.nn.Module")
+    model = own_module("model.name", name, **classes, **options)
     try:
         check_tensors(model)
     except SettingsError as error:

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.data import Size
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.norms.fixup import ResidualParts
 from fedbn_flwr.norms.masked import MaskedBatchNorm1d
-from fedbn_flwr.norms.residual import ResidualParts
 
 
 def cnn(num_classes: int, in_channels: int = 1) -> nn.Module:
@@ -70,8 +70,7 @@ class CNN1d(nn.Module):
         x = F.relu(self.bn1(self.conv1(x), mask))  # [N, 32, T], zero where there is no real position
         x = F.relu(self.bn2(self.conv2(x), mask))
         lengths = x.shape[2] if mask is None else mask.sum(1, keepdim=True)
-        logits: Tensor = self.classify(x.sum(2) / lengths)
-        return logits
+        return self.classify(x.sum(2) / lengths)  # type: ignore[no-any-return]
 
 
 class ResNet20(nn.Module):
@@ -97,8 +96,7 @@ class ResNet20(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn(self.conv(x)))  # [N, 16, 32, 32]
         x = self.stages(x)  # [N, 64, 8, 8]
-        logits: Tensor = self.classify(x.mean((2, 3)))
-        return logits
+        return self.classify(x.mean((2, 3)))  # type: ignore[no-any-return]
 
     def residual_parts(self) -> ResidualParts:
         blocks = {f"stages.{name}": block for name, block in self.stages.named_children()}
@@ -135,16 +133,14 @@ class _BasicBlock(nn.Module):
 def lenet(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:
     """LeNet-5 (LeCun et al. 1998) with ReLU, max pooling and batch norm after both convolutions."""
     padding = 2 if min(image_size) < 32 else 0  # LeCun et al. place digits of 28x28 in 32x32
-    features = _features(("lenet", 12), in_channels, image_size, [(6, 5, padding, True), (16, 5, 0, True)])
-    return _classifier(features, num_classes, (120, 84))
+    layers = [(6, 5, padding, True), (16, 5, 0, True)]
+    return _plain(("lenet", 12), in_channels, image_size, layers, num_classes, (120, 84))
 
 
 def digits_cnn(num_classes: int, in_channels: int = 3, image_size: Size = (28, 28)) -> nn.Module:
     """FedBN's six-layer network for Digits-Five (Li et al. 2021), batch norm after all layers but the last."""
     layers = [(64, 5, 2, True), (64, 5, 2, True), (128, 5, 2, False)]
-    return _classifier(
-        _features(("digits_cnn", 4), in_channels, image_size, layers), num_classes, (2048, 512), norm=True
-    )
+    return _plain(("digits_cnn", 4), in_channels, image_size, layers, num_classes, (2048, 512), norm=True)
 
 
 # FedBS states only filters and units. With a padding of two pixels in every convolution, the first linear layer has as
@@ -154,14 +150,13 @@ def digits_cnn(num_classes: int, in_channels: int = 3, image_size: Size = (28, 2
 def fedbs_cifar(num_classes: int, in_channels: int = 3, image_size: Size = (32, 32)) -> nn.Module:
     """FedBS's network for CIFAR-10: four convolutions with batch norm, three linear layers."""
     layers = [(100, 5, 2, True), (150, 3, 2, True), (250, 3, 2, True), (500, 3, 2, True)]
-    return _classifier(_features(("fedbs_cifar", 2), in_channels, image_size, layers), num_classes, (270, 150))
+    return _plain(("fedbs_cifar", 2), in_channels, image_size, layers, num_classes, (270, 150))
 
 
 def fedbs_mnist(num_classes: int, in_channels: int = 1, image_size: Size = (28, 28)) -> nn.Module:
     """FedBS's network for MNIST and Fashion-MNIST: two convolutions with batch norm, one linear layer."""
-    return _classifier(
-        _features(("fedbs_mnist", 4), in_channels, image_size, [(16, 5, 2, True), (32, 5, 2, True)]), num_classes
-    )
+    layers = [(16, 5, 2, True), (32, 5, 2, True)]
+    return _plain(("fedbs_mnist", 4), in_channels, image_size, layers, num_classes)
 
 
 def alexnet_bn(num_classes: int, in_channels: int = 3) -> nn.Module:
@@ -199,13 +194,17 @@ def alexnet_bn(num_classes: int, in_channels: int = 3) -> nn.Module:
     )
 
 
-Layers = OrderedDict[str, nn.Module]
-
-
-def _features(
-    smallest: tuple[str, int], channels: int, image_size: Size, convolutions: Sequence[tuple[int, int, int, bool]]
-) -> tuple[Layers, int]:
-    """Convolutions of (filters, kernel, padding, whether max pooling follows), and the number of values they give.
+def _plain(
+    smallest: tuple[str, int],
+    channels: int,
+    image_size: Size,
+    convolutions: Sequence[tuple[int, int, int, bool]],
+    num_classes: int,
+    hidden: Sequence[int] = (),
+    *,
+    norm: bool = False,
+) -> nn.Module:
+    """Convolutions of (filters, kernel, padding, whether max pooling follows), then linear layers, perhaps with a norm.
 
     `smallest` is the network's name and the smallest side of its images.
     """
@@ -215,7 +214,7 @@ def _features(
         raise SettingsError(
             f"model.name={name!r} needs images of at least {least}x{least} pixels; these have {height}x{width}"
         )
-    layers: Layers = OrderedDict()
+    layers = OrderedDict[str, nn.Module]()
     sides = list(image_size)
     for number, (filters, kernel, padding, pooled) in enumerate(convolutions, start=1):
         layers[f"conv{number}"] = nn.Conv2d(channels, filters, kernel, padding=padding)
@@ -226,19 +225,12 @@ def _features(
         sides = [(side + 2 * padding - kernel + 1) // (2 if pooled else 1) for side in sides]
         channels = filters
     layers["flatten"] = nn.Flatten()
-    return layers, channels * sides[0] * sides[1]
-
-
-def _classifier(
-    features: tuple[Layers, int], num_classes: int, hidden: Sequence[int] = (), *, norm: bool = False
-) -> nn.Module:
-    layers, inputs = features
-    count = sum(name.startswith("conv") for name in layers)
+    inputs = channels * sides[0] * sides[1]
     for number, units in enumerate(hidden, start=1):
         layers[f"hidden{number}"] = nn.Linear(inputs, units)
         if norm:
-            layers[f"bn{count + number}"] = nn.BatchNorm1d(units)
-        layers[f"relu{count + number}"] = nn.ReLU()
+            layers[f"bn{len(convolutions) + number}"] = nn.BatchNorm1d(units)
+        layers[f"relu{len(convolutions) + number}"] = nn.ReLU()
         inputs = units
     layers["classify"] = nn.Linear(inputs, num_classes)
     return nn.Sequential(layers)

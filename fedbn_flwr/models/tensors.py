@@ -1,15 +1,21 @@
-"""A model's tensors as NumPy arrays: which modules have such tensors, and the dtype in which they are sent."""
+"""A model's tensors: which models have tensors that can be sent, and their values from and to arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import MessageError, SettingsError
+from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.arrays import FlatArrays, blocks, layout_of
 from fedbn_flwr.norms.roles import Role, roles
 
 _SENT = {
@@ -33,21 +39,17 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     return array
 
 
-def _processes() -> int:
-    """The number of processes of torch.distributed; one, if it is not in use."""
-    in_use = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if in_use else 1
-
-
 def check_tensors(model: nn.Module) -> None:
     """Raise SettingsError, which names the module or key, if the state of `model` cannot be sent and averaged."""
+    in_use = torch.distributed.is_available() and torch.distributed.is_initialized()
+    processes = torch.distributed.get_world_size() if in_use else 1
     for where, module in model.named_modules():
         what = f"{repr(where) if where else 'the model'} is a {type(module).__name__}"
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise SettingsError(f"{what} of unknown size; pass a batch through the model first")
-        if isinstance(module, nn.SyncBatchNorm) and _processes() > 1:
+        if isinstance(module, nn.SyncBatchNorm) and processes > 1:
             raise SettingsError(
-                f"{what}, which would average over the {_processes()} processes of torch.distributed: over clients, or "
+                f"{what}, which would average over the {processes} processes of torch.distributed: over clients, or "
                 "over parts of a client's batch. Use nn.BatchNorm1d, 2d or 3d, or train in one process"
             )
         if isinstance(module, torch.jit.ScriptModule):
@@ -76,3 +78,181 @@ def check_tensors(model: nn.Module) -> None:
             "take it for one: names that end in running_mean, and running_var and num_batches_tracked beside it, "
             "belong to buffers of norm layers. Rename it"
         )
+
+
+@dataclass(eq=False)
+class _Use:
+    """Which client has used a model last, and whether it trains now: an attribute of the model, not of copies."""
+
+    client: int | None = None
+    is_training: bool = False
+
+    def __reduce__(self) -> tuple[type[_Use], tuple[()]]:
+        return _Use, ()
+
+
+class ModelTensors:
+    """The tensors of a model by state dict key, with their `roles`.
+
+    It knows where they are in the modules, since to traverse the tree takes longer than to load the weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device | str | None = None,
+        build: Callable[[], nn.Module] | None = None,
+    ) -> None:
+        """Clients that use the model one after another begin with the values of a new model, which `build` makes."""
+        check_tensors(model)
+        self.model = model.train() if device is None else model.train().to(device)
+        self.roles, self._build = roles(model), build
+        # `client` is None while the model has the values of a client that no longer uses it.
+        self.use: _Use = vars(model).setdefault("_fedbn_use", _Use())
+        state: dict[str, Any] = model.state_dict()
+        # The dict that holds a tensor, and its name there: a pass may assign another one, and the owner may move it.
+        self._places: dict[str, tuple[dict[str, Any], str]] = {key: (state, key) for key in state} | {
+            f"{prefix}.{name}".removeprefix("."): (table, name)
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for table in (module._parameters, module._buffers)
+            for name in table
+            if table[name] is not None
+        }
+        self._modules = list(model.modules())
+        self._parameters = [name for name, _ in model.named_parameters()]
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        self._shapes = {key: tuple(value.shape) for key, value in state.items()}
+        # Buffers that are not in the state dict, which a network may change in its passes.
+        self._hidden = [key for key in self._places if key not in state]
+        # The initial values without the weights, which are in nearly all messages: they would take memory for nothing.
+        kept = [key for key in self._places if build and self.roles.get(key) is not Role.WEIGHTS]
+        self._initial = {key: value.clone() for key, value in zip(kept, self._now(kept), strict=True)}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters(), torch.empty(0)).device
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that train, by name."""
+        now: Any = zip(self._parameters, self._now(self._parameters), strict=True)
+        return {name: parameter for name, parameter in now if parameter.requires_grad}
+
+    def train(self) -> None:
+        """Set the model to training mode, with the layers of a round that was frozen."""
+        if False in [module.training for module in self._modules]:
+            self.model.train()
+
+    @torch.no_grad()
+    def _now(self, keys: Collection[str]) -> list[Tensor]:
+        """The tensors with these keys."""
+        for key, buffer in self._buffers.items():
+            table, name = self._places[key]
+            now = table[name]
+            if now is not buffer and now is not None and now.shape == buffer.shape and now.dtype == buffer.dtype:
+                # A pass has assigned it (`self.mean = ...`): it may be a part of anything.
+                table[name] = buffer.copy_(now)
+        return [table[name] for table, name in map(self._places.__getitem__, keys)]
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Refuses a second client with the same model: the layer-wise rounds of several clients run concurrently."""
+        if self.use.is_training:
+            raise MessageError(
+                "another client is in the middle of a round with this very model; the clients of a layer-wise round "
+                "train concurrently, so make_client must return clients with separate models"
+            )
+        self.use.is_training = True
+        try:
+            yield
+        finally:
+            self.use.is_training = False
+
+    def load_all(self, arrays: Arrays, own: Arrays, client: int) -> None:
+        """Copy the received arrays and the client's own ones; all other tensors get the values of a new model."""
+        given = {*arrays, *own}
+        absent = [key for key in self.roles if key not in given]
+        self._check(arrays, own, absent)
+        kept = [key for key in absent if self.roles[key] is not Role.COUNTER]
+        if kept and self._build is None and self.use.client not in (None, client):
+            raise MessageError(
+                f"the server does not send {kept[0]!r}, which stays on the client, and this client's model has that of "
+                f"client {self.use.client}; give each client a model of its own, or share it as "
+                "ModelTensors(model, build=build)"
+            )
+        self.use.client = client
+        self._restore(absent)
+        self.load(own)
+        self.load(arrays)
+
+    def _check(self, arrays: Arrays, own: Arrays, absent: Sequence[str]) -> None:
+        """Raise MessageError unless the received arrays and the client's own ones are those of its model."""
+        if unknown := [key for key in arrays if key not in self.roles]:
+            raise MessageError(
+                f"the server sent {unknown[0]!r}, which this client's model does not have; its first keys are "
+                f"{list(self.roles)[:3]}. Server and clients must build the same model"
+            )
+        # Standalone sends no arrays at all; a message that lacks only some weights is for another model.
+        if arrays and (lacking := [key for key in absent if self.roles[key] is Role.WEIGHTS]):
+            raise MessageError(
+                f"the server did not send {lacking[0]!r} ({len(lacking)} keys of weights are missing), and the "
+                "client's state does not have it. Server and clients must build the same model"
+            )
+        for where, given in (("the message", arrays), ("the client's state", own)):
+            sent = given.layout.shapes if isinstance(given, FlatArrays) else {key: given[key].shape for key in given}
+            if wrong := [key for key in sent if sent[key] != self._shapes[key]]:
+                raise MessageError(
+                    f"{wrong[0]!r} has shape {sent[wrong[0]]} in {where} and {self._shapes[wrong[0]]} in this client's "
+                    "model"
+                )
+
+    @torch.no_grad()
+    def _restore(self, keys: Sequence[str]) -> None:
+        """Give these tensors, and the buffers outside of the state dict, the values of a new model."""
+        if self._build is None or not (keys := [*keys, *self._hidden]):
+            return
+        values = self._initial if self._initial.keys() >= {*keys} else self._initial | self._build().state_dict()
+        torch._foreach_copy_(self._now(keys), [values[key] for key in keys])
+
+    @torch.no_grad()
+    def load(self, arrays: Arrays) -> None:
+        """Copy arrays into the tensors of the same keys and shapes."""
+        for block in blocks(arrays):  # with one copy to the device
+            into, flat = self._now(block), torch.from_numpy(np.array(block.flat)).to(self.device)
+            pieces = zip(into, flat.split([tensor.numel() for tensor in into]), strict=True)
+            shaped = [(tensor, piece if tensor.ndim == 1 else piece.view(tensor.shape)) for tensor, piece in pieces]
+            # Flower's mean of integer counters has a rounding error.
+            rounds = block.flat.dtype.kind == "f"
+            values = [v.round() if rounds and not tensor.is_floating_point() else v for tensor, v in shaped]
+            torch._foreach_copy_(into, values)
+
+    def taken(self, keys: Collection[str]) -> Arrays:
+        """Copies of the current values of the tensors with these keys."""
+        if self.use.client is None:
+            self._restore([*self.roles])
+        return copied(dict(zip(keys, self._now(keys), strict=True)))
+
+
+def initial_arrays(model: nn.Module) -> Arrays:
+    """The initial arrays of a server: all arrays of the model except batch norm's counters, which are never sent."""
+    check_tensors(model)
+    of, state = roles(model), model.state_dict()
+    return copied({key: state[key] for key in state if of[key] is not Role.COUNTER})
+
+
+@torch.no_grad()
+def copied(tensors: Mapping[str, Tensor]) -> Arrays:
+    """Copies of the tensors' current values; tensors of one dtype are copied from the device as one block."""
+    values = list(tensors.values())
+    if len({sent_dtype(dtype) for dtype in {value.dtype for value in values}}) != 1:
+        return {key: np.array(as_array(value), order="C") for key, value in zip(tensors, values, strict=True)}
+    # That of a single tensor is not a copy.
+    block = as_array(_flatten_dense_tensors(values) if len(values) > 1 else values[0].flatten().clone())
+    return FlatArrays(layout_of(block.dtype.str, tuple(tensors), tuple([tuple(each.shape) for each in values])), block)
+
+
+def tensor_like(value: np.ndarray | None, parameter: nn.Parameter) -> Tensor:
+    """`value` with the dtype and device of a parameter; zeros if it is None."""
+    if value is None:
+        return torch.zeros_like(parameter)
+    return torch.from_numpy(np.array(value)).to(device=parameter.device, dtype=parameter.dtype)

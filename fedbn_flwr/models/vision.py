@@ -1,4 +1,7 @@
-"""torchvision's networks with random initial weights: nothing is downloaded.
+"""Networks of other libraries with random initial weights: nothing is downloaded.
+
+Those of torchvision, and with one output per pixel DeepLabV3+ (Chen et al. 2018) from segmentation-models-pytorch, an
+extra.
 
 `stem` selects the first layers: `large` is torchvision's stem for 224 pixels, with a last feature map of 1/32 of each
 side; `small` is for 32 and 64 pixels, with a last feature map of 1/8. `auto` is small up to 64 pixels. For RGB images
@@ -7,12 +10,13 @@ and a large stem, a network has torchvision's weights for the same seed.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Literal
 
 from torch import nn
 
 from fedbn_flwr.data import Size
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import SettingsError, did_you_mean, needs
 
 STEMS = ("auto", "small", "large")
 SMALL = 64  # pixels; `auto` is large for larger images
@@ -91,3 +95,30 @@ def _network(
     if small and pooling is not None:
         model.set_submodule(pooling, nn.Identity())
     return model
+
+
+def deeplabv3plus_mobilenet_v2(num_classes: int, in_channels: int = 3) -> nn.Module:
+    """DeepLabV3+ on MobileNetV2, for segmentation; needs the extra `segmentation`."""
+    return _deeplab("mobilenet_v2", num_classes, in_channels)
+
+
+def deeplabv3plus_resnet50(num_classes: int, in_channels: int = 3) -> nn.Module:
+    """DeepLabV3+ on ResNet-50, for segmentation; needs the extra `segmentation`."""
+    return _deeplab("resnet50", num_classes, in_channels)
+
+
+def _deeplab(encoder: str, num_classes: int, in_channels: int) -> nn.Module:
+    modules: dict[str, Any] = sys.modules
+    # timm would import it: seconds, and two temporary folders that stay if this process is killed.
+    modules.setdefault("wandb", None)
+    try:
+        with needs("segmentation", f"model.name='deeplabv3plus_{encoder}'"):
+            import segmentation_models_pytorch as smp
+    finally:
+        if modules["wandb"] is None:
+            del modules["wandb"]
+    # No pretrained weights, because they would be downloaded.
+    model: Any = smp.DeepLabV3Plus(
+        encoder_name=encoder, encoder_weights=None, in_channels=in_channels, classes=num_classes
+    )
+    return model  # type: ignore[no-any-return]

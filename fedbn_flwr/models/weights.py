@@ -91,23 +91,18 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) ->
         )
     different = [key for key in wanted if state[key].shape != own[key].shape]
     last = wanted[-1].rpartition(".")[0] if wanted else ""
-    same_inputs = all(state[key].shape[1:] == own[key].shape[1:] for key in different)
-    if different and not (same_inputs and {key.rpartition(".")[0] for key in different} == {last}):
-        key = different[0]
-        shapes = f"{list(state[key].shape)}, the network {list(own[key].shape)}"
-        hint = "" if same_inputs else "; for another image size or number of channels, set model.stem or data.channels"
-        raise SettingsError(
-            f"model.weights={weights!r} does not fit the network: {key!r} has shape {shapes}"
-            f"{f' ({len(different)} such keys)' if len(different) > 1 else ''}{hint}"
-        )
+    for key in different:
+        if key.rpartition(".")[0] != last or state[key].shape[1:] != own[key].shape[1:]:
+            raise SettingsError(
+                f"model.weights={weights!r} does not fit the network: {key!r} has shape {list(state[key].shape)}, the "
+                f"network {list(own[key].shape)}; for another image size or number of channels, set model.stem or "
+                "data.channels"
+            )
     if different:
         before, now = state[different[0]].shape[0], own[different[0]].shape[0]
         outputs = f"has {before} outputs and the data {now} classes"
         _say(f"model.weights={weights!r} {outputs}: {last!r} keeps its initial values")
-    with torch.no_grad():
-        for key, value in state.items():
-            if key not in different:
-                own[key].copy_(value)
+    model.load_state_dict({key: state[key] for key in state if key not in different}, strict=False)
 
 
 @functools.lru_cache(maxsize=16)  # once, not for every client's model

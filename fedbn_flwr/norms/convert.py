@@ -15,13 +15,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import accepted, call, is_name, load
 
-from .fixup import fixup
+from .fixup import convolutions, fixup, residual_parts
 from .masked import MaskedBatchNorm1d
 from .renorm import BatchRenorm
-from .residual import convolutions, residual_parts
 from .roles import AFFINE, batch_norms, computes_as_batch_norm
 from .static import StaticBatchNorm
-from .wsconv import STANDARDISED, check_stored, standardised
+from .wsconv import STANDARDS, check_stored, standardised
 
 Convert = Callable[..., nn.Module]  # of a batch norm, its name, and the options that the signature names
 
@@ -32,12 +31,6 @@ def _group_norm(layer: _BatchNorm, where: str, groups: int = 2) -> nn.Module:
             f"norm 'gn': {where} has {layer.num_features} channels, which {groups} groups do not divide"
         )
     return nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
-
-
-def _layer_norm(layer: _BatchNorm, where: str) -> nn.Module:
-    # Over channels and places of one example, with gamma and beta per channel: group norm with one group. Unlike
-    # nn.LayerNorm it does not depend on the size of examples.
-    return _group_norm(layer, where, 1)
 
 
 class InstanceNorm(nn.GroupNorm):
@@ -56,33 +49,30 @@ class InstanceNorm(nn.GroupNorm):
         return super().forward(input)
 
 
-def _static(layer: _BatchNorm, where: str) -> nn.Module:
-    return StaticBatchNorm(layer.num_features, eps=layer.eps, affine=layer.affine)
-
-
 def _renorm(layer: _BatchNorm, where: str, **bounds: Any) -> nn.Module:
     if layer.running_mean is None:
         raise SettingsError(f"norm 'brn': {where} tracks no statistics, which batch renormalisation needs")
     return BatchRenorm(layer.num_features, layer.eps, layer.momentum, layer.affine, **bounds)
 
 
-def _none(layer: _BatchNorm, where: str) -> nn.Module:
-    return nn.Identity()
-
-
 NORMS: dict[str, tuple[str, Convert | None]] = {
     "bn": ("batch norm: the model is not changed", None),
     "gn": ("group norm with `groups` groups (default 2)", _group_norm),
-    "ln": ("layer norm over channels and places of an example", _layer_norm),
+    # With gamma and beta per channel: group norm with one group. Unlike nn.LayerNorm it does not depend on the size of
+    # examples.
+    "ln": ("layer norm over channels and places of an example", partial(_group_norm, groups=1)),
     "in": ("instance norm", InstanceNorm),
-    "none": ("no normalisation", _none),
+    "none": ("no normalisation", nn.Identity),
     "gn+ws": ("group norm, and convolutions with weight standardisation", _group_norm),
-    "fixup": ("no normalisation, and Fixup's scalars and initial weights (for ResNets)", _none),
+    "fixup": ("no normalisation, and Fixup's scalars and initial weights (for ResNets)", nn.Identity),
     "won": (
         "no normalisation, and convolutions with scaled weight standardisation (FedWon); `branch_scale` for ResNets",
-        _none,
+        nn.Identity,
     ),
-    "sbn": ("static batch norm: batch statistics, none tracked (HeteroFL)", _static),
+    "sbn": (
+        "static batch norm: batch statistics, none tracked (HeteroFL)",
+        lambda layer, where: StaticBatchNorm(layer.num_features, eps=layer.eps, affine=layer.affine),
+    ),
     "brn": ("batch renormalisation: the same output in training as in evaluation, within growing bounds", _renorm),
 }
 
@@ -95,19 +85,18 @@ OPTIONS = {
 }
 
 
-def _own(name: str) -> Convert:
+def own_module(key: str, name: str, *positional: Any, **arguments: Any) -> nn.Module:
+    """The module that a callable of the user, `name`, returns; `key` is the setting's key."""
+    module = call(key, name, *positional, **arguments)
+    if not isinstance(module, nn.Module):
+        raise SettingsError(f"{key}={name!r} returned a {type(module).__name__}; expected a torch.nn.Module")
+    return module
+
+
+def _own(layer: _BatchNorm, where: str, name: str) -> nn.Module:
     """A normaliser of the user: a callable of the number of channels, and of `layer` if its signature names it."""
-    function = load("model.norm", name)
-
-    def convert(layer: _BatchNorm, where: str) -> nn.Module:
-        new = call("model.norm", name, layer.num_features, **accepted(function, {"layer": layer}))
-        if not isinstance(new, nn.Module):
-            raise SettingsError(
-                f"model.norm={name!r} returned a {type(new).__name__} for {where}; expected a torch.nn.Module"
-            )
-        return new
-
-    return convert
+    options = accepted(load("model.norm", name), {"layer": layer})
+    return own_module("model.norm", name, layer.num_features, **options)
 
 
 def check_kind(kind: str) -> str:
@@ -133,7 +122,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     if unknown := sorted(set(options) - known):
         raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
     options = {key: value for key, value in options.items() if key in OPTIONS.get(kind, ())}
-    convert = _own(kind) if is_name(kind) else NORMS[kind][1]
+    convert = partial(_own, name=kind) if is_name(kind) else NORMS[kind][1]
     if convert is None:
         return model
     if kind == "fixup":  # needs the residual branches, so it converts the whole model
@@ -151,7 +140,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
                 replaced[layer] = _replace(layer, name or "the model itself", kind, partial(convert, **options))
             # Without a norm after it, a last layer keeps its weights: that of a segmentation model's classifier.
             elif (
-                kind in STANDARDISED
+                kind in STANDARDS
                 and isinstance(layer, weighted)
                 and (layers[-1:] != [layer] or (kind == "won" and weighted is _ConvNd))
             ):
@@ -186,8 +175,8 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.M
         )
     check_stored(layer, where, kind)
     new = convert(layer, where)
-    like = layer.weight if isinstance(layer.weight, torch.Tensor) else layer.running_mean
-    if isinstance(like, torch.Tensor):
+    like = layer.running_mean if layer.weight is None else layer.weight
+    if like is not None:
         new.to(device=like.device, dtype=like.dtype)
     state, own = layer.state_dict(), new.state_dict()
     # A normaliser of the user may have other parameters than batch norm, or of other shapes.

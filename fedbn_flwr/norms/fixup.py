@@ -15,6 +15,7 @@ is the image, has no bias before it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +24,48 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import SettingsError
 
-from .residual import ResidualParts, convolutions, residual_parts
 from .wsconv import check_stored, remade
+
+
+@dataclass(frozen=True)
+class ResidualParts:
+    """The parts of a residual network: names of children of the network, and its residual blocks by name.
+
+    A block computes its branch with `conv1`, `bn1`, ReLU, `conv2`, `bn2` (and so on), and its shortcut with
+    `downsample`, a convolution and a batch norm, if it has one.
+    """
+
+    convolution: str  # the stem's
+    norm: str  # the stem's
+    classifier: str
+    blocks: dict[str, Any]  # by their names in the network, as `layer1.0`
+
+
+def convolutions(block: Any) -> list[Any]:
+    """The convolutions of a block's branch, in the order in which they compute; None for one that is missing."""
+    names = ("conv1", "conv2", "conv3") if hasattr(block, "conv3") else ("conv1", "conv2")
+    return [getattr(block, name, None) for name in names]
+
+
+def residual_parts(model: Any, kind: str) -> ResidualParts:
+    """The parts of a network for a norm of this kind; SettingsError if its branches are unknown."""
+    if hasattr(model, "residual_parts"):
+        return model.residual_parts()  # type: ignore[no-any-return]
+    from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+    if type(model) is not ResNet:
+        raise SettingsError(
+            f"norm {kind!r}: {type(model).__name__} is not a residual network with known branches, such as resnet20 "
+            "and torchvision's resnet18, 34, 50 and deeper"
+        )
+    stages = [(name, stage) for name, stage in model.named_children() if name.startswith("layer")]
+    blocks = {f"{name}.{child}": block for name, stage in stages for child, block in stage.named_children()}
+    for name, block in blocks.items():
+        if type(block) not in (BasicBlock, Bottleneck):
+            raise SettingsError(
+                f"norm {kind!r}: {name} is a {type(block).__name__}; expected a BasicBlock or a Bottleneck"
+            )
+    return ResidualParts("conv1", "bn1", "fc", blocks)
 
 
 class _Biased:
@@ -57,6 +98,7 @@ class Scalars(nn.Module):
         return (x if self.weight is None else x * self.weight) + self.bias
 
 
+@torch.no_grad()
 def fixup(model: nn.Module) -> nn.Module:
     """`model` without batch norm and with Fixup's initialisation.
 
@@ -70,11 +112,10 @@ def fixup(model: nn.Module) -> nn.Module:
         m = len(branch)
         for number, plain in enumerate(branch, start=1):
             conv, last = _biased(plain), number == m
-            with torch.no_grad():
-                if last:
-                    conv.weight.zero_()
-                else:
-                    conv.weight.mul_(len(blocks) ** (-1 / (2 * m - 2)))
+            if last:
+                conv.weight.zero_()
+            else:
+                conv.weight.mul_(len(blocks) ** (-1 / (2 * m - 2)))
             setattr(block, f"conv{number}", conv)
             setattr(block, f"bn{number}", _scalars(conv, scaled=last))
         shortcut = getattr(block, "downsample", None)
@@ -82,9 +123,8 @@ def fixup(model: nn.Module) -> nn.Module:
             shortcut[0], shortcut[1] = _biased(shortcut[0]), nn.Identity().train(block.training)
     setattr(model, parts.norm, _scalars(getattr(model, parts.convolution)))
     classifier = _biased(getattr(model, parts.classifier))
-    with torch.no_grad():
-        for parameter in classifier.parameters():
-            parameter.zero_()
+    for parameter in classifier.parameters():
+        parameter.zero_()
     setattr(model, parts.classifier, classifier)
     return model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
@@ -51,27 +51,24 @@ class BatchRenorm(AnyBatchNorm):
                 f"norm 'brn': the bounds grow after the warm-up; r_steps ({r_steps}) and d_steps ({d_steps}) must be "
                 f"at least warmup ({warmup})"
             )
-        self.r_max = r_max
-        self.d_max = d_max
-        self.warmup = warmup
-        self.r_steps = r_steps
-        self.d_steps = d_steps
+        self.r_max, self.d_max = r_max, d_max
+        self.warmup, self.r_steps, self.d_steps = warmup, r_steps, d_steps
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and self.track_running_stats):
             # Evaluation, frozen statistics, or a measurement of batch statistics: as batch norm.
             return super().forward(x)
         self._check_input_dim(x)
-        mu, var, steps = self.running_mean, self.running_var, self.num_batches_tracked
-        assert mu is not None
-        assert var is not None
-        assert steps is not None
+        mu: Any = self.running_mean
+        var: Any = self.running_var
+        steps: Any = self.num_batches_tracked
         with torch.no_grad():
             var_b, mu_b = torch.var_mean(x, dim=[d for d in range(x.ndim) if d != 1], correction=0)
             sigma = (var + self.eps).sqrt()
             # Computed as tensors: reading the number in `steps` would make the host wait for the device.
-            r_max = 1 + (self.r_max - 1) * self._opened(steps, self.r_steps)
-            d_max = self.d_max * self._opened(steps, self.d_steps)
+            past = (steps - self.warmup).to(mu)
+            r_max = 1 + (self.r_max - 1) * self._opened(past, self.r_steps)
+            d_max = self.d_max * self._opened(past, self.d_steps)
             r = torch.clamp((var_b + self.eps).sqrt() / sigma, 1 / r_max, r_max)
             d = torch.clamp((mu_b - mu) / sigma, -d_max, d_max)
             steps.add_(1)
@@ -83,9 +80,8 @@ class BatchRenorm(AnyBatchNorm):
             beta = torch.addcmul(self.bias, self.weight, d)
         return F.batch_norm(x, mu, var, gamma, beta, training=True, momentum=share, eps=self.eps)
 
-    def _opened(self, steps: Tensor, end: int) -> Tensor:
-        """0 until the warm-up ends, then linear up to 1 at step `end`."""
-        like = torch.get_default_dtype() if self.running_mean is None else self.running_mean.dtype
+    def _opened(self, past: Tensor, end: int) -> Tensor:
+        """0 up to the end of the warm-up, `past` steps ago, then linear up to 1 at step `end`."""
         if end == self.warmup:
-            return (steps >= end).to(like)
-        return ((steps - self.warmup).to(like) / (end - self.warmup)).clamp(0, 1)
+            return (past >= 0).to(past)
+        return (past / (end - self.warmup)).clamp(0, 1)

@@ -10,7 +10,7 @@ batch norm's gamma, which its name does not show.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -64,21 +64,12 @@ def _of_layers(keys: Iterable[str], norms: set[str]) -> dict[str, Role]:
 
 def layers(keys: Iterable[str]) -> list[str]:
     """The prefixes of the layers among these keys of a state dict that track statistics, `bn1.` for `bn1.weight`."""
-    return [key.removesuffix(MEAN) for key in keys if is_mean(key)]
-
-
-def is_mean(key: str) -> bool:
-    """Whether a key, whose role is STATISTICS, is that of a running mean."""
-    return _name(key) == MEAN
+    return [key.removesuffix(MEAN) for key in keys if key.rpartition(".")[2] == MEAN]
 
 
 def is_variance(key: str) -> bool:
     """Whether a key, whose role is STATISTICS, is that of a running variance."""
-    return _name(key) == VARIANCE
-
-
-def _name(key: str) -> str:
-    return key.rpartition(".")[2]
+    return key.rpartition(".")[2] == VARIANCE
 
 
 def norm_layers(module: nn.Module) -> dict[str, nn.Module]:
@@ -107,16 +98,14 @@ def batch_norms(model: nn.Module, what: str) -> dict[str, _BatchNorm]:
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.nn.modules.instancenorm import _InstanceNorm
 
-    found = {}
-    for name, layer in norm_layers(model).items():
-        if isinstance(layer, _BatchNorm):
-            found[name] = layer
-        elif not isinstance(layer, _InstanceNorm) and AFFINE[0] not in layer._buffers:
+    layers = norm_layers(model)
+    for name, layer in layers.items():
+        if not isinstance(layer, _BatchNorm | _InstanceNorm) and AFFINE[0] not in layer._buffers:
             raise SettingsError(
                 f"{what} needs layers of torch.nn.modules.batchnorm, but {name!r} is a {type(layer).__name__}, which "
                 "tracks statistics of unknown values; use nn.BatchNorm1d, 2d or 3d, or a subclass"
             )
-    return found
+    return {name: layer for name, layer in layers.items() if isinstance(layer, _BatchNorm)}
 
 
 def computes_as_batch_norm(layer: nn.Module) -> bool:
@@ -134,7 +123,7 @@ def computes_as_batch_norm(layer: nn.Module) -> bool:
 
 
 def split_by_role(
-    state: Mapping[str, V], of: Mapping[str, Role], wanted: set[Role] | frozenset[Role]
+    state: Mapping[str, V], of: Mapping[str, Role], wanted: Collection[Role]
 ) -> tuple[dict[str, V], dict[str, V]]:
     """The entries of `state` whose role is wanted, and the others."""
     inside = {key: value for key, value in state.items() if of[key] in wanted}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ def reestimate(
     statistics do not change; static batch norm, which tracks none, is measured too. The result does not depend on the
     number of threads.
     """
+    model = copy.deepcopy(model).eval()  # the caller's stays as it is
     layers = batch_norms(model, "a measurement of statistics")
     names = {layer: name for name, layer in reversed(layers.items())}  # a layer that is used twice: its first name
     found = threading.local()  # the moments of the batch that this thread has
@@ -73,6 +75,11 @@ def reestimate(
         var, mean = torch.var_mean(values, dim=[d for d in range(values.ndim) if d != 1], correction=0)
         found.moments.append((name, values.numel() // values.shape[1], var, mean))
 
+    for layer, name in names.items():
+        layer.register_forward_pre_hook(partial(measure, name), with_kwargs=True)
+        # Normalise with batch statistics, without updating running statistics and counter.
+        layer.training, layer.track_running_stats = True, False
+
     @torch.no_grad()  # a setting of the thread
     def moments_of(model: nn.Module, batch: Any) -> list[tuple[str, int, torch.Tensor, torch.Tensor]]:
         found.moments = []
@@ -80,26 +87,11 @@ def reestimate(
         return list(found.moments)
 
     moments: dict[str, _Moments] = {}  # by the first name of each layer that the model uses
-    hooks = [layer.register_forward_pre_hook(partial(measure, name), with_kwargs=True) for layer, name in names.items()]
-    modes = {module: module.training for module in model.modules()}
-    tracks = {layer: layer.track_running_stats for layer in names}
-    model.eval()
     count = 0
-    try:
-        for layer in names:
-            # Normalise with batch statistics, without updating running statistics and counter.
-            layer.training, layer.track_running_stats = True, False
-        for measured in map_batches(moments_of, model, batches, threads):
-            count += 1
-            for name, n, var, mean in measured:
-                moments.setdefault(name, _Moments(pooled, mean.dtype)).add(n, var.double(), mean.double())
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer, tracked in tracks.items():
-            layer.track_running_stats = tracked
-        for module, training in modes.items():
-            module.training = training
+    for measured in map_batches(moments_of, model, batches, threads):
+        count += 1
+        for name, n, var, mean in measured:
+            moments.setdefault(name, _Moments(pooled, mean.dtype)).add(n, var.double(), mean.double())
     if not count:
         raise ValueError("there are no examples to estimate statistics from")
     statistics: dict[str, torch.Tensor] = {}

@@ -26,17 +26,20 @@ RELU_GAMMA = math.sqrt(2 / (1 - 1 / math.pi))
 
 
 class Standardised(nn.Module):
-    """A convolution or linear layer with W^ = (W - mu) / sigma instead of its weight W.
+    """A convolution or linear layer with W^ instead of its weight W. N is the fan-in of a filter:
+
+        W^ = (W - mu) / sqrt(sigma^2 + eps)     and with a gamma, multiplied by gamma / sqrt(N)
 
     mu and sigma are mean and standard deviation of each filter, in a linear layer those of the weights of one output.
-    This removes the filter's scale, which has no effect before a norm layer. The arguments are those of the layer.
+    This removes the filter's scale, which has no effect before a norm layer. With gamma, inputs of variance 1 and any
+    mean give outputs of variance gamma^2. The arguments are those of the layer.
     """
 
     weight: Tensor
     bias: Any  # a tensor or None
     _conv_forward: Callable[..., Tensor]  # of input, weight and bias
-    eps = 1e-5  # added to sigma^2
-    gamma: float | None = None  # with it, W^ is multiplied by gamma / sqrt(N)
+    eps = 1e-5
+    gamma: float | None = None
 
     def standardised(self) -> Tensor:
         """W^."""
@@ -67,32 +70,6 @@ class StdConv3d(Standardised, nn.Conv3d):
     pass
 
 
-class Scaled(Standardised):
-    """A convolution or linear layer with W^ = gamma (W - mu) / (sigma sqrt(N)) instead of its weight W.
-
-    N is the fan-in of a filter: inputs of variance 1 and any mean then give outputs of variance gamma^2.
-    """
-
-    eps = 1e-6
-    gamma = RELU_GAMMA
-
-
-class WSLinear(Scaled, StdLinear):
-    pass
-
-
-class WSConv1d(Scaled, nn.Conv1d):
-    pass
-
-
-class WSConv2d(Scaled, nn.Conv2d):
-    pass
-
-
-class WSConv3d(Scaled, nn.Conv3d):
-    pass
-
-
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -113,11 +90,14 @@ def remade(layer: nn.Module, kind: type[M]) -> M:
     return new  # type: ignore[no-any-return]
 
 
-# The layers of these kinds of norm.
-STANDARDISED: dict[str, dict[type[nn.Module], type[Standardised]]] = {
-    "won": {nn.Conv1d: WSConv1d, nn.Conv2d: WSConv2d, nn.Conv3d: WSConv3d, nn.Linear: WSLinear},
-    "gn+ws": {nn.Conv1d: StdConv1d, nn.Conv2d: StdConv2d, nn.Conv3d: StdConv3d, nn.Linear: StdLinear},
+_STANDARDISED: dict[type[nn.Module], type[Standardised]] = {
+    nn.Conv1d: StdConv1d,
+    nn.Conv2d: StdConv2d,
+    nn.Conv3d: StdConv3d,
+    nn.Linear: StdLinear,
 }
+# eps and gamma, by kind of norm.
+STANDARDS: dict[str, tuple[float, float | None]] = {"won": (1e-6, RELU_GAMMA), "gn+ws": (1e-5, None)}
 
 
 def standardised(layer: nn.Module, where: str, kind: str) -> nn.Module:
@@ -126,10 +106,10 @@ def standardised(layer: nn.Module, where: str, kind: str) -> nn.Module:
     With `won`, a layer without a bias gets one, initially zero, in place of the beta of the batch norm after it; the
     convolutions of NF-Nets have a bias.
     """
-    own, kinds = type(layer), STANDARDISED[kind]
-    if own in kinds.values():
+    own, (eps, gamma) = type(layer), STANDARDS[kind]
+    if isinstance(layer, Standardised) and layer.eps == eps:
         return layer
-    plain = next((each for each in kinds if isinstance(layer, each)), None)
+    plain = next((each for each in _STANDARDISED if isinstance(layer, each)), None)
     if plain is None:
         raise SettingsError(
             f"norm {kind!r}: {where} is a {own.__name__}; only Conv1d, Conv2d, Conv3d and Linear can be standardised"
@@ -139,7 +119,8 @@ def standardised(layer: nn.Module, where: str, kind: str) -> nn.Module:
             f"norm {kind!r}: {where} is a {own.__name__}, a {plain.__name__} of another kind, and cannot be replaced"
         )
     check_stored(layer, where, kind)
-    new = remade(layer, kinds[plain])
+    new = remade(layer, _STANDARDISED[plain])
+    new.eps, new.gamma = eps, gamma
     if new.weight[0].numel() == 1:
         raise SettingsError(f"norm {kind!r}: a filter of {where} is a single weight, which cannot be standardised")
     if kind == "won" and new.bias is None:

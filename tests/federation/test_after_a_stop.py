@@ -16,8 +16,8 @@ import pytest
 
 from fedbn_flwr import cli, named
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.history import History
 from fedbn_flwr.experiment.listeners.listener import Round, Running
+from fedbn_flwr.experiment.listeners.recording import History
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import PATIENCE, PROGRAM, environment, fedbn

@@ -227,7 +227,12 @@ def test_arguments_that_mean_nothing_are_refused(arguments: dict[str, Any], mess
 
 
 def test_wrappers_report_that_their_rule_personalises() -> None:
-    assert [FixBN(rule()).traits.personal for rule in (FedBN, SiloBN, Standalone, FedAvg)] == [True, True, True, False]
+    assert [bool(FixBN(rule()).traits.kept) for rule in (FedBN, SiloBN, Standalone, FedAvg)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert [FixBN(rule()).traits.has_global_model for rule in (FedBN, Standalone, FedAvg)] == [True, False, True]
 
 

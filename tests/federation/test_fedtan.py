@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, build_model, client_app
 from fedbn_flwr.client.layerwise import ParkedRounds
-from fedbn_flwr.client.losses import CrossEntropy
+from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.exchange.round import Answers
@@ -83,7 +83,8 @@ def test_unequal_batches_equal_the_union_when_weighted_by_batch(federation: Fede
 
 def test_class_weights_and_label_smoothing_leave_it_exact(federation: Federations) -> None:
     """Batches with other classes on each client, so that the sums of their weights differ."""
-    loss = CrossEntropy(0.1, torch.tensor([5.0, 1.0, 0.2]))
+    weights = torch.tensor([5.0, 1.0, 0.2])
+    loss = make_loss("cross_entropy", label_smoothing=0.1, class_weights=weights)
     fed = federation((6, 6, 6), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1, loss=loss)
     for number, data in enumerate(fed.data):
         data.batches = [(x, torch.where(torch.arange(6) < 4, number, y)) for x, y in data.batches]
@@ -91,7 +92,7 @@ def test_class_weights_and_label_smoothing_leave_it_exact(federation: Federation
     assert distance(ours, centralised(fed, 5, lr=0.1, loss=loss)) < 1e-10
     assert distance(ours, centralised(fed, 5, lr=0.1)) > 1e-3
     # PyTorch's division by the sum of the weights of a batch would not be exact.
-    fed.options["loss"] = nn.CrossEntropyLoss(loss.class_weights.double())
+    fed.options["loss"] = nn.CrossEntropyLoss(weights.double())
     divided = last_model(fed, FedTAN(fraction_evaluate=0.0), 5)
     assert distance(divided, centralised(fed, 5, lr=0.1, loss=fed.options["loss"])) > 1e-3
 
@@ -207,7 +208,7 @@ def test_two_runs_in_one_process_take_turns_between_two_exchanges(federation: Fe
 def test_an_exchange_service_without_the_extension_is_refused(
     federation: Federations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedbn_flwr.exchange.carriers.declared", lambda kind: {})
+    monkeypatch.setattr("fedbn_flwr.exchange.carriers.parts", lambda kind: [])
     monkeypatch.setenv("FEDBN_EXCHANGE_ADDRESS", "127.0.0.1:0")
     fed = federation((6, 6), model=two_norms)
     with pytest.raises(SettingsError, match=r"FEDBN_EXCHANGE_ADDRESS='127\.0\.0\.1:0'.*lacks the extension 'streams'"):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, build_model, client_app, convert_norm
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.norms.wsconv import RELU_GAMMA, WSConv2d
+from fedbn_flwr.norms.wsconv import RELU_GAMMA, StdConv2d
 from fedbn_flwr.strategies import FedAvg, FedWon
 
 Federations = Callable[..., Any]
@@ -42,6 +42,12 @@ def won_net() -> nn.Module:
 
 # --- the convolution ---------------------------------------------------------
 
+
+def won_conv(*sizes: int, **options: Any) -> Any:
+    """A convolution as FedWon has it, which always has a bias."""
+    return convert_norm(nn.Conv2d(*sizes, **options), "won")
+
+
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "stride and padding": {"stride": 2, "padding": 1},
@@ -56,9 +62,9 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 def test_the_convolution_equals_timm_s_with_a_gain_of_one(name: str) -> None:
     options = {"padding": 0, **CONVOLUTIONS[name]}
     gamma = 1.3
-    ours = WSConv2d(4, 8, 3, dtype=torch.float64, **options)
+    ours = won_conv(4, 8, 3, dtype=torch.float64, **options)
     ours.gamma = gamma
-    theirs = ScaledStdConv2d(4, 8, 3, gamma=gamma, dtype=torch.float64, **options)
+    theirs = ScaledStdConv2d(4, 8, 3, gamma=gamma, dtype=torch.float64, **options | {"bias": True})
     theirs.load_state_dict(ours.state_dict() | {"gain": torch.ones(8, 1, 1, 1, dtype=torch.float64)})
     x, there = (torch.randn(3, 4, 9, 9, dtype=torch.float64).requires_grad_() for _ in range(2))
     there.data.copy_(x.data)
@@ -74,7 +80,7 @@ def test_the_convolution_equals_timm_s_with_a_gain_of_one(name: str) -> None:
 
 def test_the_weights_are_standardised_as_the_paper_s_equation_says() -> None:
     """W^_ij = gamma (W_ij - mu_i) / (sigma_i sqrt(N)), in plain arithmetic."""
-    conv = WSConv2d(3, 2, 2, dtype=torch.float64)
+    conv = won_conv(3, 2, 2, dtype=torch.float64)
     conv.eps = 1e-30
     for filter_, found in zip(conv.weight.detach().tolist(), conv.standardised().detach().tolist(), strict=True):
         flat = np.array(filter_).ravel()
@@ -86,13 +92,13 @@ def test_the_weights_are_standardised_as_the_paper_s_equation_says() -> None:
 def test_gamma_is_brock_s_for_relu() -> None:
     """1 / deviation of relu(x) for a standard normal x: mean 1/sqrt(2 pi), mean square 1/2."""
     assert pytest.approx(1 / math.sqrt(0.5 - 1 / (2 * math.pi)), rel=1e-15) == RELU_GAMMA
-    assert WSConv2d(1, 1, 3).gamma == RELU_GAMMA
+    assert won_conv(1, 1, 3).gamma == RELU_GAMMA
     x = torch.randn(2_000_000, dtype=torch.float64)
     assert float((RELU_GAMMA * F.relu(x)).var()) == pytest.approx(1, abs=0.01)
 
 
 def test_scale_and_mean_of_the_raw_weights_do_not_matter() -> None:
-    conv = WSConv2d(4, 8, 3, dtype=torch.float64)
+    conv = won_conv(4, 8, 3, dtype=torch.float64)
     conv.eps = 1e-30
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
     before = conv(x)
@@ -102,7 +108,7 @@ def test_scale_and_mean_of_the_raw_weights_do_not_matter() -> None:
 
 
 def test_padding_modes_are_those_of_a_convolution() -> None:
-    conv = WSConv2d(2, 3, 3, padding=1, padding_mode="circular", dtype=torch.float64)
+    conv = won_conv(2, 3, 3, padding=1, padding_mode="circular", dtype=torch.float64)
     x = torch.randn(1, 2, 4, 4, dtype=torch.float64)
     expected = F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), conv.standardised(), conv.bias)
     torch.testing.assert_close(conv(x), expected, rtol=1e-12, atol=1e-12)
@@ -116,7 +122,7 @@ def test_resnet20_has_a_bias_where_it_had_gamma_and_beta() -> None:
     assert sum(p.numel() for p in model.parameters()) == 269_722 - 1_376 + 688
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     assert len(convolutions) == 19
-    assert all(type(conv) is WSConv2d and not conv.bias.any() for conv in convolutions)
+    assert all(type(conv) is StdConv2d and conv.gamma == RELU_GAMMA and not conv.bias.any() for conv in convolutions)
     assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
 
 
@@ -146,7 +152,7 @@ def test_torchvision_s_resnet18_converts_and_trains() -> None:
     import torchvision
 
     model = convert_norm(torchvision.models.resnet18(weights=None, num_classes=5), "won").train()
-    assert isinstance(model.layer2[0].downsample[0], WSConv2d)
+    assert isinstance(model.layer2[0].downsample[0], StdConv2d)
     assert isinstance(model.layer2[0].downsample[1], nn.Identity)
     assert (model.conv1.stride, model.conv1.padding, model.conv1.kernel_size) == ((2, 2), (3, 3), (7, 7))
     F.cross_entropy(model(torch.randn(1, 3, 64, 64)), torch.tensor([2])).backward()  # a batch of one image
@@ -180,7 +186,7 @@ def test_a_bias_that_is_there_stays() -> None:
 def test_a_convolution_used_in_two_places_stays_one() -> None:
     shared = nn.Conv2d(4, 4, 3, padding=1)
     model = convert_norm(nn.Sequential(shared, nn.ReLU(), shared), "won")
-    assert isinstance(model[0], WSConv2d)
+    assert isinstance(model[0], StdConv2d)
     assert model[2] is model[0]
 
 
@@ -191,7 +197,7 @@ def test_converting_twice_is_converting_once() -> None:
 
 
 def test_a_model_that_is_itself_a_convolution_is_replaced() -> None:
-    assert type(convert_norm(nn.Conv2d(2, 4, 3), "won")) is WSConv2d
+    assert type(convert_norm(nn.Conv2d(2, 4, 3), "won")) is StdConv2d
 
 
 def test_other_kinds_do_not_change_convolutions() -> None:

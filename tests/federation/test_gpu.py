@@ -14,7 +14,6 @@ from flwr.app import ConfigRecord, Context
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.client.training import SGD, Batch, train
 from fedbn_flwr.data.batches import ClientBatches
 from fedbn_flwr.data.examples import InMemory
@@ -22,6 +21,7 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.build import build_model
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, Scaffold
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")

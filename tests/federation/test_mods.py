@@ -17,7 +17,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod, message_size_mod
 
 from fedbn_flwr import client_app
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.client.mods import weights_only
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
@@ -26,6 +25,7 @@ from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import FedAvg, FixBN
 from tests.support.command import ROOT, python_blocks

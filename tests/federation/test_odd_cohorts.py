@@ -17,12 +17,12 @@ from flwr.serverapp.strategy import FedAdam, FedAvgM, Krum, Strategy
 from torch import nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.gate import partition_of
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.norms.convert import convert_norm
 from fedbn_flwr.strategies import (
     FedAvg,
@@ -176,7 +176,7 @@ def test_statistics_of_other_layers_are_refused_or_end_the_query_by_name(bad: in
         on = Changed(grid(make=make), protocol.STATISTICS_QUERY, renamed(key))
         strategy = HeteroBN(statistics="query", min_train_nodes=1, **NO_EVALUATION)
         arrays = strategy.start(on, pack(initial_arrays(static())), num_rounds=1).arrays
-        return list(strategy.global_model(Round(1, 1, arrays, ConfigRecord(), on)))
+        return list(strategy.global_model(Round(1, arrays, ConfigRecord(), on)))
 
     assert "1.running_mean" in asked("zzz")
     with pytest.raises(RunFailed, match="sent statistics of different layers"):

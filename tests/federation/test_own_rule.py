@@ -18,13 +18,13 @@ from flwr.app import ConfigRecord, Context
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
 from fedbn_flwr.client.layerwise import parked_rounds
-from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.client.rule import BY_KEY
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.serialization import dump, parse
+from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum, restore, state_of
 from tests.support.command import PATIENCE, ROOT
 
@@ -198,7 +198,7 @@ ROUND = {
     "fedbn_flwr.engines.local", "fedbn_flwr.engines.nodes",
     "fedbn_flwr.models.tensors", "fedbn_flwr.batch",
     "fedbn_flwr.client.app", "fedbn_flwr.client.client", "fedbn_flwr.client.training", "fedbn_flwr.client.losses",
-    "fedbn_flwr.client.model_tensors", "fedbn_flwr.client.node_state",
+    "fedbn_flwr.client.node_state",
     "fedbn_flwr.messages.arrays", "fedbn_flwr.messages.gate", "fedbn_flwr.messages.aggregate",
     "fedbn_flwr.seeding",
 }  # fmt: skip

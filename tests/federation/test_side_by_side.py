@@ -146,15 +146,6 @@ def test_a_finished_cell_is_never_computed_again_and_new_ones_are_added(tmp_path
     assert {name: (tmp_path / name / "history.jsonl").stat() for name in before} == before
 
 
-def test_a_run_without_seeds_is_one_of_the_seeds_given_later(tmp_path: Path) -> None:
-    text = "{rounds: 1, clients: 2, model: {name: mlp}, train: {steps: 1}, engine: {device: cpu}}"
-    run_all(text, out=tmp_path, progress=False, seed=1)
-    before = (tmp_path / "FedAvg" / "history.jsonl").stat()
-    results = run_all(text, out=tmp_path, resume=True, progress=False, seeds=[0, 1], jobs=2)
-    assert [result.folder.name for result in results] == ["FedAvg-seed0", "FedAvg"]
-    assert (tmp_path / "FedAvg" / "history.jsonl").stat() == before
-
-
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "e.yaml"
     file.write_text(EXPERIMENT.replace("[0.05, 0.1]", "[1.0e+38, 0.05]").replace("steps: 1", "steps: 3"))

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
-from fedbn_flwr.client.losses import CrossEntropy
-from fedbn_flwr.client.model_tensors import ModelTensors, initial_arrays
+from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml
 from fedbn_flwr.experiment.node import Clients
@@ -32,6 +31,7 @@ from fedbn_flwr.experiment.trial import explain
 from fedbn_flwr.messages.aggregate import as_bfloat16
 from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
 from fedbn_flwr.messages.serialization import dump, parse
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.read.trained import global_model
@@ -381,7 +381,7 @@ class OfTransformers(nn.Module):
 @pytest.mark.parametrize("rule", RULES)
 def test_the_logits_of_a_model_s_output_are_found(rule: str, loss: str) -> None:
     """The model trains and is evaluated as the one inside it, which returns the logits."""
-    losses: dict[str, Any] = {"default": {}, "smoothed": {"loss": CrossEntropy(0.1)}}
+    losses: dict[str, Any] = {"default": {}, "smoothed": {"loss": make_loss("cross_entropy", label_smoothing=0.1)}}
     own = {"loss": lambda outputs, labels: F.cross_entropy(outputs.logits, labels)}
     results = []
     for model, options in [(OfTransformers(), losses.get(loss, own)), (OfTransformers().network, losses.get(loss, {}))]:

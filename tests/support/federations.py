@@ -50,5 +50,7 @@ def replaced(fed: Any) -> tuple[Any, dict[int, BNClient]]:
 def nodes_in_means(strategy: Any) -> list[list[int]]:
     """The nodes in the mean of each round of a strategy that has no `after_round`, as soon as the round is over."""
     found: list[list[int]] = []
-    strategy.after_round = lambda round, replies, weights: found.append([reply.node for reply in replies])
+    strategy.after_round = lambda round, replies, weights: found.append(
+        [reply.message.metadata.src_node_id for reply in replies]
+    )
     return found

@@ -26,7 +26,6 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
@@ -37,6 +36,7 @@ from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import Traffic
 

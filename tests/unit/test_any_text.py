@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
-from flwr.serverapp import Grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr import cli
 from fedbn_flwr.commands.common import parse_pairs
-from fedbn_flwr.engines.network import VARIABLE, PollingGrid
 from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
 from fedbn_flwr.experiment.file.layers import from_run_config, parse_overrides, split_changes
 from fedbn_flwr.experiment.logs import is_json
@@ -91,9 +89,7 @@ values = st.sampled_from(["1", "0", "yes", "TRUE", "x" * 5000]) | st.text(max_si
 def test_any_other_environment(value: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDBN_LOG", value)
-        patch.setenv(VARIABLE, value)
         attempt(is_json, SettingsError)
-        attempt(lambda: PollingGrid(cast(Grid, None)), SettingsError)
 
 
 # --- stores, checkpoints ----------------------------------------------

@@ -57,7 +57,7 @@ names = {name for name, _ in installed}
 for package, owners in metadata.packages_distributions().items():
     if not any(owner.lower().replace("_", "-") in names for owner in owners):
         sys.modules[package] = None
-assert not {"ray", "flwr_datasets", "wandb"} - {name for name, module in sys.modules.items() if module is None}
+assert not {"ray", "flwr_datasets", "tensorboard"} - {name for name, module in sys.modules.items() if module is None}
 from fedbn_flwr.cli import main
 sys.exit(main(sys.argv[2:]))
 """

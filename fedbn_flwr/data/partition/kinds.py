@@ -9,7 +9,7 @@ Flower's partitioner, so both give the same partition for a seed. indices.py che
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -41,21 +41,15 @@ class Rows:
 
 
 class Options(BaseModel):
-    """`data.partition` of an experiment; each kind has a subclass with its settings."""
+    """`data.partition` of an experiment; each kind is a subclass with its settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    assign: ClassVar[Callable[..., Parts]]  # (rows, clients, seed, **options)
+    by_class: ClassVar[bool] = False  # whether each example must have one class
+
     kind: str = ""
     bins: Positive | None = None  # of a number to predict, which are then the classes; by default 10
-
-    def __reduce__(self) -> tuple[Any, ...]:  # pickle cannot import the subclasses, which `kind` makes
-        values = {**self.__dict__, **(self.model_extra or {})}
-        return _options, (self.kind, values, self.model_fields_set)
-
-
-def _options(kind: str, values: dict[str, Any], given: set[str]) -> Options:
-    made = KINDS[kind].options if kind in KINDS else OwnOptions
-    return made.model_construct(given, **values)
 
 
 class OwnOptions(Options):
@@ -64,35 +58,29 @@ class OwnOptions(Options):
     model_config = ConfigDict(extra="allow")
 
 
-@dataclass(frozen=True)
-class Kind:
-    assign: Callable[..., Parts]  # (rows, clients, seed, **options)
-    options: type[Options]
-    by_class: bool  # whether each example must have one class
+KINDS: dict[str, type[Options]] = {}
 
 
-KINDS: dict[str, Kind] = {}
+def kind(*, by_class: bool = False) -> Callable[[Callable[..., Parts]], type[Options]]:
+    """Make a kind of a function of (rows, clients, seed, *, options), by the function's name in the settings."""
 
-
-def kind(*, by_class: bool = False) -> Callable[[Callable[..., Parts]], Callable[..., Parts]]:
-    """Register a function of (rows, clients, seed, *, options); its name becomes a kind in the settings."""
-
-    def register(assign: Callable[..., Parts]) -> Callable[..., Parts]:
+    def register(assign: Callable[..., Parts]) -> type[Options]:
         name = assign.__name__
         fields: dict[str, Any] = {"kind": (Literal[name], name)}
         for option in inspect.signature(assign).parameters.values():
             if option.kind is inspect.Parameter.KEYWORD_ONLY:
                 fields[option.name] = (option.annotation, ... if option.default is option.empty else option.default)
-        options = create_model(name, __base__=Options, __doc__=assign.__doc__, **fields)
-        KINDS[name] = Kind(assign, options, by_class)
-        return assign
+        made = create_model(name, __base__=Options, __doc__=assign.__doc__, __module__=__name__, **fields)
+        made.assign, made.by_class = staticmethod(assign), by_class
+        KINDS[name] = made
+        return made  # pickle finds the class by this name
 
     return register
 
 
 def describe_partitions() -> dict[str, str]:
     """The first line of each kind's docstring."""
-    lines = {name: (inspect.getdoc(kind.options) or "").split("\n")[0] for name, kind in KINDS.items()}
+    lines = {name: (inspect.getdoc(kind) or "").split("\n")[0] for name, kind in KINDS.items()}
     return lines | {
         "MODULE:CALLABLE": "a partition of your own: a function of labels and clients, see docs/own-parts.md"
     }

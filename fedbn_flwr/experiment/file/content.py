@@ -83,20 +83,16 @@ def checked_mapping(content: Any, source: str) -> Any:
 
 
 def _text(path: Path) -> str:
+    problem = f"cannot read the experiment {str(path)!r}"
     try:
-        if (size := path.stat().st_size) > 4 * LENGTH:  # at most four bytes a character
-            raise SettingsError(f"the experiment {str(path)!r} has {size} bytes; expected at most {4 * LENGTH}")
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as stream:
+            return stream.read(4 * LENGTH + 1).decode()  # at most four bytes a character: `parse_yaml` refuses more
     except OSError as error:
-        raise SettingsError(f"cannot read the experiment {str(path)!r}: {error.strerror}") from None
+        raise SettingsError(f"{problem}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise SettingsError(
-            f"cannot read the experiment {str(path)!r}: byte {error.start} is not UTF-8; save the file as UTF-8"
-        ) from None
-    except SettingsError:
-        raise
+        raise SettingsError(f"{problem}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except ValueError as error:  # a NUL in the path
-        raise SettingsError(f"cannot read the experiment {str(path)!r}: {error}") from None
+        raise SettingsError(f"{problem}: {error}") from None
 
 
 # Mappings whose keys depend on their name or kind: two strategies have different arguments.
@@ -109,24 +105,24 @@ WHOLE = {
     "track": "name",
 }
 
-# Parts for which a file may give only the value of this key, by the section that they are in; a section that the
-# settings keep as a text is in SHORT.
+# Parts for which a file may give only the value of this key, by the section that they are in.
 _NAMED = {
     "": {"data": "name", "model": "name", "strategy": "name", "engine": "name"},
     "data": {"partition": "kind"},
+    "train": {"optimizer": "name", "loss": "name", "schedule": "kind"},
     "strategy": {"base": "name"},
     "base": {"base": "name"},
 }
-SHORT = {"optimizer": "name", "loss": "name", "schedule": "kind"}
 
 
 def written_out(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """`strategy: FedTAN` as `strategy: {name: FedTAN}`, also in the `runs` and `sizes` of an experiment."""
     found = dict(settings)
-    for key, name in _NAMED.get(section, {}).items():
-        if isinstance(value := found.get(key), str):
+    for key, value in settings.items():
+        name = _NAMED.get(section, {}).get(key)
+        if isinstance(value, str) and name is not None:
             found[key] = {name: value}
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and (name is not None or not section):
             found[key] = written_out(value, key)
     for key in ("runs", "sizes") if not section else ():
         if isinstance(parts := found.get(key), Mapping):
@@ -144,16 +140,30 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     """Apply `changes` to `base`, recursively; another strategy or kind of partition replaces the old one as a whole."""
     result = dict(base)
     for key, value in changes.items():
-        old = result.get(key)
-        if isinstance(value, Mapping) and isinstance(old, str) and key in SHORT:
-            old = {SHORT[key]: old}
-        if isinstance(value, Mapping) and isinstance(old, Mapping) and not _is_another(key, old, value):
-            result[key] = merge(old, value)
+        old, name = result.get(key), WHOLE.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            is_another = name in value and value[name] != old.get(name)
+            result[key] = dict(value) if is_another else merge(old, value)
         else:
             result[key] = value
     return result
 
 
-def _is_another(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    name = WHOLE.get(key)
-    return name is not None and name in new and new[name] != old.get(name)
+def put(settings: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key such as `train.lr` of nested settings."""
+    *path, last = key.split(".")
+    for number, part in enumerate(path, start=1):
+        inner: Any = settings.setdefault(part, {})
+        if not isinstance(inner, dict):
+            above = ".".join(path[:number])
+            raise SettingsError(f"{above} is {inner!r}; expected a mapping, since {key} has a value")
+        settings = inner
+    settings[last] = value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"train.lr": 0.1}` as `{"train": {"lr": 0.1}}`."""
+    settings: dict[str, Any] = {}
+    for key, value in values.items():
+        put(settings, key, value)
+    return settings

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import in_words, shorten
 
 from ..sections import Section
-from .content import SHORT, WHOLE, written_out
+from .content import merge, nested, written_out
 
 PAPER, SMOKE = "paper", "smoke"
 LISTS = ("sweep", "tune")
@@ -60,101 +60,86 @@ class Lists:
     def place(self, cell: Cell) -> list[int]:
         """The number of each value of a cell in its list; a value that the list lacks comes after it."""
         listed = {**self.sweep, **self.tune}
-        found = ((list(listed.get(key, ())), value) for key, value in {**cell.sweep, **cell.tune}.items())
-        return [[*values, value].index(value) for values, value in found]
+        return [[*listed[key], value].index(value) for key, value in {**cell.sweep, **cell.tune}.items()]
 
-    def with_given(self, given: Mapping[str, Any]) -> Lists:
-        """The lists after overrides: an override of a listed key leaves its value only, and so selects cells."""
-
-        def left(lists: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-            return {key: _selected(key, values, _at(given, key)) for key, values in lists.items()}
-
-        return Lists(left(self.sweep), left(self.tune))
-
-    def first(self) -> Lists:
-        """Only the first value of each list."""
-        return Lists(*({key: values[:1] for key, values in each.items()} for each in (self.sweep, self.tune)))
+    def each(self, change: Callable[[str, Sequence[Any]], Sequence[Any]]) -> Lists:
+        return Lists(*({key: change(key, each) for key, each in lists.items()} for lists in (self.sweep, self.tune)))
 
 
-def _selected(key: str, values: Sequence[Any], value: Any) -> Sequence[Any]:
-    """What an override of a listed key leaves: its value, or all values if it adds a part to each of them."""
-    if value is _ABSENT:
-        return values
-    if same := [each for each in values if _at(written_out(nested({key: each})), key) == value]:
-        return same
-    if not isinstance(value, Mapping) or WHOLE.get(key.rpartition(".")[2]) in value:
-        return [value]
-    parts = {part for each in values if isinstance(each, Mapping) for part in flat_settings(each)}
-    if both := parts & flat_settings(value).keys():
-        raise SettingsError(
-            f"{key}.{min(both)} is overridden, and the values listed for {key} have it; give a whole value of {key}"
-        )
-    return values
+def overridden(key: str, values: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
+    """The different values of a list after changes: one that replaces them selects a cell, a part is added to each."""
+
+    def written(value: Any) -> dict[str, Any]:
+        return written_out(nested({key: value}))
+
+    found: list[Any] = []
+    for value in values:
+        changed = _at(merge(written(value), changes), key)
+        left = next((each for each in values if _at(written(each), key) == changed), changed)
+        found += [left] if left not in found else []
+    return found
 
 
-def lists_of(where: str, *levels: Mapping[str, Any]) -> Lists:
-    """The lists in `sweep` and `tune` of each level, of which a later one replaces or, by null, removes a key."""
-    found: dict[str, dict[str, Sequence[Any]]] = {kind: {} for kind in LISTS}
-    for level in levels:
-        for kind, lists in found.items():
-            if kind not in level:
-                continue
-            if (given := level[kind]) is None:
-                lists.clear()
-                continue
-            if not isinstance(given, Mapping):
+def _at(settings: Any, key: str) -> Any:
+    """The value of a key such as `train.lr`; None if there is none."""
+    for part in key.split("."):
+        settings = settings.get(part) if isinstance(settings, Mapping) else None
+    return settings
+
+
+def lists_of(where: str, own: Mapping[str, Any], *levels: Mapping[str, Any]) -> Lists:
+    """The lists in `sweep` and `tune` of each level, of which a later one replaces or, by null, removes a key.
+
+    The first level is the whole file, without the keys of which `own` gives the value or a part of it.
+    """
+    given = [f"{key}." for key in flat_settings(own)]
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in LISTS}
+    for number, level in enumerate(levels):
+        for kind in level.keys() & found.keys():
+            lists = level[kind]
+            if not isinstance(lists, Mapping | None):
                 raise SettingsError(
-                    f"{where}: {kind} is {given!r}; expected lists of values by key, for instance train.lr: [0.01, 0.1]"
+                    f"{where}: {kind} is {lists!r}; expected lists of values by key, for instance train.lr: [0.01, 0.1]"
                 )
-            for key, values in flat_settings(given).items():
-                if key in ("seed", "seeds"):
-                    raise SettingsError(f"{where}: {kind} has {key}; give seeds: [0, 1, 2] beside {kind} instead")
-                if key.partition(".")[0] in _WHOLE_FILE:
-                    raise SettingsError(f"{where}: {kind} has {key}, which is no setting of a run")
-                if values is None:
-                    lists.pop(key, None)
-                else:
-                    lists[key] = _checked(f"{where}: {kind}.{key}", values)
-    if both := found["sweep"].keys() & found["tune"].keys():
+            new = flat_settings(lists or {})
+            if number == 0:
+                new = {key: new[key] for key in new if not any(_overlap(f"{key}.", each) for each in given)}
+            found[kind] = {} if lists is None else {**found[kind], **new}
+    sweep, tune = ({key: each for key, each in lists.items() if each is not None} for lists in found.values())
+    for kind, lists in zip(LISTS, (sweep, tune), strict=True):
+        for key, values in lists.items():
+            _check(where, kind, key, values)
+    if both := sweep.keys() & tune.keys():
         raise SettingsError(f"{where}: {min(both)} is in sweep and in tune; a condition is not chosen, so give one")
-    keys = sorted([*found["sweep"], *found["tune"]])
-    for key, longer in itertools.pairwise(keys):
+    for key, longer in itertools.pairwise(sorted([*sweep, *tune])):
         if longer.startswith(f"{key}."):
             raise SettingsError(f"{where}: {longer} is a part of {key}, and both have lists; give one of them")
-    return Lists(**found)
+    return Lists(sweep, tune)
 
 
-def _checked(where: str, values: Any) -> list[Any]:
+def _overlap(key: str, other: str) -> bool:
+    return key.startswith(other) or other.startswith(key)
+
+
+def _check(where: str, kind: str, key: str, values: Any) -> None:
+    if key in ("seed", "seeds"):
+        raise SettingsError(f"{where}: {kind} has {key}; give seeds: [0, 1, 2] beside {kind} instead")
+    if key.partition(".")[0] in _WHOLE_FILE:
+        raise SettingsError(f"{where}: {kind} has {key}, which is no setting of a run")
     if not isinstance(values, list) or not values:
-        raise SettingsError(f"{where} is {shorten(repr(values), 200)}; expected a list of values")
+        raise SettingsError(f"{where}: {kind}.{key} is {shorten(repr(values), 200)}; expected a list of values")
     if twice := [value for number, value in enumerate(values) if value in values[:number]]:
-        raise SettingsError(f"{where} has {twice[0]!r} twice; list each value once")
-    return values
+        raise SettingsError(f"{where}: {kind}.{key} has {twice[0]!r} twice; list each value once")
 
 
-def check_count(name: str, counts: Mapping[str, int], seeds: int) -> None:
-    """Refuse an experiment with too many runs; `counts` has the cells of each row."""
-    if (total := sum(counts.values()) * seeds) > MOST:
-        rows = ", ".join(f"{count} of {row or 'its run'}" for row, count in counts.items())
+def check_count(name: str, lists: Mapping[str, Lists], seeds: int) -> None:
+    """Refuse an experiment with too many runs; `lists` has those of each row."""
+    if (total := sum(map(len, lists.values())) * seeds) > MOST:
+        rows = ", ".join(f"{len(each)} of {row or 'its run'}" for row, each in lists.items())
         raise SettingsError(
             f"{name}: {total:,} runs ({shorten(rows, 200)}, each with {seeds} seed{'s' if seeds > 1 else ''}); "
             f"expected at most {MOST:,}; shorten the lists of sweep and tune"
         )
-
-
-def check_parents(settings: Mapping[str, Any], key: str) -> None:
-    """SettingsError if a listed key is below one whose value in the file is no mapping, and would replace it."""
-    found: Any = settings
-    parts = key.split(".")
-    for number, part in enumerate(parts[:-1], start=1):
-        if part not in found:
-            return
-        found = found[part]
-        if isinstance(found, str) and part in SHORT:
-            return
-        if not isinstance(found, Mapping):
-            above = ".".join(parts[:number])
-            raise SettingsError(f"{above} is {found!r}; expected a mapping, since {key} has a list of values")
 
 
 def left_sweep(cell: Cell, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,63 +168,24 @@ def _short(key: str) -> str:
     return first.rpartition(".")[2] if first and last in ("name", "kind") else last
 
 
-# --- nested settings ------------------------------------------------------------
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"train.lr": 0.1}` as `{"train": {"lr": 0.1}}`."""
-    settings: dict[str, Any] = {}
-    for key, value in values.items():
-        target = settings
-        *path, last = key.split(".")
-        for part in path:
-            target = target.setdefault(part, {})
-        target[last] = value
-    return settings
-
-
-def _at(settings: Any, key: str) -> Any:
-    """The value of a key such as `train.lr`, or _ABSENT."""
-    for part in key.split("."):
-        if not isinstance(settings, Mapping) or part not in settings:
-            return _ABSENT
-        settings = settings[part]
-    return settings
-
-
-_ABSENT = object()
-
-
 # --- sizes ----------------------------------------------------------------------
 
 
-def changes_of_size(content: Mapping[str, Any], size: str, where: str) -> dict[str, Any]:
-    """The changes that `sizes` of an experiment, or of one of its runs, has for a size; the file itself is `paper`."""
-    sizes = _sizes(content, where)
-    if PAPER in sizes:
-        raise SettingsError(f"{where}: sizes has {PAPER}, which is the file as written; name the smaller sizes only")
-    for each, changes in sizes.items():
-        if wrong := {"runs", "sizes", "size", "description", "published"} & (changes or {}).keys():
-            raise SettingsError(f"{where}: sizes.{each} has {min(wrong)}, which a size cannot change")
-    return dict(sizes.get(size) or {})
-
-
-def _sizes(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    sizes = content.get("sizes") or {}
-    if not isinstance(sizes, Mapping) or not all(isinstance(each, Mapping | None) for each in sizes.values()):
-        raise SettingsError(f"{where}: sizes must map a size to changes, for instance small: {{rounds: 20}}")
-    return sizes
-
-
-def check_size(size: Any, contents: Sequence[Mapping[str, Any]], name: str) -> str:
-    """A size that some run of the experiment defines, or one that every experiment has."""
-    known = list(dict.fromkeys([PAPER, SMOKE, *(key for each in contents for key in _sizes(each, name))]))
+def changes_of_size(size: str, parts: Iterable[tuple[str, Mapping[str, Any]]], name: str) -> list[dict[str, Any]]:
+    """What `sizes` of an experiment and of each of its runs have for a size; the file itself is `paper`."""
+    known = {PAPER: None, SMOKE: None}  # which every experiment has
+    found = []
+    for where, content in parts:
+        sizes = content.get("sizes") or {}
+        if not isinstance(sizes, Mapping) or not all(isinstance(each, Mapping | None) for each in sizes.values()):
+            raise SettingsError(f"{where}: sizes must map a size to changes, for instance small: {{rounds: 20}}")
+        if PAPER in sizes:
+            raise SettingsError(f"{where}: sizes has {PAPER}, which is the file as written; name smaller sizes only")
+        for each, changes in sizes.items():
+            if wrong := {"runs", "sizes", "size", "description", "published"} & (changes or {}).keys():
+                raise SettingsError(f"{where}: sizes.{each} has {min(wrong)}, which a size cannot change")
+        known |= dict.fromkeys(sizes)
+        found.append(dict(sizes.get(size) or {}))
     if size not in known:
-        raise SettingsError(f"{name} has no size {size!r}; {did_you_mean(str(size), known)}")
-    return str(size)
-
-
-def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The values of two settings that differ, by key."""
-    old, new = flat_settings(before), flat_settings(after)
-    return {key: (old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)}
+        raise SettingsError(f"{name} has no size {size!r}; {did_you_mean(size, known)}")
+    return found

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import shorten
 
+from ..sections import expects
 from .expansion import Cell, Lists, values_in_words
 
 AVERAGE = "average"  # of the domains of a figure that is given by domain
@@ -24,7 +26,9 @@ class Published(BaseModel):
     """Figures of a paper, by their keys in summary.json, for the report; a figure may have a standard deviation."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
-    __pydantic_extra__: dict[str, float | tuple[float, float]]
+    __pydantic_extra__: dict[
+        str, Annotated[float | tuple[float, float], expects("a number, or a mean and a standard deviation")]
+    ]
 
     source: Annotated[str, Field(min_length=1)]
     # Why the figures are not those of this run's set-up: its size, or overrides; a file may give a reason of its own.
@@ -75,9 +79,11 @@ def figures_by_label(figures: Any, rows: Mapping[str, Lists], name: str) -> dict
     return {str(label): content for label, content in figures.items()}
 
 
-def with_set_up(figures: Any, size: str, changes: Iterable[str]) -> Any:
+def with_set_up(figures: Any, size: str, in_file: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     """The figures of a run, with a note if its settings are not those of the file."""
-    keys = [key for key in changes if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
+    before, now = flat_settings(in_file), flat_settings(settings)
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    keys = [key for key in changed if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
     if not keys or not isinstance(figures, Mapping) or "differs" in figures:
         return figures
     return {**figures, "differs": shorten(f"size {size}, other {', '.join(keys)}", 200)}

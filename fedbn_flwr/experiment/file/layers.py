@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import shlex
@@ -16,7 +17,7 @@ from fedbn_flwr.results.yaml_text import DEPTH, parse_yaml
 
 from ..faults import KEYS_OF_A_FILE, Faults, check_settings
 from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue, resolve
-from .content import SHORT, WHOLE, checked_mapping, merge, read_content, without, written_out
+from .content import WHOLE, checked_mapping, merge, nested, put, read_content, without, written_out
 from .expansion import (
     LISTS,
     PAPER,
@@ -24,14 +25,11 @@ from .expansion import (
     VALIDATION,
     Cell,
     Lists,
-    changed,
     changes_of_size,
     check_count,
-    check_parents,
-    check_size,
     left_sweep,
     lists_of,
-    nested,
+    overridden,
     values_in_words,
 )
 from .figures import condition, figures_by_label, with_set_up
@@ -66,11 +64,23 @@ class _Row:
     """One of the `runs` of an experiment: what it gives, in the file and for the size, and its lists of values."""
 
     label: str
+    number: int
     variant: Mapping[str, Any]  # what differs from the other rows
     layers: Sequence[Layer]  # in the file
     of_size: Mapping[str, Any]
     lists: Lists
     whole: Lists  # before overrides selected from them
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the rows of an experiment have in common."""
+
+    size: str
+    changes: Mapping[str, Any]  # of the command line
+    compared: Collection[str]  # keys in which the rows differ
+    tuned: bool
+    figures: Mapping[str, Any]
 
 
 def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = "experiment") -> Experiment:
@@ -79,7 +89,6 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     variants = content.get("runs") or {"": {}}
     if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
         raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
-    variants = {label: variant or {} for label, variant in variants.items()}
     changes = parse_overrides(overrides)
     for key in ("runs", "sizes", "extends"):
         if key in changes:
@@ -87,54 +96,50 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
                 f"{name}: an override cannot change {key} (= {changes[key]!r}); only=LABEL selects from the runs, "
                 "size=NAME one of the sizes"
             )
-    size = check_size(changes.pop("size", PAPER), [content, *variants.values()], name)
-    of_size = changes_of_size(content, size, name)
+    places = {f"{name}, run {label!r}" if label else name: variant or {} for label, variant in variants.items()}
+    size = str(changes.pop("size", PAPER))
+    of_size, *of_runs = changes_of_size(size, [(name, content), *places.items()], name)
     given = {COMMAND_LINE: changes, f"size {size}": of_size, "file": content}
     seeded_by = next((origin for origin, layer in given.items() if "seeds" in layer), None)
-    seeds = None if seeded_by is None else given[seeded_by]["seeds"]
     if "seed" in changes and seeded_by != COMMAND_LINE:  # which replaces `seeds` of the file
-        seeded_by = seeds = None
-    if seeds is not None and (not isinstance(seeds, list) or not seeds or not all(type(seed) is int for seed in seeds)):
+        seeded_by = None
+    seeds = None if seeded_by is None else given[seeded_by]["seeds"]
+    if seeded_by and not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
         raise SettingsError(f"{name}: seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
-    only = changes.get("only", of_size.get("only"))
-    as_written = [word.partition("=")[2] for word in overrides if word.startswith("only=")]
-    if as_written and as_written[-1] in variants:  # not as YAML, in which "A #2" is A
-        only = as_written[-1]
-    if size == SMOKE:
-        seeds = seeds and seeds[:1]
     own_changes = without(changes, "seeds", "only", *LISTS)
-    rows, lists_in_file = {}, {}
-    for label, variant in variants.items():
-        where = f"{name}, run {label!r}" if label else name
-        resized = merge(of_size, changes_of_size(variant, size, where))
-        own = without(variant, *LISTS, "sizes")
-        in_file = _without_given(content, own)
-        lists_in_file[label] = lists_of(where, in_file, variant)
-        whole = lists_of(where, in_file, variant, resized, changes)
+    file = Layer("file", {"name": name, **without(content, "published", *KEYS_OF_A_FILE)})
+    rows, in_file = {}, {}
+    for number, (label, (where, variant), of_run) in enumerate(zip(variants, places.items(), of_runs, strict=True)):
+        own, resized = without(variant, *LISTS, "sizes"), merge(of_size, of_run)
+        in_file[label] = lists_of(where, own, content, variant)
+        lists = whole = lists_of(where, own, content, variant, resized, changes)
         resized = without(resized, "seeds", "only", *LISTS)
-        left = whole.with_given(resized).with_given(own_changes)
-        file = Layer("file", {"name": name, **without(content, "published", *KEYS_OF_A_FILE)})
-        rows[label] = _Row(
-            label, own, (file, Layer(f"run {label}", own)), resized, left.first() if size == SMOKE else left, whole
-        )
-    published = content.get("published")
-    if published is not None:  # whose labels are compared with those of all cells
-        check_count(name, {label: len(lists) for label, lists in lists_in_file.items()}, 1)
-    chosen = rows if only is None else _select(rows, only, name)
-    check_count(name, {label: len(row.lists) for label, row in chosen.items()}, len(seeds or [0]))
+        for each in (resized, own_changes):
+            lists = lists.each(functools.partial(overridden, changes=each))
+        if size == SMOKE:
+            lists = lists.each(lambda _, values: values[:1])
+        rows[label] = _Row(label, number, own, (file, Layer(f"run {label}", own)), resized, lists, whole)
+    if (published := content.get("published")) is not None:  # whose labels are compared with those of all cells
+        check_count(name, in_file, 1)
     plan = _Plan(
         size,
         own_changes,
         compared={key for row in rows.values() for key in flat_settings(row.variant)},
         tuned=any(row.lists.tune for row in rows.values()),
-        figures=figures_by_label(published, lists_in_file, name),
+        figures=figures_by_label(published, in_file, name),
     )
+    only = changes.get("only", of_size.get("only"))
+    as_written = [word.partition("=")[2] for word in overrides if word.startswith("only=")]
+    if as_written and as_written[-1] in rows:  # not as YAML, in which "A #2" is A
+        only = as_written[-1]
     chosen = rows if only is None else _select(rows, only, name)
-    check_count(name, {label: len(row.lists) for label, row in chosen.items()}, len(seeds or [0]))
+    if seeds and size == SMOKE:
+        seeds = seeds[:1]
+    check_count(name, {label: row.lists for label, row in chosen.items()}, len(seeds or [0]))
     runs, layers, faults = [], {}, Faults()
     for row in chosen.values():
         for found in row.lists.cells(row.label):
-            cell = found.model_copy(update={"place": [list(rows).index(row.label), *row.whole.place(found)]})
+            cell = found.model_copy(update={"place": [row.number, *row.whole.place(found)]})
             with faults.of(", ".join([*filter(None, [row.label]), *values_in_words(cell)])):
                 given_by, settings = _settings_of(row, cell, plan)
                 for seed in seeds or [settings.get("seed", 0)]:
@@ -162,42 +167,11 @@ def _defaults() -> dict[str, Any]:
     return Settings().model_dump(mode="json")
 
 
-def _without_given(content: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The lists of the whole file without the keys of which a run gives the value or a part of it."""
-    keys = flat_settings(own)
-    # `optimizer: adam` is the optimiser's name, and leaves its options to the lists.
-    names = {key for key, value in keys.items() if isinstance(value, str) and key.rpartition(".")[2] in SHORT}
-
-    def given(listed: str) -> bool:
-        return any(f"{key}.".startswith(f"{listed}.") for key in keys) or any(
-            listed.startswith(f"{key}.") for key in keys.keys() - names
-        )
-
-    return {
-        kind: {key: values for key, values in flat_settings(each).items() if not given(key)}
-        if isinstance(each := content[kind], Mapping)
-        else each
-        for kind in LISTS
-        if kind in content
-    }
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What the cells of an experiment have in common."""
-
-    size: str
-    changes: Mapping[str, Any]  # of the command line
-    compared: Collection[str]  # keys in which the rows differ
-    tuned: bool
-    figures: Mapping[str, Any]
-
-
 def _settings_of(row: _Row, cell: Cell, plan: _Plan) -> tuple[list[Layer], dict[str, Any]]:
     """The layers of a cell: its row, its values, the changes of the size, and the overrides; and what they give."""
     values = {**cell.sweep, **cell.tune}
     for key in values:
-        check_parents(merged(row.layers), key)
+        put(copy.deepcopy(merged(row.layers)), key, None)  # a section in the file may be no mapping
     layers = [*row.layers, *(Layer(kind, written_out(nested(getattr(cell, kind)))) for kind in LISTS)]
     if plan.tuned:  # all rows train on the same examples, also those without a choice
         layers.insert(0, Layer("default", {"evaluate": {"validation": VALIDATION}}))
@@ -217,11 +191,10 @@ def _settings_of(row: _Row, cell: Cell, plan: _Plan) -> tuple[list[Layer], dict[
     if not values and "cell" in settings:
         settings |= left_sweep(check_settings({"cell": settings["cell"]}).cell, settings)
     label = row.label or str(settings.get("label") or _strategy_name(settings))
-    in_file, of_all = merge(_defaults(), written), merge(_defaults(), settings)
     if plan.size != PAPER:
         settings["size"] = plan.size
     if (known := plan.figures.get(condition(cell), plan.figures.get(row.label))) is not None:
-        settings["published"] = with_set_up(known, plan.size, changed(in_file, of_all))
+        settings["published"] = with_set_up(known, plan.size, merge(_defaults(), written), merge(_defaults(), settings))
     if not any("cell" in layer.settings for layer in row.layers) or values:  # another run's settings keep their place
         # Candidates of tune are compared within a row, so a strategy that is a candidate does not name it.
         own = row.label if any(key.partition(".")[0] == "strategy" for key in values) else label
@@ -290,7 +263,7 @@ def settings_of(experiment: Experiment, run: Settings) -> list[Setting]:
     """All settings of a run that have a value, for `fedbn explain`."""
     origins = {key: each.origin for each in experiment.layers[run.label] for key in flat_settings(each.settings)}
     return [
-        Setting(key, value, origins.get(key, "default"))
+        Setting(key, value, origins.get(key) or origins.get(f"{key}.name", "default"))  # `optimizer: {name: sgd}`
         for key, value in flat_settings(run.model_dump(mode="json")).items()
         if key != "name" and key.partition(".")[0] not in (*DERIVED, "published") and value is not None
     ]
@@ -314,14 +287,8 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise SettingsError(f"{word!r} is not of the form key=value, for instance rounds=3 or train.lr=0.1")
-        target = changes
-        *path, last = key.split(".")
-        if len(path) >= DEPTH:
+        if key.count(".") >= DEPTH:
             raise SettingsError(f"{shorten(word, 200)!r}: the key has more than {DEPTH} parts")
-        for part in path:
-            target = target.setdefault(part, {})
-            if not isinstance(target, dict):
-                raise SettingsError(f"{word!r}: {part!r} has a value already")
-        target[last] = parse_yaml(value, shorten(key, 200))
+        put(changes, key, parse_yaml(value, shorten(key, 200)))
         changes = written_out(changes)
     return changes

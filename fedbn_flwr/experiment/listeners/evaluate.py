@@ -10,14 +10,12 @@ from flwr.app import ArrayRecord, ConfigRecord
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr import strategies
-from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.metrics import key_of
+from fedbn_flwr.client.evaluation import evaluate, key_of
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.norms.statistics import reestimate
 
 from ..data import rows_by_domain
@@ -35,7 +33,7 @@ class Evaluate(Listener):
         self.prepared = prepared
         self.threads = threads if prepared.device.type == "cpu" else 1
         self.rule = prepared.rule
-        only_by_clients = self.rule.traits.personal or not run.evaluate.server
+        only_by_clients = bool(self.rule.traits.kept) or not run.evaluate.server
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
         self.task, self.metrics = prepared.task, prepared.metrics
         self.loss = plain_loss(run, self.task)
@@ -50,7 +48,6 @@ class Evaluate(Listener):
         """
         run, dataset, normalise = self.prepared.run, self.prepared.dataset, self.prepared.normalise
         assert dataset is not None
-        assert normalise is not None
         test_of = functools.partial(TestBatches, dataset.test, normalise, run.evaluate.batch_size)
         tests = {"": test_of(), **{f"_{name}": test_of(rows) for name, rows in rows_by_domain(dataset).items()}}
         if run.evaluate.validation and not self.asks_clients:
@@ -74,7 +71,7 @@ class Evaluate(Listener):
         clients, line = self._on_clients(running, at) if self.asks_clients else ({}, {})
         model = at.model
         if self.rule.traits.has_global_model:
-            asked = strategies.Round(at.number, run.rounds, at.arrays, running.identity, running.grid)
+            asked = strategies.Round(at.number, at.arrays, running.identity, running.grid)
             model = self.rule.global_model(asked)
         if self.has_test:
             torch.set_num_threads(run.engine.threads)  # the last bits can depend on it
@@ -104,11 +101,11 @@ class Evaluate(Listener):
         """The values of each client, and the figures of all."""
         config = ConfigRecord(dict(running.identity))
         messages = self.rule.configure_evaluate(at.number, at.arrays, config, running.grid)
-        replies = gate(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
+        replies = list(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
         if not replies:
             return {}, {}
         metrics = self.rule.aggregate_evaluate(at.number, replies)
-        used = self.rule.leaf.used
+        used = self.rule.chain[-1].used
         values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_examples")
         means = {name_of(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
         figures = {**means, **own_means(values), **spreads(values)}

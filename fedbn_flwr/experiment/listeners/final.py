@@ -11,9 +11,9 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.common import log
 
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.gate import one_line
 from fedbn_flwr.results.folder.clients import is_count
 
+from ..run.cohort import failures
 from .listener import Listener, Round, Running
 from .of_clients import by_metric, values_of
 
@@ -23,20 +23,16 @@ class Final(Listener):
         """Send the whole global model, its batch norm included; the run is complete without those that fail."""
         if not at.is_last:
             return at
-        options, engine = running.run.evaluate, running.run.engine
+        options = running.run.evaluate
         keys: dict[str, Any] = {**running.identity, protocol.ROUND: at.number, protocol.TEST_SETS: protocol.OWN}
         if options.finetune_steps:
             keys[protocol.TUNE_STEPS] = options.finetune_steps
             keys[protocol.TUNE_LR] = options.finetune_lr or running.run.train.lr
         content = RecordDict({"arrays": at.arrays, "config": ConfigRecord(keys)})
         messages = [Message(content, node, MessageType.EVALUATE) for node in running.unseen.values()]
-        replies = list(running.grid.send_and_receive(messages, timeout=engine.timeout))
-        if silent := len(messages) - len(replies):
-            log(WARNING, "after the last round: %d of %d nodes did not answer in time", silent, len(messages))
-        for reply in replies:
-            if reply.has_error():
-                reason = one_line(str(reply.error.reason))
-                log(WARNING, "after the last round: without node %d: %s", reply.metadata.src_node_id, reason)
+        replies = list(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
+        for problem in failures(running.run, len(messages), replies):
+            log(WARNING, "after the last round: without %s", problem)
         measured = {client: _renamed(values) for client, values in values_of(replies, "test_examples").items()}
         means = {name: statistics.fmean(each) for name, each in by_metric(measured).items() if not is_count(name)}
         return at.with_figures(means, measured)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from flwr.app import ArrayRecord, Message
 
@@ -42,7 +42,6 @@ class Round:
     replies: Sequence[Message] = ()  # to the messages of this round, where a listener reads them
     line: Mapping[str, Any] = field(default_factory=dict)  # in the history
     clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # the values of each client
-    dynamics: Mapping[str, Any] | None = None  # the line in norms.jsonl, if it has one
     is_best: bool = False  # of those so far, by validation
     ended: str | None = None  # the reason why training ends before the last round
     stop: bool = False  # the user asked to stop after this round
@@ -70,16 +69,3 @@ class Listener:
 
     def on_end(self, running: Running, error: BaseException | None) -> None:
         """After the last round, or after an error that ended the run before it."""
-
-
-class Phases(NamedTuple):
-    """The listeners of a run, in the order of their calls."""
-
-    measure: Sequence[Listener]
-    choose: Sequence[Listener]
-    record: Sequence[Listener]
-    show: Sequence[Listener]
-
-    @property
-    def all(self) -> list[Listener]:
-        return [listener for phase in self for listener in phase]

@@ -1,4 +1,4 @@
-"""Shows the progress of runs and stops them on Ctrl-C.
+"""Shows the progress of runs, within a round too, and stops them on Ctrl-C.
 
 On a terminal and in a notebook: how many runs have ended and the time left, and a bar of each run's rounds with how far
 its current round is. Elsewhere: a line after rounds, at most every two seconds, and within a long round or with runs
@@ -10,24 +10,29 @@ SIGHUP stop them immediately; a resumed run then repeats the rounds after the la
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flwr.app import Message, MessageType
+from flwr.serverapp import Grid
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.experiment.logs import is_json, working_at, write_json
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
 
@@ -76,7 +81,7 @@ class Reporter(Listener):
         for note in running.prepared.rule.notes().values() if at.is_last else ():
             if isinstance(note, Mapping) and "in_words" in note:
                 self.message(note["in_words"])
-        return at
+        return replace(at, stop=self.stops_after(at))
 
     def message(self, text: str) -> None:
         self._send_news(replace(self._latest, message=text))
@@ -86,11 +91,39 @@ class Reporter(Listener):
         self._send_news(news)
 
 
+_COUNTED = {
+    MessageType.TRAIN: "clients trained",
+    MessageType.EVALUATE: "clients evaluated",
+    protocol.PARTITION_QUERY: "clients ready",
+    protocol.STATISTICS_QUERY: "clients' statistics",
+}
+
+
+class WatchedGrid(GridAround):
+    """A grid that reports each reply when it arrives, and what strategies report."""
+
+    def __init__(self, inner: Grid, watcher: Callable[[str, int, int], None]) -> None:
+        super().__init__(inner)
+        self._watcher = watcher  # gets what is counted, how many are done, and of how many
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        messages = list(messages)
+        if messages and (what := _COUNTED.get(messages[0].metadata.message_type)):
+            done = itertools.count(1)
+            self.report(what, 0, len(messages))
+            self.observe(lambda _: self.report(what, next(done), len(messages)))
+        return self.inner.send_and_receive(messages, timeout=timeout)
+
+    def report(self, what: str, done: int, total: int) -> None:
+        self._watcher(what, done, total)
+
+
 @dataclass
 class _Running:
     began: float
     last_round: float  # when it ended
-    news: News | None = None  # the latest; None: it has not reported the round that it begins with
+    news: News = field(default_factory=News)  # the latest
+    has_news: bool = False  # it has reported the round that it begins with
 
 
 class Progress:
@@ -105,21 +138,21 @@ class Progress:
         rounds: Sequence[int],
         *,
         several: bool = False,  # at the same time
-        plain: bool | None = None,
+        plain: bool = False,
         quiet: bool = False,
     ) -> None:
         self.console = Console(highlight=False)
-        draws = (self.console.is_terminal or self.console.is_jupyter) and not is_json()
-        self._draws = not quiet and (draws if plain is None else not plain)
+        can_draw = (self.console.is_terminal or self.console.is_jupyter) and not is_json()
+        self._draws = can_draw and not (quiet or plain)
         self._quiet, self._several = quiet, several
         self._labels, self._rounds = labels, rounds
         self._running: dict[int, _Running] = {}  # by place
-        self._ended = self._done = self._counted = 0  # runs; rounds of all sessions, and those of this one
+        self._left_over = set(range(len(labels)))  # the places of runs that have not ended
+        self._counted = 0  # rounds of this session
         self._within = ""  # the activity between runs
         self._began = self._printed = self._last_round = time.monotonic()
         self._training_began: float | None = None
-        self._live: Live | None = None  # on a terminal
-        self._cell: Any = None  # in a notebook: the display
+        self._show: Callable[[], object] = lambda: None  # draws now, on a terminal or in a notebook
         self._stack = ExitStack()
         self.stop_asked = False
 
@@ -127,7 +160,8 @@ class Progress:
         # Python's own handler raises at any point of the program, and an exception in a destructor is only printed.
         # Under Flower this is not the main thread. A shell's background job ignores Ctrl-C, and must continue to;
         # Flower sets its own handlers of the other signals, and nohup ignores SIGHUP.
-        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._terminate, signal.SIGHUP: self._terminate}
+        at_once = signal.default_int_handler  # who sent SIGTERM may not wait, or has sent it to the workers too
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: at_once, signal.SIGHUP: at_once}
         for number, handler in handlers.items() if threading.current_thread() is threading.main_thread() else ():
             if (before := signal.getsignal(number)) is signal.SIG_DFL or before is signal.default_int_handler:
                 self._stack.callback(signal.signal, number, signal.signal(number, handler))
@@ -135,10 +169,13 @@ class Progress:
             from IPython.display import display
 
             # Not rich's own display, which needs ipywidgets and is lost when a notebook is saved.
-            self._cell = display(self.render(), display_id=True)
+            cell = display(self.render(), display_id=True)
+            self._show = lambda: cell.update(self.render())
         elif self._draws:
-            self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=True)
-            self._live.start()
+            live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=True)
+            live.start()
+            self._show = live.refresh
+            self._stack.callback(live.stop)
             for log in logging.getLogger("flwr").handlers:  # log lines are then printed above the bars
                 if isinstance(log, logging.StreamHandler):
                     self._stack.callback(log.setStream, log.setStream(sys.stderr))
@@ -147,9 +184,6 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._running, self._within = {}, "finished" if error is None else "stopped"
         self._show()
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
         self._stack.close()
 
     def _interrupt(self, number: int, frame: Any) -> None:
@@ -157,10 +191,6 @@ class Progress:
             raise KeyboardInterrupt
         self.stop_asked = True
         print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
-
-    def _terminate(self, number: int, frame: Any) -> None:
-        """Stop immediately: the sender may not wait, and may have sent SIGTERM to the worker processes too."""
-        raise KeyboardInterrupt
 
     # --- what happens, in the order of an experiment ---
 
@@ -171,8 +201,7 @@ class Progress:
 
     def skip(self, places: Sequence[int]) -> None:
         """These runs are finished already."""
-        self._ended += len(places)
-        self._done += sum(self._rounds[place] for place in places)
+        self._left_over -= {*places}
         if places:
             self.message(f"{len(places)} of {len(self._labels)} runs are finished already")
 
@@ -188,40 +217,41 @@ class Progress:
         if news.message:
             self._say_of(place, news.message)
             return
-        before, run.news = run.news, news
-        if before is None:
-            self._done += news.round
+        is_first, more = not run.has_news, news.round - run.news.round
+        run.news, run.has_news = news, True
+        if is_first:
+            self._printed = now
+            self._show()
+            continued = f", continuing after round {news.round}" if news.round else ""
             if not self._draws:
-                continued = f", continuing after round {news.round}" if news.round else ""
                 self._say_of(place, f"{counted(rounds)}{continued}")
-        elif more := news.round - before.round:
-            self._done += more
+            return
+        if more:
             self._counted += more
             self._last_round = run.last_round = now
         between = _DRAWN if self._draws else _WITHIN_ROUND if news.within or self._several else _AFTER_ROUND
-        if now - self._printed < between and not (self._draws and before is None):
+        if now - self._printed < between:
             return
         self._printed = now
         if self._draws:
             self._show()
-        elif news.within and before is not None:
+        elif news.within:
             passed = duration(now - run.last_round)
             self._say_of(place, f"round {news.round + 1}/{rounds}  {news.within} after {passed}")
-        elif before is not None:
+        else:
             self._say_of(place, f"round {news.round}/{rounds}  {news.figures}{self._left()}")
 
     def end(self, place: int, problem: str = "") -> None:
         """A run is finished, or has ended for this reason."""
-        run = self._running.pop(place)
-        news = run.news or News()
-        self._ended += 1
-        self._done += self._rounds[place] - news.round
-        took = f"{counted(news.round)} in {duration(time.monotonic() - run.began)}  {news.figures}".rstrip()
-        self._say_of(place, problem or took, news.round)
+        run = self._running[place]
+        took = f"{counted(run.news.round)} in {duration(time.monotonic() - run.began)}  {run.news.figures}".rstrip()
+        self._say_of(place, problem or took)
+        del self._running[place]
+        self._left_over.discard(place)
         self._show()
 
     def message(self, text: str) -> None:
-        if self._live is not None:
+        if self._draws and self.console.is_terminal:
             self.console.print(text, markup=False, soft_wrap=True)
         elif not self._quiet:
             try:
@@ -238,10 +268,9 @@ class Progress:
     def _title(self, place: int) -> str:
         return f"[{place + 1}/{len(self._labels)}] {self._labels[place]}"
 
-    def _say_of(self, place: int, text: str, number: int | None = None) -> None:
+    def _say_of(self, place: int, text: str) -> None:
         """A line about one run; other lines are about all of them."""
-        news = self._running[place].news if place in self._running else None
-        working_at(run=self._labels[place], round=(news.round if news else 0) if number is None else number)
+        working_at(run=self._labels[place], round=self._running[place].news.round)
         self.message(f"{self._title(place)}: {text}")
         if self._several:
             working_at(run="", round=0)
@@ -251,21 +280,23 @@ class Progress:
         if not self._counted or self._training_began is None:
             return ""
         each = (self._last_round - self._training_began) / self._counted
-        left = each * (sum(self._rounds) - self._done) - (time.monotonic() - self._last_round)
+        rounds = sum(self._rounds[place] for place in self._left_over)
+        rounds -= sum(run.news.round for run in self._running.values())
+        left = each * rounds - (time.monotonic() - self._last_round)
         return f"  about {duration(max(0.0, left))} left"
 
     def render(self) -> Table:
         """How far all runs are, and a bar of each that is running."""
         bars, shown = Table.grid(padding=(0, 1, 0, 0)), Table.grid()
         for place, run in sorted(self._running.items()):
-            news, total = run.news or News(), self._rounds[place]
+            news, total = run.news, self._rounds[place]
             counts = f"{news.round}/{total}  {news.within or news.figures}"
             bars.add_row(
                 Text(self._title(place), overflow="ellipsis", no_wrap=True),
                 ProgressBar(total=total, completed=news.round, width=_BAR),
                 Text(counts, overflow="ellipsis", no_wrap=True),
             )
-        all_runs = f"{self._ended} of {len(self._labels)} runs ended"
+        all_runs = f"{len(self._labels) - len(self._left_over)} of {len(self._labels)} runs ended"
         passed = duration(time.monotonic() - self._began)
         what = all_runs if self._running else self._within
         shown.add_row(
@@ -273,13 +304,6 @@ class Progress:
         )
         shown.add_row(bars)
         return shown
-
-    def _show(self) -> None:
-        """Draw now; on a terminal rich also does that four times a second, in a notebook nothing else does."""
-        if self._live is not None:
-            self._live.refresh()
-        if self._cell is not None:
-            self._cell.update(self.render())
 
 
 def counted(rounds: int) -> str:

@@ -7,7 +7,6 @@ ends the tracking with one warning, never the run; and at its end the run waits 
 from __future__ import annotations
 
 import queue
-import statistics
 import threading
 from collections.abc import Callable, Mapping
 from logging import WARNING
@@ -15,12 +14,10 @@ from typing import Any
 
 from flwr.common import log
 
-from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder import RunFolder, flat_settings
 from fedbn_flwr.results.text import file_name
 from fedbn_flwr.storage import replacing
 
-from ..norm_layers import NormLayers
 from ..trackers import Session, TrackedRun, begin
 from .listener import Listener, Round, Running
 
@@ -29,14 +26,11 @@ LAST_FIGURES = 30  # seconds that a run waits for its tracker at the end
 
 class Track(Listener):
     def __init__(self, entry: Mapping[str, Any], folder: RunFolder) -> None:
-        self.entry, self.tracker = entry, str(entry["name"])
-        self.folder = folder
-        self._id_file = f"{file_name(self.tracker)}.id"
-        self._warned = False
+        self.entry, self.folder = entry, folder
+        self._id_file = folder.path / f"{file_name(entry['name'])}.id"
         self._calls: queue.SimpleQueue[Callable[[Session], None] | None] = queue.SimpleQueue()
 
     def on_start(self, running: Running, at: Round) -> Round:
-        id_file = self.folder.path / self._id_file
         run = TrackedRun(
             folder=self.folder.path,
             experiment=running.run.name,
@@ -44,20 +38,16 @@ class Track(Listener):
             settings=_settings(running.run.model_dump(mode="json")),
             done=at.number,
             measure=running.prepared.task.main,
-            id=id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None,
+            id=self._id_file.read_text(encoding="utf-8").strip() if self._id_file.exists() else None,
         )
         running.grid.start()  # a process must not be forked while the thread imports modules
-        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True, name=f"track-{self.tracker}")
+        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True, name="track")
         self._thread.start()
         return at
 
     def on_round(self, running: Running, at: Round) -> Round:
-        figures = {key: float(value) for key, value in at.line.items() if _is_number(value) and key != "round"}
-        if at.is_evaluated:
-            arrays = unpack(at.model)
-            figures |= _flat("norms", NormLayers(arrays).lengths(arrays))
-        if at.dynamics is not None:
-            figures |= _flat("dynamics", at.dynamics["layers"]) | _means_of_clients(at.dynamics)
+        numbers = {key: value for key, value in at.line.items() if isinstance(value, int | float) and key != "round"}
+        figures = {key: float(value) for key, value in numbers.items() if not isinstance(value, bool)}
         self._calls.put(lambda session: session.log(at.number, figures))
         return at
 
@@ -77,7 +67,7 @@ class Track(Listener):
         try:
             session = begin(self.entry, run)
             if session.id is not None and session.id != run.id:
-                with replacing(run.folder / self._id_file, durable=False) as file:
+                with replacing(self._id_file, durable=False) as file:
                     file.write_text(f"{session.id}\n", encoding="utf-8")
             if session.address is not None:
                 print(f"{run.name}: {session.address}", flush=True)
@@ -87,16 +77,8 @@ class Track(Listener):
             self._warn(" ".join(f"{type(error).__name__}: {error}".split()))
 
     def _warn(self, reason: str) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        log(
-            WARNING,
-            "%s: tracking by %s ended: %s; the run folder has all figures",
-            self.folder.path.name,
-            self.tracker,
-            reason,
-        )
+        text = "%s: tracking by %s ended: %s; the run folder has all figures"
+        log(WARNING, text, self.folder.path.name, self.entry["name"], reason)
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,20 +89,3 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in flat.items()
         if value is not None
     }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _flat(prefix: str, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    return {f"{prefix}/{layer}/{name}": value for layer, row in layers.items() for name, value in row.items()}
-
-
-def _means_of_clients(line: Mapping[str, Any]) -> dict[str, float]:
-    """The means over clients of a line of norms.jsonl."""
-    columns: dict[str, list[float]] = {}
-    for layers in line["clients"].values():
-        for name, value in _flat("dynamics", layers).items():
-            columns.setdefault(name, []).append(value)
-    return {name: statistics.fmean(values) for name, values in columns.items()}

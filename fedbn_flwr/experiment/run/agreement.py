@@ -20,13 +20,12 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import fault
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import arrays_of
-from fedbn_flwr.messages.screening import reason_of
 from fedbn_flwr.results.folder import RunFolder
 
 from ..parts import Parts
 from ..sections import refuse
 from ..settings import strategy_name
-from .cohort import Nodes, refuse_nodes, silent
+from .cohort import Nodes, failures, refuse_nodes
 
 
 def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -> Moments:
@@ -39,26 +38,24 @@ def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -
         {
             f"{asks} but {name} {hides}; {instead}": hides is not None,
             f"{asks} but strategy.bounds limits the influence of one client, and that of its sums has no limit; "
-            f"{instead}": rule.leaf.bounds is not None,
+            f"{instead}": rule.chain[-1].bounds is not None,
         }
     )
     clients = {node: client for client, node in nodes.ids.items()}
     content = RecordDict({"config": ConfigRecord(dict(identity))})
     questions = [Message(content, node, protocol.SUMS_QUERY) for node in clients]
     columns = parts.shape.channels if parts.shape.tokens is None else 0
-    found: dict[int, Sums] = {}
-    problems = []
-    for reply in grid.send_and_receive(questions, timeout=run.engine.timeout):
-        node = reply.metadata.src_node_id
-        if reply.has_error():
-            problems.append(f"node {node}: {reason_of(reply)}")
-            continue
+    replies = list(grid.send_and_receive(questions, timeout=run.engine.timeout))
+    found: list[Sums] = []
+    problems = failures(run, len(clients), replies)
+    for reply in filter(Message.has_content, replies):
         try:
-            found[node] = _sums_in(reply, columns)
+            found.append(_sums_in(reply, columns))
         except MessageError as error:
+            node = reply.metadata.src_node_id
             problems.append(f"node {node}: client {clients[node]}: {error}")
-    refuse_nodes([*problems, *silent(run, len(clients) - len(found) - len(problems))])
-    return moments_from([*found.values()])
+    refuse_nodes(problems)
+    return moments_from(found)
 
 
 def agreed_before(folder: RunFolder) -> Moments:

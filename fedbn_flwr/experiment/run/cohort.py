@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
@@ -17,7 +17,8 @@ from fedbn_flwr.engines.base import GridAround, wait_for_nodes
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in
-from fedbn_flwr.messages.gate import number_of, one_line, partition_of
+from fedbn_flwr.messages.gate import number_of, partition_of
+from fedbn_flwr.messages.screening import reason_of
 
 from ..settings import Settings
 
@@ -75,18 +76,14 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
     holders: dict[int | None, list[int]] = {}  # None: nodes with their own data and no partition
     folders: dict[int, int] = {}
     own_data = False
-    problems = []
-    for reply in replies:
+    problems = failures(run, len(nodes), replies)
+    for reply in filter(Message.has_content, replies):
         node = reply.metadata.src_node_id
-        if reply.has_error():
-            problems.append(f"node {node}: {one_line(str(reply.error.reason))}")
-            continue
         answer = next(iter(metrics_in(reply.content).values()), MetricRecord())
         holders.setdefault(partition_of(reply.content), []).append(node)
         own_data |= protocol.OWN_DATA in answer
         if isinstance(kept := answer.get(protocol.STATE_ROUND), int):
             folders[number_of(reply)] = kept
-    problems += silent(run, len(nodes) - len(replies))
     if not problems:
         problems += _wrong_numbers(holders, run.clients)
     if not problems and run.evaluate.unseen and None in holders:
@@ -112,9 +109,11 @@ def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> lis
     ]
 
 
-def silent(run: Settings, count: int) -> list[str]:
-    """The problem of so many nodes that did not answer."""
-    return [f"{count} nodes did not answer within {run.engine.timeout:g} s"] if count > 0 else []
+def failures(run: Settings, asked: int, replies: Sequence[Message]) -> list[str]:
+    """The problems of the nodes that replied with an error, and of those asked that did not reply."""
+    found = [f"node {reply.metadata.src_node_id}: {reason_of(reply)}" for reply in replies if reply.has_error()]
+    silent = asked - len(replies)
+    return [*found, f"{silent} nodes did not answer within {run.engine.timeout:g} s"] if silent > 0 else found
 
 
 def refuse_nodes(problems: Iterable[str]) -> None:

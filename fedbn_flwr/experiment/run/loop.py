@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,20 +19,19 @@ from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
 from fedbn_flwr.client.app import client_app
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.network import PollingGrid, poll_often
-from fedbn_flwr.engines.worker import leave_if_unguarded
 from fedbn_flwr.errors import MissingPackage, RunFailed, SettingsError, StorageError, UserError, needs
 from fedbn_flwr.experiment.logs import is_json, write_json
 from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
-from fedbn_flwr.messages.gate import gate, number_of
-from fedbn_flwr.results.folder import RunFolder, deciding, default_out, mark_interrupted
+from fedbn_flwr.messages.gate import number_of
+from fedbn_flwr.models.tensors import initial_arrays
+from fedbn_flwr.results.folder import RunFolder, default_out, mark_interrupted
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.report.write import write_report
@@ -40,18 +40,16 @@ from fedbn_flwr.strategies import restore
 from fedbn_flwr.tasks import Task
 
 from ..counting import counts_of
-from ..data import loaded_data
 from ..file.layers import from_run_config
 from ..flower_mods import client_mods
 from ..listeners.best import Best
 from ..listeners.dynamics import Dynamics
 from ..listeners.evaluate import Evaluate
 from ..listeners.final import Final
-from ..listeners.history import History
-from ..listeners.listener import Listener, Phases, Round, Running
+from ..listeners.listener import Listener, Round, Running
 from ..listeners.of_clients import values_of
-from ..listeners.progress import Progress, Reporter
-from ..listeners.saving import Saving
+from ..listeners.progress import Progress, Reporter, WatchedGrid
+from ..listeners.recording import History, Saving
 from ..listeners.track import Track
 from ..model import choose_device
 from ..node import Clients, trains
@@ -62,7 +60,6 @@ from .agreement import agree, agreed_before
 from .cohort import TrainedNodes, check_nodes
 from .resume import keep_promises, restore_clients
 from .side_by_side import failed_because, jobs_of, side_by_side
-from .watched import WatchedGrid
 
 
 def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:
@@ -76,11 +73,11 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
     at = start = Round(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
-    phases = phases_of(prepared, folder, ledger, progress)
+    listeners = listeners_of(prepared, folder, ledger, progress)
     begun: list[Listener] = []
     error: BaseException | None = None
     try:
-        for listener in phases.all:
+        for listener in listeners:
             at = start = listener.on_start(running, start)
             begun.append(listener)
         asked = {protocol.COHORT_MIN_BATCH: least} if (least := rule.traits.min_batch) else {}
@@ -106,7 +103,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
             restore(rule, snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
         keep_promises(rule, folder, done)
-        for at in rounds(running, start, phases, progress.stops_after):
+        for at in rounds(running, start, listeners):
             if at.stop and not at.is_last:
                 raise KeyboardInterrupt
         if not at.trained:
@@ -118,29 +115,24 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         end(begun, running, error)
 
 
-def phases_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progress: Reporter) -> Phases:
+def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progress: Reporter) -> list[Listener]:
+    """Those that measure a round, choose the best one and the last one, show and record it, in this order."""
     run = prepared.run
     dynamics = [Dynamics(folder)] if run.evaluate.dynamics else []
     patience, least = run.evaluate.patience, run.evaluate.min_delta
     best = [Best(folder, prepared.task, patience, least)] if run.evaluate.validation else []
     final = [Final()] if run.evaluate.unseen else []  # after the last round, which is chosen now
-    return Phases(
-        measure=[*dynamics, Evaluate(prepared, threads=workers_of(run))],
-        choose=[*best, *final],
-        record=[History(folder, ledger), Saving(folder)],
-        show=[progress, *(Track(entry, folder) for entry in run.track)],
-    )
+    trackers = [Track(entry, folder) for entry in run.track]
+    evaluate = Evaluate(prepared, threads=workers_of(run))
+    return [*dynamics, evaluate, *best, *final, progress, History(folder, ledger), Saving(folder), *trackers]
 
 
-def rounds(running: Running, at: Round, phases: Phases, stops_after: Callable[[Round], bool]) -> Iterator[Round]:
+def rounds(running: Running, at: Round, listeners: Sequence[Listener]) -> Iterator[Round]:
     """The rounds after `at` up to the last one, each when it has passed all listeners."""
     while not at.is_last:
-        at = train_round(running, at, phases.all)
-        for phase in phases:
-            if phase is phases.record:
-                at = replace(at, stop=stops_after(at))
-            for listener in phase:
-                at = listener.on_round(running, at)
+        at = train_round(running, at, listeners)
+        for listener in listeners:
+            at = listener.on_round(running, at)
         yield at
 
 
@@ -159,16 +151,16 @@ def end(listeners: Sequence[Listener], running: Running, error: BaseException | 
 def train_round(running: Running, before: Round, listeners: Sequence[Listener] = ()) -> Round:
     run, rule, number = running.run, running.prepared.rule, before.number + 1
     config = ConfigRecord({**running.identity, protocol.KEPT_ROUND: before.kept_round})
-    switched = any(number >= (each.memory.switch_round or math.inf) for each in rule.chain())
+    switched = any(number >= (each.memory.switch_round or math.inf) for each in rule.chain)
     if (factor := run.train.schedule.switch) is not None and switched:
         config[protocol.LR_FACTOR] = factor
     messages = list(rule.configure_train(number, before.arrays, config, running.grid))
     for listener in listeners:
         listener.on_messages(running)
-    replies = gate(running.grid.send_and_receive(messages, timeout=run.engine.timeout))
+    replies = list(running.grid.send_and_receive(messages, timeout=run.engine.timeout))
     found, metrics = rule.aggregate_train(number, replies)
     arrays = before.arrays if found is None else found
-    used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.leaf.used]
+    used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.chain[-1].used]
     trained = [number_of(reply) for reply in used]
     figures = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
     line: dict[str, Any] = {"round": number, "clients": len(trained)}
@@ -219,7 +211,7 @@ def check_failures(failures: Sequence[str]) -> None:
 
 
 def run_folders(experiment: Experiment, out: Path) -> list[RunFolder]:
-    return [RunFolder(_folder(out / name, run)) for name, run in experiment.named.items()]
+    return [RunFolder(out / name) for name in experiment.named]
 
 
 def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[RunFolder]:
@@ -236,14 +228,6 @@ def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[Run
     return folders
 
 
-def _folder(path: Path, run: Settings) -> Path:
-    """The folder of a run: without the seed in its name, if it was begun before the experiment had `seeds`."""
-    before = path.with_name(path.name.removesuffix(f"-seed{run.seed}"))
-    if path.exists() or not (found := RunFolder(before).config()):
-        return path
-    return before if deciding(found) == deciding(run.model_dump(mode="json")) else path
-
-
 def run_experiment(
     experiment: Experiment,
     make_grid: Callable[[Parts], AbstractContextManager[Grid]],
@@ -251,7 +235,7 @@ def run_experiment(
     *,
     resume: bool = False,
     jobs: int | None = 1,
-    plain: bool | None = None,
+    plain: bool = False,
     quiet: bool = False,
     own_data: bool = False,
 ) -> Outcome:
@@ -268,8 +252,7 @@ def run_experiment(
     with Progress(titles, rounds, several=jobs > 1, plain=plain, quiet=quiet) as progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
-        planned = _without_workers(experiment) if jobs > 1 else experiment
-        prepared = dict(zip(todo, prepare(planned, todo, own_data=own_data), strict=True))
+        prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
         progress.message(f"run folders: {out.resolve()}")
 
         def run_at(place: int, listener: Reporter) -> None:
@@ -292,9 +275,11 @@ def run_experiment(
         failed: dict[int, str] = {}
         progress.skip([place for place, is_done in enumerate(done) if is_done])
         if jobs > 1:
-            failed = side_by_side(todo, run_at, jobs, progress)
-            for place in failed:  # its process may have died
-                mark_interrupted(folders[place].path)
+            try:
+                failed = side_by_side(todo, run_at, jobs, progress)
+            finally:
+                for place in todo:  # its process may have been killed
+                    mark_interrupted(folders[place].path)
         else:
             for place in todo:
                 if progress.stop_asked:
@@ -319,27 +304,20 @@ def run_experiment(
     return Outcome(out, table, page, picture, failures)
 
 
-def _without_workers(experiment: Experiment) -> Experiment:
-    engines = (run.engine.model_copy(update={"workers": 0}) for run in experiment.runs)
-    runs = zip(experiment.runs, engines, strict=True)
-    return replace(experiment, runs=tuple(run.model_copy(update={"engine": engine}) for run, engine in runs))
-
-
 def workers_of(run: Settings) -> int:
     """The number of worker processes on this machine."""
-    if run.engine.threads > 1:
-        return 0  # a pool of threads does not survive a fork
-    if run.engine.workers != "auto":
-        return run.engine.workers
+    # A pool of threads does not survive a fork, and the process of one of several runs can have none of its own.
+    if run.engine.threads > 1 or multiprocessing.current_process().daemon:
+        return 0
     on_gpu = choose_device(run.engine.device).type == "cuda"
-    several = run.engine.gpus if on_gpu else cores()
-    return several if several > 1 else 0
-
-
-def gpus_of(run: Settings) -> int:
-    """The number of GPUs on which worker processes train; 0 if they train on the CPU, or if there are none."""
-    on_gpu = choose_device(run.engine.device).type == "cuda"
-    return run.engine.gpus if on_gpu and workers_of(run) else 0
+    if run.engine.workers == "auto":
+        return cores() if cores() > 1 and not on_gpu else 0
+    if on_gpu and run.engine.workers:
+        raise SettingsError(
+            f"engine.workers is {run.engine.workers}, but processes of the local engine cannot use a GPU; give 0, or "
+            "engine.name ray with gpus_per_client, for instance 0.25"
+        )
+    return run.engine.workers
 
 
 def carry_out(
@@ -356,7 +334,6 @@ def carry_out(
     `jobs` and `node_config` are for the local engine: those of `run_experiment` and of `LocalGrid`.
     """
     if experiment.runs[0].engine.name == "local":
-        leave_if_unguarded()
         local_grid = functools.partial(_local_grid, experiment, node_config)
         own_data = node_config is not None
         return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
@@ -375,14 +352,11 @@ def carry_out(
 def _local_grid(
     experiment: Experiment, node_config: UserConfig | Sequence[UserConfig] | None, parts: Parts
 ) -> Iterator[Grid]:
-    run, gpus, examples = parts.run, gpus_of(parts.run), None
-    if gpus and run.evaluate.server and not node_config:
-        examples = loaded_data(run.data, str(parts.device))
+    run = parts.run
     with LocalGrid(
-        client_app(Clients(experiment, examples), mods=client_mods(experiment)),
+        client_app(Clients(experiment), mods=client_mods(experiment)),
         run.clients,
         workers=workers_of(run),
-        gpus=gpus,
         work=parts.work(),
         threads=run.engine.threads,
         node_config=node_config,

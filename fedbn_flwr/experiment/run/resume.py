@@ -49,13 +49,13 @@ def restore_clients(
 
 def promises_of(rule: Rule) -> dict[str, float]:
     """The numbers of the rule, and of those inside it, that are on the disk before a round's messages are sent."""
-    return {name: getattr(each.memory, name) for each in rule.chain() for name in each.promised}
+    return {name: getattr(each.memory, name) for each in rule.chain for name in each.promised}
 
 
 def keep_promises(rule: Rule, folder: RunFolder, done: int) -> None:
     """Count the rounds that stopped sessions began after the checkpoint of round `done`."""
     kept = folder.promises()
-    for each in rule.chain():
+    for each in rule.chain:
         for name in each.promised:
             if done and name not in kept:
                 raise SettingsError(

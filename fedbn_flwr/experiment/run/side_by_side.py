@@ -11,10 +11,10 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 
@@ -30,18 +30,10 @@ from ..settings import Settings
 
 _FORKS = 3  # attempts to start a process
 _START_TIMEOUT = 10  # seconds until it has taken the locks that it needs
-_END_TIMEOUT = 20  # seconds until a process that was asked to end is killed
+_END_TIMEOUT = 20  # seconds that it may take to exit after its run
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 CarryOut = Callable[[int, Reporter], None]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a run ended; without a problem it is finished."""
-
-    problem: str = ""
-    stops_all: bool = False  # such as a full disk
-    interrupted: bool = False
 
 
 def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
@@ -71,45 +63,44 @@ def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
 def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress: Progress) -> dict[int, str]:
     """Carry out the runs at these places of the experiment; returns the reason of each that failed.
 
-    `carry_out(place, reporter)` is called in a process of its own. After Ctrl-C no run begins, and those that have
-    begun end after their round; this function then raises KeyboardInterrupt.
+    `carry_out(place, reporter)` is called in a process of its own. After Ctrl-C or an error such as a full disk no run
+    begins, and those that have begun end after their round; this function then raises it.
     """
-    todo, running = list(places), dict[Connection, _Process]()
+    todo, running = list(places), dict[Connection, tuple[int, BaseProcess]]()
+    stop = multiprocessing.get_context("fork").RawValue("b", 0)  # without a lock, which a killed process would keep
     problems: dict[int, str] = {}
-    fatal: str | None = None
-    asked = False
+    fatal: StorageError | None = None
     try:
-        while running or (todo and not (fatal or progress.stop_asked)):
-            while todo and len(running) < jobs and not (fatal or progress.stop_asked):
-                process = _Process.start(todo.pop(0), carry_out)
-                running[process.connection] = process
-                progress.begin(process.place)
-            if (fatal or progress.stop_asked) and not asked:
-                asked = True
-                for process in running.values():
-                    process.ask_to_stop()
-            for connection in wait(list(running), timeout=0.2):
-                process = running[connection]  # type: ignore[index]
-                found = process.receive()
+        while todo or running:
+            if fatal or progress.stop_asked:
+                stop.value = 1
+                todo.clear()
+            while todo and len(running) < jobs:
+                place = todo.pop(0)
+                connection, process = _started(place, carry_out, stop)
+                running[connection] = place, process
+                progress.begin(place)
+            for ready in wait(list(running), timeout=0.2):
+                assert isinstance(ready, Connection)
+                place, process = running[ready]
+                found = _received(ready, process)
                 if isinstance(found, News):
-                    progress.news(process.place, found)
+                    progress.news(place, found)
                     continue
-                del running[process.connection]
-                process.close()
-                progress.end(
-                    process.place, "stopped" if found.interrupted else found.problem and failed_because(found.problem)
-                )
-                if found.stops_all:
-                    fatal = found.problem
-                elif found.problem:
-                    problems[process.place] = found.problem
+                del running[ready]
+                _end(process)
+                is_stopped, problem = isinstance(found, KeyboardInterrupt), str(found or "")
+                progress.end(place, "stopped" if is_stopped else problem and failed_because(problem))
+                if isinstance(found, StorageError):
+                    fatal = found
+                elif problem:
+                    problems[place] = problem
     finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.close()
+        for _, process in running.values():
+            process.kill()
+            _end(process)
     if fatal:
-        raise StorageError(fatal)
+        raise fatal
     if progress.stop_asked:
         raise KeyboardInterrupt
     return problems
@@ -120,115 +111,70 @@ def failed_because(problem: str) -> str:
     return "failed: " + shorten(" ".join(line.strip(" -") for line in problem.splitlines()[:2]), 300)
 
 
-@dataclass(frozen=True)
-class _Process:
-    place: int
-    process: BaseProcess
-    connection: Connection
-
-    @classmethod
-    def start(cls, place: int, carry_out: CarryOut) -> _Process:
-        fork = multiprocessing.get_context("fork")
-        for _ in range(_FORKS):
-            connection, other = fork.Pipe()
-            process = fork.Process(target=_serve, args=(place, carry_out, other, connection, os.getpid()), daemon=True)
-            with _without_signals():
-                process.start()
-            other.close()
-            started = cls(place, process, connection)
-            if connection.poll(_START_TIMEOUT):  # where this process has other threads, one may have held a lock
-                connection.recv()
-                return started
-            process.kill()
-            started.close()
-        raise RunFailed(
-            f"processes for runs cannot start: {_FORKS} of them did nothing for {_START_TIMEOUT} s, because other "
-            "threads of this process use PyTorch's random numbers or its output; end them, or use --jobs 1"
-        )
-
-    def receive(self) -> News | Ended:
+def _started(place: int, carry_out: CarryOut, stop: Any) -> tuple[Connection, BaseProcess]:
+    fork = multiprocessing.get_context("fork")
+    for _ in range(_FORKS):
+        connection, other = fork.Pipe(duplex=False)
+        process = fork.Process(target=_serve, args=(place, carry_out, other, stop, os.getpid()), daemon=True)
+        # It receives signals only when it has decided what to do with them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
-            found = self.connection.recv()
-        except (EOFError, OSError):
-            self.process.join(_END_TIMEOUT)
-            return Ended(f"its process died (exit code {self.process.exitcode}); continue with --resume")
-        assert isinstance(found, News | Ended)
-        return found
-
-    def ask_to_stop(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
-            self.connection.send(None)
-
-    def terminate(self) -> None:
-        self.process.terminate()
-
-    def close(self) -> None:
-        self.connection.close()
-        self.process.join(_END_TIMEOUT)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            other.close()
+        if connection.poll(_START_TIMEOUT):  # where this process has other threads, one may have held a lock
+            connection.recv()
+            return connection, process
+        process.kill()
+        _end(process)
+    raise RunFailed(
+        f"processes for runs cannot start: {_FORKS} of them did nothing for {_START_TIMEOUT} s, because other "
+        "threads of this process use PyTorch's random numbers or its output; end them, or use --jobs 1"
+    )
 
 
-@contextlib.contextmanager
-def _without_signals() -> Iterator[None]:
-    """A process that is started here receives signals only when it has decided what to do with them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+def _received(connection: Connection, process: BaseProcess) -> News | BaseException | None:
+    """The news of a run, or what ended it: None if it is finished."""
     try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        found: News | BaseException | None = connection.recv()
+    except (EOFError, OSError):
+        process.join(_END_TIMEOUT)
+        return RunFailed(f"its process died (exit code {process.exitcode}); continue with --resume")
+    return found
 
 
-_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+def _end(process: BaseProcess) -> None:
+    process.join(_END_TIMEOUT)
+    process.kill()
+    process.join()
 
 
-def _serve(place: int, carry_out: CarryOut, connection: Connection, parents: Connection, parent: int) -> None:
-    parents.close()
+def _serve(place: int, carry_out: CarryOut, connection: Connection, stop: Any, parent: int) -> None:
     # Ctrl-C and the end of a terminal reach every process; the parent decides when a run ends.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     keep_freed_memory()
     seeding.states()  # takes the lock of PyTorch's generator
     torch.set_num_threads(1)  # a forked process has no pool of threads
     sys.stdout.flush()
     sys.stderr.flush()
-    with contextlib.suppress(OSError):  # the parent has ended
-        connection.send(None)
-        if (problem := fork_problem()) is not None:
-            connection.send(Ended(problem))
-            return
-        connection.send(_carried_out(place, carry_out, reporter_to(connection, parent)))
 
+    def send(found: object) -> None:
+        with contextlib.suppress(OSError):  # the parent has ended
+            connection.send(found)
 
-def reporter_to(connection: Connection, parent: int) -> Reporter:
-    """In the process of a run: sends its news, and stops it when the other end asks for it or has ended."""
-    alone = False
+    def stop_asked() -> bool:
+        return bool(stop.value) or os.getppid() != parent
 
-    def send(news: News) -> None:
-        nonlocal alone
-        try:
-            connection.send(news)
-        except OSError:  # the run stops after this round, with a checkpoint
-            alone = True
-
-    return Reporter(send, lambda: alone or connection.poll() or os.getppid() != parent)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the files of the run are written once
-    raise KeyboardInterrupt
-
-
-def _carried_out(place: int, carry_out: CarryOut, reporter: Reporter) -> Ended:
+    send("started")
+    ended: BaseException | None = None
     try:
-        carry_out(place, reporter)
-    except KeyboardInterrupt:
-        return Ended(interrupted=True)
-    except StorageError as error:
-        return Ended(str(error), stops_all=True)
-    except FedbnError as error:
-        return Ended(str(error))
-    return Ended()
+        if (problem := fork_problem()) is not None:
+            raise RunFailed(problem)
+        carry_out(place, Reporter(send, stop_asked))
+    except (FedbnError, KeyboardInterrupt) as error:
+        ended = error
+    send(ended)

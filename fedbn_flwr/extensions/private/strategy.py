@@ -131,8 +131,7 @@ class Private(Wrapper):
         constants: Sequence[str] = (),
         metrics: bool = False,
     ) -> None:
-        self.needs = _NEEDS[statistics]
-        super().__init__(strategy)
+        super().__init__(strategy, _NEEDS[statistics])
         self._check_sent()
         statistics_noise = noise if statistics_noise is None else statistics_noise
         self.clips = {"weights": float(clip), "statistics": float(statistics_clip)}  # by part of a change
@@ -146,7 +145,8 @@ class Private(Wrapper):
         self.promised = ("total", "releases") if noise_seed is None else ()
         if statistics == "keep":
             memory = self.traits.client_memory or "their own statistics"
-            self.traits = replace(self.traits, client_memory=memory, kept=self.traits.kept | self.unsent)
+            kept = {**self.traits.kept, **dict.fromkeys(self.unsent, False)}
+            self.traits = replace(self.traits, client_memory=memory, kept=kept)
         self._asked: _Asked | None = None
 
     def _check_sent(self) -> None:
@@ -182,14 +182,14 @@ class Private(Wrapper):
         assert self._asked is not None
         return fault(reply.arrays, sent, self._asked.received)
 
-    def shown(self, round: Round, replies: Sequence[Reply]) -> list[Reply]:
+    def _accepted(self, round: Round, replies: Iterable[Message]) -> list[Reply]:
         """From every client the private mean, with the weight 1."""
-        asked, before = self._asked, unpack(round.arrays)
+        found, asked, before = super()._accepted(round, replies), self._asked, unpack(round.arrays)
         assert asked is not None
         self._charge(asked)
-        mean = {**before, **applied(asked.parts, self._mean(round.number, asked, before, replies), before)}
+        mean = {**before, **applied(asked.parts, self._mean(round.number, asked, before, found), before)}
         arrays = {key: mean[key] for key in asked.expected}
-        return [self._shown(reply, arrays) for reply in replies]
+        return [self._shown(reply, arrays) for reply in found]
 
     def notes(self) -> dict[str, Any]:
         """Epsilon and delta of what was released so far; `not_accounted` lists what was released besides."""
@@ -238,7 +238,7 @@ class Private(Wrapper):
 
     def _shown(self, reply: Reply, arrays: Arrays) -> Reply:
         shown = reply.metrics if self.metrics else {}
-        metrics = MetricRecord({**shown, protocol.NUM_EXAMPLES: 1, self.leaf.weighted_by_key: 1})
+        metrics = MetricRecord({**shown, protocol.NUM_EXAMPLES: 1, self.chain[-1].weighted_by_key: 1})
         content = RecordDict({"arrays": pack(arrays), "metrics": metrics, **configs_in(reply.message.content)})
         return replace(reply, arrays=arrays, metrics=metrics, message=with_content(reply.message, content))
 
@@ -260,7 +260,7 @@ class Private(Wrapper):
     def _charge(self, asked: _Asked) -> None:
         """Charge a round to the clients that were asked, if all are known; otherwise it counts for every client."""
         memory = self.memory
-        known = self.leaf.memory.partitions
+        known = self.chain[-1].memory.partitions
         if known.keys() >= {*asked.nodes}:
             memory.known += asked.cost
             for partition in {known[node] for node in asked.nodes}:
@@ -303,7 +303,7 @@ class Private(Wrapper):
         }
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
-        if round.number == round.total:
+        if round.number == self._rounds:
             log(INFO, "%s", self._report()["in_words"])
 
 

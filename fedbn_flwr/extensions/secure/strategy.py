@@ -34,7 +34,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
-from fedbn_flwr.messages.gate import gate, read_reply, refused, sent_model, with_content
+from fedbn_flwr.messages.gate import Reply, gate, read_reply, refused, sent_model, with_content
 from fedbn_flwr.messages.screening import reason_of
 from fedbn_flwr.norms.roles import is_variance
 from fedbn_flwr.strategies import Round, Wrapper
@@ -67,6 +67,17 @@ _Range = Annotated[float, Ge(1), Le(2**31), "a number from 1 to 2**31"]
 _MOST_SKIPPED = 3  # rounds in a row
 
 
+# The properties that the strategy inside must have (`check_composition` in `strategies/_wrapper.py`).
+_NEEDS = {
+    "inside": "{outer} hides the single replies; use one of them",
+    **dict.fromkeys(
+        ("mean", "known"),
+        "with Secure the server learns only the mean of all replies; use it without Secure, or another strategy "
+        "inside Secure, for instance FedAvg",
+    ),
+}
+
+
 class Secure(Wrapper):
     """Any strategy that needs only the mean of the clients' replies; the server cannot read a single reply.
 
@@ -94,14 +105,6 @@ class Secure(Wrapper):
 
     memory: Memory
     lacks = {"inside": "hides the replies of single clients"}
-    needs = {
-        "inside": "{outer} hides the single replies; use one of them",
-        **dict.fromkeys(
-            ("mean", "known"),
-            "with Secure the server learns only the mean of all replies; use it without Secure, or another strategy "
-            "inside Secure, for instance FedAvg",
-        ),
-    }
 
     def __init__(
         self,
@@ -113,7 +116,7 @@ class Secure(Wrapper):
         max_examples: _Range = 2**20,
         timeout: Annotated[float, Gt(0), "a number of seconds above zero"] = 600,
     ) -> None:
-        super().__init__(strategy)
+        super().__init__(strategy, _NEEDS)
         if self.traits.min_batch:
             raise SettingsError(
                 f"{self.rule} exchanges statistics of batches, which Secure does not mask; use it without Secure"
@@ -158,22 +161,21 @@ class Secure(Wrapper):
             return super().aggregate_train(server_round, replies)
         except NotOpened as error:
             self._skip(server_round, error)
-        self.leaf.used = ()
+        self.chain[-1].used = ()
         return None if self._round is None else self._round.arrays, MetricRecord({"skipped": 1})
 
-    def received(self, round: Round, replies: Iterable[Message]) -> Iterable[Message]:
+    def _accepted(self, round: Round, replies: Iterable[Message]) -> Sequence[Reply]:
         """From every client in the sum the mean reply."""
-        if self._masked is None:
-            return replies
+        assert self._masked is not None
         means = self._masked.means(replies, unpack(round.arrays))
         self._check(round, means[0])
-        return means
+        return super()._accepted(round, means)
 
     def _check(self, round: Round, mean: Message) -> None:
         """NotOpened if the mean has values that honest replies do not have, which a rule would refuse in all copies."""
         reply = read_reply(mean, records=self.traits.records)
         problem = fault(reply.arrays, unpack(round.arrays), reply.arrays)
-        for rule in self.chain():
+        for rule in self.chain:
             problem = problem or rule.problem(round, reply)
         if problem is not None:
             raise NotOpened(f"the mean of the replies: {problem}")
@@ -206,7 +208,7 @@ class MaskedRound:
         self.threshold = max(2, int(rule.threshold * len(nodes) + 1e-9) + 1)
         self._keys = self._ask("keys", nodes, {}, (1, 3 * KEY_BYTES))
         self.roster = sorted(self._keys)
-        self._fixed = FixedPoint(len(self.roster), *rule.ranges, rule.leaf.weighted_by_key, rule.equal)
+        self._fixed = FixedPoint(len(self.roster), *rule.ranges, rule.chain[-1].weighted_by_key, rule.equal)
         keys = np.concatenate([self._keys[node] for node in self.roster])
         agreed = {"nodes": np.array(self.roster, np.uint64), "keys": keys, "threshold": np.array(self.threshold)}
         self._shares = self._ask("shares", self.roster, agreed, (len(self.roster), 2 * SEALED_BYTES))
@@ -218,7 +220,7 @@ class MaskedRound:
             client.SESSION: self._config[client.SESSION],
             client.PEERS: np.array(self._peers, "<u8").tobytes(),
             client.RANGES: [*self.rule.ranges],
-            client.WEIGHT: self.rule.leaf.weighted_by_key,
+            client.WEIGHT: self.rule.chain[-1].weighted_by_key,
             client.EQUAL: ",".join(sorted(self.rule.equal)),
         }
         masking = []
@@ -236,7 +238,8 @@ class MaskedRound:
         means = self._fixed.means(sums, self._fixed.kinds(like), len(found))
         # Counts and weights too are means, so that they add up to the total.
         metrics = MetricRecord({key: float(mean) for (name, key), mean in means.items() if name == TOTALS})
-        error = self._fixed.resolution("statistics") / (metrics[self.rule.leaf.weighted_by_key] * len(found) or 1)  # type: ignore[operator]
+        weight: Any = metrics[self.rule.chain[-1].weighted_by_key]
+        error = self._fixed.resolution("statistics") / (weight * len(found) or 1)
         content = RecordDict({"arrays": pack({}), "metrics": metrics})
         for name in sorted({name for name, _ in sums} - {TOTALS}):
             mean = {key: means[name, key] for key in whole if (name, key) in means}
@@ -282,7 +285,7 @@ class MaskedRound:
     def _check_masked(self, values: Values, model: Arrays) -> None:
         """NotOpened if the form of most replies, here the first one's, is not that of masked ones."""
         arrays = {place: model.get(place[1], value).shape for place, value in values.items()}
-        metrics = {place for place in values if place[0] == TOTALS} | {(TOTALS, self.rule.leaf.weighted_by_key)}
+        metrics = {place for place in values if place[0] == TOTALS} | {(TOTALS, self.rule.chain[-1].weighted_by_key)}
         for place, shape in {**arrays, **dict.fromkeys(metrics, ())}.items():
             if place not in values or values[place].dtype != np.uint64 or values[place].shape != shape:
                 raise NotOpened(f"most replies have no masked {place} of shape {shape}")

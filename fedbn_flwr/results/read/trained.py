@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
+from fedbn_flwr.batch import Value
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.data.batches import Normaliser
 from fedbn_flwr.data.custom import own_normalisation
-from fedbn_flwr.data.examples import Values, main
+from fedbn_flwr.data.examples import main
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
@@ -65,24 +66,22 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
     return model
 
 
-def normalisation(folder: RunFolder) -> Callable[[Values], Values]:
+def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
     moments = folder.model_description()["normalise"]
     if isinstance(moments, str):
         return own_normalisation(moments)
 
-    def normalise(inputs: Values) -> Values:
+    def normalise(inputs: Value) -> Value:
         known = tuple(moments["mean"]), tuple(moments["std"])
-        ready: Values = Normaliser(known, main(inputs).device)(inputs)
+        ready: Value = Normaliser(known, main(inputs).device)(inputs)
         return ready
 
     return normalise
 
 
 def _build(description: Mapping[str, Any], state: Mapping[str, Tensor], file: Path) -> nn.Module:
-    given: Mapping[str, Any] = description["build"]
-    arguments: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
-    }
+    build = description["build"].items()
+    arguments: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in build}
     with seeding.streams(0, torch.device("cpu")):  # building draws weights, which must not change the caller's draws
         model = build_model(**arguments)
     kinds = roles(model)

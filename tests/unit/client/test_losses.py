@@ -10,7 +10,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedbn_flwr.client.losses import CrossEntropy, balanced_weights, cross_entropy, make_loss
+from fedbn_flwr.client.losses import balanced_weights, cross_entropy, make_loss
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.tasks import LOSSES
 
@@ -27,7 +27,7 @@ def batch(shape: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 def test_it_is_the_sum_of_weighted_losses_over_the_number_of_images(smoothing: float, weights: Tensor | None) -> None:
     logits, labels = batch()
-    found = CrossEntropy(smoothing, weights)(logits, labels)
+    found = cross_entropy(logits, labels, smoothing, weights)
     expected = F.cross_entropy(logits, labels, weights, label_smoothing=smoothing, reduction="sum") / 12
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
 
@@ -35,7 +35,7 @@ def test_it_is_the_sum_of_weighted_losses_over_the_number_of_images(smoothing: f
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_its_mean_does_not_depend_on_the_batches(smoothing: float) -> None:
     logits, labels = batch()
-    loss = CrossEntropy(smoothing, WEIGHTS)
+    loss = make_loss("cross_entropy", label_smoothing=smoothing, class_weights=WEIGHTS)
     parts = [float(loss(x, y)) * len(y) for x, y in zip(logits.split(5), labels.split(5), strict=True)]
     assert sum(parts) / 12 == pytest.approx(float(loss(logits, labels)), rel=1e-13)
 
@@ -44,24 +44,25 @@ def test_of_pixels_those_with_label_255_are_left_out() -> None:
     logits, labels = batch((2, 2))
     labels[:4] = IGNORED
     counted = labels[4:].flatten(), logits[4:].permute(0, 2, 3, 1).reshape(-1, 3)
-    found = CrossEntropy(0.1, WEIGHTS)(logits, labels)
+    found = cross_entropy(logits, labels, 0.1, WEIGHTS)
     expected = F.cross_entropy(counted[1], counted[0], WEIGHTS, label_smoothing=0.1, reduction="sum") / len(counted[0])
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
-    torch.testing.assert_close(CrossEntropy()(logits, labels), cross_entropy(logits, labels), rtol=1e-13, atol=0)
+    plain = F.cross_entropy(counted[1], counted[0], reduction="sum") / len(counted[0])
+    torch.testing.assert_close(cross_entropy(logits, labels), plain, rtol=1e-13, atol=0)
 
 
 def test_weights_take_effect_in_a_batch_of_one_class() -> None:
     logits, _ = batch()
     labels = torch.ones(12, dtype=torch.long)
-    torch.testing.assert_close(CrossEntropy(0.0, WEIGHTS)(logits, labels), 2 * F.cross_entropy(logits, labels))
+    torch.testing.assert_close(cross_entropy(logits, labels, 0.0, WEIGHTS), 2 * F.cross_entropy(logits, labels))
 
 
 def test_weights_stay_exact_for_half_precision() -> None:
     logits, labels = batch()
     weights = torch.tensor([1.001, 1.0, 1.0])
     with torch.autocast("cpu", torch.bfloat16):
-        found = CrossEntropy(0.0, weights)(logits.bfloat16(), labels)
-    expected = CrossEntropy(0.0, weights)(logits.bfloat16().float(), labels)
+        found = cross_entropy(logits.bfloat16(), labels, 0.0, weights)
+    expected = cross_entropy(logits.bfloat16().float(), labels, 0.0, weights)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
@@ -86,11 +87,11 @@ def test_binary_cross_entropy_is_that_of_two_classes(
 ) -> None:
     """z against the logits (0, z)."""
     z, labels = batch()[0][:, 0], batch()[1] % 2
-    expected = CrossEntropy(smoothing, weights)(torch.stack([torch.zeros_like(z), z], 1), labels)
+    expected = cross_entropy(torch.stack([torch.zeros_like(z), z], 1), labels, smoothing, weights)
     for outputs in (z, z[:, None]):
-        found = make_loss("bce", smoothing, weights)(outputs, labels.to(dtype))
+        found = make_loss("bce", label_smoothing=smoothing, class_weights=weights)(outputs, labels.to(dtype))
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
-    assert make_loss("bce", smoothing, weights)(z * 1e3, labels.to(dtype)).isfinite()
+    assert make_loss("bce", label_smoothing=smoothing, class_weights=weights)(z * 1e3, labels.to(dtype)).isfinite()
 
 
 NUMBERS = torch.randn(12, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient
-from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.client.evaluation import Measurement, Metric, auc, counts_of, evaluate, ratio
 from fedbn_flwr.client.losses import make_loss
-from fedbn_flwr.client.metrics import Measurement, Metric, auc, counts_of, ratio
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.tasks import BINARY, CLASSIFICATION, MULTILABEL, REGRESSION, SEVERAL, TASKS, Task

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import BNClient
-from fedbn_flwr.client.optimizers import OptimizerSpec, check_optimizer, decay_of, make_optimizer
-from fedbn_flwr.client.training import LocalOptimizer
+from fedbn_flwr.client.training import LocalOptimizer, OptimizerSpec, check_optimizer, decay_of, make_optimizer
 from fedbn_flwr.errors import SettingsError
 from tests.support.command import PATIENCE
 

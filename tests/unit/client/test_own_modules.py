@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.client.model_tensors import ModelTensors
 from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.models.tensors import ModelTensors
 
 Batches = list[tuple[Tensor, Tensor]]
 

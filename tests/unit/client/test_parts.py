@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.client.model_tensors import ModelTensors, copied, initial_arrays
 from fedbn_flwr.messages.arrays import FlatArrays
+from fedbn_flwr.models.tensors import ModelTensors, copied, initial_arrays
 
 
 def net() -> nn.Module:

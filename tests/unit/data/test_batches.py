@@ -20,7 +20,7 @@ from fedbn_flwr.data.source import Source
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 28, 28), (3, 20, 31)])
 def test_resized_crop_equals_torchvision_image_by_image(shape: tuple[int, int, int]) -> None:
     images = torch.randint(0, 256, (40, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    window = Window.resized(40, torch.Generator().manual_seed(5))
+    window = Window.drawn(40, None, torch.Generator().manual_seed(5))
     boxes = window.boxes(*shape[1:])
     found = crop_and_resize(images, boxes, shape[1:])
     assert found.dtype == torch.uint8
@@ -39,7 +39,7 @@ def test_resized_crop_equals_torchvision_image_by_image(shape: tuple[int, int, i
 @pytest.mark.parametrize("size", [(64, 64), (20, 90)])
 def test_boxes_have_the_law_of_torchvision_s(size: tuple[int, int]) -> None:
     """Means and deviations over 3,000 boxes; in the long image most tries fail and the middle is taken."""
-    mine = Window.resized(3_000, torch.Generator().manual_seed(0)).boxes(*size).float()
+    mine = Window.drawn(3_000, None, torch.Generator().manual_seed(0)).boxes(*size).float()
     image = torch.zeros(1, *size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -61,7 +61,7 @@ def test_an_image_in_which_no_try_fits_is_cut_in_the_middle() -> None:
 
 
 def test_square_boxes_lie_within_and_reach_every_place() -> None:
-    boxes = Window.square(2_000, 5, torch.Generator().manual_seed(0)).boxes(7, 12)
+    boxes = Window.drawn(2_000, 5, torch.Generator().manual_seed(0)).boxes(7, 12)
     top, left, tall, wide = boxes.int().unbind(1)
     assert tall.unique().tolist() == wide.unique().tolist() == [5]
     assert top.unique().tolist() == list(range(3))

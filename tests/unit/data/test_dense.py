@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient
-from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.client.evaluation import counts_of, evaluate, ratio
 from fedbn_flwr.client.losses import cross_entropy
-from fedbn_flwr.client.metrics import counts_of, ratio
 from fedbn_flwr.tasks import SEGMENTATION
 
 CPU = torch.device("cpu")

@@ -200,7 +200,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "no arrays 'inputs'; name one with data.inputs",
     ),
-    "lengths": ({"train": (PIXELS, LABELS[:5]), "test": (PIXELS, LABELS)}, {}, "12 examples and 5 labels"),
+    "lengths": ({"train": (PIXELS, LABELS[:5]), "test": (PIXELS, LABELS)}, {}, "train has 5 labels and 12 inputs"),
     "shapes": (
         {"train": (PIXELS, LABELS), "test": (PIXELS[:, :5], LABELS)},
         {},

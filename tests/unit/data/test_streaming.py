@@ -113,7 +113,7 @@ def test_a_resized_crop_is_cut_from_the_image_in_its_own_size(folder: Path) -> N
     (original,) = pixels(1, (40, 60, 3), 0)
     split = load(Source(str(folder), size=16, stream=True)).train
     assert isinstance(split, Stream)
-    window = Window.resized(200, torch.Generator().manual_seed(0))
+    window = Window.drawn(200, None, torch.Generator().manual_seed(0))
     shrunk = 0
     for number in range(200):
         top, left, tall, wide = window.box(number, 40, 60)

@@ -45,7 +45,7 @@ def test_an_exchange_is_counted_through_another_grid(federation: Federations) ->
 
 
 def test_replies_are_observed_through_another_grid(federation: Federations) -> None:
-    grid, seen = MeteredGrid(PollingGrid(LocalGrid(federation((4, 4)).app(), 2), 0.01)), list[int]()
+    grid, seen = MeteredGrid(PollingGrid(LocalGrid(federation((4, 4)).app(), 2))), list[int]()
     grid.observe(lambda reply: seen.append(reply.metadata.src_node_id))
     questions = [Message(RecordDict(), node, "query.partition") for node in (1, 2)]
     list(grid.send_and_receive(questions))

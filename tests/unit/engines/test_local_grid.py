@@ -165,8 +165,6 @@ def test_a_node_finds_its_configuration() -> None:
     [
         ({"num_nodes": 0}, "at least one"),
         ({"workers": -1}, "workers is -1"),
-        ({"gpus": 2, "workers": 1}, "at least a worker for each GPU"),
-        ({"gpus": 1, "workers": 1, "start": "fork"}, "start is 'fork' with gpus=1; expected spawn"),
         ({"node_ids": [1, 1]}, "different numbers"),
         ({"node_ids": [1]}, "node_ids has 1 entries for 2 nodes"),
         ({"work": [1.0]}, "work has 1 entries for 2 nodes"),

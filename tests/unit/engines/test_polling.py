@@ -14,7 +14,6 @@ from flwr.proto.node_pb2 import NodeInfo
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.engines import network
 from fedbn_flwr.engines.network import PollingGrid
-from fedbn_flwr.errors import SettingsError
 
 Federations = Callable[..., Any]
 
@@ -54,7 +53,7 @@ def questions(*nodes: int) -> Iterable[Message]:
 
 def test_each_reply_is_polled_until_it_is_available(federation: Federations, slept: list[float]) -> None:
     grid = SlowGrid(federation((4, 4, 4)).app(), 3, looks=4)
-    replies = PollingGrid(grid, 0.05).send_and_receive(questions(1, 2, 3), timeout=60)
+    replies = PollingGrid(grid).send_and_receive(questions(1, 2, 3), timeout=60)
     assert sorted(reply.metadata.src_node_id for reply in replies) == [1, 2, 3]
     assert len(grid.pulled) == 5
     assert slept == [0.05] * 4
@@ -62,7 +61,7 @@ def test_each_reply_is_polled_until_it_is_available(federation: Federations, sle
 
 def test_polls_become_rarer_but_not_rarer_than_flower_s(federation: Federations, slept: list[float]) -> None:
     grid = SlowGrid(federation((4,)).app(), 1, looks=300)
-    PollingGrid(grid, 0.05).send_and_receive(questions(1))
+    PollingGrid(grid).send_and_receive(questions(1))
     assert slept == sorted(slept)
     assert slept[-1] == 3.0
     assert slept[100] < 0.05 * sum(slept[:100]) + 0.05
@@ -176,10 +175,3 @@ def test_the_observer_sees_a_message_that_the_superlink_refused(federation: Fede
 
 def test_no_messages_no_waiting(federation: Federations, slept: list[float]) -> None:
     assert list(PollingGrid(SlowGrid(federation((4,)).app(), 1)).send_and_receive([])) == []
-
-
-@pytest.mark.parametrize("given", ["0", "fast", "nan", "-1"])
-def test_a_wrong_interval_is_named(federation: Federations, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDBN_POLL_SECONDS", given)
-    with pytest.raises(SettingsError, match="FEDBN_POLL_SECONDS"):
-        PollingGrid(SlowGrid(federation((4,)).app(), 1))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from fedbn_flwr.client.model_tensors import initial_arrays
-from fedbn_flwr.experiment.norm_layers import EPS, NormLayers
+from fedbn_flwr.experiment.listeners.dynamics import DEVIATION, DRIFT, EPS, distances, sizes_of, statistics_in
+from fedbn_flwr.models.tensors import initial_arrays
 
 Arrays = dict[str, np.ndarray]
 
@@ -42,13 +42,16 @@ def differences(one: Arrays, other: Arrays, scale: Arrays, layer: str) -> tuple[
     )
 
 
+def compared(one: Arrays, other: Arrays, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    first, second = (statistics_in(arrays, sizes_of(arrays)) for arrays in (one, other))
+    assert first is not None
+    assert second is not None
+    return distances(first, second, names)
+
+
 def test_drift_is_the_twins() -> None:
     before, after = model(0), model(1)
-    layers = NormLayers(before)
-    one, two = layers.statistics(before), layers.statistics(after)
-    assert one is not None
-    assert two is not None
-    found = layers.drift(one, two)
+    found = compared(before, after, DRIFT)
     assert list(found) == ["1", "2.1"]
     for layer in found:
         means, logs = differences(after, before, after, layer)
@@ -57,11 +60,7 @@ def test_drift_is_the_twins() -> None:
 
 def test_deviation_is_the_twins() -> None:
     client, overall = model(0), model(1)
-    layers = NormLayers(overall)
-    one, two = layers.statistics(client), layers.statistics(overall)
-    assert one is not None
-    assert two is not None
-    for layer, figures in layers.deviation(one, two).items():
+    for layer, figures in compared(client, overall, DEVIATION).items():
         means, logs = differences(client, overall, overall, layer)
         expected = {
             "mean_deviation": rms(means),
@@ -74,11 +73,7 @@ def test_deviation_is_the_twins() -> None:
 def test_a_client_with_four_times_the_variance_has_the_ratio_four() -> None:
     overall = model(0)
     client = {key: 4 * value if key.endswith("running_var") else value for key, value in overall.items()}
-    layers = NormLayers(overall)
-    one, two = layers.statistics(client), layers.statistics(overall)
-    assert one is not None
-    assert two is not None
-    figures = layers.deviation(one, two)["1"]
+    figures = compared(client, overall, DEVIATION)["1"]
     assert figures["mean_deviation"] == 0
     assert figures["variance_deviation"] == pytest.approx(math.log(4), rel=1e-3)
     assert figures["variance_ratio"] == pytest.approx(4, rel=1e-3)
@@ -87,26 +82,15 @@ def test_a_client_with_four_times_the_variance_has_the_ratio_four() -> None:
 @pytest.mark.parametrize("change", ["missing", "size", "nan"])
 def test_statistics_that_cannot_be_compared_are_none(change: str) -> None:
     arrays = model(0)
-    layers = NormLayers(arrays)
+    sizes = sizes_of(arrays)
     if change == "missing":
         del arrays["1.running_var"]
     elif change == "size":
         arrays["1.running_mean"] = np.zeros(4, np.float32)
     else:
         arrays["1.running_mean"][0] = np.nan
-    assert layers.statistics(arrays) is None
-
-
-def test_lengths_are_euclidean_norms_of_the_arrays() -> None:
-    arrays = model(0) | {"1.weight": np.array([3, 4, 12], np.float32)}
-    figures = NormLayers(arrays).lengths(arrays)
-    assert figures["1"]["gamma"] == 13
-    assert figures["1"]["beta"] == 0
-    assert figures["2.1"]["running_var"] == pytest.approx(
-        math.sqrt(sum(float(value) ** 2 for value in arrays["2.1.running_var"])), rel=1e-12
-    )
+    assert statistics_in(arrays, sizes) is None
 
 
 def test_a_model_with_group_norm_has_no_layers() -> None:
-    arrays = initial_arrays(nn.Sequential(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4)))
-    assert NormLayers(arrays).names == []
+    assert not sizes_of(initial_arrays(nn.Sequential(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4))))

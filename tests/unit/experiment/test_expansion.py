@@ -101,8 +101,10 @@ def test_an_override_of_a_part_of_a_listed_section_is_for_all_its_values() -> No
     for override in ("strategy.seed=3", "size=small"):
         found = [(run.strategy["name"], run.strategy["seed"]) for run in runs(file, override)]
         assert found == [("FedAvg", 3), ("FedProx", 3)]
+        assert labels(file, override) == ["A, strategy=FedAvg seed=3", "A, strategy=FedProx proximal_mu=0.1 seed=3"]
     assert [run.strategy for run in runs(file, "strategy={name: FedAvg}")] == [{"name": "FedAvg"}]
-    assert "strategy.proximal_mu is overridden, and the values listed" in fault(file, "strategy.proximal_mu=1.0")
+    (_, run) = runs(file, "strategy.proximal_mu=1.0")
+    assert (run.label, run.strategy["proximal_mu"]) == ("A, strategy=FedProx proximal_mu=1.0", 1.0)
 
 
 def test_candidates_that_are_strategies_belong_to_one_row() -> None:
@@ -185,7 +187,7 @@ def test_keys_that_end_alike_are_named_in_full() -> None:
         ("sweep: {trian.lr: [0.1]}", "unknown key 'trian'"),
         ("tune: {train.lr: [0.1]}\nevaluate:", "evaluate is None: expected a mapping"),
         ("tune: {train.lr: [0.1]}\nevaluate: 3", "evaluate is 3: expected a mapping"),
-        ("tune: {train.lr: [0.1]}\ntrain: 3", "train is 3; expected a mapping, since train.lr has a list"),
+        ("tune: {train.lr: [0.1]}\ntrain: 3", "train is 3; expected a mapping, since train.lr has a value"),
         ("runs: {1: {}, '1': {rounds: 3}}", "the key '1' is given twice (line 1)"),
         (
             f"published: {{A: {{accuracy: 0.5, source: x}}}}\nruns: {{A: {{}}}}\nsweep: {{train.lr: "
@@ -254,7 +256,7 @@ def test_smoke_scales_rounds_and_keeps_what_the_command_line_says() -> None:
     assert (run.rounds, run.strategy["freeze_round"]) == (3, 3)
     assert [run.strategy["freeze_round"] for run in runs(SWEPT, "size=smoke", "only=FixBN")] == [1]
     (run,) = runs("strategy: {name: FedTANII, fedtan_rounds: 0.1}", "size=smoke")
-    assert run.strategy["fedtan_rounds"] == 0.5, "one round of two, not none"
+    assert run.strategy["fedtan_rounds"] == 1, "one round of two, not none"
 
 
 def test_smoke_splits_images_by_chance_unless_the_command_line_says_how() -> None:

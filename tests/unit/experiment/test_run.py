@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fedbn_flwr
 import fedbn_flwr.experiment.file.content as experiment_content
 import fedbn_flwr.experiment.prepare as experiment_prepare
 import fedbn_flwr.experiment.run.loop as experiment_run
 from fedbn_flwr import cli
-from fedbn_flwr.errors import MissingPackage
+from fedbn_flwr.errors import MissingPackage, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.parts import Parts
 from fedbn_flwr.strategies import Rule
@@ -100,3 +101,11 @@ def test_ray_needs_its_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(experiment_run, "declared", lambda kind: {})
     with pytest.raises(MissingPackage, match="needs the folder fedbn_flwr/extensions/ray"):
         experiment_run.carry_out(load_experiment("model: {name: mlp}\nengine: {name: ray}"), tmp_path, resume=False)
+
+
+def test_on_a_gpu_this_process_trains_and_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment_run, "choose_device", lambda name: torch.device("cuda"))
+    auto, four = (load_experiment("demo", [f"engine.workers={each}"]).runs[0] for each in ("auto", 4))
+    assert experiment_run.workers_of(auto) == 0
+    with pytest.raises(SettingsError, match=r"engine\.workers is 4.* cannot use a GPU; give 0, or engine\.name ray"):
+        experiment_run.workers_of(four)

@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.experiment.data import Shape
 from fedbn_flwr.experiment.file.content import shipped_experiments
-from fedbn_flwr.experiment.file.cost import examples_of
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.model import make_model
 from fedbn_flwr.experiment.registry import describe
@@ -53,10 +52,24 @@ def counted(data: Data, model: Model) -> tuple[int, int, int]:
     return counter.get_total_flops() // 2, sum(values) // 2, sum(each.numel() for each in network.parameters())
 
 
+def examples_of(run: Settings) -> float:
+    """The examples that all clients of a run train on, one example counted each time."""
+    strategy = run.strategy
+    while "base" in strategy:  # the innermost one chooses
+        strategy = strategy["base"]
+    clients = max(int(run.trained * strategy.get("fraction_train", 1)), strategy.get("min_train_nodes", 2))
+    clients = min(run.trained, clients)
+    if run.train.steps is not None:
+        return run.rounds * clients * run.train.steps * run.train.batch_size
+    of_each = run.data.partition.model_dump().get("examples")
+    held = of_each * run.clients if of_each else run.data.examples or CATALOGUE[run.data.name].examples
+    assert held is not None
+    return run.rounds * (run.train.epochs or 1) * held * (1 - run.evaluate.validation) * clients / run.clients
+
+
 def work(run: Settings) -> float:
     """The work of a run: its training and its tests, in examples of ResNet-20."""
     images = examples_of(run)
-    assert images is not None
     data = Data(name=run.data.name, size=run.data.size, crop=run.data.crop)
     operations, values, parameters = counted(data, run.model)
     usual = counted(Data(name="cifar10"), Model(name="resnet20"))
@@ -66,7 +79,9 @@ def work(run: Settings) -> float:
     training = images * of_an_image + steps * OF_A_MILLION_PARAMETERS * parameters / 1e6
     tested = run.data.test_examples or TEST_IMAGES.get(run.data.name, MOST_TEST_IMAGES)
     by_server = 2 if CATALOGUE[run.data.name].domains else 1  # all images, and those of each domain
-    personal = describe(run.strategy["name"]).traits.personal if run.evaluate.clients is None else run.evaluate.clients
+    personal = (
+        bool(describe(run.strategy["name"]).traits.kept) if run.evaluate.clients is None else run.evaluate.clients
+    )
     by_clients = run.clients + 1 if personal else 0  # each tests on all images, and on its own
     evaluations = math.ceil(run.rounds / run.evaluate.every)
     testing = evaluations * tested * (by_server + by_clients) * FORWARD * of_an_image

@@ -15,7 +15,6 @@ from torch.nn.utils import prune
 
 from fedbn_flwr import Role, build_model, convert_norm
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.norms.residual import ResidualParts
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.wsconv import StdConv2d as OurStdConv2d
 from tests.support.nets import close, parameters, two_norms
@@ -162,7 +161,7 @@ def test_linear_layers_of_a_network_with_convolutions_keep_their_weights() -> No
     model = convert_norm(
         nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), "won"
     )
-    assert [type(layer).__name__ for layer in model] == ["WSConv2d", "Identity", "Linear", "Identity", "Linear"]
+    assert [type(layer).__name__ for layer in model] == ["StdConv2d", "Identity", "Linear", "Identity", "Linear"]
 
 
 class Scaled(nn.Module):
@@ -183,42 +182,6 @@ def test_branch_scale_is_a_factor_of_each_residual_branch(name: str, last: str) 
     x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
     torch.testing.assert_close(found(x), expected(x), rtol=1e-12, atol=1e-12)
     assert not torch.allclose(found(x), model(x))
-
-
-class Residual(nn.Module):
-    """A network with one residual block, and whatever is said of its branches."""
-
-    def __init__(self, said: Any) -> None:
-        super().__init__()
-        self.stem, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
-        self.body = nn.ModuleDict({"conv1": nn.Conv2d(4, 4, 3), "conv2": nn.Sequential(nn.Conv2d(4, 4, 3))})
-        self.said = said
-
-    def residual_parts(self) -> Any:
-        return self.said
-
-
-@pytest.mark.parametrize("kind", ["won", "fixup"])
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        (None, r"Residual\.residual_parts\(\) returned None; expected ResidualParts"),
-        (ResidualParts("stem", "norm", "head", {}), r"\(\) returned ResidualParts.*; expected ResidualParts with the"),
-        (ResidualParts("stem", "norm", "head", {"body": 0}), "conv1 of the block 'body' is nothing; expected a Conv2d"),
-        (ResidualParts("stem", "norm", "head", None), "returned ResidualParts"),  # type: ignore[arg-type]
-    ],
-)
-def test_wrong_residual_parts_are_one_message(said: Any, message: str, kind: str) -> None:
-    with pytest.raises(SettingsError, match=rf"norm '{kind}': .*{message}"):
-        convert_norm(Residual(said), kind, branch_scale=0.5)
-
-
-def test_the_convolutions_of_a_block_are_convolutions() -> None:
-    model = Residual(None)
-    model.body.conv1, model.body.conv2 = model.body["conv1"], model.body["conv2"]
-    model.said = ResidualParts("stem", "norm", "head", {"body": model.body})
-    with pytest.raises(SettingsError, match="conv2 of the block 'body' is a Sequential; expected a Conv2d"):
-        convert_norm(model, "won", branch_scale=0.5)
 
 
 def test_branch_scale_needs_known_branches() -> None:

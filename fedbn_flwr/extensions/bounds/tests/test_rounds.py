@@ -221,7 +221,7 @@ def test_one_client_cannot_set_the_statistics_that_heterobn_queries(federation: 
     grid = fed.grid(client_app(fed.make_client, mods=[mod]))
     for bounds, large in ((None, True), ({"plausible": 10}, False)):
         rule = HeteroBN(statistics="query", bounds=bounds)
-        found = unpack(rule.global_model(Round(1, None, fed.arrays(), {}, grid)))
+        found = unpack(rule.global_model(Round(1, fed.arrays(), {}, grid)))
         assert (float(found["1.running_var"].max()) > 1e7) == large
 
 

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr import LocalGrid, client_app, convert_norm
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.losses import CrossEntropy
-from fedbn_flwr.client.model_tensors import initial_arrays
+from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.models.tensors import initial_arrays
 from tests.support.series import CLIENTS, Text
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of PyTorch about itself
@@ -62,7 +62,7 @@ def federation(rule: str, first: ArrayRecord, *, compile: bool) -> dict[str, np.
     def make_client(context: Context) -> BNClient:
         client = int(context.node_config["partition-id"])
         batches = images(client) if client else list(images(client))  # a list of batches has no batch size
-        loss = CrossEntropy(class_weights=torch.tensor([1.0, 2.0 + client, 3.0]))
+        loss = make_loss("cross_entropy", class_weights=torch.tensor([1.0, 2.0 + client, 3.0]))
         options: dict[str, Any] = {"lr": lambda number: 0.03 / number, "momentum": 0.5, "steps": 25, "loss": loss}
         return BNClient(net(norm=NORMS.get(rule, "bn")), batches, compile=compile, context=context, **options)
 

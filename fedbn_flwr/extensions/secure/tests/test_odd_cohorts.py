@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flwr.app import Array, Message
 
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.extensions.secure.client import QUERY
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.gate import partition_of
+from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.strategies import FedAvg, FixBN, Secure
 from tests.federation.test_foreign import with_start
 from tests.federation.test_odd_cohorts import NO_EVALUATION, Changed, grid, net, same, trained

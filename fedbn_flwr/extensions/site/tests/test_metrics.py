@@ -17,7 +17,6 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.logs import log_message
 from fedbn_flwr.experiment.node import Clients
@@ -25,6 +24,7 @@ from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.extensions.site.record import read_status, record_status
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.models.tensors import initial_arrays
 from tests.support.certificates import write_certificate
 from tests.support.command import ROOT
 from tests.support.runs import write_run

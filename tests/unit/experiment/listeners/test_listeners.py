@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,22 +13,20 @@ from torch.nn import functional as F
 
 from fedbn_flwr import LocalGrid, client_app, run
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.model_tensors import initial_arrays
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.errors import RunFailed, StorageError
 from fedbn_flwr.experiment.file.content import merge
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides
 from fedbn_flwr.experiment.listeners.evaluate import Evaluate
-from fedbn_flwr.experiment.listeners.history import History
 from fedbn_flwr.experiment.listeners.listener import Round, Running
 from fedbn_flwr.experiment.listeners.progress import Progress
-from fedbn_flwr.experiment.listeners.saving import Saving
+from fedbn_flwr.experiment.listeners.recording import History, Saving
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import train_round
-from fedbn_flwr.experiment.run.side_by_side import reporter_to
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.read.runs import find_runs
@@ -121,17 +117,6 @@ def test_a_listener_that_cannot_start_ends_the_run(tmp_path: Path, monkeypatch: 
         run_of(out=tmp_path)
     (found,) = find_runs([tmp_path])
     assert (found.summary.status, found.summary.error) == ("failed", "the disk is full")
-
-
-def test_a_run_whose_parent_has_died_stops_with_a_checkpoint(running: Running) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    reporter = reporter_to(ours, os.getppid())
-    at = reporter.on_start(running, start(running))
-    assert not reporter.stops_after(at)
-    theirs.close()
-    at = reporter.on_round(running, train_round(running, at))
-    reporter.message("a line")
-    assert reporter.stops_after(at)
 
 
 def test_the_history_has_what_was_sent_and_the_summary_adds_it_up(running: Running, tmp_path: Path) -> None:
