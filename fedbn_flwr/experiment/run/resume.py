@@ -23,10 +23,11 @@ def restore_clients(
 
     `trained` is the last round that each partition trained in, `folders` the round of the state in its node's folder.
     """
-    restored, states = False, grid.node_states()
-    for node, records in () if states is None else folder.checkpoint.clients():
-        states.write_state(node, records)
-        restored = True
+    restored = False
+    if (states := grid.node_states()) is not None:
+        for node, records in folder.checkpoint.clients():
+            states.write_state(node, records)
+            restored = True
     if restored:
         return
     if (needed := _needed_client_state(prepared)) is None:
