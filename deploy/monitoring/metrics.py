@@ -23,7 +23,7 @@ from typing import Any
 from cryptography import x509
 
 from fedbn_flwr.results.folder import find_folders
-from fedbn_flwr.results.read.state import STATES, RunState, read_state
+from fedbn_flwr.results.read.runs import STATES, RunState, read_state
 from fedbn_flwr.results.text import printable
 
 _SHOWN = 50  # runs: those that changed last
@@ -144,25 +144,27 @@ def _escaped(text: str) -> str:
 def samples_of_runs(folders: Iterable[Path]) -> Iterator[Sample]:
     paths = sorted(find_folders(folders), key=_changed)[-_SHOWN:]
     for path in paths:
-        if (run := read_state(path, size=False)) is not None:
-            yield from _samples_of_run(run, {"run": run.folder, "experiment": run.name, "label": run.label})
+        if (state := read_state(path)) is not None:
+            summary = state.run.summary
+            yield from _samples_of_run(state, {"run": str(path), "experiment": summary.name, "label": summary.label})
 
 
-def _samples_of_run(run: RunState, labels: dict[str, str]) -> Iterator[Sample]:
+def _samples_of_run(state: RunState, labels: dict[str, str]) -> Iterator[Sample]:
+    summary, last = state.run.summary, state.run.history[-1] if state.run.history else {}
     for status in STATES:
-        yield "fedbn_run_status", {**labels, "status": status}, float(run.status == status)
-    for direction, count in (("down", run.traffic.bytes_down), ("up", run.traffic.bytes_up)):
+        yield "fedbn_run_status", {**labels, "status": status}, float(state.status == status)
+    for direction, count in (("down", summary.traffic.bytes_down), ("up", summary.traffic.bytes_up)):
         yield "fedbn_run_bytes", {**labels, "direction": direction}, float(count)
     figures = {
-        "round": run.round,
-        "rounds": run.rounds,
-        "accuracy": run.value if run.measure == "accuracy" else None,
-        "loss": run.loss,
-        "clients": run.clients,
-        "clients_expected": run.clients_expected,
-        "round_seconds": run.round_seconds,
-        "seconds_left": run.seconds_left,
-        "changed_timestamp_seconds": run.changed,
+        "round": summary.rounds,
+        "rounds": state.rounds,
+        "accuracy": summary.accuracy,
+        "loss": summary.loss,
+        "clients": last.get("clients"),
+        "clients_expected": state.run.config.get("clients"),
+        "round_seconds": last.get("seconds"),
+        "seconds_left": state.seconds_left,
+        "changed_timestamp_seconds": state.changed,
     }
     for key, value in figures.items():
         if value is not None:

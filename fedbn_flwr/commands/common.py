@@ -73,7 +73,7 @@ def continued_by(out: Path | None, *words: str) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, RunFailed, StorageError) as error:
-        from fedbn_flwr.results.read.state import stopped_runs
+        from fedbn_flwr.results.read.runs import stopped_runs
         from fedbn_flwr.results.report.write import write_report
 
         if out is not None and (stopped := stopped_runs(out)):

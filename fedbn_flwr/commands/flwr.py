@@ -85,24 +85,25 @@ def flwr(arguments: argparse.Namespace) -> int:
         more = " ".join(["resume=true"] * ("resume" not in run_config) + [f"out='{out}'"] * ("out" not in run_config))
         run_config["out"] = str(out)  # Flower's processes run in another folder
         federation = federation or federation_config(experiment.runs[0].clients)
-    from fedbn_flwr.results.folder import errors_since, mark_interrupted, stopped_by_hand
+    from fedbn_flwr.results.folder import errors_since, mark_interrupted
 
     began = time.time()
     stop = signal.default_int_handler  # as Ctrl-C: the run's processes are ended, too
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     words = ["run", arguments.app, *(w for text in arguments.run_config for w in ("--run-config", text))]
     words += [w for text in arguments.federation_config for w in ("--federation-config", text)]
-    with continued_by(out, "flwr", *words, *["--run-config", more] * bool(more)), stopped_by_hand(out):
+    with continued_by(out, "flwr", *words, *["--run-config", more] * bool(more)):
         try:
             run_app(app, run_config, federation or {"client-resources-num-cpus": 1})
         except RunFailed as error:
             if out is None:
                 raise
-            mark_interrupted(out)  # runs whose process was killed
             # Flower gives an error of its own instead of the server's if its nodes failed meanwhile.
             lost = [f"{name}: {why}" for name, why in errors_since(out, began).items() if why not in str(error)]
             raise RunFailed("\n".join([str(error), *lost])) from None
         finally:
+            if out is not None:
+                mark_interrupted(out)  # runs whose process was killed, or ended by Ctrl-C before it could do that
             for number, handler in before.items():
                 signal.signal(number, handler)
     return 0

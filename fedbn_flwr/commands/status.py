@@ -17,7 +17,7 @@ from fedbn_flwr.tasks import title_of
 from .common import Commands, add_command, default_folder
 
 if TYPE_CHECKING:
-    from fedbn_flwr.results.read.state import RunState
+    from fedbn_flwr.results.read.runs import RunState
 
 
 def add(commands: Commands) -> None:
@@ -40,41 +40,66 @@ def add(commands: Commands) -> None:
 
 def status(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.results.folder import find_folders
-    from fedbn_flwr.results.read.state import read_state
+    from fedbn_flwr.results.read.runs import read_state
 
     folders = arguments.folders or [default_folder()]
     states = {path: read_state(path) for path in find_folders(folders)}
     if damaged := [printable(str(path)) for path, state in states.items() if state is None]:
         named = ", ".join(damaged[:5]) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
         print(f"not shown, because the files are damaged or not of a run: {named}", file=sys.stderr)
-    runs = sorted((state for state in states.values() if state is not None), key=lambda run: -run.changed)
+    found = sorted((state for state in states.values() if state is not None), key=lambda state: -state.changed)
     if arguments.json:
-        print(json.dumps([_as_json(run) for run in runs], indent=2))
+        print(json.dumps([_as_json(state) for state in found], indent=2))
     else:
-        print(_table(runs) if runs else f"no runs in {', '.join(map(str, folders))}")
+        print(_table(found) if found else f"no runs in {', '.join(map(str, folders))}")
 
 
-def _as_json(run: RunState) -> dict[str, object]:
+def _as_json(state: RunState) -> dict[str, object]:
     """Its main figure is called by its name. Of a run that diverged, JSON has no number: null."""
-    found = {run.measure if key == "value" else key: value for key, value in dataclasses.asdict(run).items()}
-    del found["measure"]
+    from fedbn_flwr.results.read.runs import size_of
+
+    run, summary = state.run, state.run.summary
+    last: dict[str, object] = run.history[-1] if run.history else {}
+    found = {
+        "folder": str(run.path),
+        "name": summary.name,  # of the experiment
+        "label": summary.label,
+        "strategy": summary.strategy,
+        "seed": summary.seed,
+        "status": state.status,
+        "round": summary.rounds,
+        "rounds": state.rounds,
+        summary.of_task.main: summary.main,
+        "loss": summary.loss,
+        "clients": last.get("clients"),  # that trained in the last round
+        "clients_expected": run.config.get("clients"),
+        "round_seconds": last.get("seconds"),
+        "seconds_left": state.seconds_left,
+        "changed": state.changed,
+        "traffic": dataclasses.asdict(summary.traffic),
+        "error": summary.error,
+        "size": size_of(run.path),
+    }
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in found.items()
     }
 
 
-def _table(runs: list[RunState]) -> str:
+def _table(states: list[RunState]) -> str:
+    from fedbn_flwr.results.read.runs import size_of
     from fedbn_flwr.results.report.tables import as_text
 
     now = time.time()
-    mains = {run.measure for run in runs}
+    mains = {state.run.summary.of_task.main for state in states}
     rows = [("run", "status", "round", title_of(*mains) if len(mains) == 1 else "figure", "changed", "left", "size")]
-    for run in runs:
-        named = f"{title_of(run.measure)} " if len(mains) > 1 else ""
-        figure = "" if run.value is None else f"{named}{run.value:.4f}"
-        left = "" if run.seconds_left is None else duration(run.seconds_left)
-        rounds, ago = f"{run.round}/{run.rounds}", f"{duration(max(1.0, now - run.changed))} ago"
-        rows.append((run.folder, run.status, rounds, figure, ago, left, size_text(run.size or 0)))
+    for state in states:
+        run, summary = state.run, state.run.summary
+        named = f"{title_of(summary.of_task.main)} " if len(mains) > 1 else ""
+        figure = "" if summary.main is None else f"{named}{summary.main:.4f}"
+        left = "" if state.seconds_left is None else duration(state.seconds_left)
+        rounds, ago = f"{summary.rounds}/{state.rounds}", f"{duration(max(1.0, now - state.changed))} ago"
+        rows.append((str(run.path), state.status, rounds, figure, ago, left, size_text(size_of(run.path))))
     head, rule, *lines = as_text(rows).splitlines()
-    errors = (f"\n  {shorten(printable(run.error), 110)}" if run.error else "" for run in runs)
-    return "\n".join([head, rule, *map("".join, zip(lines, errors, strict=True))])
+    errors = [state.run.summary.error for state in states]
+    below = (f"\n  {shorten(printable(error), 110)}" if error else "" for error in errors)
+    return "\n".join([head, rule, *map("".join, zip(lines, below, strict=True))])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, overload
@@ -66,8 +66,9 @@ class Result:
 
     @cached_property
     def history(self) -> pd.DataFrame:
-        """A row per round, with the columns of history.jsonl; without pandas a list of dicts."""
-        return _frame(self._run.history, index="round")
+        """A row per round, with the columns of history.jsonl."""
+        frame = _frame("Result.history", self._run.history)
+        return frame if frame.empty else frame.set_index("round")
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -116,24 +117,18 @@ class Result:
         return Results([self])._repr_html_() + f"<p>{in_html(str(self.folder))}</p>"
 
 
-class Results(Sequence[Result]):
+class Results(tuple[Result, ...]):
     """Several runs in the order of their experiment, for instance `Results([run("quick"), run("quick", seed=1)])`.
 
     `results[0]` is a run by its number and `results["FixBN"]` by its label, or by the name of its folder.
     """
-
-    def __init__(self, results: Sequence[Result]) -> None:
-        self._results = tuple(results)
 
     @classmethod
     def read(cls, *folders: str | Path) -> Results:
         """The runs in the folders and their subfolders."""
         if not folders:
             raise UserError("Results.read() needs a folder, for instance Results.read('runs')")
-        return cls([Result(run) for run in find_runs([Path(folder).expanduser() for folder in folders])])
-
-    def __len__(self) -> int:
-        return len(self._results)
+        return cls(Result(run) for run in find_runs([Path(folder).expanduser() for folder in folders]))
 
     @overload
     def __getitem__(self, key: SupportsIndex | str) -> Result: ...
@@ -141,19 +136,16 @@ class Results(Sequence[Result]):
     def __getitem__(self, key: slice) -> Results: ...
     def __getitem__(self, key: SupportsIndex | str | slice) -> Result | Results:
         if isinstance(key, slice):
-            return Results(self._results[key])
+            return Results(super().__getitem__(key))
         if not isinstance(key, str):
-            return self._results[key]
-        found = [result for result in self._results if key in (result.label, result.folder.name)]
+            return super().__getitem__(key)
+        found = [result for result in self if key in (result.label, result.folder.name)]
         if not found:
             raise KeyError(f"there is no run {key!r}; {did_you_mean(key, self.labels)}")
         if len(found) > 1:
             folders = ", ".join(repr(result.folder.name) for result in found)
             raise KeyError(f"{len(found)} runs are called {key!r}; use one of {folders}")
         return found[0]
-
-    def __iter__(self) -> Iterator[Result]:
-        return iter(self._results)
 
     @property
     def labels(self) -> list[str]:
@@ -162,14 +154,14 @@ class Results(Sequence[Result]):
 
     @property
     def summaries(self) -> pd.DataFrame:
-        """A row per run, with the columns of summary.json; without pandas a list of dicts."""
-        return _frame([result.summary.to_json() for result in self])
+        """A row per run, with the columns of summary.json."""
+        return _frame("Results.summaries", [result.summary.to_json() for result in self])
 
     @property
     def history(self) -> pd.DataFrame:
-        """A row per run and round: label, seed, and the columns of history.jsonl; without pandas a list of dicts."""
+        """A row per run and round: label, seed, and the columns of history.jsonl."""
         seeds = [({"label": result.label, "seed": result.summary.seed}, result._run.history) for result in self]
-        return _frame([{**names, **line} for names, history in seeds for line in history])
+        return _frame("Results.history", [{**names, **line} for names, history in seeds for line in history])
 
     def table(self) -> str:
         """The tables of `fedbn report`: a row per label, with mean and standard deviation over seeds."""
@@ -185,9 +177,8 @@ class Results(Sequence[Result]):
         baseline
             The label of a row, with which the others are compared in the first column by a paired t test over seeds.
         """
-        with needs("data", "Results.frame()"):
-            import pandas as pd
-        return pd.DataFrame(numbers(self._choice.rows, Form(tuple(columns), baseline))).set_index("run")
+        found = numbers(self._choice.rows, Form(tuple(columns), baseline))
+        return _frame("Results.frame()", found).set_index("run")
 
     def plot(self, **look: Unpack[Look]) -> Plot:
         """The plot of `fedbn report`: the main figure of the task against what was spent; a notebook shows it.
@@ -208,10 +199,7 @@ class Results(Sequence[Result]):
         return "".join(as_html(*table) for table in tables(self._choice))
 
 
-def _frame(lines: Sequence[Mapping[str, Any]], index: str | None = None) -> pd.DataFrame:
-    try:
+def _frame(what: str, lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    with needs("data", what):
         import pandas as pd
-    except ImportError:
-        return list(lines)
-    frame = pd.DataFrame(lines)
-    return frame if index is None or frame.empty else frame.set_index(index)
+    return pd.DataFrame(lines)

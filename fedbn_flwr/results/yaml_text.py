@@ -41,7 +41,7 @@ for _class in (_Loader, Dumper):
 
 def dump_yaml(content: Any) -> str:
     """The text from which `parse_yaml` reads the content; it may be longer than that of an experiment."""
-    return yaml.dump(content, Dumper=Dumper, sort_keys=False)
+    return yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def parse_yaml(text: str, source: str = "") -> Any:

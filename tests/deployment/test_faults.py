@@ -19,6 +19,7 @@ import pytest
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import PATIENCE, fedbn
 from tests.support.network import Deployment, wait_for
+from tests.support.runs import saved_round
 
 pytestmark = pytest.mark.slow
 
@@ -158,7 +159,7 @@ def test_a_site_that_dies_is_left_out_until_it_is_back(nodes: Deployment, tmp_pa
     assert answers[0] == answers[-1] == 3
     assert answers[1] == 2 or moment == "while it uploads"
     assert run.folder.is_finished()
-    assert run.folder.checkpoint.round() == 8
+    assert saved_round(run.folder.path) == 8
 
 
 def test_a_site_restarted_at_once_costs_its_answer_and_no_waiting(deployment: Deployment, tmp_path: Path) -> None:
@@ -197,12 +198,12 @@ def test_a_run_waits_for_a_site_that_is_late_and_says_so(deployment: Deployment,
 def test_a_killed_serverapp_is_resumed_to_the_same_model(nodes: Deployment, tmp_path: Path) -> None:
     run = Run(nodes, tmp_path / "out", rounds=4)
     run.wait_for_round(2)
-    run.wait("a checkpoint", lambda: run.folder.checkpoint.round() >= 2)
+    run.wait("a checkpoint", lambda: saved_round(run.folder.path) >= 2)
     for server in nodes.running["superexec-serverapp"].apps():  # that of an earlier run may still be ending
         os.kill(server, signal.SIGKILL)
     run.finish("finished:failed")
     done = len(run.rounds())
-    assert 2 <= run.folder.checkpoint.round() <= done < 4
+    assert 2 <= saved_round(run.folder.path) <= done < 4
     again = Run(nodes, tmp_path / "out", resume=True, rounds=4)
     again.finish()
     assert [line["round"] for line in again.rounds()] == [1, 2, 3, 4]

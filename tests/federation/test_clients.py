@@ -32,6 +32,7 @@ from tests.support.command import ROOT
 from tests.support.experiments import fault
 from tests.support.nets import net, some_batches
 from tests.support.records import content
+from tests.support.runs import saved_round
 from tests.support.sessions import outcome, session
 
 CPU = torch.device("cpu")
@@ -172,7 +173,7 @@ def test_a_run_ends_after_evaluations_that_are_not_better(page: dict[str, Path])
     assert found["rounds"] == len(accuracies) < 30
     assert found["status"] == "finished"
     assert found["stopped_early"].startswith("validation accuracy has not improved by more than 0.001 in 2 evaluations")
-    assert RunFolder(page["early"]).checkpoint.round() == found["rounds"]
+    assert saved_round(page["early"]) == found["rounds"]
 
 
 def test_clients_hold_out_a_tenth_of_their_images(page: dict[str, Path]) -> None:

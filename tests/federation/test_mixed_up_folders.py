@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.errors import SettingsError, UserError
+from fedbn_flwr.errors import UserError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.files import write_text
-from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.read.state import read_state
-from fedbn_flwr.storage import Store, write_store
+from fedbn_flwr.results.read.runs import find_runs, read_state
 from tests.support.sessions import session
 
 
@@ -73,18 +71,6 @@ def test_a_copy_of_a_run_without_its_environment_is_resumed(stopped: dict[str, P
     resume(tmp_path / "run")
     run = RunFolder(tmp_path / "run")
     assert run.token() == run.checkpoint.read().token
-
-
-def test_a_checkpoint_of_an_earlier_version_is_called_that(stopped: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(stopped["Scaffold"], tmp_path / "run")
-    file = tmp_path / "run" / "checkpoint"
-    with Store(file) as store:
-        entries = dict(store)
-    state = json.loads(entries["state"])
-    del state["settings"]
-    write_store(file, {**entries, "state": json.dumps(state).encode()}.items())
-    with pytest.raises(SettingsError, match=r"checkpoint' was written by an earlier version; restore the run folder"):
-        resume(tmp_path / "run")
 
 
 @pytest.mark.parametrize("key", ["data", "engine", "cell"])

@@ -40,6 +40,7 @@ from fedbn_flwr.strategies import (
 )
 from tests.support.command import PATIENCE, PROGRAM, ROOT, environment
 from tests.support.records import content
+from tests.support.runs import saved_round
 from tests.support.sessions import (
     BASE,
     CASES,
@@ -125,7 +126,7 @@ def states_of(out: Path) -> tuple[Any, ...]:
     read = found.read()
     assert read.strategy is not None
     clients = []
-    for node, records in found.clients() or ():
+    for node, records in found.clients():
         records["fedbn.run"] = ConfigRecord()  # has the run's token
         clients.append((node, content(records)))
     return read.round, dict(read.trained), content(read.model), content(read.strategy), clients
@@ -183,7 +184,7 @@ def test_the_second_ctrl_c_in_a_round_goes_back_to_the_last_checkpoint(
     run_config = {"experiment": BASE, "set": " ".join(f"'{word}'" for word in overrides("FedBN"))}
     session("FedBN", tmp_path / "run", grid=LocalGrid(client_app(make), 3, run_config=run_config), interrupted=True)
     run = RunFolder(tmp_path / "run")
-    assert (summary_of(run.path).status, run.checkpoint.round(), len(run.history())) == ("interrupted", 2, 2)
+    assert (summary_of(run.path).status, saved_round(run.path), len(run.history())) == ("interrupted", 2, 2)
     session("FedBN", tmp_path / "run")
     assert outcome(tmp_path / "run") == outcome(straight("FedBN"))
 
@@ -370,7 +371,7 @@ def test_a_killed_command_leaves_a_folder_that_resumes(
     ) as process:  # fmt: skip
         run = RunFolder(stopped / "FedBN")
         deadline = time.monotonic() + PATIENCE
-        while run.checkpoint.round() < 2:
+        while saved_round(run.path) < 2:
             assert time.monotonic() < deadline, "no two rounds"
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.01)
@@ -379,7 +380,7 @@ def test_a_killed_command_leaves_a_folder_that_resumes(
     assert process.returncode == (-signal.SIGKILL if sent == signal.SIGKILL else 130), error
     assert "Traceback" not in error
     assert summary_of(run.path).status == ("running" if sent == signal.SIGKILL else "interrupted")
-    assert 2 <= run.checkpoint.round() < 20
+    assert 2 <= saved_round(run.path) < 20
     assert cli.main([*words, "--out", str(stopped), "--resume"]) == 0
     assert outcome(stopped / "FedBN") == outcome(straight)
 
@@ -401,7 +402,7 @@ def test_a_branch_made_by_the_script_of_a_result_equals_the_whole_run(
     arguments = [tmp_path / "source", words[0], label, tmp_path / "branch", words[1]]
     monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
     runpy.run_path(str(script))
-    assert RunFolder(tmp_path / "branch" / label).checkpoint.round() == 2
+    assert saved_round(tmp_path / "branch" / label) == 2
     assert cli.main(["run", *words, "--out", str(tmp_path / "branch"), "--resume"]) == 0
     assert cli.main(["run", *words, "--out", str(tmp_path / "whole")]) == 0
     assert outcome(tmp_path / "branch" / label) == outcome(tmp_path / "whole" / label)

@@ -22,6 +22,7 @@ from fedbn_flwr.experiment.run.side_by_side import jobs_of
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import PATIENCE, PROGRAM, ROOT, environment
 from tests.support.network import wait_for
+from tests.support.runs import saved_round
 from tests.support.sessions import outcome
 
 EXPERIMENT = """
@@ -176,7 +177,7 @@ def test_all_runs_continue_after_a_stop(sent: signal.Signals, straight: Path, tm
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         deadline = time.monotonic() + PATIENCE
-        while not RunFolder(tmp_path / "out" / NAMES[0]).checkpoint.round():
+        while not saved_round(tmp_path / "out" / NAMES[0]):
             assert time.monotonic() < deadline, "no round"
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.005)

@@ -51,5 +51,11 @@ def write_run(
             (folder / name).write_text(json.dumps(content))
 
 
+def saved_round(folder: Path) -> int:
+    """The round of the checkpoint in a run folder; 0 if there is none."""
+    saved = RunFolder(folder).checkpoint.state()
+    return 0 if saved is None else saved.round
+
+
 def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -203,11 +203,11 @@ def test_runs_that_flower_ended_are_marked_as_interrupted(tmp_path: Path) -> Non
     names: tuple[tuple[str, Status], ...] = (("a", "running"), ("b", "finished"))
     for name, status in names:
         (tmp_path / name).mkdir()
-        summary = Summary("demo", name, "FedAvg", "cnn", "bn", 0, 10, "cpu", "2026-01-01", "the global model", rounds=3)
+        summary = Summary("demo", name, "FedAvg", "cnn", "bn", 0, 10, "cpu", "2026-01-01", "the global model")
         RunFolder(tmp_path / name).write_summary(dataclasses.replace(summary, status=status))
     mark_interrupted(tmp_path)
     found = [RunFolder(tmp_path / name).summary() for name in ("a", "b")]
-    assert [(each.status, each.rounds) for each in found if each] == [("interrupted", 3), ("finished", 3)]
+    assert [each.status for each in found if each] == ["interrupted", "finished"]
 
 
 @pytest.mark.parametrize("what", ["strategies", "models", "norms", "datasets", "partitions", "experiments"])

@@ -137,7 +137,7 @@ class Saving(Listener):
     def _write(self, running: Running, snapshot: Snapshot, model: ArrayRecord) -> None:
         self._write_models(model)
         states, nodes = running.grid.node_states(), running.grid.get_node_ids()
-        clients = None if states is None else ((node, states.read_state(node)) for node in nodes)
+        clients = ((node, states.read_state(node)) for node in nodes) if states is not None else ()
         self.folder.write_checkpoint(snapshot, clients)
 
 

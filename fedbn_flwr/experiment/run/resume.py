@@ -23,10 +23,12 @@ def restore_clients(
 
     `trained` is the last round that each partition trained in, `folders` the round of the state in its node's folder.
     """
-    saved, states = folder.checkpoint.clients(), grid.node_states()
-    if saved is not None and states is not None:
-        for node, records in saved:
+    restored = False
+    if (states := grid.node_states()) is not None:
+        for node, records in folder.checkpoint.clients():
             states.write_state(node, records)
+            restored = True
+    if restored:
         return
     if (needed := _needed_client_state(prepared)) is None:
         return

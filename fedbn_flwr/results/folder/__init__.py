@@ -38,10 +38,10 @@ from fedbn_flwr.named import sources
 from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
 from fedbn_flwr.storage import Store, replacing, to_json, write_store, writing
 
-from ..text import file_name, shorten
+from ..text import file_name
 from .checkpoint import CheckpointFile, Snapshot
 from .environment import environment
-from .files import add_line, damaged, read_lines, read_object, read_text, write_lines, write_text
+from .files import check_types, damaged, parse, read_text, write_text
 from .summary import Summary
 
 LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
@@ -115,17 +115,19 @@ class RunFolder:
                 f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, but history.jsonl has the "
                 f"rounds {rounds}; restore the folder from a copy, or start again with another --out"
             )
+        summary = None
+        with suppress(UserError):  # a damaged one is written again when the run begins
+            summary = self.summary()
         self._make()
         write_text(self.path / "config.yaml", dump_yaml(dict(config)), durable=True)
         self._write_environment(first, {**environment(), "modules": sources(config), **more}, done, saved)
         for name, lines in kept.items():
             if lines or name == "history.jsonl":
-                write_lines(self.path / name, lines)
+                write_text(self.path / name, "".join(f"{to_json(line)}\n" for line in lines))
             else:
                 (self.path / name).unlink(missing_ok=True)
-        with suppress(UserError):  # a damaged summary is written again when the run begins
-            if (summary := self.summary()) is not None:  # of the lines that are left, should the run not begin
-                self.write_summary(summary.of(kept["history.jsonl"]))
+        if summary is not None:  # of the lines that are left, should the run not begin
+            self.write_summary(summary.of(kept["history.jsonl"]))
         return done
 
     def _check(self, saved: Snapshot, config: Mapping[str, Any], token: str) -> None:
@@ -157,35 +159,44 @@ class RunFolder:
             return {}
         try:
             found = parse_yaml(text)
-        except SettingsError as error:
+            if not isinstance(found, dict) or not found:
+                raise ValueError("it has no settings")
+            sections = ("engine", "evaluate", "published", "cell", "data")
+            check_types(found, dict.fromkeys(sections, dict[str, Any] | None))
+        except ValueError as error:
             raise damaged(file, str(error)) from None
-        if not isinstance(found, dict) or not found:
-            raise damaged(file, "it has no settings")
-        for key in ("engine", "evaluate", "published", "cell", "data"):
-            if not isinstance(found.get(key) or {}, dict):
-                raise damaged(file, f"{key} is {shorten(repr(found[key]), 100)}; expected a mapping")
         return found
 
     def is_finished(self) -> bool:
-        try:
-            summary = self.summary()
-        except UserError:  # it is written again
-            return False
-        return summary is not None and summary.status == "finished"
+        with suppress(UserError):  # a damaged summary is written again
+            return (summary := self.summary()) is not None and summary.status == "finished"
+        return False
 
     def add_line(self, name: str, line: Mapping[str, Any]) -> None:
         """Add the line of a round to one of the files in `LINES`."""
-        add_line(self.path / name, line)
+        file = self.path / name
+        with writing(file), file.open("a", encoding="utf-8") as lines:
+            lines.write(to_json(line) + "\n")
 
     def history(self) -> list[dict[str, Any]]:
         return self.lines("history.jsonl")
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        return read_lines(self.path / name)
+        """The mappings in a .jsonl file, one for each round; empty if there is no file."""
+        file = self.path / name
+        *lines, _ = (read_text(file) or "").split("\n")  # what follows the last line break was cut off by a crash
+        found: list[dict[str, Any]] = []
+        for number, text in enumerate(lines, start=1):
+            line = parse(text, file, number)
+            if found and line["round"] <= found[-1]["round"]:
+                raise damaged(file, f"round {line['round']} follows round {found[-1]['round']}", number)
+            found.append(line)
+        return found
 
     def read(self, name: str) -> dict[str, Any] | None:
         """The content of a .json file; None if there is none."""
-        return read_object(self.path / name)
+        text = read_text(self.path / name)
+        return None if text is None else parse(text, self.path / name)
 
     def write(self, name: str, content: Mapping[str, Any], *, indent: int | None = None, durable: bool = False) -> None:
         write_text(self.path / name, to_json(content, indent) + "\n", durable=durable)
@@ -195,10 +206,17 @@ class RunFolder:
 
     def summary(self) -> Summary | None:
         """None if there is none."""
-        content = self.read("summary.json")
+        found = self.progress()
+        return found and found[0]
+
+    def progress(self) -> tuple[Summary, list[dict[str, Any]]] | None:
+        """The summary and the lines of history.jsonl; None if there is no summary."""
+        if (content := self.read("summary.json")) is None:
+            return None
+        history = self.history()  # a run that is running writes it before the summary
         try:
-            return None if content is None else Summary.from_json(content)
-        except ValueError as error:
+            return Summary.from_json(content, history), history
+        except (ValueError, TypeError) as error:
             raise damaged(self.path / "summary.json", str(error)) from None
 
     def token(self) -> str:
@@ -206,17 +224,11 @@ class RunFolder:
         return str((self.read("environment.json") or {})["token"])
 
     def write_model(self, arrays: Arrays, name: str = "model.safetensors") -> None:
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
-        path = self.path / name
-        try:
-            with replacing(path, durable=False) as file:
-                save_file(
-                    {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()}, file
-                )
-        except SafetensorError as error:
-            raise StorageError(f"{str(path)!r} cannot be written: {error}") from None
+        content = save({key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()})
+        with replacing(self.path / name, durable=False) as file:
+            file.write_bytes(content)
 
     def model_description(self) -> dict[str, Any]:
         """How to build the network and to normalise its examples."""
@@ -240,7 +252,7 @@ class RunFolder:
     def checkpoint(self) -> CheckpointFile:
         return CheckpointFile(self.path / "checkpoint")
 
-    def write_checkpoint(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None) -> None:
+    def write_checkpoint(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]]) -> None:
         history = self.path / "history.jsonl"
         with writing(history), history.open("rb") as stream:
             os.fsync(stream.fileno())  # its rounds must be on disk before their checkpoint is
@@ -310,14 +322,3 @@ def errors_since(out: Path, began: float) -> dict[str, str]:
         for folder, summary in _summaries(out)
         if summary.error and datetime.fromisoformat(summary.began).timestamp() >= began
     }
-
-
-@contextmanager
-def stopped_by_hand(out: Path | None) -> Iterator[None]:
-    """Mark runs as interrupted: Ctrl-C ends Flower's processes before they can do that."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if out is not None:
-            mark_interrupted(out)
-        raise

@@ -41,10 +41,6 @@ class CheckpointFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def round(self) -> int:
-        """The round after which a run continues; 0 if there is no checkpoint."""
-        return getattr(self.state(), "round", 0)
-
     def state(self) -> Snapshot | None:
         """Without its records; None if there is no checkpoint."""
         if not self.path.exists():
@@ -52,8 +48,8 @@ class CheckpointFile:
         with self._opened() as store:
             return _snapshot(store)
 
-    def write(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None = None) -> None:
-        """`clients` yields the state of one node at a time; None if the nodes store it."""
+    def write(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] = ()) -> None:
+        """`clients` yields the state of one node at a time; none if the nodes store it."""
         try:
             write_store(self.path, _entries(snapshot, clients))
         except StorageError as error:
@@ -64,12 +60,8 @@ class CheckpointFile:
             strategy = parse(store["strategy"]) if "strategy" in store else None
             return replace(_snapshot(store), model=parse(store["model"]), strategy=strategy)
 
-    def clients(self) -> Iterator[tuple[int, RecordDict]] | None:
-        """The state of one node at a time; None if the checkpoint has none."""
-        with self._opened() as store:
-            return self._clients() if json.loads(store["state"])["clients"] else None
-
-    def _clients(self) -> Iterator[tuple[int, RecordDict]]:
+    def clients(self) -> Iterator[tuple[int, RecordDict]]:
+        """The state of one node at a time; none if the nodes store it."""
         with self._opened() as store:
             for name in store:
                 if name.startswith(_CLIENT):
@@ -81,37 +73,33 @@ class CheckpointFile:
             with Store(self.path) as store:
                 yield store
         except (StorageError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            what = (
-                f"{str(self.path)!r} is damaged: {type(error).__name__}: {str(error)[:200]}"  # whole, but other content
-            )
+            what = str(error)
+            if not isinstance(error, StorageError):  # whole, but with other content
+                what = f"{str(self.path)!r} is damaged: {type(error).__name__}: {what[:200]}"
             raise SettingsError(
-                f"the checkpoint {error if isinstance(error, StorageError) else what}; restore the run folder from a "
-                "copy, or start again with another --out"
+                f"the checkpoint {what}; restore the run folder from a copy, or start again with another --out"
             ) from None
 
 
-def _entries(snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] | None) -> Iterator[tuple[str, bytes]]:
+def _entries(snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]]) -> Iterator[tuple[str, bytes]]:
     state = {
         "round": snapshot.round,
         "token": snapshot.token,
         "unsaved": snapshot.unsaved,
         "trained": {str(partition): last for partition, last in sorted(snapshot.trained.items())},
         "settings": snapshot.settings,
-        "clients": clients is not None,
     }
     yield "state", json.dumps(state).encode()
     yield "model", dump(snapshot.model)
     if snapshot.strategy is not None:
         yield "strategy", dump(snapshot.strategy)
-    for node, records in clients or ():
+    for node, records in clients:
         yield f"{_CLIENT}{node}", dump(records)
 
 
 def _snapshot(store: Store) -> Snapshot:
     state = json.loads(store["state"])
-    if "settings" not in state:
-        raise StorageError(f"{str(store.path)!r} was written by an earlier version")
     trained = {int(partition): int(last) for partition, last in state["trained"].items()}
     unsaved = None if "strategy" in store else str(state["unsaved"])
-    settings = {**state["settings"]}
-    return Snapshot(int(state["round"]), str(state["token"]), RecordDict(), None, unsaved, trained, settings)
+    token, settings = str(state["token"]), dict(state["settings"])
+    return Snapshot(int(state["round"]), token, RecordDict(), None, unsaved, trained, settings)

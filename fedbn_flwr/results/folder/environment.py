@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -42,29 +43,21 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this code runs from, with the ending -changed if files were changed since."""
-    here = Path(__file__).parent
+    """The commit of the checkout that this code runs from, with the ending -changed if its files were changed since."""
+    git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        git = ["git", "-C", str(here)]
-        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10)
-        if tracked.returncode:
-            return None  # installed, not a checkout
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+        subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10, check=True)
+        words = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=-changed"]
+        return subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # installed, not a checkout
         return None
-    if commit.returncode:
-        return None
-    return commit.stdout.strip() + ("-changed" if status.stdout.strip() else "")
 
 
 def _processor() -> str:
     """Name, family and model: a virtual machine may give the same name to processors whose rounding differs."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-    except OSError:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+        found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
+        return f"{found['model name']}, family {found.get('cpu family')}, model {found.get('model')}"
+    except (OSError, KeyError):
         return platform.processor()
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    if "model name" not in found:
-        return platform.processor()
-    return f"{found['model name']}, family {found.get('cpu family')}, model {found.get('model')}"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.storage import open_regular, replacing, to_json, writing
+from fedbn_flwr.storage import open_regular, replacing
 from fedbn_flwr.tasks import MAINS
 
 from ..text import shorten
@@ -38,7 +38,6 @@ _TYPES: dict[str, dict[str, Any]] = {
     },
     "environment.json": {"token": str, "modules": dict[str, str], "resumed": list[dict[str, Any]]},
 }
-_OPTIONAL = ("environment.json",)  # files whose keys may be missing
 
 
 def damaged(file: Path, reason: str, line: int | None = None) -> UserError:
@@ -48,48 +47,15 @@ def damaged(file: Path, reason: str, line: int | None = None) -> UserError:
 
 def read_text(file: Path) -> str | None:
     """The content of a file; None if there is no file."""
-    content = _read(file)
-    try:
-        return None if content is None else content.decode()
-    except UnicodeDecodeError as error:
-        raise damaged(file, f"byte {error.start} is not UTF-8") from None
-
-
-def _read(file: Path) -> bytes | None:
     try:
         with open_regular(file) as stream:
-            return stream.read()
+            return stream.read().decode()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UserError(f"{str(file)!r} cannot be read: {error.strerror}") from None
-
-
-def read_object(file: Path) -> dict[str, Any] | None:
-    """The mapping in a JSON file; None if there is no file."""
-    content = _read(file)
-    return None if content is None else _parse(content, file)
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The mappings in a .jsonl file, one for each line; empty if there is no file."""
-    *lines, _ = (_read(file) or b"").split(b"\n")  # what follows the last line break was cut off by a crash
-    found: list[dict[str, Any]] = []
-    for number, data in enumerate(lines, start=1):
-        line = _parse(data, file, number)
-        if found and line["round"] <= found[-1]["round"]:
-            raise damaged(file, f"round {line['round']} follows round {found[-1]['round']}", number)
-        found.append(line)
-    return found
-
-
-def add_line(file: Path, line: Mapping[str, Any]) -> None:
-    with writing(file), file.open("a", encoding="utf-8") as lines:
-        lines.write(to_json(line) + "\n")
-
-
-def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    write_text(file, "".join(f"{to_json(line)}\n" for line in lines))
+    except UnicodeDecodeError as error:
+        raise damaged(file, f"byte {error.start} is not UTF-8") from None
 
 
 def write_text(file: Path, text: str, *, durable: bool = False) -> None:
@@ -98,18 +64,18 @@ def write_text(file: Path, text: str, *, durable: bool = False) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def _parse(data: bytes, file: Path, line: int | None = None) -> dict[str, Any]:
+def parse(text: str, file: Path, line: int | None = None) -> dict[str, Any]:
+    """The mapping in the text of a JSON file, or in a line of a .jsonl file."""
     types = _TYPES.get(file.name, {})
     try:
-        content = json.loads(data.decode(), object_hook=with_nan if file.suffix == ".jsonl" else None)
+        content = json.loads(text, object_hook=with_nan if file.suffix == ".jsonl" else None)
         if not isinstance(content, dict):
             raise ValueError(f"it is a {type(content).__name__}; expected a mapping")
-        if file.name not in _OPTIONAL:
+        if file.name != "environment.json":  # to which later versions have added keys
             check_keys(content, types)
-        measures = (key for key in content if any(main in key for main in MAINS))
-        check_types(content, (dict.fromkeys(measures, float) if file.name == "history.jsonl" else {}) | types)
-    except UnicodeDecodeError as error:
-        raise damaged(file, f"byte {error.start} is not UTF-8", line) from None
+        if file.name == "history.jsonl":
+            types = {key: float for key in content if any(main in key for main in MAINS)} | types
+        check_types(content, types)
     except RecursionError:
         raise damaged(file, "it is nested too deeply", line) from None
     except json.JSONDecodeError as error:

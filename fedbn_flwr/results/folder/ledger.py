@@ -93,27 +93,31 @@ class MeteredGrid(GridAround):
         with self._lock:
             self._now.add(traffic)
 
-    def _note_down(self, messages: Iterable[Message]) -> list[Message]:
-        sent = list(messages)  # Flower's HttpGrid iterates over them twice
-        training, others = _sizes(sent)
-        self._count(bool(training), down=training, others=others)
-        return sent
-
-    def _note_up(self, received: Iterable[Message]) -> list[Message]:
-        replies = gate(received)
-        training, others = _sizes(replies)
-        self._count(0, up=training, others=others)
-        return replies
+    def _note(self, messages: Sequence[Message], direction: str) -> None:
+        sizes: dict[bool, list[Size]] = {True: [], False: []}
+        for message in messages:
+            kind, content = message.metadata.message_type, message.content if message.has_content() else RecordDict()
+            trains = not kind.startswith("evaluate") and kind not in protocol.QUERIES
+            sizes[trains].append(size_in(content))
+        rounds = int(direction == "down" and bool(sizes[True]))
+        self._count(rounds, others=sizes[False], **{direction: sizes[True]})
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        sent = self._note_down(messages)
-        return self._note_up(self.inner.send_and_receive(sent, timeout=timeout)) if sent else []
+        sent = list(messages)  # Flower's HttpGrid iterates over them twice
+        self._note(sent, "down")
+        replies = gate(self.inner.send_and_receive(sent, timeout=timeout)) if sent else []
+        self._note(replies, "up")
+        return replies
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self.inner.push_messages(self._note_down(messages))
+        sent = list(messages)
+        self._note(sent, "down")
+        return self.inner.push_messages(sent)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self._note_up(self.inner.pull_messages(message_ids))
+        replies = gate(self.inner.pull_messages(message_ids))
+        self._note(replies, "up")
+        return replies
 
 
 Size = tuple[int, int]  # elements and bytes of the arrays of a message
@@ -121,14 +125,3 @@ Size = tuple[int, int]  # elements and bytes of the arrays of a message
 
 def _size_of_arrays(arrays: Arrays) -> Size:
     return sum(array.size for array in arrays.values()), sum(array.nbytes for array in arrays.values())
-
-
-def _sizes(messages: Iterable[Message]) -> tuple[list[Size], list[Size]]:
-    """Of the messages that train, and of the others."""
-    training: list[Size] = []
-    others: list[Size] = []
-    for message in messages:
-        kind, content = message.metadata.message_type, message.content if message.has_content() else RecordDict()
-        trains = not kind.startswith("evaluate") and kind not in protocol.QUERIES
-        (training if trains else others).append(size_in(content))
-    return training, others

@@ -7,9 +7,10 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, get_type_hints
 
+from fedbn_flwr.storage import to_json
 from fedbn_flwr.tasks import CLASSIFICATION, TASKS, Task, goodness, title_of
 
-from .files import check_keys, check_types, with_nan
+from .files import check_keys, check_types
 from .ledger import Traffic
 
 Status = Literal["running", "finished", "interrupted", "failed"]
@@ -105,22 +106,21 @@ class Summary:
         return {**flat, **traffic, "broadcast_mib_per_round": per_round, **figures, **notes}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Summary:
-        """The summary from what `to_json` returned; ValueError if a key is missing or its value is of another type."""
-        check_keys(content, [item.name for item in fields(cls) if item.default is item.default_factory is MISSING])
-        rest = {key: value for key, value in content.items() if key != "broadcast_mib_per_round"}
-        types = get_type_hints(cls)
-        own = with_nan({key: rest.pop(key) for key in types.keys() - {"traffic", "figures", "notes"} if key in rest})
-        check_types(own, types)
-        traffic = {item.name: rest.pop(item.name) for item in fields(Traffic) if item.name in rest}
-        check_types(traffic, get_type_hints(Traffic))
-        if own.get("task") not in (None, *TASKS):
-            raise ValueError(f"task is {own['task']!r}; expected one of {', '.join(TASKS)}")
-        found = cls(**own, traffic=Traffic(**traffic))
-        keys = [*(key for key in _best(found.of_task) if key in rest), *found._figures_of(rest)]
-        found.figures = with_nan({key: rest.pop(key) for key in keys})
-        check_types(found.figures, dict.fromkeys(found.figures, float) | {"evaluated_with": str, "best_round": int})
-        found.notes = rest
+    def from_json(cls, content: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> Summary:
+        """The summary from what `to_json` returned; ValueError if it is not that of these lines of history.jsonl."""
+        own = [item for item in fields(cls) if item.name not in ("traffic", "figures", "notes")]
+        check_keys(content, [item.name for item in own if item.default is MISSING])
+        given = {item.name: content[item.name] for item in own if item.name in content}
+        check_types(given, get_type_hints(cls))
+        if given.get("task") not in (None, *TASKS):
+            raise ValueError(f"task is {given['task']!r}; expected one of {', '.join(TASKS)}")
+        found = cls(**given).of(history[: given.get("rounds", 0)])
+        expected = found.to_json()
+        known = [*expected, *_best(found.of_task), *found._figures_of(content)]
+        for key in known:
+            if to_json(content.get(key)) != to_json(expected.get(key)):  # NaN is not NaN
+                raise ValueError(f"{key} is {content.get(key)}, but {expected.get(key)} by the lines of history.jsonl")
+        found.notes = {key: value for key, value in content.items() if key not in known}
         return found
 
     def of(self, history: Iterable[Mapping[str, Any]]) -> Summary:
@@ -129,13 +129,6 @@ class Summary:
         for line in history:
             found.account(line)
         return found
-
-    def check(self, history: Sequence[Mapping[str, Any]]) -> None:
-        """ValueError if these are not the figures of the history."""
-        found, again = self.to_json(), self.of(history[: self.rounds]).to_json()
-        for key in {**again, **found}:
-            if repr(found.get(key)) != repr(again.get(key)):  # NaN is not NaN
-                raise ValueError(f"{key} is {found.get(key)}, but {again.get(key)} by the lines of history.jsonl")
 
 
 # Keys of the history whose last value is in every summary: the loss, and the source of the statistics in the global

@@ -1,20 +1,24 @@
-"""A finished run, or one so far, read from its folder."""
+"""A finished run, or one so far, read from its folder; and the state of runs, for `fedbn status`."""
 
 from __future__ import annotations
 
 import math
+import os
+import statistics
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fedbn_flwr.errors import UserError
 
 from ..folder import RunFolder, deciding, find_folders, flat_settings
 from ..folder.clients import last_values
-from ..folder.files import damaged
 from ..folder.summary import Summary
+from ..text import printable
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,12 @@ class Run:
     path: Path
     summary: Summary
     history: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path) -> Run | None:
+        """None if there is no summary, for instance since the folder was deleted meanwhile."""
+        found = RunFolder(path).progress()
+        return found and cls(path, *found)
 
     @property
     def folder(self) -> RunFolder:
@@ -51,11 +61,11 @@ class Run:
         return self.config.get("cell") or {}
 
     @property
-    def place(self) -> tuple[str, list[int], int]:
+    def place(self) -> tuple[str, list[int], int, str, str]:
         """What the runs of a folder are sorted by: their experiment, and their place in its file."""
         found = self.cell.get("place")
         place = found if isinstance(found, list) and all(type(each) is int for each in found) else []
-        return str(self.path.parent), place, self.summary.seed
+        return str(self.path.parent), place, self.summary.seed, self.summary.began, str(self.path)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -94,14 +104,68 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     for folder in folders:
         if not any(path.is_relative_to(folder) for path in found):
             raise UserError(f"{str(folder)!r} holds no run (there is no summary.json in it or its subfolders)")
-    runs = []
-    for path, number in found.items():
-        if (summary := RunFolder(path).summary()) is None:  # deleted meanwhile
-            continue
-        run = Run(path, summary, RunFolder(path).history())
-        try:
-            summary.check(run.history)
-        except (ValueError, TypeError) as error:
-            raise damaged(path / "summary.json", str(error)) from None
-        runs.append((number, *run.place, summary.began, str(run.path), run))
-    return [run for *_, run in sorted(runs)]
+    read = [(number, run) for path, number in found.items() if (run := Run.read(path)) is not None]
+    return [run for _, run in sorted(read, key=lambda each: (each[0], *each[1].place))]
+
+
+# --- the state of runs, for `fedbn status` ---
+
+# A running run whose process has not written for long is silent: it was killed, or its round takes very long.
+State = Literal["running", "silent", "finished", "interrupted", "failed"]
+STATES: tuple[State, ...] = ("running", "silent", "finished", "interrupted", "failed")
+
+_SILENT = 600.0  # seconds without a new round, at least
+_ROUNDS = 5  # of the longest round's time
+_RECENT = 10  # rounds, for the estimate of the time left
+
+
+@dataclass(frozen=True)
+class RunState:
+    run: Run
+    status: State
+    rounds: int  # of the whole run
+    changed: float  # when the run last wrote a line or its status, in seconds since 1970
+    seconds_left: float | None  # estimated, of a running run
+
+
+def read_state(path: Path) -> RunState | None:
+    """None if the folder has no summary and settings that this project has written."""
+    now = time.time()
+    try:
+        if (run := Run.read(path)) is None:
+            return None
+        files = (file for name in ("summary.json", "history.jsonl") if (file := path / name).exists())
+        changed, rounds = max(file.stat().st_mtime for file in files), int(run.config["rounds"])
+        seconds = [float(line["seconds"]) for line in run.history]
+        timeout = float(run.config.get("engine", {}).get("timeout", 3600))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    bound = max(_SILENT, _ROUNDS * max(seconds)) if seconds else timeout
+    if run.summary.status != "running" or now - changed > bound:
+        status: State = "silent" if run.summary.status == "running" else run.summary.status
+        return RunState(run, status, rounds, changed, None)
+    left = None
+    if seconds:
+        left = max(0.0, statistics.fmean(seconds[-_RECENT:]) * (rounds - run.summary.rounds) - (now - changed))
+    return RunState(run, "running", rounds, changed, left)
+
+
+def stopped_runs(out: Path) -> str:
+    """The unfinished runs below `out` and their rounds, in words; empty if there are none."""
+    states = filter(None, map(read_state, find_folders([out]) if out.is_dir() else ()))
+    words = [
+        f"{printable(state.run.path.name)} stopped after round {state.run.summary.rounds} of {state.rounds}"
+        for state in states
+        if state.status != "finished"
+    ]
+    return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder; links are not followed."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # replaced meanwhile
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total

@@ -49,7 +49,7 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
     description = folder.model_description()
     if not folder.checkpoint.path.exists():
         raise UserError(f"{str(folder.path)!r} has no checkpoint, which contains the clients' models")
-    states = [state for _, state in sorted(folder.checkpoint.clients() or (), key=lambda pair: pair[0])]
+    states = [state for _, state in sorted(folder.checkpoint.clients(), key=lambda pair: pair[0])]
     if not states:
         raise UserError(
             f"the checkpoint in {str(folder.path)!r} has no clients' models: the nodes of this engine store them"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fedbn_flwr.tasks import MAINS, METRICS, SHARES, is_lower_better, title_of
+from fedbn_flwr.tasks import MAINS, METRICS, SHARES, title_of
 
 from ..folder.ledger import Traffic
 from ..read.runs import is_number
@@ -87,10 +87,6 @@ class Measure:
     def axis(self) -> str:
         """The title of an axis of values."""
         return self.full_title + (", %" if self.is_fraction else "")
-
-    @property
-    def is_lower_better(self) -> bool:
-        return is_lower_better(self.key)
 
     def in_words(self, value: float) -> str:
         return f"{self.scale * value:.4g}{self.unit}"

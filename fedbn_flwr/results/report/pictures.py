@@ -214,10 +214,9 @@ def _dots(figure: Plot, panel: Any, number: int, measure: Measure, points: Seque
         f"{name}: {measure.in_words(mean)}" + (f" ± {measure.scale * spread:.2g}" if spread else "")
         for name, mean, spread in zip(names, means, spreads, strict=True)
     ]
-    heights = [measure.scale * mean for mean in means]
+    heights, lines = ([measure.scale * value for value in each] for each in (means, spreads))
     figure.tips(panel, list(zip(places, heights, strict=True)), words)
-    deviations = [measure.scale * spread for spread in spreads]
-    return panel.errorbar(places, heights, deviations, **_style(number), **style)
+    return panel.errorbar(places, heights, lines, **_style(number), **style)
 
 
 def _domains(figure: Plot, panel: Any, rows: Sequence[Row], kind: Domains) -> None:

@@ -338,13 +338,13 @@ def published(rows: Sequence[Row]) -> Lines:
 # --- settings and partitions ---
 
 
-def differing_settings(rows: Sequence[Row]) -> Lines:
-    """A table of the settings that differ between rows; empty if none do."""
+def differing_settings(rows: Sequence[Row]) -> Table:
+    """The settings that differ between rows; without lines if none do."""
     settings = [row.first.settings for row in rows]
     different = differing(settings)
     cells = [[str(each.get(key, "-")) for key in different] for each in settings]
     lines = [(row.label, *line) for row, line in zip(rows, cells, strict=True)]
-    return [("run", *different), *lines] if different else []
+    return "settings that differ", [("run", *different), *lines] if different else []
 
 
 def set_up(rows: Sequence[Row]) -> str:

@@ -16,8 +16,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-import yaml
-
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.storage import to_json, writing
@@ -25,6 +23,7 @@ from fedbn_flwr.storage import to_json, writing
 from ..folder.clients import PartitionCounts
 from ..read.runs import Run, find_runs, is_number
 from ..text import in_html, in_markdown
+from ..yaml_text import dump_yaml
 from .curves import measures, thinned
 from .pictures import Look, clients_plot, curve_panel, dynamics_plot, partitions_plot, plot, save, sweeps_plot
 from .rows import Choice, Row, choose, group, headline, runs_of, sweeps
@@ -74,7 +73,7 @@ def write_report(
     for name, picture in shown.items():
         for ending in ("png", "svg"):
             save(picture, out / f"{name}.{ending}")
-    found = [*tables(choice, form, every=True), _settings(choice.rows)]
+    found = [*tables(choice, form, every=True), differing_settings(choice.rows)]
     parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found if lines]
     sentences = (f"{in_markdown(note)}\n" for note in (set_up(choice.rows), *notes(choice.every)))
     images = (f"![{name}]({name}.png)\n" for name in shown)
@@ -121,10 +120,6 @@ def _pictures(rows: Sequence[Row], **look: Unpack[Look]) -> tuple[dict[str, Plot
     return {name: picture for name, picture in found.items() if picture is not None}, ""
 
 
-def _settings(rows: Sequence[Row]) -> Table:
-    return "settings that differ", differing_settings(rows)
-
-
 def _as_text(choice: Choice, form: Form) -> str:
     return "\n\n".join([*notes(choice.every), tables_as_text(tables(choice, form))])
 
@@ -158,7 +153,7 @@ def page(choice: Choice, form: Form, pictures: Mapping[str, Plot]) -> str:
     for heading, name, picture in _more(rows) if pictures else ():
         text = f"<details><summary>{in_html(name)}</summary>{_shown(picture)}</details>"
         sections[heading] = sections.get(heading, "") + text
-    sections["Settings"] = _table(_settings(rows)) + "".join(map(_run, runs))
+    sections["Settings"] = _table(differing_settings(rows)) + "".join(map(_run, runs))
     shown = {name: text for name, text in sections.items() if text}
     words = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
     words += f" in {len(rows)} rows" if len(rows) < len(runs) else ""
@@ -213,10 +208,8 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
 
 def _run(run: Run) -> str:
     parts = {"Settings": run.config, "Results": run.figures, "Environment": run.folder.read("environment.json")}
-    blocks = "".join(f"<h4>{name}</h4><pre>{html.escape(_yaml(found))}</pre>" for name, found in parts.items() if found)
+    blocks = "".join(
+        f"<h4>{name}</h4><pre>{html.escape(dump_yaml(found))}</pre>" for name, found in parts.items() if found
+    )
     name = in_html(f"{run.label}, seed {run.summary.seed}")
     return f"<details><summary>{name} <small>{in_html(run.summary.status)}</small></summary>{blocks}</details>"
-
-
-def _yaml(content: Any) -> str:
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)

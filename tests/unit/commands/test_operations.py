@@ -13,7 +13,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.read.state import STATES
+from fedbn_flwr.results.read.runs import STATES
 from tests.support.command import ROOT, commands_of, fedbn
 from tests.support.runs import write_run
 

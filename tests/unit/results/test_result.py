@@ -73,12 +73,6 @@ def test_the_history_is_a_frame_with_a_row_per_round(fixbn: Result) -> None:
     assert fixbn.history["bytes_up"].sum() == fixbn.summary.traffic.bytes_up
 
 
-def test_the_history_is_a_list_without_pandas(fixbn: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    history: Any = Result.read(fixbn.folder).history
-    assert [line["round"] for line in history] == [1, 2]
-
-
 def test_a_run_is_read_from_its_folder_or_from_the_one_above(fixbn: Result) -> None:
     for folder in (fixbn.folder, str(fixbn.folder.parent)):
         again = Result.read(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,16 @@ def line(server_round: int, **more: Any) -> dict[str, Any]:
     return {"round": server_round, "clients": 2, **vars(traffic), "seconds": 0.25, **more}
 
 
+HISTORY = [
+    line(1, accuracy=0.5, loss=2.0, accuracy_sea=0.25, evaluated_with="model", mean_iou=0.125),
+    line(2, accuracy=0.75, loss=1.0, accuracy_sea=0.5, clients_own_accuracy_sea=0.875),
+    line(3, train_loss=0.1),
+    line(4, accuracy=0.25, loss=1.5, evaluated_with="reestimated", clients_accuracy=0.625),
+]
+
+
 def accounted() -> Summary:
-    summary = begun()
-    summary.metrics = ["mean_iou"]
-    summary.account(line(1, accuracy=0.5, loss=2.0, accuracy_sea=0.25, evaluated_with="model", mean_iou=0.125))
-    summary.account(line(2, accuracy=0.75, loss=1.0, accuracy_sea=0.5, clients_own_accuracy_sea=0.875))
-    summary.account(line(3, train_loss=0.1))
-    summary.account(line(4, accuracy=0.25, loss=1.5, evaluated_with="reestimated", clients_accuracy=0.625))
-    summary.notes = {"freeze_round": 2}
-    return summary
+    return replace(begun(), metrics=["mean_iou"], notes={"freeze_round": 2}).of(HISTORY)
 
 
 def test_rounds_add_up_and_the_last_evaluation_counts() -> None:
@@ -54,15 +56,15 @@ def test_the_file_is_flat_and_has_no_figure_that_there_is_not(tmp_path: Path) ->
     assert "accuracy" not in json.loads((tmp_path / "summary.json").read_text())
 
 
+OF_REGRESSION = [
+    line(1, rmse=2.0, mae=1.0, r2=-0.5, loss=4.0, rmse_sea=3.0, clients_rmse=2.5, unseen_rmse_tuned=1.0),
+    line(2, rmse=1.5, mae=0.5, r2=0.5, loss=2.25, validation_rmse=1.25, best_round=2),
+    line(3, rmse=1.75, mae=0.75, r2=0.25, loss=3.0, validation_rmse=1.5),
+]
+
+
 def of_regression() -> Summary:
-    summary = begun()
-    summary.task = "regression"
-    summary.account(
-        line(1, rmse=2.0, mae=1.0, r2=-0.5, loss=4.0, rmse_sea=3.0, clients_rmse=2.5, unseen_rmse_tuned=1.0)
-    )
-    summary.account(line(2, rmse=1.5, mae=0.5, r2=0.5, loss=2.25, validation_rmse=1.25, best_round=2))
-    summary.account(line(3, rmse=1.75, mae=0.75, r2=0.25, loss=3.0, validation_rmse=1.5))
-    return summary
+    return replace(begun(), task="regression").of(OF_REGRESSION)
 
 
 def test_of_a_regression_the_lowest_error_is_the_best() -> None:
@@ -90,11 +92,15 @@ def test_an_unknown_task_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path).summary()
 
 
-@pytest.mark.parametrize("summary", [begun(), accounted(), of_regression()])
-def test_a_summary_comes_back_from_its_file(summary: Summary, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("summary", "history"), [(begun(), []), (accounted(), HISTORY), (of_regression(), OF_REGRESSION)]
+)
+def test_a_summary_comes_back_from_its_file(summary: Summary, history: list[dict[str, Any]], tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.summary() is None
     folder.write_summary(summary)
+    for each in [*history, line(len(history) + 1)]:  # a line that a killed process did not account for
+        folder.add_line("history.jsonl", each)
     assert folder.summary() == summary
 
 

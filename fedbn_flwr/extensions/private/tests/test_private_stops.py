@@ -28,6 +28,7 @@ from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.strategies import FixBN, Rule
 from tests.support.command import PATIENCE
+from tests.support.runs import saved_round
 
 fork = multiprocessing.get_context("fork")
 ROUNDS, COST = 3, 1 / 2.0**2 + 1 / 4.0**2
@@ -141,7 +142,7 @@ def test_every_begun_round_counts(tmp_path: Path, rounds: tuple[int, ...], point
         check(out, begun)  # also of a run that is not resumed
     session(out, None)
     check(out, begun + ROUNDS - done)
-    assert RunFolder(out).checkpoint.round() == ROUNDS
+    assert saved_round(out) == ROUNDS
 
 
 def test_noise_that_is_repeated_counts_once(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.result import Result
 from fedbn_flwr.results.yaml_text import parse_yaml
+from tests.support.runs import saved_round
 
 EXPERIMENT = """
 rounds: 5
@@ -156,19 +157,17 @@ def checkpoints(running: Running, folder: Path, stop: int = 0) -> list[int]:
     for _ in range(4):
         at = files.on_round(running, train_round(running, at))
         at = listener.on_round(running, dataclasses.replace(at, stop=at.number == stop))
-        rounds.append(RunFolder(folder).checkpoint.round())
+        rounds.append(saved_round(folder))
         assert at.kept_round == rounds[-1]
     train_round(running, at)
     listener.on_end(running, KeyboardInterrupt())  # in the middle of round 5
-    rounds.append(RunFolder(folder).checkpoint.round())
+    rounds.append(saved_round(folder))
     return rounds
 
 
 def test_checkpoints_are_written_every_n_rounds_and_at_a_stop(running: Running, tmp_path: Path) -> None:
     assert checkpoints(running, tmp_path, stop=3) == [0, 2, 3, 4, 4]
-    clients = RunFolder(tmp_path).checkpoint.clients()
-    assert clients is not None
-    assert len(list(clients)) == 2
+    assert len(list(RunFolder(tmp_path).checkpoint.clients())) == 2
 
 
 @pytest.mark.parametrize("running", [OwnDisks], indirect=True)
@@ -176,7 +175,7 @@ def test_where_nodes_keep_their_states_the_last_whole_round_is_saved(running: Ru
     engine = running.run.engine.model_copy(update={"checkpoint_every": 3})
     prepared = dataclasses.replace(running.prepared, run=running.run.model_copy(update={"engine": engine}))
     assert checkpoints(dataclasses.replace(running, prepared=prepared), tmp_path) == [0, 0, 3, 3, 4]
-    assert RunFolder(tmp_path).checkpoint.clients() is None
+    assert list(RunFolder(tmp_path).checkpoint.clients()) == []
 
 
 def test_progress_names_each_run_and_its_last_round(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
