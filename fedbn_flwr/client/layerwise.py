@@ -36,8 +36,8 @@ from .rule import Update
 
 MakeClient = Callable[[], BNClient]
 
-_EXCHANGES = "exchanges"  # the round's model and agreements, in the client's state
-_ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round
+_EXCHANGES = "exchanges"  # the round's model and agreed tensors, in the client's state
+_ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round, with the agreed numbers
 
 
 class Session:
@@ -171,16 +171,16 @@ def train_by_messages(
     state = NodeState(context.state, run)
     if not step:
         context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
-    # The message's model or agreement, without its other records.
-    numbers = ConfigRecord({key: config[key] for key in (protocol.COHORT_VALUES,) if key in config})
-    exchanged = RecordDict({"arrays": arrays_of(content), "config": numbers})
-    state.save_records(f"{_EXCHANGES}/{step}", exchanged)
     place, number = _place(context)
-    parked, agreement = parked_rounds.take(place, number, step), None
+    agreement = agreement_from_records(content) if step else None
+    state.save(f"{_EXCHANGES}/{step}", unpack(arrays_of(content)))
+    if agreement is not None:
+        context.state[_ROUND][str(step)] = config[protocol.COHORT_VALUES]
+    parked = parked_rounds.take(place, number, step)
     if parked is None:
-        parked = _replayed(make, state, config, extras, number)
+        parked, agreement = _replayed(make, state, config, extras, number), None
     else:
-        parked.client.state.records, agreement = context.state, agreement_from_records(exchanged)
+        parked.client.state.records = context.state
         parked.extras.update(extras)
     outcome = parked_rounds.advance(place, parked, agreement)
     if not isinstance(outcome, Contribution):
@@ -224,11 +224,10 @@ def _replayed(
 ) -> Parked:
     """The round with the agreements that the client's state has, not begun."""
     client, step = make(), int(config[protocol.COHORT_STEP])
-    received = [state.load_records(f"{_EXCHANGES}/{each}") for each in range(step + 1)]
-    if missing := [each for each, records in enumerate(received) if not records]:
+    received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]
+    if missing := [each for each, arrays in enumerate(received) if not arrays]:
         raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")
-    model = unpack(arrays_of(received[0]))
-    session = Session(
-        lambda exchange: client.train_round(model, config, extras, exchange), map(agreement_from_records, received[1:])
-    )
+    numbers: list[Any] = [state.records[_ROUND][str(each)] for each in range(1, step + 1)]
+    agreed = [Agreement(arrays, int(of[0]), of[1]) for arrays, of in zip(received[1:], numbers, strict=True)]
+    session = Session(lambda exchange: client.train_round(received[0], config, extras, exchange), agreed)
     return Parked(number, step, client, session, extras)
