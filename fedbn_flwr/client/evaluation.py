@@ -5,7 +5,6 @@ A figure that a set of examples does not define, such as the AUC of examples of 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,12 +12,12 @@ from logging import WARNING
 from typing import Any
 
 import torch
-from flwr.common import log
 from torch import Tensor, nn
 
 from fedbn_flwr.batch import Value, count, each
 from fedbn_flwr.data import IGNORED
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
+from fedbn_flwr.named import in_a_line
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, SEGMENTATION, SEVERAL, Task
 from fedbn_flwr.threads import map_batches
 
@@ -209,7 +208,7 @@ class Measurement:
             except Exception as error:
                 if strict:
                     raise
-                _warn_once(f"metric {key} is left out: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                log_once(WARNING, f"metric {key} is left out: {in_a_line(error)}")
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
     def _of_name(self, name: str, examples: tuple[Any, ...]) -> float:
@@ -229,11 +228,6 @@ def _joined(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Mapping):
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     return torch.cat(list(parts))
-
-
-@functools.lru_cache(maxsize=64)
-def _warn_once(text: str) -> None:
-    log(WARNING, "%s", text)
 
 
 # --- the evaluation ---
