@@ -146,8 +146,8 @@ _OF_ALL = {"auc": auc, "mae": mae, "rmse": rmse, "r2": r2}
 
 def name_of(metric: Metric) -> str:
     """The name of a metric, in snake case as in the history."""
-    name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
-    if isinstance(metric, str) and metric not in METRICS:
+    name = str(getattr(metric, "__name__", metric))
+    if not callable(metric) and metric not in METRICS:
         raise SettingsError(f"metric {metric!r} is unknown; {did_you_mean(metric, METRICS)}, or a function")
     if not name.isidentifier():
         raise SettingsError(f"metric {metric!r} has no name to report it by; expected a function")
@@ -163,7 +163,7 @@ def check_metrics(task: Task | None, metrics: Sequence[Metric]) -> None:
     """Refuse a name that is unknown or that does not suit the task."""
     for metric in metrics:
         name_of(metric)
-        if task is not None and isinstance(metric, str) and metric not in task.metrics:
+        if task is not None and not callable(metric) and metric not in task.metrics:
             suited = f"any of {', '.join(task.metrics)}, or " if task.metrics else ""
             raise SettingsError(
                 f"metric {metric!r} is not defined for {task.name} ({task.targets}); expected {suited}a function"

@@ -208,8 +208,8 @@ def continue_parked(context: Context, agreement: Agreement) -> Contribution:
 
 def _place(context: Context) -> tuple[Place, str]:
     """The place and the number of the round that the client's state has."""
-    record = context.state.get(_ROUND)
-    if not isinstance(record, ConfigRecord):
+    record: Any = context.state.get(_ROUND)
+    if record is None:
         raise MessageError("the client's state has no layer-wise round, whose message 0 contains the model")
     return (str(record["run"]), context.run_id, context.node_id), str(record["number"])
 

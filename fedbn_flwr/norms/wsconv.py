@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -70,9 +70,6 @@ class StdConv3d(Standardised, nn.Conv3d):
     pass
 
 
-M = TypeVar("M", bound=nn.Module)
-
-
 def check_stored(layer: nn.Module, where: str, kind: str) -> None:
     """Refuse a layer whose weight or bias is not a parameter, but computed from others."""
     for name in ("weight", "bias"):
@@ -83,11 +80,11 @@ def check_stored(layer: nn.Module, where: str, kind: str) -> None:
             )
 
 
-def remade(layer: nn.Module, kind: type[M]) -> M:
+def remade(layer: nn.Module, kind: type[nn.Module]) -> Any:
     """`layer` as a layer of a subclass of its class, with the same parameter objects."""
-    new: Any = copy.copy(layer)
+    new = copy.copy(layer)
     new.__class__, new._parameters = kind, {**layer._parameters}
-    return new  # type: ignore[no-any-return]
+    return new
 
 
 _STANDARDISED: dict[type[nn.Module], type[Standardised]] = {
