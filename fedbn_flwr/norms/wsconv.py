@@ -97,7 +97,7 @@ _STANDARDISED: dict[type[nn.Module], type[Standardised]] = {
 STANDARDS: dict[str, tuple[float, float | None]] = {"won": (1e-6, RELU_GAMMA), "gn+ws": (1e-5, None)}
 
 
-def standardised(layer: nn.Module, where: str, kind: str) -> nn.Module:
+def standardised(layer: nn.Module, where: str, kind: str) -> Any:
     """A convolution or linear layer with its weights standardised, as this kind of norm needs it.
 
     With `won`, a layer without a bias gets one, initially zero, in place of the beta of the batch norm after it; the
