@@ -27,11 +27,10 @@ from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_re
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import arrays_of
 
 from .client import BNClient
-from .node_state import NodeState, run_of
+from .node_state import ARRAYS, NodeState, run_of
 from .rule import Update
 
 MakeClient = Callable[[], BNClient]
@@ -173,7 +172,7 @@ def train_by_messages(
         context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
     place, number = _place(context)
     agreement = agreement_from_records(content) if step else None
-    state.save(f"{_EXCHANGES}/{step}", unpack(arrays_of(content)))
+    context.state[f"{ARRAYS}{_EXCHANGES}/{step}"] = arrays_of(content)
     if agreement is not None:
         context.state[_ROUND][str(step)] = config[protocol.COHORT_VALUES]
     parked = parked_rounds.take(place, number, step)

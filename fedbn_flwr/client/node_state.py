@@ -33,7 +33,7 @@ from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import Store, write_store, writing
 
 _RUN = "fedbn.run"  # the record that names the training run, and in a folder the round
-_ARRAYS = "fedbn.arrays."
+ARRAYS = "fedbn.arrays."
 
 
 def run_of(config: Mapping[str, Any]) -> str | None:
@@ -71,14 +71,14 @@ class NodeState:
 
     def load(self, name: str) -> Arrays:
         """The arrays stored as `name`; empty if there are none."""
-        return unpack(arrays_in(self.records).get(_ARRAYS + name, {}))
+        return unpack(arrays_in(self.records).get(ARRAYS + name, {}))
 
     def save(self, name: str, arrays: Arrays) -> None:
-        self.records[_ARRAYS + name] = pack(arrays)
+        self.records[ARRAYS + name] = pack(arrays)
 
     def forget(self, name: str) -> None:
         """Delete the arrays stored as names that begin with `name`."""
-        for key in [key for key in self.records if key.startswith(_ARRAYS + name)]:
+        for key in [key for key in self.records if key.startswith(ARRAYS + name)]:
             del self.records[key]
 
 
