@@ -13,6 +13,8 @@ FedbnError                 base class; the message is enough, without a tracebac
 from __future__ import annotations
 
 import difflib
+import functools
+import logging
 import os
 import sysconfig
 import traceback
@@ -62,6 +64,12 @@ class StorageError(FedbnError, ValueError):
 
 class RunFailed(FedbnError, RuntimeError):
     pass
+
+
+@functools.lru_cache(maxsize=64)
+def log_once(level: int, text: str) -> None:
+    """Write to Flower's log what a process need not repeat for each client and round."""
+    logging.getLogger("flwr").log(level, "%s", text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -14,9 +14,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.common import log
 
-from fedbn_flwr.errors import FedbnError, MessageError, described, did_you_mean
+from fedbn_flwr.errors import FedbnError, MessageError, described, did_you_mean, log_once
 from fedbn_flwr.exchange.codec import Agreement, Contribution, contribution_to_records
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.extensions import declared, part
@@ -34,6 +33,11 @@ if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
 
 MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]
+
+
+_ONLY_LOGGED = (
+    ". The server receives an error reply; Flower's strategies only log it and continue, even if no client succeeds"
+)
 
 
 class ClientFailed(FedbnError, RuntimeError):
@@ -92,7 +96,7 @@ class _App(ClientApp):
                 "the server has a strategy of Flower's old API, flwr.server.strategy, and this client serves those of "
                 'flwr.serverapp.strategy (docs/plugin.md, "From Flower\'s old API")'
             )
-            _log_once("answer", problem)
+            log_once(ERROR, f"a client could not answer: {problem}{_ONLY_LOGGED}")
             raise ClientFailed(f"this client could not answer: {problem}")
         return super().__call__(message, context)
 
@@ -112,7 +116,7 @@ class _App(ClientApp):
                 return call(message, context)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
             if protocol.RUN not in config:  # in experiments the server reports it
-                _log_once(task, described(error))
+                log_once(ERROR, f"a client could not {task}: {described(error)}{_ONLY_LOGGED}")
             raise _failed(context, task, error) from error
 
     def _handled(self, handle: Handler, message: Message, context: Context) -> Message:
@@ -151,16 +155,6 @@ def _mods_by_kind(mods: Sequence[Mod] | Mapping[str, Sequence[Mod]]) -> dict[str
 def _failed(context: Context, task: str, error: BaseException) -> ClientFailed:
     who = context.node_config.get("partition-id", f"node {context.node_id}")
     return ClientFailed(f"client {who} could not {task}: {described(error)}")
-
-
-@functools.lru_cache(maxsize=64)
-def _log_once(task: str, problem: str) -> None:
-    log(
-        ERROR,
-        "a client could not %s: %s. The server receives an error reply; Flower's strategies only log it and continue, "
-        "even if no client succeeds",
-        task, problem,
-    )  # fmt: skip
 
 
 # --- one handler per kind of message -----------------------------------------

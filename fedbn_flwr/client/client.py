@@ -170,15 +170,15 @@ class BNClient(NumPyClient):
             raise ValueError(f"give epochs ({epochs}) or steps ({steps}), not both")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip!r}; expected a norm above zero, or None")
-        if compile and "compiled" not in declared("passes"):
-            raise ValueError("compile is True, but fedbn_flwr has no folder extensions/compiled; expected False")
         self.task = task_named(task) if isinstance(task, str) else task
-        if metrics:
+        if metrics:  # a module that rounds without do not execute
             check_metrics(self.task, metrics)
         loss = default_loss(self.task) if loss is None else loss
-        if channels_last and isinstance(model, nn.Module):
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._parts = model if isinstance(model, ModelTensors) else ModelTensors(model, device)
+        if isinstance(model, nn.Module):
+            if channels_last:
+                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            model = ModelTensors(model, device)
+        self._parts = model
         self.model, self.roles = self._parts.model, self._parts.roles
         self.train_data, self.eval_data, self.batch, self.lr = train_data, eval_data, batch, lr
         self.epochs, self.steps = 1 if epochs is None and steps is None else epochs, steps

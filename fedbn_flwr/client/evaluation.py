@@ -5,7 +5,6 @@ A figure that a set of examples does not define, such as the AUC of examples of 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,12 +12,12 @@ from logging import WARNING
 from typing import Any
 
 import torch
-from flwr.common import log
 from torch import Tensor, nn
 
 from fedbn_flwr.batch import Value, count, each
 from fedbn_flwr.data import IGNORED
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
+from fedbn_flwr.named import in_a_line
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, SEGMENTATION, SEVERAL, Task
 from fedbn_flwr.threads import map_batches
 
@@ -147,8 +146,8 @@ _OF_ALL = {"auc": auc, "mae": mae, "rmse": rmse, "r2": r2}
 
 def name_of(metric: Metric) -> str:
     """The name of a metric, in snake case as in the history."""
-    name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
-    if isinstance(metric, str) and metric not in METRICS:
+    name = str(getattr(metric, "__name__", metric))
+    if not callable(metric) and metric not in METRICS:
         raise SettingsError(f"metric {metric!r} is unknown; {did_you_mean(metric, METRICS)}, or a function")
     if not name.isidentifier():
         raise SettingsError(f"metric {metric!r} has no name to report it by; expected a function")
@@ -164,7 +163,7 @@ def check_metrics(task: Task | None, metrics: Sequence[Metric]) -> None:
     """Refuse a name that is unknown or that does not suit the task."""
     for metric in metrics:
         name_of(metric)
-        if task is not None and isinstance(metric, str) and metric not in task.metrics:
+        if task is not None and not callable(metric) and metric not in task.metrics:
             suited = f"any of {', '.join(task.metrics)}, or " if task.metrics else ""
             raise SettingsError(
                 f"metric {metric!r} is not defined for {task.name} ({task.targets}); expected {suited}a function"
@@ -209,7 +208,7 @@ class Measurement:
             except Exception as error:
                 if strict:
                     raise
-                _warn_once(f"metric {key} is left out: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                log_once(WARNING, f"metric {key} is left out: {in_a_line(error)}")
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
     def _of_name(self, name: str, examples: tuple[Any, ...]) -> float:
@@ -229,11 +228,6 @@ def _joined(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Mapping):
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     return torch.cat(list(parts))
-
-
-@functools.lru_cache(maxsize=64)
-def _warn_once(text: str) -> None:
-    log(WARNING, "%s", text)
 
 
 # --- the evaluation ---

@@ -27,16 +27,15 @@ from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_re
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import arrays_of
 
 from .client import BNClient, Update
-from .node_state import NodeState, run_of
+from .node_state import ARRAYS, NodeState, run_of
 
 MakeClient = Callable[[], BNClient]
 
-_EXCHANGES = "exchanges"  # the round's model and agreements, in the client's state
-_ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round
+_EXCHANGES = "exchanges"  # the round's model and agreed tensors, in the client's state
+_ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round, with the agreed numbers
 
 
 class Session:
@@ -170,16 +169,16 @@ def train_by_messages(
     state = NodeState(context.state, run)
     if not step:
         context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
-    # The message's model or agreement, without its other records.
-    numbers = ConfigRecord({key: config[key] for key in (protocol.COHORT_VALUES,) if key in config})
-    exchanged = RecordDict({"arrays": arrays_of(content), "config": numbers})
-    state.save_records(f"{_EXCHANGES}/{step}", exchanged)
     place, number = _place(context)
-    parked, agreement = parked_rounds.take(place, number, step), None
+    agreement = agreement_from_records(content) if step else None
+    context.state[f"{ARRAYS}{_EXCHANGES}/{step}"] = arrays_of(content)
+    if agreement is not None:
+        context.state[_ROUND][str(step)] = config[protocol.COHORT_VALUES]
+    parked = parked_rounds.take(place, number, step)
     if parked is None:
-        parked = _replayed(make, state, config, extras, number)
+        parked, agreement = _replayed(make, state, config, extras, number), None
     else:
-        parked.client.state.records, agreement = context.state, agreement_from_records(exchanged)
+        parked.client.state.records = context.state
         parked.extras.update(extras)
     outcome = parked_rounds.advance(place, parked, agreement)
     if not isinstance(outcome, Contribution):
@@ -207,8 +206,8 @@ def continue_parked(context: Context, agreement: Agreement) -> Contribution:
 
 def _place(context: Context) -> tuple[Place, str]:
     """The place and the number of the round that the client's state has."""
-    record = context.state.get(_ROUND)
-    if not isinstance(record, ConfigRecord):
+    record: Any = context.state.get(_ROUND)
+    if record is None:
         raise MessageError("the client's state has no layer-wise round, whose message 0 contains the model")
     return (str(record["run"]), context.run_id, context.node_id), str(record["number"])
 
@@ -223,11 +222,10 @@ def _replayed(
 ) -> Parked:
     """The round with the agreements that the client's state has, not begun."""
     client, step = make(), int(config[protocol.COHORT_STEP])
-    received = [state.load_records(f"{_EXCHANGES}/{each}") for each in range(step + 1)]
-    if missing := [each for each, records in enumerate(received) if not records]:
+    received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]
+    if missing := [each for each, arrays in enumerate(received) if not arrays]:
         raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")
-    model = unpack(arrays_of(received[0]))
-    session = Session(
-        lambda exchange: client.train_round(model, config, extras, exchange), map(agreement_from_records, received[1:])
-    )
+    numbers: list[Any] = [state.records[_ROUND][str(each)] for each in range(1, step + 1)]
+    agreed = [Agreement(arrays, int(of[0]), of[1]) for arrays, of in zip(received[1:], numbers, strict=True)]
+    session = Session(lambda exchange: client.train_round(received[0], config, extras, exchange), agreed)
     return Parked(number, step, client, session, extras)

@@ -30,10 +30,10 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.storage import Store, write_store
+from fedbn_flwr.storage import Store, write_store, writing
 
 _RUN = "fedbn.run"  # the record that names the training run, and in a folder the round
-_ARRAYS = "fedbn.arrays."
+ARRAYS = "fedbn.arrays."
 
 
 def run_of(config: Mapping[str, Any]) -> str | None:
@@ -58,7 +58,7 @@ def _owner(records: RecordDict) -> Mapping[str, Any]:
 
 
 class NodeState:
-    """Named sets of arrays and records in a node's `Context.state`.
+    """Named sets of arrays in a node's `Context.state`.
 
     If the state belongs to another training run than `run`, it is deleted; with None this is not checked.
     """
@@ -71,23 +71,14 @@ class NodeState:
 
     def load(self, name: str) -> Arrays:
         """The arrays stored as `name`; empty if there are none."""
-        return unpack(arrays_in(self.records).get(_ARRAYS + name, {}))
+        return unpack(arrays_in(self.records).get(ARRAYS + name, {}))
 
     def save(self, name: str, arrays: Arrays) -> None:
-        self.records[_ARRAYS + name] = pack(arrays)
-
-    def load_records(self, name: str) -> RecordDict:
-        """The records stored as `name`; empty if there are none."""
-        prefix = f"{_ARRAYS}{name}/"
-        return RecordDict({key.removeprefix(prefix): r for key, r in self.records.items() if key.startswith(prefix)})
-
-    def save_records(self, name: str, records: RecordDict) -> None:
-        for key, record in records.items():
-            self.records[f"{_ARRAYS}{name}/{key}"] = record
+        self.records[ARRAYS + name] = pack(arrays)
 
     def forget(self, name: str) -> None:
-        """Delete the arrays and records stored as names that begin with `name`."""
-        for key in [key for key in self.records if key.startswith(_ARRAYS + name)]:
+        """Delete the arrays stored as names that begin with `name`."""
+        for key in [key for key in self.records if key.startswith(ARRAYS + name)]:
             del self.records[key]
 
 
@@ -172,14 +163,9 @@ class StateFolder:
     def save(self, context: Context, server_round: int, kept: int) -> None:
         """Store the state after a round and delete states older than round `kept`, to which the server may return."""
         context.state[_RUN] = ConfigRecord({"name": self.run, "round": server_round})
-        try:
+        with writing(self.path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_store(self.path / f"round-{server_round}", [("state", dump(context.state))])
-        except (OSError, StorageError) as error:
-            raise MessageError(
-                f"the node's state cannot be saved: {error}; expected free space and a folder that this node can write "
-                "to"
-            ) from None
+        write_store(self.path / f"round-{server_round}", [("state", dump(context.state))])
         self.delete_outside(kept, server_round)
         for unfinished in self.path.glob(".round-*.tmp"):  # written by a process that was killed
             unfinished.unlink(missing_ok=True)

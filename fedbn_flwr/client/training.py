@@ -225,14 +225,11 @@ class TorchOptimizer:
     def state(self) -> Mapping[str, Tensor]:
         """What the optimiser remembers, by a name that does not change between rounds."""
         state = self.optimizer.state_dict()["state"].items()
-        found = {f"{slot}/{self._names[i]}": value for i, slots in state for slot, value in slots.items()}
-        if wrong := {key: value for key, value in found.items() if not isinstance(value, Tensor)}:
-            key, value = wrong.popitem()
-            raise SettingsError(
-                f"keep_momentum cannot save the state of {type(self.optimizer).__name__}: "
-                f"{key.partition('/')[0]!r} is a {type(value).__name__}; expected tensors only"
-            )
-        return {key: value.to(self.parameters[key.partition("/")[2]].device) for key, value in found.items()}
+        return {
+            f"{slot}/{self._names[i]}": torch.as_tensor(value, device=self.parameters[self._names[i]].device)
+            for i, slots in state
+            for slot, value in slots.items()
+        }
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         """Begin with a state that `state` returned in an earlier round; other entries are ignored."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Mapping
-from logging import WARNING
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
 import torch
-from flwr.common import log
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fedbn_flwr import named
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
 from fedbn_flwr.norms.roles import Role, roles
 
 SUFFIX = ".safetensors"
@@ -101,10 +100,5 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) ->
     if different:
         before, now = state[different[0]].shape[0], own[different[0]].shape[0]
         outputs = f"has {before} outputs and the data {now} classes"
-        _say(f"model.weights={weights!r} {outputs}: {last!r} keeps its initial values")
+        log_once(logging.WARNING, f"model.weights={weights!r} {outputs}: {last!r} keeps its initial values")
     model.load_state_dict({key: state[key] for key in state if key not in different}, strict=False)
-
-
-@functools.lru_cache(maxsize=16)  # once, not for every client's model
-def _say(text: str) -> None:
-    log(WARNING, text)

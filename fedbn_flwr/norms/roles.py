@@ -77,15 +77,13 @@ def norm_layers(module: nn.Module) -> dict[str, nn.Module]:
 
     The latter are for instance instance norms with `track_running_stats=True`.
     """
-    from torch.nn.modules.batchnorm import _NormBase
-    from torch.nn.modules.instancenorm import _InstanceNorm
+    from torch.nn.modules.batchnorm import _BatchNorm
 
     return {
         name: layer
         # A layer that is used twice has two prefixes in the state dict: include both.
         for name, layer in module.named_modules(remove_duplicate=False)
-        if layer._buffers.get(MEAN) is not None
-        or (isinstance(layer, _NormBase) and not isinstance(layer, _InstanceNorm))
+        if layer._buffers.get(MEAN) is not None or isinstance(layer, _BatchNorm)
     }
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -70,9 +70,6 @@ class StdConv3d(Standardised, nn.Conv3d):
     pass
 
 
-M = TypeVar("M", bound=nn.Module)
-
-
 def check_stored(layer: nn.Module, where: str, kind: str) -> None:
     """Refuse a layer whose weight or bias is not a parameter, but computed from others."""
     for name in ("weight", "bias"):
@@ -83,11 +80,11 @@ def check_stored(layer: nn.Module, where: str, kind: str) -> None:
             )
 
 
-def remade(layer: nn.Module, kind: type[M]) -> M:
+def remade(layer: nn.Module, kind: type[nn.Module]) -> Any:
     """`layer` as a layer of a subclass of its class, with the same parameter objects."""
-    new: Any = copy.copy(layer)
+    new = copy.copy(layer)
     new.__class__, new._parameters = kind, {**layer._parameters}
-    return new  # type: ignore[no-any-return]
+    return new
 
 
 _STANDARDISED: dict[type[nn.Module], type[Standardised]] = {
@@ -100,7 +97,7 @@ _STANDARDISED: dict[type[nn.Module], type[Standardised]] = {
 STANDARDS: dict[str, tuple[float, float | None]] = {"won": (1e-6, RELU_GAMMA), "gn+ws": (1e-5, None)}
 
 
-def standardised(layer: nn.Module, where: str, kind: str) -> nn.Module:
+def standardised(layer: nn.Module, where: str, kind: str) -> Any:
     """A convolution or linear layer with its weights standardised, as this kind of norm needs it.
 
     With `won`, a layer without a bias gets one, initially zero, in place of the beta of the batch norm after it; the
