@@ -69,29 +69,23 @@ def run_exchanges(
     """All exchanges of a round, `per_layer` for each batch norm; `what` is the round's name in messages."""
     agreement: Agreement | None = None
     step, remaining, done = 0, None, Counter[str]()
-
-    def without(found: Found, refused: Mapping[int, str], asked: int) -> Found:
-        """The contributions of the nodes that stay in the round; `asked` nodes could have contributed."""
-        if agreement is not None and not refused and len(found) == asked:  # all stay, and are in order
-            return found
-        partitions = {node: each.partition for node, each in found.items()}
-        return {node: found[node] for node in admit(exchange, partitions, list(refused.items()), asked)}
-
     while remaining != 0:
         answers = carrier.ask(nodes, step, agreement)
         step += 1
         exchange = f"{what}, exchange {step}"
         found = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
-        reasons = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
-        found = without(found, reasons | problems(found, remaining), len(nodes))
-        if outliers is not None:
-            tensors = [each.tensors for each in found.values()]
+        refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
+        refused |= problems(found, remaining)
+        usable = [node for node in found if node not in refused]
+        if usable and outliers is not None:
+            tensors = [found[node].tensors for node in usable]
             far = outliers(tensors, sorted(tensors[0]))
-            reasons = {node: f"{found[node].kind}: {far[i]}" for i, node in enumerate(found) if i in far}
-            found = without(found, reasons, len(found))
-        agreement = agree(exchange, list(found.values()))
-        nodes, first = list(found), next(iter(found.values()))
-        remaining = first.remaining
+            refused |= {usable[i]: f"{found[usable[i]].kind}: {reason}" for i, reason in far.items()}
+        if step == 1 or len(usable) < len(nodes) or refused:  # otherwise all stay, and are in order
+            partitions = {node: each.partition for node, each in found.items()}
+            nodes = admit(exchange, partitions, list(refused.items()), len(nodes))
+        first = found[nodes[0]]
+        agreement, remaining = agree(exchange, [found[node] for node in nodes]), first.remaining
         done[first.kind] += 1
         if report is not None:
             way = "backward" if first.kind == "gradients" else "forward"
