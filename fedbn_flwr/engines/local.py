@@ -29,7 +29,7 @@ from fedbn_flwr.errors import MissingPackage, RunFailed
 from .base import Capabilities, GivenUp, NodeStates, Replied
 from .nodes import Contexts, Nodes
 from .schedule import Schedule
-from .worker import START_TIMEOUT, NodeWorker, Worker
+from .worker import NodeWorker, Worker
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from fedbn_flwr.exchange.codec import Agreement, Contribution
@@ -119,12 +119,10 @@ class LocalGrid(Capabilities, Grid):
         self._replies: dict[str, Message] = {}
         self._awaited: set[str] = set()  # the ids of messages to workers, until their replies are kept or given up
         self._observers: list[Replied] = []
-        self._start_timeout = 3 * START_TIMEOUT
         self._workers: Sequence[Any] = ()  # each is a NodeWorker
         if workers:
             self._workers = self._make_workers(Nodes(client_app, threads or 1, Contexts({})), min(workers, num_nodes))
         self._schedule = Schedule(dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
-        self._served_at: float | None = None  # when some worker was last ready
 
     def _make_workers(self, nodes: Nodes, count: int) -> Sequence[NodeWorker]:
         """Workers, not started, that each serve a copy of `nodes`."""
@@ -137,13 +135,6 @@ class LocalGrid(Capabilities, Grid):
         """The numbers of the workers whose job has a result; waits up to `timeout` seconds for the first."""
         busy = {worker.channel: number for number, worker in enumerate(self._workers) if worker.then}
         return [busy[channel] for channel in wait(list(busy), timeout)] if busy else []
-
-    def _cannot_start(self) -> str:
-        """Why no worker was ready in time."""
-        return (
-            f"worker processes cannot start: they did nothing for {self._start_timeout:g} s, because other threads of "
-            "this process use PyTorch's random numbers or its output, or they import for too long; use workers=0"
-        )
 
     # --- Flower's interface ---
 
@@ -231,15 +222,10 @@ class LocalGrid(Capabilities, Grid):
 
     def _receive(self, timeout: float) -> None:
         """Start the workers that are not, and collect results; waits up to `timeout` seconds for the first."""
-        now = time.monotonic()
-        if self._served_at is None or any(worker.is_ready for worker in self._workers):
-            self._served_at = now
         for worker in self._workers:
             worker.begin()  # all at once, because a process can take seconds until it is ready
         if all(worker.problem for worker in self._workers):
             raise RunFailed(self._workers[0].problem)
-        if now - self._served_at > self._start_timeout:
-            raise RunFailed(self._cannot_start())
         for number in self._wait(min(timeout, _LOOK)):
             self._workers[number].proceed()
 
