@@ -80,7 +80,7 @@ class CheckpointFile:
         try:
             with Store(self.path) as store:
                 yield store
-        except (StorageError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (StorageError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             what = (
                 f"{str(self.path)!r} is damaged: {type(error).__name__}: {str(error)[:200]}"  # whole, but other content
             )
