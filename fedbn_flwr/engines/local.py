@@ -25,6 +25,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MissingPackage, RunFailed
+from fedbn_flwr.messages.gate import shown
 
 from .base import Capabilities, GivenUp, NodeStates, Replied
 from .nodes import Contexts, Nodes
@@ -102,7 +103,6 @@ class LocalGrid(Capabilities, Grid):
                 raise ValueError(f"{name} has {len(each)} entries for {num_nodes} nodes")
         self._run = Run.create_empty(run_id=1)
         identify()
-        self._node_ids = ids
         contexts = {
             node: Context(
                 run_id=1,
@@ -119,9 +119,8 @@ class LocalGrid(Capabilities, Grid):
         self._replies: dict[str, Message] = {}
         self._awaited: set[str] = set()  # the ids of messages to workers, until their replies are kept or given up
         self._observers: list[Replied] = []
-        self._workers: Sequence[Any] = ()  # each is a NodeWorker
-        if workers:
-            self._workers = self._make_workers(Nodes(client_app, threads or 1, Contexts({})), min(workers, num_nodes))
+        copied, count = Nodes(client_app, threads or 1, Contexts({})), min(workers, num_nodes)
+        self._workers: Sequence[Any] = self._make_workers(copied, count) if workers else ()  # each is a NodeWorker
         self._schedule = Schedule(dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
 
     def _make_workers(self, nodes: Nodes, count: int) -> Sequence[NodeWorker]:
@@ -156,7 +155,7 @@ class LocalGrid(Capabilities, Grid):
         return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
 
     def get_node_ids(self) -> Iterable[int]:
-        return list(self._node_ids)
+        return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         message_ids, waiting = [], []
@@ -166,8 +165,8 @@ class LocalGrid(Capabilities, Grid):
             message_ids.append(message_id)
             node = message.metadata.dst_node_id
             if node not in self._contexts:
-                known = f"1 to {len(self._node_ids)}" if self._node_ids == sorted(self._node_ids) else "others"
-                error = Error(ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}; the grid has {known}")
+                absent = f"there is no node {node}; the grid has {shown([*self._contexts])}"
+                error = Error(ErrorCode.NODE_UNAVAILABLE, absent)
                 self._replies[message_id] = Message(error, reply_to=message)
             elif self._workers:
                 waiting.append(message)
