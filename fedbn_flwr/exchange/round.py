@@ -24,7 +24,6 @@ _MOST_EXCHANGES = 100_000  # in a round
 _LARGEST = 1e18  # of a contribution's values: their squares and sums are finite in float32
 
 Answers = Mapping[int, Contribution | str]  # by node; a string is the reason why there is no contribution
-Found = dict[int, Contribution]  # by node, in the order of partitions
 Agree = Callable[[str, Sequence[Contribution]], Agreement]  # the name of the exchange in messages, and what to average
 # Returns the nodes that stay in the round, in order. Arguments: the name of the exchange in messages; the partition
 # that each node reports; the reasons for rejecting an answer, with the node; the number of nodes asked. Logs the
@@ -94,7 +93,7 @@ def run_exchanges(
     return ExchangesDone(list(nodes), step, agreement)
 
 
-def problems(found: Found, remaining: int | None) -> dict[int, str]:
+def problems(found: Mapping[int, Contribution], remaining: int | None) -> dict[int, str]:
     """Why contributions cannot be used, by node: each one's own problem, or that most clients sent another form.
 
     `remaining` is the number of exchanges that were to follow the previous one; None before the first.
