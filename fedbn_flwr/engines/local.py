@@ -214,10 +214,13 @@ class LocalGrid(Capabilities, Grid):
         return len(self._workers) or 1
 
     def _serve_workers(self, timeout: float) -> None:
-        """Send queued messages and collect replies; waits up to `timeout` seconds for the first reply."""
-        self._send_next()
+        """Collect replies and send queued messages; waits up to `timeout` seconds for the first reply."""
         self._receive(timeout)
-        self._send_next()
+        for number, worker in enumerate(self._workers):
+            if worker.is_free and (message := self._schedule.take(number)) is not None:
+                node, then = message.metadata.dst_node_id, functools.partial(self._handled, message, number)
+                with self._contexts.use(node) as context:
+                    worker.send(then, "serve", message, None if self._schedule.is_kept(node) else context)
 
     def _receive(self, timeout: float) -> None:
         """Start the workers that are not, and collect results; waits up to `timeout` seconds for the first."""
@@ -227,13 +230,6 @@ class LocalGrid(Capabilities, Grid):
             raise RunFailed(self._workers[0].problem)
         for number in self._wait(min(timeout, _LOOK)):
             self._workers[number].proceed()
-
-    def _send_next(self) -> None:
-        for number, worker in enumerate(self._workers):
-            if worker.is_free and (message := self._schedule.take(number)) is not None:
-                node, then = message.metadata.dst_node_id, functools.partial(self._handled, message, number)
-                with self._contexts.use(node) as context:
-                    worker.send(then, "serve", message, None if self._schedule.is_kept(node) else context)
 
     def _handled(self, message: Message, worker: int, result: tuple[Message, RecordDict | None], lost: str) -> None:
         """Keep the reply to a message that a worker has handled, and the node's state."""
