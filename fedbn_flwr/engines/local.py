@@ -234,14 +234,15 @@ class LocalGrid(Capabilities, Grid):
     def _handled(self, message: Message, worker: int, result: tuple[Message, RecordDict | None], lost: str) -> None:
         """Keep the reply to a message that a worker has handled, and the node's state."""
         if lost:
+            self._schedule.release(worker)
             reason = f"{lost}; its node has the state from before this message"
-            reply, state = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message), None
+            reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
         else:
+            self._schedule.done(message, worker)
             reply, state = result
-        if state is not None:
-            with self._contexts.use(message.metadata.dst_node_id) as context:
-                context.state = state
-        self._schedule.done(message, worker, lost=bool(lost))
+            if state is not None:
+                with self._contexts.use(message.metadata.dst_node_id) as context:
+                    context.state = state
         if message.metadata.message_id in self._awaited:
             self._awaited.remove(message.metadata.message_id)
             self._received(message.metadata.message_id, reply)

@@ -70,13 +70,11 @@ class Schedule:
                 return message
         return None
 
-    def done(self, message: Message, worker: int, *, lost: bool = False) -> None:
-        """Note that a worker has handled a message, or died."""
+    def done(self, message: Message, worker: int) -> None:
+        """Note that a worker has handled a message."""
         node = message.metadata.dst_node_id
         del self._busy[node]
-        if lost:
-            self.release(worker)
-        elif keeps_node(message) and self._holder.get(node) == worker:  # not if it was let go in the meantime
+        if keeps_node(message) and self._holder.get(node) == worker:  # not if it was let go in the meantime
             self._kept.add(node)
         else:
             self.let_go(node)
@@ -90,6 +88,7 @@ class Schedule:
             self._holder.pop(node, None)
 
     def release(self, worker: int) -> None:
-        """Let any worker take the nodes that this worker, which died, had kept."""
+        """Let any worker take the nodes of this worker, which died."""
+        self._busy = {node: handled_by for node, handled_by in self._busy.items() if handled_by != worker}
         for node in [node for node, kept_by in self._holder.items() if kept_by == worker]:
             self.let_go(node)
