@@ -7,7 +7,6 @@ with loading():  # a SuperNode starts a process for each message
     from fedbn_flwr.experiment.flower_mods import experiment_mods
     from fedbn_flwr.experiment.logs import log_message, use_json
     from fedbn_flwr.experiment.node import make_client
-    from fedbn_flwr.extensions import parts
 
 use_json()
-app = client_app(make_client, mods=[log_message, *parts("app_mods"), experiment_mods])
+app = client_app(make_client, mods=[log_message, experiment_mods])

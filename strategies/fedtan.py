@@ -62,7 +62,7 @@ class FedTAN(FedAvg):
     exchange_timeout : float (default: 600)
         The time limit of one exchange in seconds.
     direct : Service | bool (default: True)
-        How exchanges are sent: True uses streams if the environment has an exchange service
+        How exchanges are sent: True uses calls if the environment has an exchange service
         (`FEDBN_EXCHANGE_ADDRESS`), else the engine's processes if they have the parked rounds (local, ray), else
         messages; False always uses messages.
     """

@@ -1,4 +1,4 @@
-"""Serves metrics of runs, sites and certificates to Prometheus, from run folders and the state folders of nodes.
+"""Serves metrics of runs and certificates to Prometheus, from run folders.
 
 A service beside the runs, and not a part of their processes: Flower starts a process for each run and for each message,
 so theirs would be unreachable in between. It only reads files, and needs an environment with fedbn-flwr.
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
-import re
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -23,13 +22,11 @@ from typing import Any
 
 from cryptography import x509
 
-from fedbn_flwr.extensions.site.connection import presented
-from fedbn_flwr.extensions.site.record import FILE, read_status
 from fedbn_flwr.results.folder import find_folders
 from fedbn_flwr.results.read.state import STATES, RunState, read_state
 from fedbn_flwr.results.text import printable
 
-_SHOWN = 50  # runs, and states of sites: those that changed last
+_SHOWN = 50  # runs: those that changed last
 _KEPT = 5.0  # seconds for which an answer is used again, so that many requests cost no more than one
 _REQUEST = 5.0  # seconds that a request or the SuperLink may take
 
@@ -46,12 +43,6 @@ METRICS = {
     "fedbn_run_round_seconds": "seconds that the last round took",
     "fedbn_run_seconds_left": "estimate of the time until the last round",
     "fedbn_run_changed_timestamp_seconds": "when the run last wrote a round or its status",
-    "fedbn_site_round": "round of the client's last message of this task",
-    "fedbn_site_failed": "1 if the client's last message of this task failed",
-    "fedbn_site_seconds": "seconds that the client took for its last message of this task",
-    "fedbn_site_success_timestamp_seconds": "when the client last succeeded in this task",
-    "fedbn_site_loss": "loss in the client's last reply of this task",
-    "fedbn_site_examples": "examples in the client's last reply of this task",
     "fedbn_certificate_days": "days until a certificate expires",
     "fedbn_superlink_up": "1 if the SuperLink accepts TLS connections",
 }
@@ -62,7 +53,6 @@ Sample = tuple[str, dict[str, str], float]
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help="run folders, or their parent folders")
-    parser.add_argument("--states", type=Path, metavar="DIR", help="state folder of a node, for metrics of the site")
     parser.add_argument("--superlink", type=_address, metavar="HOST:PORT", help="also whether it accepts connections")
     parser.add_argument("--certificate", type=Path, action="append", default=[], metavar="FILE", help="also this one")
     parser.add_argument(
@@ -70,15 +60,11 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--once", action="store_true", help="print the metrics and end, for a textfile collector")
     arguments = parser.parse_args(words)
-    states = arguments.states
-    if states and (arguments.once or states.exists()) and not os.access(states, os.R_OK | os.X_OK):
-        parser.error(f"--states: {str(states)!r} does not exist, or this user cannot read it")
 
     def collect() -> str:
         samples = list(
             samples_of_runs(folder for folder in arguments.folders if folder.is_dir())
         )  # the first run makes it
-        samples += samples_of_site(states) if states else []
         samples += map(samples_of_certificate, arguments.certificate)
         samples += samples_of_server(*arguments.superlink) if arguments.superlink else []
         return exposition(samples)
@@ -183,27 +169,6 @@ def _samples_of_run(run: RunState, labels: dict[str, str]) -> Iterator[Sample]:
             yield f"fedbn_run_{key}", labels, float(value)
 
 
-def samples_of_site(folder: Path) -> Iterator[Sample]:
-    """Of each run's latest state in the state folder of a node."""
-    newest: dict[tuple[str, str], Path] = {}  # runs of one name differ in their token, which is no label
-    for file in sorted(folder.glob(f"*/client-*/{FILE}"), key=_changed)[-_SHOWN:]:
-        run = re.sub(r"-[0-9a-f]{32}$", "", file.parent.parent.name)
-        newest[run, file.parent.name.removeprefix("client-")] = file
-    keys = {"round": "round", "seconds": "seconds", "succeeded": "success_timestamp_seconds"}
-    keys |= {"loss": "loss", "examples": "examples"}
-    for (run, client), file in newest.items():
-        try:
-            found = read_status(file.read_text(encoding="utf-8"))
-        except OSError:
-            continue
-        for task, line in found.items():
-            labels = {"run": run, "client": client, "task": task}
-            yield "fedbn_site_failed", labels, float(line.get("error") is not None)
-            for key, name in keys.items():
-                if isinstance(value := line.get(key), int | float):
-                    yield f"fedbn_site_{name}", labels, float(value)
-
-
 def samples_of_certificate(file: Path) -> Sample:
     try:
         certificates = x509.load_pem_x509_certificates(file.read_bytes())
@@ -217,7 +182,8 @@ def samples_of_server(host: str, port: int) -> list[Sample]:
     labels = {"certificate": f"{host}:{port}"}
     up = {"superlink": f"{host}:{port}"}
     try:
-        days = _days(presented(host, port, _REQUEST))
+        text = ssl.get_server_certificate((host, port), timeout=_REQUEST)  # which is not verified
+        days = _days(x509.load_pem_x509_certificate(text.encode()))
     except (OSError, ValueError):
         return [("fedbn_superlink_up", up, 0.0)]
     return [("fedbn_superlink_up", up, 1.0), ("fedbn_certificate_days", labels, days)]

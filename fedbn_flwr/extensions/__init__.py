@@ -5,7 +5,6 @@ extension has a dictionary `PARTS` with entries such as `"strategies": {"Secure"
 part, name, and where it is. An extension is imported when one of its parts is used, so a folder that is deleted takes
 only its parts with it. The kinds:
 
-- app_mods: a mod of the ClientApp of experiments, around every message
 - bounds: "Bounds", and "from_settings", which makes them from a mapping such as `{max_share: 0.2}`
 - carriers: classes of exchange services for FedTAN, `fedbn_flwr.exchange.carriers.Service`
 - client_keys: by config key, the client rule that it selects

@@ -1,6 +1,3 @@
-"""Operating a site: `fedbn check` before a run, and a mod that records the last messages."""
+"""Operating a site: `fedbn check` before a run."""
 
-PARTS = {
-    "commands": {"check": "check:add"},
-    "app_mods": {"record_status": "record:record_status"},
-}
+PARTS = {"commands": {"check": "check:add"}}

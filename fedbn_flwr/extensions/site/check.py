@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
         commands,
         "check",
         check,
-        summary="at a site: key, certificates, server, data and machine",
+        summary="at a site: key, certificates, server, data and GPU",
         description=(
             "Check whether a site can take part in a federation, before a run waits for it. The options are those of "
             "flower-supernode; what is not given is not checked. The exit code is 1 if a check failed."
@@ -68,14 +68,14 @@ def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     from fedbn_flwr.experiment.file.layers import load_experiment
 
     from .connection import asked, check_authority, check_key, check_server
-    from .needs import check_data, check_gpu, check_machine, check_node_config, check_state, check_versions
+    from .needs import check_data, check_gpu, check_node_config, check_state, check_versions
 
     experiment = load_experiment(arguments.experiment, arguments.overrides) if arguments.experiment else None
     node = parse_pairs([arguments.node_config or ""], "--node-config")
     key, ca, address = arguments.auth_supernode_private_key, arguments.root_certificates, arguments.superlink
     server = check_server(address, ca, arguments.timeout, insecure=arguments.insecure) if address else ()
     given = experiment is not None or "data-path" in node
-    folder = Path(str(node.get("state", "."))).expanduser()
+    folder = Path(str(node.get("state", ""))).expanduser()
     yield from asked("versions", check_versions(), "pip install fedbn-flwr")
     yield from asked("key", check_key(key) if key else (), "copy the site's folder from deploy/keys, for this user")
     yield from asked("root certificate", check_authority(ca) if ca else (), "copy ca.crt from the server's deploy/keys")
@@ -85,5 +85,4 @@ def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     yield from asked("state folder", check_state(folder) if "state" in node else (), cure)
     cure = "correct the data, the node config or the experiment"
     yield from asked("data", check_data(experiment, node) if given else (), cure)
-    yield from asked("machine", check_machine(folder), "correct the path, or let this user read it")
     yield from asked("GPU", check_gpu(experiment), "install PyTorch for CUDA, or set engine.device to auto")

@@ -63,21 +63,10 @@ def check_key(file: Path) -> Iterator[Check]:
         raise Failed(f"{file}: no private key of ssh-keygen without a passphrase ({reason})", _NEW_KEY) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise Failed(f"{file}: not an elliptic-curve key, which the SuperNode needs", _NEW_KEY)
-    if by := readable_by(file):
-        cure = f"chmod 600 {file}; if they may have read it, have the node's key replaced"
-        raise Failed(f"{file}: readable by {by}", cure)
-    yield Check("key", "ok", f"{file}: {key.curve.name}, readable by its owner only")
-
-
-def readable_by(file: Path) -> str:
-    """The other users who can read a file: its mode and those of all folders above it permit it."""
-    folders = [parent.stat().st_mode for parent in file.resolve().parents]
-    mode = file.stat().st_mode
-    classes = {"all users": (stat.S_IROTH, stat.S_IXOTH), "its group": (stat.S_IRGRP, stat.S_IXGRP)}
-    for name, (reading, passing) in classes.items():
-        if mode & reading and all(folder & (passing | stat.S_IXOTH) for folder in folders):
-            return name
-    return ""
+    if stat.S_IMODE(mode := file.stat().st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
+        cure = f"chmod 600 {file}; if others may have read it, have the node's key replaced"
+        raise Failed(f"{file}: other users have rights to it ({stat.filemode(mode)})", cure)
+    yield Check("key", "ok", f"{file}: {key.curve.name}, of its owner only")
 
 
 def check_authority(file: Path) -> Iterator[Check]:
@@ -110,7 +99,7 @@ def check_server(address: str, authority: Path | None, timeout: float, *, insecu
             cure = f"let this machine connect to port {port}: a firewall drops it, or the server is off"
             raise Failed(f"{address} does not answer within {timeout:g} s", cure) from None
         except ssl.SSLError as error:
-            raise _tls_problem(error, host, int(port), timeout, authority) from None
+            raise _tls_problem(error, address) from None
         except OSError as error:
             raise Failed(f"{address}: {error.strerror or error}", "start the SuperLink; check the port") from None
         if insecure:
@@ -150,28 +139,16 @@ def _clock(ahead: float) -> Check:
     return Check("clock", "failed" if rejected else "warning", f"{found}; {limits}", "set both clocks by NTP")
 
 
-def _tls_problem(error: ssl.SSLError, host: str, port: int, timeout: float, authority: Path | None) -> Failed:
-    address, code = f"{host}:{port}", getattr(error, "verify_code", None)
-    if code in (62, 64):
-        names = "other names"
-        with contextlib.suppress(OSError, ValueError):
-            names = ", ".join(_names(presented(host, port, timeout))) or names
-        cure = f"connect by one of these names, or have the operator add it: deploy/keys.sh --add {host}"
-        return Failed(f"the certificate of {address} is not for {host!r} but for {names}", cure)
-    if code == 10:
-        cure = "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink"
-        return Failed(f"the certificate of {address} has expired", cure)
-    if code is not None:
-        cure = "get ca.crt from the operator again; if it was right, another server answers at this address"
-        return Failed(f"the certificate of {address} is not signed by {authority or 'the system'}", cure)
+def _tls_problem(error: ssl.SSLError, address: str) -> Failed:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        cure = (
+            "connect by a name in the certificate, or have the operator add it or renew the certificate "
+            "(deploy/keys.sh --add NAME, then restart the SuperLink); or get ca.crt again"
+        )
+        return Failed(f"the certificate of {address} is refused: {error.verify_message}", cure)
     if "WRONG_VERSION_NUMBER" in str(error) or "record layer" in str(error):
         return Failed(f"{address} has no TLS", "check the port; the SuperLink needs its certificates (deploy/keys.sh)")
     return Failed(f"{address}: TLS failed ({str(error).split('] ')[-1]})", "check that this is the SuperLink's address")
-
-
-def presented(host: str, port: int, timeout: float) -> x509.Certificate:
-    """The certificate that a server presents, which is not verified."""
-    return x509.load_pem_x509_certificate(ssl.get_server_certificate((host, port), timeout=timeout).encode())
 
 
 def _names(certificate: x509.Certificate) -> list[str]:

@@ -1,12 +1,10 @@
-"""Checks what a site needs to train: versions, data, memory, disk and GPU. `fedbn check` prints them."""
+"""Checks what a site needs to train: versions, data and GPU. `fedbn check` prints them."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
 import platform
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +14,6 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import Tensor
 
-from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import needs
 from fedbn_flwr.exchange.step import check_batch
@@ -30,8 +27,6 @@ from fedbn_flwr.named import is_name
 
 from .connection import Check, Failed, asked
 
-_LITTLE_MEMORY = 2.0  # GB; PyTorch and Flower take about one
-_LITTLE_DISK = 2.0  # GB
 _SHOWN_CLASSES = 12
 
 
@@ -147,27 +142,6 @@ def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
         here = sorted({domains.names[number] for number in domains.train[train.cpu()].tolist()})
         parts.append(f"domain{'s' if len(here) > 1 else ''}: {', '.join(here)}")
     return "; ".join(parts)
-
-
-def check_machine(folder: Path) -> Iterator[Check]:
-    """Memory and disk."""
-    free, space = _free_memory() / 1e9, shutil.disk_usage(folder if folder.is_dir() else Path.cwd()).free / 1e9
-    answers = [
-        ("memory", free, _LITTLE_MEMORY, f"{free:.1f} GB free, {cores()} cores", "end other programs"),
-        ("disk", space, _LITTLE_DISK, f"{space:.1f} GB free", "examples, state and models are written there"),
-    ]
-    for name, here, needed, found, cure in answers:
-        short = here < needed
-        yield Check(name, "warning" if short else "ok", found, f"have {needed:g} GB free: {cure}" if short else "")
-
-
-def _free_memory() -> int:
-    """Bytes that programs can still get without swapping."""
-    known = Path("/proc/meminfo")
-    for line in known.read_text().splitlines() if known.exists() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # without the page cache
 
 
 def check_gpu(experiment: Experiment | None) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""FedTAN's exchanges over gRPC: a stream for each client and round, on which an exchange takes one network round trip.
+"""FedTAN's exchanges over gRPC: an exchange is a call of each client, which takes one network round trip.
 
 Where the environment of the ServerApp has the address of an exchange service (`config.py` lists the variables), FedTAN
 uses it; the train message then names the service to the client.

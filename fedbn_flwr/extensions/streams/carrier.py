@@ -1,4 +1,4 @@
-"""A round's exchanges over streams, while Flower waits for the replies to the round's train messages.
+"""A round's exchanges by calls of the clients, while Flower waits for the replies to the round's train messages.
 
 The loop runs in its own thread, with an exchange service that is open for this round only.
 """
@@ -24,14 +24,14 @@ from fedbn_flwr.norms.roles import Role, roles
 from . import client
 from .config import ExchangeConfig
 from .server import ExchangeService
-from .wire import HEADER_LIMIT, answer_from_bytes, to_bytes
+from .wire import HEADER_LIMIT, contribution_from_bytes, to_bytes
 
 _ROUND_SECONDS = 6 * 3600.0  # for all exchanges of a round; the round's own timeout is usually shorter
-_JOIN_SECONDS = 60  # to close the streams after the last reply has arrived
+_JOIN_SECONDS = 60  # to close the service after the last reply has arrived
 
 
 class StreamCarrier:
-    """Runs the exchanges over streams, as their `Carrier`, and observes the replies to the train messages."""
+    """Runs the exchanges on a service, as their `Carrier`, and observes the replies to the train messages."""
 
     def __init__(self, settings: ExchangeConfig, grid: Grid, messages: Sequence[Message], timeout: float) -> None:
         self._engine = capabilities(grid)
@@ -48,7 +48,7 @@ class StreamCarrier:
         self._ended: Future[list[int]] = Future()  # the nodes that took part in all exchanges
         limit = _message_limit(self._model)
         self._service = ExchangeService(settings, self._nodes, limit=limit, seconds=_ROUND_SECONDS)
-        ca = None if settings.insecure else settings.read("ca")
+        ca = settings.read("ca")
         self._config = {
             client.DIRECT: self._service.address,
             client.DIRECT_TIMEOUT: float(timeout),
@@ -113,7 +113,7 @@ class StreamCarrier:
 
 def _answer(content: bytes | str) -> Contribution | str:
     try:
-        return content if isinstance(content, str) else answer_from_bytes(content)
+        return content if isinstance(content, str) else contribution_from_bytes(content)
     except MessageError as error:
         return f"its message cannot be read: {error}"
 

@@ -1,8 +1,8 @@
 """The operator's settings of the exchange service, from the ServerApp's environment.
 
 An exchange through Flower's messages takes seconds on real nodes. If the operator sets an address at which clients can
-reach the ServerApp, each client opens a gRPC stream for the exchanges of a round, and an exchange takes one network
-round trip. The address belongs to the deployment: an experiment cannot set it.
+reach the ServerApp, a client sends each exchange of a round in a gRPC call there, which takes one network round trip.
+The address belongs to the deployment: an experiment cannot set it.
 
 | variable | meaning |
 |---|---|
@@ -10,7 +10,8 @@ round trip. The address belongs to the deployment: an experiment cannot set it.
 | `FEDBN_EXCHANGE_LISTEN` | `HOST:PORT` to listen on; by default the address if it is loopback, else all interfaces |
 | `FEDBN_EXCHANGE_CERTIFICATE`, `FEDBN_EXCHANGE_KEY` | PEM files: certificate for the address's host, and its key |
 | `FEDBN_EXCHANGE_CA` | PEM file of the authority that clients must trust; if unset, they use their root certificates |
-| `FEDBN_EXCHANGE_INSECURE` | `1`: no TLS for connections from other machines |
+
+On loopback there need be no certificate.
 """
 
 from __future__ import annotations
@@ -19,12 +20,9 @@ import os
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from logging import WARNING
 from pathlib import Path
-from typing import Any
 
 from flwr.app import Message
-from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
@@ -42,12 +40,11 @@ class ExchangeConfig:
     certificate: str = ""
     key: str = ""
     ca: str = ""
-    insecure: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ExchangeConfig | None:
         """The settings in the ServerApp's environment; None if it contains no address."""
-        given: dict[str, Any] = {
+        given = {
             key.removeprefix(PREFIX).lower(): value.strip()
             for key, value in environment.items()
             if key.startswith(PREFIX) and value.strip()
@@ -58,13 +55,10 @@ class ExchangeConfig:
             raise SettingsError(
                 f"{key} in the environment is not a setting of the exchange; {did_you_mean(key, known.values())}"
             )
-        insecure = given.pop("insecure", "0")
-        if insecure.lower() not in ("0", "1", "false", "true"):
-            raise SettingsError(f"{PREFIX}INSECURE is {insecure!r}; expected 1 or 0")
-        return cls(**given, insecure=insecure.lower() in ("1", "true")) if "address" in given else None
+        return cls(**given) if "address" in given else None
 
     def carrier(self, grid: Grid, messages: Sequence[Message], timeout: float) -> RoundCarrier:
-        # By name: the module imports gRPC, and this one.
+        # By name: the module imports this one.
         made: RoundCarrier = pkgutil.resolve_name(f"{__package__}.carrier:StreamCarrier")(self, grid, messages, timeout)
         return made
 
@@ -83,31 +77,25 @@ class ExchangeConfig:
                 raise SettingsError(f"{PREFIX}{name} is {value!r}; expected HOST:PORT")
         if bool(self.certificate) != bool(self.key):
             raise SettingsError(f"{PREFIX}CERTIFICATE and {PREFIX}KEY must both be set; only one is")
-        if self.insecure and self.certificate:
-            raise SettingsError(f"{PREFIX}INSECURE contradicts {PREFIX}CERTIFICATE; leave one of them out")
         local = all(is_loopback(split_address(value)[0]) for value in (self.address, self.listens_on))
-        if not (self.certificate or self.insecure or local):
+        if not (self.certificate or local):
             raise SettingsError(
                 f"{PREFIX}ADDRESS is {self.address!r}, not on this machine, and there is no certificate: set "
-                f"{PREFIX}CERTIFICATE and {PREFIX}KEY (deploy/keys.sh creates them), or {PREFIX}INSECURE=1"
+                f"{PREFIX}CERTIFICATE and {PREFIX}KEY (deploy/keys.sh creates them)"
             )
         for name in ("certificate", "key", "ca"):
             self.read(name)
-        if not (self.certificate or local):
-            reads = "third parties can read and change exchanges"
-            log(WARNING, "the exchange service at %s has no TLS: %s", self.address, reads)
 
     def read(self, name: str) -> bytes | None:
         """The content of one of the files; None if it is not set."""
-        path, content = getattr(self, name), b""
-        if not path:
+        if not (path := getattr(self, name)):
             return None
         try:
-            content, reason = Path(path).read_bytes(), "is not a PEM file"
+            content = Path(path).read_bytes()
         except OSError as error:
-            reason = f"cannot be read: {error.strerror}"
+            raise SettingsError(f"{PREFIX}{name.upper()} is {path!r}, which cannot be read: {error.strerror}") from None
         if b"-----BEGIN" not in content:
-            raise SettingsError(f"{PREFIX}{name.upper()} is {path!r}, which {reason}")
+            raise SettingsError(f"{PREFIX}{name.upper()} is {path!r}, which is not a PEM file")
         return content
 
 

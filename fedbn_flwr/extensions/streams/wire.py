@@ -6,7 +6,6 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import (
-    TEXT_LIMIT,
     Agreement,
     Contribution,
     agreement_from_records,
@@ -14,13 +13,13 @@ from fedbn_flwr.exchange.codec import (
     contribution_to_records,
     numbers_of,
 )
-from fedbn_flwr.messages.arrays import configs_in, pack
+from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.gate import checked
 from fedbn_flwr.messages.serialization import dump, parse
 
-METHOD = "/fedbn.Exchange/Stream"
-TOKEN = "fedbn-token"  # key of the call's metadata  # noqa: S105 (the name of a header)
-ACCEPTED = "fedbn-accepted"  # key in the metadata of the answer to an accepted call
+EXCHANGE = "/fedbn.Exchange/Exchange"  # a contribution, answered by the agreement
+FAILED = "/fedbn.Exchange/Failed"  # the text why a client sends no contribution
+TOKEN = "fedbn-token"  # key of a call's metadata  # noqa: S105 (the name of a header)
 
 # Pings detect a lost machine within half a minute.
 KEEPALIVE = (
@@ -33,29 +32,21 @@ KEEPALIVE = (
 )
 
 HEADER_LIMIT = 16384  # bytes of a message besides the tensors
-_FAILURE = "failure"  # config key
 
 
-def to_bytes(value: Contribution | Agreement | str) -> bytes:
-    """Encode a value; a string is a client's reason for sending no contribution."""
-    match value:
-        case Contribution():
-            records = contribution_to_records(value)
-        case Agreement():
-            records = RecordDict({"arrays": pack(value.tensors), "config": ConfigRecord(numbers_of(value))})
-        case str():
-            records = RecordDict({"config": ConfigRecord({_FAILURE: value[:TEXT_LIMIT]})})
+def to_bytes(value: Contribution | Agreement) -> bytes:
+    if isinstance(value, Contribution):
+        records = contribution_to_records(value)
+    else:
+        records = RecordDict({"arrays": pack(value.tensors), "config": ConfigRecord(numbers_of(value))})
     try:
         return dump(records)
     except ValueError as error:
         raise MessageError(str(error)) from None
 
 
-def answer_from_bytes(data: bytes) -> Contribution | str:
-    """A client's contribution, or its reason for sending none."""
-    content = _from_bytes(data)
-    failure = next(iter(configs_in(content).values()), ConfigRecord()).get(_FAILURE)
-    return contribution_from_records(content) if failure is None else str(failure)[:TEXT_LIMIT]
+def contribution_from_bytes(data: bytes) -> Contribution:
+    return contribution_from_records(_from_bytes(data))
 
 
 def agreement_from_bytes(data: bytes) -> Agreement:

@@ -1,4 +1,4 @@
-"""deploy/monitoring/metrics.py: what Prometheus reads about runs, sites and certificates, and what a site records."""
+"""deploy/monitoring/metrics.py: what Prometheus reads about runs and certificates."""
 
 from __future__ import annotations
 
@@ -14,24 +14,13 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.client.model_tensors import initial_arrays
-from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.logs import log_message
-from fedbn_flwr.experiment.node import Clients
-from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.extensions.site.record import read_status, record_status
-from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import pack
 from tests.support.certificates import write_certificate
 from tests.support.command import ROOT
 from tests.support.runs import write_run
 
 SCRIPT = runpy.run_path(str(ROOT / "deploy" / "monitoring" / "metrics.py"))
 METRICS, make_server = SCRIPT["METRICS"], SCRIPT["make_server"]
-TOKEN = "0a" * 16
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, float]:
@@ -60,65 +49,10 @@ def test_a_run_has_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(status) == 5
 
 
-def send(grid: LocalGrid, arrays: RecordDict, task: str, **config: str | int) -> list[Message]:
-    config = {protocol.RUN: "FedAvg", protocol.TOKEN: TOKEN, **config}
-    content = RecordDict({**arrays, "config": ConfigRecord({key.replace("_", "-"): v for key, v in config.items()})})
-    return list(grid.send_and_receive([Message(content, node, task) for node in grid.get_node_ids()]))
-
-
-def test_a_site_reports_successes_and_failures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FEDBN_LOG", "json")
-    experiment = load_experiment("name: trial\nclients: 1\ntrain: {steps: 1}\nengine: {workers: 0, device: cpu}\n")
-    (prepared,) = prepare(experiment)
-    app = client_app(Clients(experiment), mods=[log_message, record_status])
-    with LocalGrid(app, 1, node_config={"state": str(tmp_path)}) as grid:
-        arrays = RecordDict({"arrays": pack(initial_arrays(prepared.model))})
-        assert send(grid, arrays, "train", server_round=1)[0].has_content()
-        done = json.loads(capsys.readouterr().out)
-        good = printed(capsys, "--states", tmp_path)
-        assert send(grid, RecordDict(), "train", server_round=2)[0].has_error()
-        failed = json.loads(capsys.readouterr().out.splitlines()[0])
-        bad = printed(capsys, "--states", tmp_path)
-    labels = '{run="FedAvg",client="0",task="train"}'
-    assert (good[f"fedbn_site_round{labels}"], bad[f"fedbn_site_round{labels}"]) == (1, 2)
-    assert (good[f"fedbn_site_failed{labels}"], bad[f"fedbn_site_failed{labels}"]) == (0, 1)
-    assert good[f"fedbn_site_loss{labels}"] > 0
-    assert good[f"fedbn_site_examples{labels}"] > 0
-    success = f"fedbn_site_success_timestamp_seconds{labels}"
-    assert bad[success] == good[success], "the last success, not the last message"
-    assert [line["level"] for line in (done, failed)] == ["INFO", "ERROR"]
-    assert {"run": "FedAvg", "round": 1, "client": 0, "task": "train"}.items() <= done.items()
-    assert {"run": "FedAvg", "round": 2, "client": 0, "task": "train"}.items() <= failed.items()
-    (file,) = tmp_path.glob("*/client-0/status.json")
-    assert "ArrayRecord" in json.loads(file.read_text())["train"]["error"]
-
-
-def test_a_failure_in_an_exchange_counts_as_one_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of FedTAN's many messages in a step, only the last is of type train."""
-    experiment = load_experiment("name: trial\nclients: 1\nengine: {workers: 0, device: cpu}\n")
-    app = client_app(Clients(experiment), mods=[record_status])
-    with LocalGrid(app, 1, node_config={"state": str(tmp_path)}) as grid:
-        (reply,) = send(grid, RecordDict(), protocol.COHORT_QUERY, server_round=3)
-        assert reply.has_error()
-    found = printed(capsys, "--states", tmp_path)
-    labels = '{run="FedAvg",client="0",task="train"}'
-    assert (found[f"fedbn_site_round{labels}"], found[f"fedbn_site_failed{labels}"]) == (3, 1)
-    (file,) = tmp_path.glob("*/client-0/status.json")
-    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-
-
-def test_a_state_folder_that_does_not_exist_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        SCRIPT["main"](["--once", "--states", str(tmp_path / "none")])
-    assert "none' does not exist, or this user cannot read it" in capsys.readouterr().err
-
-
 def test_certificates_have_days_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ca.crt"
     write_certificate(file, 20.5)
-    found = printed(capsys, "--certificate", file, "--superlink", "127.0.0.1:9", "--states", tmp_path)
+    found = printed(capsys, "--certificate", file, "--superlink", "127.0.0.1:9")
     assert 20.4 < found[f'fedbn_certificate_days{{certificate="{file}"}}'] <= 20.5
     assert found['fedbn_superlink_up{superlink="127.0.0.1:9"}'] == 0
 
@@ -179,12 +113,6 @@ def test_metrics_are_served_at_ipv6_addresses() -> None:
         pytest.skip(f"no IPv6 here: {error}")
     with served("a 1\n", "::1") as address, urlopen(f"{address}/metrics", timeout=10) as answer:
         assert answer.read() == b"a 1\n"
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"train": 1}', b"\xff", b'{"train":', b"[" * 100_000])
-def test_a_damaged_status_has_no_entries(content: bytes) -> None:
-    assert read_status(content.decode(errors="replace")) == {}
-    assert read_status('{"train": {"round": 1}, "evaluate": 2}') == {"train": {"round": 1}}
 
 
 def test_the_dashboard_uses_metrics_that_exist() -> None:

@@ -75,7 +75,7 @@ def test_a_hostile_client_on_a_stream_is_as_good_as_absent(
         with kept_log() as log, LocalGrid(client_app(fed.make_client), CLIENTS, workers=CLIENTS) as grid:
             return models_of(fed, strategy, 2, grid=grid)[-1], log
 
-    absent, _ = run(lambda _: to_bytes("absent"))
+    absent, _ = run(lambda _: b"absent")
     found, log = run(STREAMED[name])
     assert same(found, absent)
     named = [line for line in log if "left out" in line]

@@ -252,11 +252,9 @@ def test_the_environment_of_the_serverapp_opens_it(federation: Federations, monk
     train(fed, FedTAN(fraction_evaluate=0.0, direct=False), 1)
 
 
-def test_plaintext_must_be_set_and_is_warned_of(federation: Federations, flower_log: pytest.LogCaptureFixture) -> None:
-    direct = ExchangeConfig.from_environment(
-        {"FEDBN_EXCHANGE_ADDRESS": "example.org:8001", "FEDBN_EXCHANGE_INSECURE": "1"}
-    )
+def test_other_machines_need_a_certificate(federation: Federations) -> None:
+    direct = ExchangeConfig.from_environment({"FEDBN_EXCHANGE_ADDRESS": "example.org:8001"})
     assert direct is not None
     assert direct.listens_on == "0.0.0.0:8001"
-    FedTAN(direct=direct).begin(1, federation((4, 4)).arrays())
-    assert "example.org:8001 has no TLS" in flower_log.text
+    with pytest.raises(SettingsError, match=r"'example\.org:8001', not on this machine, and there is no certificate"):
+        FedTAN(direct=direct).begin(1, federation((4, 4)).arrays())

@@ -28,11 +28,11 @@ def test_without_an_address_there_is_no_service() -> None:
     [
         ({"ADDRESS": "example.org"}, r"ADDRESS is 'example\.org'; expected HOST:PORT"),
         ({"ADDRESS": "example.org:70000"}, "expected HOST:PORT"),
-        ({"ADDRESS": "example.org:8001"}, "FEDBN_EXCHANGE_INSECURE=1"),
+        ({"ADDRESS": "example.org:8001"}, "there is no certificate"),
         ({"ADDRESS": "127.0.0.1:8001", "LISTEN": "0.0.0.0:8001"}, "not on this machine"),
         ({"ADDRESS": "localhost:1", "KEY": "/key"}, "must both be set; only one is"),
         ({"ADDRESS": "localhost:1", "CA": "/not/there"}, "CA is '/not/there', which cannot be read"),
-        ({"ADDRESS": "localhost:1", "INSECURE": "maybe"}, "INSECURE is 'maybe'"),
+        ({"ADDRESS": "localhost:1", "CA": str(ROOT / "LICENSE")}, "LICENSE', which is not a PEM file"),
         ({"ADRESS": "localhost:1"}, "did you mean 'FEDBN_EXCHANGE_ADDRESS'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The exchange service and its clients: no stream can stop the others."""
+"""The exchange service and its clients: no client can stop the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -18,11 +17,11 @@ import numpy as np
 import pytest
 
 from fedbn_flwr.errors import MessageError, RunFailed
-from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.extensions.streams.client import ExchangeStream
+from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution
+from fedbn_flwr.extensions.streams.client import service_at
 from fedbn_flwr.extensions.streams.config import ExchangeConfig
 from fedbn_flwr.extensions.streams.server import ExchangeService
-from fedbn_flwr.extensions.streams.wire import METHOD, TOKEN, answer_from_bytes, to_bytes
+from fedbn_flwr.extensions.streams.wire import EXCHANGE, FAILED, TOKEN, contribution_from_bytes, to_bytes
 from tests.support.network import make_keys, missing_tools
 
 HERE = ExchangeConfig("127.0.0.1:0")  # any free port
@@ -34,8 +33,8 @@ def service() -> Iterator[ExchangeService]:
         yield opened
 
 
-def stream_of(service: ExchangeService, node: int, timeout: float = 20) -> ExchangeStream:
-    return ExchangeStream(service.address, service.tokens[node], timeout, insecure=True)
+def called(service: ExchangeService, node: int, timeout: float = 20) -> Any:
+    return service_at(service.address, service.tokens[node], timeout, insecure=True)
 
 
 def moments(value: float = 1.0) -> Contribution:
@@ -51,8 +50,8 @@ def clients(service: ExchangeService, *nodes: int) -> Iterator[list[Any]]:
     """Each node's outcome of one exchange: a future of an Agreement or an error."""
 
     def exchange(node: int) -> Agreement:
-        with stream_of(service, node) as stream:
-            return stream.exchange(moments(node))
+        with called(service, node) as exchange:
+            return exchange(moments(node))
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         yield [pool.submit(exchange, node) for node in nodes]
@@ -63,14 +62,13 @@ def finish(service: ExchangeService, outcomes: list[Any], nodes: list[int]) -> N
     received = service.collect(nodes, 20)
     for node in nodes:
         assert isinstance(content := received[node], bytes), content
-        assert isinstance(answer := answer_from_bytes(content), Contribution)
-        assert answer.tensors["mean"][0] == node
+        assert contribution_from_bytes(content).tensors["mean"][0] == node
     service.answer(nodes, agreed(), last=True)
     for outcome in outcomes:
         assert outcome.result(20).values == 12
 
 
-def raw(service: ExchangeService, token: str | None, messages: list[bytes], method: str = METHOD) -> grpc.StatusCode:
+def raw(service: ExchangeService, token: str | None, messages: list[bytes], method: str = EXCHANGE) -> grpc.StatusCode:
     """The status of a call that sends these bytes."""
     with grpc.insecure_channel(service.address) as channel:
         metadata = () if token is None else ((TOKEN, token),)
@@ -78,6 +76,14 @@ def raw(service: ExchangeService, token: str | None, messages: list[bytes], meth
         with contextlib.suppress(grpc.RpcError):
             list(call)
         return call.code()
+
+
+def sending(service: ExchangeService, channel: grpc.Channel, node: int) -> Any:
+    """A call with a contribution, which the service has read."""
+    call = channel.unary_unary(EXCHANGE).future(to_bytes(moments()), 20, ((TOKEN, service.tokens[node]),))
+    while service._clients[node].call is None:
+        time.sleep(0.01)
+    return call
 
 
 def test_calls_without_a_token_are_rejected_and_disturb_no_client(service: ExchangeService) -> None:
@@ -99,11 +105,14 @@ def test_calls_without_a_token_are_rejected_and_disturb_no_client(service: Excha
             finish(service, outcomes, [7, 8])
 
 
-def test_a_token_is_good_once(service: ExchangeService) -> None:
-    with clients(service, 7, 8) as outcomes:
-        finish(service, outcomes, [7, 8])
-    with pytest.raises(MessageError, match="does not accept this node's token"):
-        stream_of(service, 7)
+def test_a_token_is_good_for_one_call_at_a_time_and_to_the_last_answer(service: ExchangeService) -> None:
+    with grpc.insecure_channel(service.address) as channel:
+        call = sending(service, channel, 7)
+        assert raw(service, service.tokens[7], [b"x"]) is grpc.StatusCode.ABORTED
+        assert service.collect([7], 20)[7] == to_bytes(moments())
+        service.answer([7], agreed(), last=True)
+        assert call.result() == agreed()
+    assert raw(service, service.tokens[7], [b"x"]) is grpc.StatusCode.ABORTED
 
 
 def test_a_service_does_not_accept_the_tokens_of_another_round(service: ExchangeService) -> None:
@@ -111,16 +120,22 @@ def test_a_service_does_not_accept_the_tokens_of_another_round(service: Exchange
         assert raw(other, service.tokens[7], [b"x"]) is grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.parametrize("content", [b"x" * 20_000, None], ids=["too much", "nothing, and gone"])
-def test_a_client_that_sends_too_much_or_disconnects_is_lost(service: ExchangeService, content: bytes | None) -> None:
+def test_a_message_that_is_too_large_is_not_read(service: ExchangeService) -> None:
     with clients(service, 8) as outcomes:
-        raw(service, service.tokens[7], [] if content is None else [content])
-        received = service.collect([7, 8], 20)
-        assert isinstance(received[7], str)
-        assert "broke" in received[7]
+        assert raw(service, service.tokens[7], [b"x" * 20_000]) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        received = service.collect([7, 8], 1)
+        assert received[7] == "it sent nothing to the exchange service within 1 s"
         assert isinstance(received[8], bytes)
         service.answer([8], agreed(), last=True)
         assert outcomes[0].result(20).values == 12
+
+
+def test_a_client_that_fails_is_lost_at_once_and_its_reason_is_cut(service: ExchangeService) -> None:
+    with pytest.raises(OSError, match="gone"), called(service, 7):
+        raise OSError("gone \U0001f4a5" + "x" * 3000)
+    assert str(service.collect([7], 20)[7]) == ("OSError: gone \U0001f4a5" + "x" * 3000)[:TEXT_LIMIT]
+    assert raw(service, service.tokens[8], [b"\xff" * 100], FAILED) is grpc.StatusCode.OK
+    assert service.lost[8] == "\ufffd" * 100
 
 
 def test_a_client_that_is_lost_after_its_message_does_not_count(service: ExchangeService) -> None:
@@ -128,16 +143,7 @@ def test_a_client_that_is_lost_after_its_message_does_not_count(service: Exchang
     with ThreadPoolExecutor(1) as pool:
         collected = pool.submit(service.collect, [7, 8], 20)
         with grpc.insecure_channel(service.address) as channel:
-            sent: SimpleQueue[bytes] = SimpleQueue()
-            sent.put(to_bytes(moments()))
-            call = channel.stream_stream(METHOD)(
-                iter(sent.get, None), metadata=((TOKEN, service.tokens[7]),), timeout=20
-            )
-            dict(call.initial_metadata())  # the service has the stream
-            while not sent.empty():
-                time.sleep(0.01)
-            time.sleep(0.2)  # the message has been read
-            call.cancel()
+            sending(service, channel, 7).cancel()
             while 7 not in service.lost:
                 time.sleep(0.01)
         with clients(service, 8) as outcomes:
@@ -146,43 +152,45 @@ def test_a_client_that_is_lost_after_its_message_does_not_count(service: Exchang
             assert "broke" in str(found[7])
             service.answer([8], agreed(), last=True)
             assert outcomes[0].result(20).values == 12
-        sent.put(b"")  # ends the thread that reads the queue
 
 
 def test_a_client_that_never_connects_or_sends_nothing_is_given_up(service: ExchangeService) -> None:
-    with stream_of(service, 7, timeout=1) as silent, clients(service, 8) as outcomes:
+    with clients(service, 8) as outcomes:
         received = service.collect([7, 8], 1)
         assert received[7] == "it sent nothing to the exchange service within 1 s"
         service.answer([8], agreed(), last=True)
         assert outcomes[0].result(20).values == 12
-        with pytest.raises(MessageError, match="sent nothing"):
-            silent.exchange(moments())
-    with ExchangeService(HERE, [7], limit=1000, seconds=60) as service_of_one:
-        assert service_of_one.collect([7], 0.2)[7] == "it did not connect to the exchange service within 0.2 s"
+        with called(service, 7, timeout=1) as late, pytest.raises(MessageError, match="sent nothing"):
+            late(moments())
 
 
 def test_a_round_ends_when_its_time_is_over() -> None:
     with ExchangeService(HERE, [7], limit=1000, seconds=1) as short:
-        with stream_of(short, 7) as stream, pytest.raises(MessageError, match="ended the exchange"):
-            stream.exchange(moments())
+        with called(short, 7) as exchange, pytest.raises(MessageError, match="the round took too long"):
+            exchange(moments())
         assert isinstance(short.collect([7], 60)[7], bytes | str)
 
 
 def test_a_client_whose_server_is_gone_or_never_answers_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedbn_flwr.extensions.streams.client.SLACK_SECONDS", 0.5)
     monkeypatch.setattr("fedbn_flwr.extensions.streams.client.CONNECT_SECONDS", 1)
-    with ExchangeService(HERE, [7, 8], limit=10_000, seconds=60) as service:
-        with (
-            stream_of(service, 7, timeout=0.5) as stream,
-            pytest.raises(MessageError, match="did not answer within 1 s"),
-        ):
-            stream.exchange(moments())
-        last = stream_of(service, 8)
-    with pytest.raises(MessageError, match="ended the exchange: the round"):
-        last.exchange(moments())
-    last.close()
-    with pytest.raises(MessageError, match=rf"{service.address} cannot be reached"):
-        stream_of(service, 8)
+    with contextlib.ExitStack() as stack:
+        with ExchangeService(HERE, [7, 8, 9], limit=10_000, seconds=60) as service:
+            with (
+                called(service, 7, timeout=0.5) as exchange,
+                pytest.raises(MessageError, match="did not answer within 1 s"),
+            ):
+                exchange(moments())
+            last = stack.enter_context(called(service, 8))
+            waiting = stack.enter_context(ThreadPoolExecutor(1)).submit(last, moments())
+            while service._clients[8].call is None:
+                time.sleep(0.01)
+        with pytest.raises(MessageError, match="ended the exchange: the round's exchanges are over"):
+            waiting.result(20)
+        with pytest.raises(MessageError, match=rf"{service.address} cannot be reached"):
+            last(moments())
+    with called(service, 9) as never, pytest.raises(MessageError, match=rf"{service.address} cannot be reached"):
+        never(moments())
 
 
 @pytest.mark.parametrize(
@@ -194,8 +202,8 @@ def test_a_client_whose_server_is_gone_or_never_answers_gives_up(monkeypatch: py
     ],
 )
 def test_an_answer_that_does_not_fit_is_an_error(service: ExchangeService, answer: bytes) -> None:
-    with stream_of(service, 7) as stream, ThreadPoolExecutor(1) as pool:
-        outcome = pool.submit(stream.exchange, moments())
+    with called(service, 7) as exchange, ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(exchange, moments())
         service.collect([7], 20)
         service.answer([7], answer)
         with pytest.raises(MessageError):
@@ -226,8 +234,9 @@ def test_a_client_that_does_not_trust_the_certificate_sends_nothing(
     direct = ExchangeConfig("127.0.0.1:0", certificate=str(keys / "server.pem"), key=str(keys / "server.key"))
     with ExchangeService(direct, [7], limit=1000, seconds=60) as service:
         for ca in ((tmp_path / "other" / "ca.crt").read_text(), None):
-            with pytest.raises(MessageError, match="cannot be reached"):
-                ExchangeStream(service.address, service.tokens[7], 5, ca=ca)
-        with pytest.raises(MessageError):
-            stream_of(service, 7)  # without TLS
-        assert service.collect([7], 0) == {7: "it did not connect to the exchange service within 0 s"}
+            trusting = service_at(service.address, service.tokens[7], 5, ca=ca)
+            with trusting as exchange, pytest.raises(MessageError, match="cannot be reached"):
+                exchange(moments())
+        with called(service, 7) as plain, pytest.raises(MessageError):
+            plain(moments())
+        assert service.collect([7], 0) == {7: "it sent nothing to the exchange service within 0 s"}

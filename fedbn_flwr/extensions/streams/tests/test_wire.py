@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution
-from fedbn_flwr.extensions.streams.wire import HEADER_LIMIT, agreement_from_bytes, answer_from_bytes, to_bytes
+from fedbn_flwr.exchange.codec import Agreement, Contribution
+from fedbn_flwr.extensions.streams.wire import HEADER_LIMIT, agreement_from_bytes, contribution_from_bytes, to_bytes
 from tests.support.exchanges import arrays_of, assert_same, counts, described
 
 
@@ -22,7 +22,7 @@ def test_contributions_arrive_as_they_were(
     described: dict[str, Any], batch: int, values: int, remaining: int, examples: int, partition: int | None
 ) -> None:
     sent = Contribution("moments", arrays_of(described), batch, values, remaining, examples, partition)
-    found = answer_from_bytes(to_bytes(sent))
+    found = contribution_from_bytes(to_bytes(sent))
     assert isinstance(found, Contribution)
     assert (found.kind, found.batch, found.values, found.remaining) == ("moments", batch, values, remaining)
     assert (found.examples, found.partition) == (examples, partition)
@@ -35,17 +35,6 @@ def test_agreements_arrive_as_they_were(described: dict[str, Any], values: int, 
     found = agreement_from_bytes(to_bytes(sent))
     assert (found.values, found.per_example) == (values, per_example)
     assert_same(found.tensors, sent.tensors)
-
-
-@given(st.text(max_size=2 * TEXT_LIMIT))
-def test_reasons_arrive_and_are_cut_where_they_are_long(reason: str) -> None:
-    with contextlib.suppress(UnicodeEncodeError):  # lone surrogates
-        reason.encode()
-        assert answer_from_bytes(to_bytes(reason)) == reason[:TEXT_LIMIT]
-
-
-def test_the_longest_reason_fits_the_header() -> None:
-    assert answer_from_bytes(to_bytes("\U0001f4a5" * TEXT_LIMIT)) == "\U0001f4a5" * TEXT_LIMIT
 
 
 def file(header: str, values: bytes = b"") -> bytes:
@@ -64,7 +53,7 @@ def tensor(dtype: str, shape: Any, begin: int = 0, end: int = 8) -> dict[str, An
 
 
 def test_the_bytes_that_are_changed_below_are_valid() -> None:
-    assert isinstance(answer_from_bytes(changed()), Contribution)
+    assert isinstance(contribution_from_bytes(changed()), Contribution)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +83,14 @@ def test_the_bytes_that_are_changed_below_are_valid() -> None:
         to_bytes(Agreement({"mean": np.ones(2, np.float32)}, 4, 1.0)),
     ],
 )
-def test_bytes_that_are_no_answer_are_refused(data: bytes) -> None:
+def test_bytes_that_are_no_contribution_are_refused(data: bytes) -> None:
     with pytest.raises(MessageError):
-        answer_from_bytes(data)
+        contribution_from_bytes(data)
 
 
 @given(st.binary(max_size=200) | st.binary(max_size=200).map(lambda content: file("", content)))
-def test_any_bytes_are_an_answer_or_refused(data: bytes) -> None:
+def test_any_bytes_are_a_value_or_refused(data: bytes) -> None:
     with contextlib.suppress(MessageError):
-        answer_from_bytes(data)
+        contribution_from_bytes(data)
     with contextlib.suppress(MessageError):
         agreement_from_bytes(data)
