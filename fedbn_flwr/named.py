@@ -134,12 +134,6 @@ def sources(settings: Any) -> dict[str, str]:
 def call(key: str, name: str, *positional: Any, **arguments: Any) -> Any:
     """What the callable `name` returns for these arguments; errors name the setting `key`."""
     function = load(key, name)
-    if (signature := signature_of(function)) is not None:
-        try:
-            signature.bind(*positional, **arguments)
-        except TypeError as error:
-            given = ", ".join([*(type(value).__name__ for value in positional), *arguments])
-            raise SettingsError(f"{key}={name!r} cannot be called with {given}: {error}") from None
     try:
         return function(*positional, **arguments)
     except SettingsError:

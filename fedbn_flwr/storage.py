@@ -16,7 +16,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
@@ -83,14 +83,10 @@ def to_json(content: Any, indent: int | None = None) -> str:
         return json.dumps(finite, indent=indent)
 
 
-def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bool = True) -> None:
-    """Replace `path` by a store with these entries, whose names must differ; raises StorageError if that fails.
-
-    Without `durable` the file is written directly: for content that no other process will read.
-    """
-    target = replacing(path) if durable else nullcontext(path)
-    with writing(path), target as file, file.open("wb", buffering=1 << 20) as stream, ZipFile(stream, "w") as archive:
-        os.chmod(file, 0o600)  # the states of clients follow from their data
+def write_store(path: Path, entries: Iterable[tuple[str, bytes]]) -> None:
+    """Replace `path` by a store with these entries, whose names must differ; raises StorageError if that fails."""
+    private = replacing(path, mode=0o600)  # the states of clients follow from their data
+    with private as file, file.open("wb", buffering=1 << 20) as stream, ZipFile(stream, "w") as archive:
         for name, data in entries:
             archive.writestr(ZipInfo(name), data)  # with a constant date
         archive.comment = _seal(archive)

@@ -43,13 +43,10 @@ def map_batches(
         return function(own.model, batch)
 
     waiting: deque[Future[Result]] = deque()
-    pool = ThreadPoolExecutor(threads, "batches", initializer=begin)
-    try:
+    with ThreadPoolExecutor(threads, "batches", initializer=begin) as pool:
         for batch in batches:
             waiting.append(pool.submit(call, batch))
             if len(waiting) > threads:  # one more than threads, so that none waits for the next batch
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for future in waiting:
+            yield future.result()

@@ -25,11 +25,12 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MissingPackage, RunFailed
+from fedbn_flwr.messages.gate import shown
 
 from .base import Capabilities, GivenUp, NodeStates, Replied
 from .nodes import Contexts, Nodes
 from .schedule import Schedule
-from .worker import START_TIMEOUT, NodeWorker, Worker
+from .worker import NodeWorker, Worker
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from fedbn_flwr.exchange.codec import Agreement, Contribution
@@ -102,7 +103,6 @@ class LocalGrid(Capabilities, Grid):
                 raise ValueError(f"{name} has {len(each)} entries for {num_nodes} nodes")
         self._run = Run.create_empty(run_id=1)
         identify()
-        self._node_ids = ids
         contexts = {
             node: Context(
                 run_id=1,
@@ -119,12 +119,9 @@ class LocalGrid(Capabilities, Grid):
         self._replies: dict[str, Message] = {}
         self._awaited: set[str] = set()  # the ids of messages to workers, until their replies are kept or given up
         self._observers: list[Replied] = []
-        self._start_timeout = 3 * START_TIMEOUT
-        self._workers: Sequence[Any] = ()  # each is a NodeWorker
-        if workers:
-            self._workers = self._make_workers(Nodes(client_app, threads or 1, Contexts({})), min(workers, num_nodes))
+        copied, count = Nodes(client_app, threads or 1, Contexts({})), min(workers, num_nodes)
+        self._workers: Sequence[Any] = self._make_workers(copied, count) if workers else ()  # each is a NodeWorker
         self._schedule = Schedule(dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
-        self._served_at: float | None = None  # when some worker was last ready
 
     def _make_workers(self, nodes: Nodes, count: int) -> Sequence[NodeWorker]:
         """Workers, not started, that each serve a copy of `nodes`."""
@@ -137,13 +134,6 @@ class LocalGrid(Capabilities, Grid):
         """The numbers of the workers whose job has a result; waits up to `timeout` seconds for the first."""
         busy = {worker.channel: number for number, worker in enumerate(self._workers) if worker.then}
         return [busy[channel] for channel in wait(list(busy), timeout)] if busy else []
-
-    def _cannot_start(self) -> str:
-        """Why no worker was ready in time."""
-        return (
-            f"worker processes cannot start: they did nothing for {self._start_timeout:g} s, because other threads of "
-            "this process use PyTorch's random numbers or its output, or they import for too long; use workers=0"
-        )
 
     # --- Flower's interface ---
 
@@ -165,7 +155,7 @@ class LocalGrid(Capabilities, Grid):
         return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
 
     def get_node_ids(self) -> Iterable[int]:
-        return list(self._node_ids)
+        return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         message_ids, waiting = [], []
@@ -175,8 +165,8 @@ class LocalGrid(Capabilities, Grid):
             message_ids.append(message_id)
             node = message.metadata.dst_node_id
             if node not in self._contexts:
-                known = f"1 to {len(self._node_ids)}" if self._node_ids == sorted(self._node_ids) else "others"
-                error = Error(ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}; the grid has {known}")
+                absent = f"there is no node {node}; the grid has {shown([*self._contexts])}"
+                error = Error(ErrorCode.NODE_UNAVAILABLE, absent)
                 self._replies[message_id] = Message(error, reply_to=message)
             elif self._workers:
                 waiting.append(message)
@@ -224,43 +214,35 @@ class LocalGrid(Capabilities, Grid):
         return len(self._workers) or 1
 
     def _serve_workers(self, timeout: float) -> None:
-        """Send queued messages and collect replies; waits up to `timeout` seconds for the first reply."""
-        self._send_next()
+        """Collect replies and send queued messages; waits up to `timeout` seconds for the first reply."""
         self._receive(timeout)
-        self._send_next()
-
-    def _receive(self, timeout: float) -> None:
-        """Start the workers that are not, and collect results; waits up to `timeout` seconds for the first."""
-        now = time.monotonic()
-        if self._served_at is None or any(worker.is_ready for worker in self._workers):
-            self._served_at = now
-        for worker in self._workers:
-            worker.begin()  # all at once, because a process can take seconds until it is ready
-        if all(worker.problem for worker in self._workers):
-            raise RunFailed(self._workers[0].problem)
-        if now - self._served_at > self._start_timeout:
-            raise RunFailed(self._cannot_start())
-        for number in self._wait(min(timeout, _LOOK)):
-            self._workers[number].proceed()
-
-    def _send_next(self) -> None:
         for number, worker in enumerate(self._workers):
             if worker.is_free and (message := self._schedule.take(number)) is not None:
                 node, then = message.metadata.dst_node_id, functools.partial(self._handled, message, number)
                 with self._contexts.use(node) as context:
                     worker.send(then, "serve", message, None if self._schedule.is_kept(node) else context)
 
+    def _receive(self, timeout: float) -> None:
+        """Start the workers that are not, and collect results; waits up to `timeout` seconds for the first."""
+        for worker in self._workers:
+            worker.begin()  # all at once, because a process can take seconds until it is ready
+        if all(worker.problem for worker in self._workers):
+            raise RunFailed(self._workers[0].problem)
+        for number in self._wait(min(timeout, _LOOK)):
+            self._workers[number].proceed()
+
     def _handled(self, message: Message, worker: int, result: tuple[Message, RecordDict | None], lost: str) -> None:
         """Keep the reply to a message that a worker has handled, and the node's state."""
         if lost:
+            self._schedule.release(worker)
             reason = f"{lost}; its node has the state from before this message"
-            reply, state = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message), None
+            reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
         else:
+            self._schedule.done(message, worker)
             reply, state = result
-        if state is not None:
-            with self._contexts.use(message.metadata.dst_node_id) as context:
-                context.state = state
-        self._schedule.done(message, worker, lost=bool(lost))
+            if state is not None:
+                with self._contexts.use(message.metadata.dst_node_id) as context:
+                    context.state = state
         if message.metadata.message_id in self._awaited:
             self._awaited.remove(message.metadata.message_id)
             self._received(message.metadata.message_id, reply)

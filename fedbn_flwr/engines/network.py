@@ -54,7 +54,7 @@ class PollingGrid(GridAround):
         observers, self._observers = self._observers, []
         began = checked = time.monotonic()
         next_warning = _FIRST_WARNING
-        before = self._activations()
+        before = now = self._activations()
         asked, new = dict[str, Message](), list[Message]()
         # The id of a rejected message is None; if all messages together are too large, there are no ids.
         for message, key in itertools.zip_longest(messages, self.inner.push_messages(messages)):
@@ -65,11 +65,9 @@ class PollingGrid(GridAround):
                 new.append(Message(error, reply_to=message))
         replies: list[Message] = []
         while True:
-            restarted = set[int]()
             if time.monotonic() - checked >= _RESTART_CHECK:
-                now = self._activations()
-                restarted = {node for node in before.keys() & now.keys() if before[node] != now[node]}
-                checked = time.monotonic()
+                now, checked = self._activations(), time.monotonic()
+            restarted = {node for node in before.keys() & now.keys() if before[node] != now[node]}
             # Only after that check: a reply that a node sent before its restart counts.
             for reply in list(self.inner.pull_messages(list(asked))) if asked else []:
                 if reply.metadata.reply_to_message_id in asked:

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import size_in
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.storage import Store, temporary_folder, write_store
+from fedbn_flwr.storage import temporary_folder, writing
 
 from .schedule import keeps_node
 
@@ -47,8 +47,7 @@ class Contexts(dict[int, Context]):
             yield context
             return
         if (file := self._file(node)).exists():
-            with Store(file) as store:
-                context.state = RecordDict({**parse(store["state"]), **context.state})
+            context.state = RecordDict({**parse(file.read_bytes()), **context.state})
             file.unlink()
         yield context
         self._total -= self._sizes.pop(node, 0)
@@ -57,10 +56,13 @@ class Contexts(dict[int, Context]):
         while self._total > self._limit and len(self._sizes) > 1:
             other = next(iter(self._sizes))
             self._total -= self._sizes.pop(other)
-            with suppress(ValueError):  # an array of a type that cannot be stored: it stays in memory
-                entries = [("state", dump(self[other].state))]
-                write_store(self._file(other), entries, durable=False)  # it need not outlive this process
-                self[other].state = protocol.volatile(self[other].state)  # which `dump` leaves out
+            try:
+                data = dump(self[other].state)
+            except ValueError:  # an array of a type that cannot be stored: it stays in memory
+                continue
+            with writing(self._file(other)):
+                self._file(other).write_bytes(data)
+            self[other].state = protocol.volatile(self[other].state)  # which `dump` leaves out
 
     def close(self) -> None:
         if self._folder is not None:

@@ -6,7 +6,7 @@ began it keeps the node, because the parked round is in its memory.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flwr.app import Message
@@ -50,12 +50,13 @@ class Schedule:
         self._kept.discard(node)
 
     def add(self, messages: Iterable[Message], workers: Sequence[int]) -> None:
-        """Put messages into the queue; the layer-wise rounds that they begin are shared among `workers`."""
+        """Put messages into the queue; the layer-wise rounds that they begin are dealt out to `workers`."""
         # The messages of one node stay in their order.
         self._waiting = sorted([*self._waiting, *messages], key=lambda each: -self._work[each.metadata.dst_node_id])
-        for message in self._waiting:
-            if keeps_node(message) and message.metadata.dst_node_id not in self._holder:  # a layer-wise round begins
-                self._holder[message.metadata.dst_node_id] = self._least_loaded(workers)
+        begun = [message.metadata.dst_node_id for message in self._waiting if keeps_node(message)]
+        # Not a worker that is late with a message, if others are free.
+        free = [worker for worker in workers if worker not in self._busy.values()] or workers
+        self._holder = dict(zip(dict.fromkeys(begun), itertools.cycle(free), strict=False)) | self._holder
 
     def take(self, worker: int) -> Message | None:
         """Remove and return the next message of a free worker; None if there is none."""
@@ -69,13 +70,11 @@ class Schedule:
                 return message
         return None
 
-    def done(self, message: Message, worker: int, *, lost: bool = False) -> None:
-        """Note that a worker has handled a message, or died."""
+    def done(self, message: Message, worker: int) -> None:
+        """Note that a worker has handled a message."""
         node = message.metadata.dst_node_id
         del self._busy[node]
-        if lost:
-            self.release(worker)
-        elif keeps_node(message) and self._holder.get(node) == worker:  # not if it was let go in the meantime
+        if keeps_node(message) and self._holder.get(node) == worker:  # not if it was let go in the meantime
             self._kept.add(node)
         else:
             self.let_go(node)
@@ -89,14 +88,7 @@ class Schedule:
             self._holder.pop(node, None)
 
     def release(self, worker: int) -> None:
-        """Let any worker take the nodes that this worker, which died, had kept."""
+        """Let any worker take the nodes of this worker, which died."""
+        self._busy = {node: handled_by for node, handled_by in self._busy.items() if handled_by != worker}
         for node in [node for node, kept_by in self._holder.items() if kept_by == worker]:
             self.let_go(node)
-
-    def _least_loaded(self, workers: Sequence[int]) -> int:
-        """The worker that is to hold the next node: not one that is late with a message, if others are free."""
-        loads: defaultdict[int, float] = defaultdict(float)
-        for node, worker in self._holder.items():
-            loads[worker] += self._work[node]
-        busy = set(self._busy.values())
-        return min(workers, key=lambda worker: (worker in busy, loads[worker]))

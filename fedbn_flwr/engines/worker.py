@@ -32,6 +32,10 @@ from .nodes import Nodes
 
 START_TIMEOUT = 10.0  # seconds until a forked worker has taken the locks that it will need
 _STARTS = 3  # attempts to start a worker
+_TOO_SLOW = (
+    f"worker processes cannot start: one did nothing for {START_TIMEOUT:g} s, because other threads of this process "
+    "use PyTorch's random numbers or its output; use workers=0"
+)
 _WATCH = 2  # seconds between two looks whether the parent lives
 _IDLE = 1  # seconds without a job, after which a worker returns freed memory to the system
 _KEPT, _ALL = 256 << 20, -1  # bytes
@@ -136,7 +140,7 @@ class Worker(NodeWorker):
 
     def begin(self) -> None:
         if self.process is not None and not self.is_ready and time.monotonic() - self._began > START_TIMEOUT:
-            self.close()  # it waits for a lock
+            self._started(None, _TOO_SLOW)
         super().begin()
 
     def launch(self) -> None:

@@ -24,7 +24,6 @@ _MOST_EXCHANGES = 100_000  # in a round
 _LARGEST = 1e18  # of a contribution's values: their squares and sums are finite in float32
 
 Answers = Mapping[int, Contribution | str]  # by node; a string is the reason why there is no contribution
-Found = dict[int, Contribution]  # by node, in the order of partitions
 Agree = Callable[[str, Sequence[Contribution]], Agreement]  # the name of the exchange in messages, and what to average
 # Returns the nodes that stay in the round, in order. Arguments: the name of the exchange in messages; the partition
 # that each node reports; the reasons for rejecting an answer, with the node; the number of nodes asked. Logs the
@@ -69,29 +68,23 @@ def run_exchanges(
     """All exchanges of a round, `per_layer` for each batch norm; `what` is the round's name in messages."""
     agreement: Agreement | None = None
     step, remaining, done = 0, None, Counter[str]()
-
-    def without(found: Found, refused: Mapping[int, str], asked: int) -> Found:
-        """The contributions of the nodes that stay in the round; `asked` nodes could have contributed."""
-        if agreement is not None and not refused and len(found) == asked:  # all stay, and are in order
-            return found
-        partitions = {node: each.partition for node, each in found.items()}
-        return {node: found[node] for node in admit(exchange, partitions, list(refused.items()), asked)}
-
     while remaining != 0:
         answers = carrier.ask(nodes, step, agreement)
         step += 1
         exchange = f"{what}, exchange {step}"
         found = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
-        reasons = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
-        found = without(found, reasons | problems(found, remaining), len(nodes))
-        if outliers is not None:
-            tensors = [each.tensors for each in found.values()]
+        refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
+        refused |= problems(found, remaining)
+        usable = [node for node in found if node not in refused]
+        if usable and outliers is not None:
+            tensors = [found[node].tensors for node in usable]
             far = outliers(tensors, sorted(tensors[0]))
-            reasons = {node: f"{found[node].kind}: {far[i]}" for i, node in enumerate(found) if i in far}
-            found = without(found, reasons, len(found))
-        agreement = agree(exchange, list(found.values()))
-        nodes, first = list(found), next(iter(found.values()))
-        remaining = first.remaining
+            refused |= {usable[i]: f"{found[usable[i]].kind}: {reason}" for i, reason in far.items()}
+        if step == 1 or len(usable) < len(nodes) or refused:  # otherwise all stay, and are in order
+            partitions = {node: each.partition for node, each in found.items()}
+            nodes = admit(exchange, partitions, list(refused.items()), len(nodes))
+        first = found[nodes[0]]
+        agreement, remaining = agree(exchange, [found[node] for node in nodes]), first.remaining
         done[first.kind] += 1
         if report is not None:
             way = "backward" if first.kind == "gradients" else "forward"
@@ -100,7 +93,7 @@ def run_exchanges(
     return ExchangesDone(list(nodes), step, agreement)
 
 
-def problems(found: Found, remaining: int | None) -> dict[int, str]:
+def problems(found: Mapping[int, Contribution], remaining: int | None) -> dict[int, str]:
     """Why contributions cannot be used, by node: each one's own problem, or that most clients sent another form.
 
     `remaining` is the number of exchanges that were to follow the previous one; None before the first.

@@ -121,8 +121,6 @@ class Array(FlowerArray):
             return NotImplemented
         return (self.dtype, self.shape, self.stype, self.data) == (other.dtype, other.shape, other.stype, other.data)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Array, self.place
 

@@ -38,8 +38,8 @@ def dump(records: RecordDict) -> bytes:
             entries.append([name, "arrays", list(record)])
         else:
             kind = "metrics" if isinstance(record, MetricRecord) else "config"
-            entries.append([name, kind, [[key, _to_json(value)] for key, value in record.items()]])
-    return save(tensors, metadata={"records": json.dumps(entries)})
+            entries.append([name, kind, [*record.items()]])
+    return save(tensors, metadata={"records": json.dumps(entries, default=_coded)})
 
 
 def parse(data: bytes) -> RecordDict:
@@ -49,13 +49,13 @@ def parse(data: bytes) -> RecordDict:
     try:
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        entries = json.loads(header["__metadata__"]["records"])
+        entries = json.loads(header["__metadata__"]["records"], object_hook=_decoded)
         records = RecordDict()
         for number, (name, kind, content) in enumerate(entries):
             if kind == "arrays":
                 records[name] = pack({key: tensors[f"{number}/{key}"] for key in content})
             else:
-                records[name] = _KINDS[kind]({key: _from_json(value) for key, value in content})
+                records[name] = _KINDS[kind](dict(content))
     except Exception as error:  # of safetensors, JSON and Flower
         raise ValueError(f"these are not the bytes of records: {str(error)[:300]}") from None
     return records
@@ -67,20 +67,10 @@ def _storable(value: np.ndarray, what: str) -> np.ndarray:
     return np.asarray(value, order="C")
 
 
-def _to_json(value: Any) -> Any:
-    """Numbers, strings and booleans are JSON values, which keep every bit; bytes are {"base64": text}."""
-    match value:
-        case bytes():
-            return {"base64": base64.b64encode(value).decode()}
-        case list():
-            return [*map(_to_json, value)]
-    return value
+def _coded(value: bytes) -> dict[str, str]:
+    """What JSON has no form for: numbers, strings and booleans are JSON values, which keep every bit."""
+    return {"base64": base64.b64encode(value).decode()}
 
 
-def _from_json(value: Any) -> Any:
-    match value:
-        case {"base64": text}:
-            return base64.b64decode(text)
-        case list():
-            return [*map(_from_json, value)]
-    return value
+def _decoded(coded: dict[str, str]) -> bytes:
+    return base64.b64decode(coded["base64"])

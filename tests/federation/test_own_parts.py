@@ -99,7 +99,10 @@ def test_processes_and_a_resumed_run_use_the_same_draws(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ("data.name=my_parts:shape", "data.name='my_parts:shape': 'my_parts' has no 'shape'; did you mean 'shapes'?"),
-        ("data.options.size=3", "data.name='my_parts:shapes' cannot be called with count, size"),
+        (
+            "data.options.size=3",
+            "data.name='my_parts:shapes' failed: TypeError: shapes() got an unexpected keyword argument 'size'",
+        ),
         ("data.partition.shares=1", "got an unexpected keyword argument 'shares'"),
         ("data.partition.kind=my_parts:shapes", "data.partition.kind='my_parts:shapes' failed: TypeError"),
         ("data.augment=['my_parts:blank_rows']", "data.augment: 'my_parts:blank_rows' failed: TypeError"),

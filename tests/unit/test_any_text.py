@@ -137,7 +137,7 @@ def test_any_content_of_a_checkpoint(checkpoint: CheckpointFile, seed: int, name
     else:
         entries[name] = (with_header if seed % 2 else damaged)(entries[name], seed)
     file = CheckpointFile(checkpoint.path.with_name("other"))
-    write_store(file.path, entries.items(), durable=False)
+    write_store(file.path, entries.items())
     attempt(lambda: (file.state(), file.read(), list(file.clients())), SettingsError)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +123,7 @@ class RayGrid(LocalGrid):
         self._ends_actors = idle is None
         super().__init__(client_app, num_nodes, workers=workers, threads=threads, **nodes)
         self._start_timeout = start_timeout
+        self._served_at: float | None = None  # when some actor was last ready
 
     def _make_workers(self, nodes: Nodes, count: int) -> list[ActorWorker]:
         sent = ray.put(nodes)
@@ -147,12 +149,17 @@ class RayGrid(LocalGrid):
             self._workers[number].waited = None
         return lost
 
-    def _cannot_start(self) -> str:
-        return (
-            f"no actor has started on the Ray cluster for {self._start_timeout:g} s; each needs {self._place}, and "
-            f"the machines are {cluster_text()}, which other programs may use; if their processes start slowly, "
-            "set a longer start_timeout (engine.node_timeout of an experiment)"
-        )
+    def _receive(self, timeout: float) -> None:
+        now = time.monotonic()
+        if self._served_at is None or any(actor.is_ready for actor in self._workers):
+            self._served_at = now
+        if now - self._served_at > self._start_timeout:
+            raise RunFailed(
+                f"no actor has started on the Ray cluster for {self._start_timeout:g} s; each needs {self._place}, and "
+                f"the machines are {cluster_text()}, which other programs may use; if their processes start slowly, "
+                "set a longer start_timeout (engine.node_timeout of an experiment)"
+            )
+        super()._receive(timeout)
 
 
 class _SharedRecords:

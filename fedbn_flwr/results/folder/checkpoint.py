@@ -72,7 +72,7 @@ class CheckpointFile:
         try:
             with Store(self.path) as store:
                 yield store
-        except (StorageError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (StorageError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             what = str(error)
             if not isinstance(error, StorageError):  # whole, but with other content
                 what = f"{str(self.path)!r} is damaged: {type(error).__name__}: {what[:200]}"

@@ -237,7 +237,7 @@ def test_an_unknown_node_gives_an_error_reply(workers: int) -> None:
         good, bad = grid.send_and_receive([to(1), to(9)])
     assert not good.has_error()
     assert bad.error.code == ErrorCode.NODE_UNAVAILABLE
-    assert "there is no node 9; the grid has 1 to 2" in bad.error.reason
+    assert "there is no node 9; the grid has [1, 2]" in bad.error.reason
 
 
 @WORKERS

@@ -90,7 +90,7 @@ def test_the_nodes_of_a_worker_that_died_go_to_any_worker() -> None:
     schedule.add(messages([0, 1], COHORT_QUERY), (0, 1))
     lost = schedule.take(0)
     assert lost is not None
-    schedule.done(lost, 0, lost=True)
+    schedule.release(0)
     assert (schedule.is_kept(0), schedule.is_kept(1)) == (False, True)
     schedule.add(messages([0]), (0, 1))
     other = schedule.take(1)

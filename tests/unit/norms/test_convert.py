@@ -307,7 +307,7 @@ def test_a_normaliser_of_torch_can_be_named_so() -> None:
     ("kind", "message"),
     [
         ("builtins:str", "returned a str; expected a torch.nn.Module"),
-        ("torch.nn:GroupNorm", "cannot be called with int: missing a required argument: 'num_channels'"),
+        ("torch.nn:GroupNorm", r"failed: TypeError: .*missing 1 required positional argument: 'num_channels'"),
         ("torch.nn:BatchNorm4d", "has no 'BatchNorm4d'; did you mean 'BatchNorm"),
         ("batchnorm", "'batchnorm' is not a kind of normalisation; .* or module:callable for your own"),
     ],
