@@ -46,20 +46,16 @@ from ..file.layers import from_run_config
 from ..flower_mods import client_mods
 from ..listeners.best import Best
 from ..listeners.dynamics import Dynamics
-from ..listeners.evaluate import Evaluate
-from ..listeners.final import Final
+from ..listeners.evaluate import Evaluate, Final, values_of
 from ..listeners.listener import Listener, Round, Running
-from ..listeners.of_clients import values_of
 from ..listeners.progress import Progress, Reporter, WatchedGrid
 from ..listeners.recording import History, Saving
 from ..listeners.track import Track
-from ..model import choose_device
 from ..node import Clients, trains
-from ..parts import Parts
+from ..parts import Parts, choose_device
 from ..prepare import check_partition, prepare
 from ..settings import Experiment, Settings
-from .agreement import agree, agreed_before
-from .cohort import TrainedNodes, check_nodes
+from .cohort import TrainedNodes, agree, agreed_before, check_nodes
 from .resume import keep_promises, restore_clients
 from .side_by_side import failed_because, jobs_of, side_by_side
 
