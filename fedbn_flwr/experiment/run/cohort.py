@@ -18,6 +18,7 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.moments import ROWS, Sums, moments_from, totals
@@ -28,6 +29,7 @@ from fedbn_flwr.messages.aggregate import fault
 from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import arrays_of, number_of, partition_of
 from fedbn_flwr.messages.screening import reason_of
+from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
 
 from ..parts import Parts
@@ -187,3 +189,46 @@ def _sums_in(reply: Message, columns: int) -> Sums:
         if not 0 <= count == column[0] < 2**53 or square * count < total**2 or square > 0 == count:
             raise MessageError(f"its sums of column {place} are those of no values; expected those of its data")
     return sums
+
+
+# --- the states of the clients of a resumed run ---
+
+
+def restore_clients(
+    prepared: Parts, grid: GridAround, folder: RunFolder, trained: Mapping[int, int], folders: Mapping[int, int]
+) -> None:
+    """Restore the clients' states from the checkpoint, or check that the nodes have them in their state folders.
+
+    `trained` is the last round that each partition trained in, `folders` the round of the state in its node's folder.
+    """
+    saved, states = folder.checkpoint.clients(), grid.node_states()
+    if saved is not None and states is not None:
+        for node, records in saved:
+            states.write_state(node, records)
+        return
+    if (needed := _needed_client_state(prepared)) is None:
+        return
+    lost = [f"client {client} has none" for client in trained if client not in folders]
+    lost += [
+        f"client {client} has that of round {folders[client]}, but last trained in round {last}"
+        for client, last in trained.items()
+        if client in folders and folders[client] < last
+    ]
+    if lost:
+        more = f" (and {len(lost) - 3} more)" if len(lost) > 3 else ""
+        raise SettingsError(
+            f"{str(folder.path)!r} cannot be resumed here: {strategy_name(prepared.run.strategy)} needs its "
+            f"clients' state ({needed}), but {'; '.join(sorted(lost)[:3])}{more}. Resume it on the local "
+            "engine if it began there, or give each node a folder before a run begins: --node-config "
+            "\"state='/srv/fedbn-state'\""
+        )
+
+
+def _needed_client_state(prepared: Parts) -> str | None:
+    """A description of the client state that training needs, or None."""
+    if prepared.run.train.keep_momentum:
+        return "their optimisers' state"
+    norms = [module for module in prepared.model.modules() if isinstance(module, _BatchNorm)]
+    if any(isinstance(norm, BatchRenorm) or norm.momentum is None for norm in norms):
+        return "their batch counters"
+    return prepared.rule.traits.client_memory

@@ -49,14 +49,13 @@ from ..listeners.dynamics import Dynamics
 from ..listeners.evaluate import Evaluate, Final, values_of
 from ..listeners.listener import Listener, Round, Running
 from ..listeners.progress import Progress, Reporter, WatchedGrid
-from ..listeners.recording import History, Saving
+from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.track import Track
 from ..node import Clients, trains
 from ..parts import Parts, choose_device
 from ..prepare import check_partition, prepare
 from ..settings import Experiment, Settings
-from .cohort import TrainedNodes, agree, agreed_before, check_nodes
-from .resume import keep_promises, restore_clients
+from .cohort import TrainedNodes, agree, agreed_before, check_nodes, restore_clients
 from .side_by_side import failed_because, jobs_of, side_by_side
 
 
