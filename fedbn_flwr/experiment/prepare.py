@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,8 +54,8 @@ def prepare(
     chosen = named if places is None else [named[place] for place in places]
     runs = [run for run, _ in chosen]
     found = Faults() if faults is None else faults
-    for text in dict.fromkeys(json.dumps(entry) for run in runs for entry in run.track):
-        trackers.check(json.loads(text))
+    for entry in (entry for run in runs for entry in run.track):
+        trackers.check(entry)
     rules: dict[str, Rule] = {}
     for run, name in chosen:
         with found.of(run.label):

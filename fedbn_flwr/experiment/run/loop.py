@@ -69,13 +69,13 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     running = Running(prepared, ledger, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
-    at = start = Round(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
+    at = Round(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
     listeners = listeners_of(prepared, folder, ledger, progress)
     begun: list[Listener] = []
     error: BaseException | None = None
     try:
         for listener in listeners:
-            at = start = listener.on_start(running, start)
+            at = listener.on_start(running, at)
             begun.append(listener)
         asked = {protocol.COHORT_MIN_BATCH: least} if (least := rule.traits.min_batch) else {}
         nodes = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
@@ -94,13 +94,16 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
         if unseen := {client: node for client, node in nodes.ids.items() if not trains(run, client)}:
             running = replace(running, grid=TrainedNodes(ledger, frozenset(unseen.values())), unseen=unseen)
-        rule.begin(run.rounds, start.arrays)
+        rule.begin(run.rounds, at.arrays)
         if snapshot is not None and snapshot.strategy is not None:
             restore_clients(prepared, ledger, folder, snapshot.trained, nodes.folders)
             restore(rule, snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
         keep_promises(rule, folder, done)
-        for at in rounds(running, start, listeners):
+        while not at.is_last:
+            at = train_round(running, at, listeners)
+            for listener in listeners:
+                at = listener.on_round(running, at)
             if at.stop and not at.is_last:
                 raise KeyboardInterrupt
         if not at.trained:
@@ -122,15 +125,6 @@ def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progre
     trackers = [Track(entry, folder) for entry in run.track]
     evaluate = Evaluate(prepared, threads=workers_of(run))
     return [*dynamics, evaluate, *best, *final, progress, History(folder, ledger), Saving(folder), *trackers]
-
-
-def rounds(running: Running, at: Round, listeners: Sequence[Listener]) -> Iterator[Round]:
-    """The rounds after `at` up to the last one, each when it has passed all listeners."""
-    while not at.is_last:
-        at = train_round(running, at, listeners)
-        for listener in listeners:
-            at = listener.on_round(running, at)
-        yield at
 
 
 def end(listeners: Sequence[Listener], running: Running, error: BaseException | None) -> None:
