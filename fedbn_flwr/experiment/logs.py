@@ -49,8 +49,8 @@ def log_message(message: Message, context: Context, call_next: Callable[[Message
         return call_next(message, context)
     config = next(iter(configs_in(message.content).values()), ConfigRecord())
     task, began = message.metadata.message_type, time.monotonic()
-    fields = {"node": context.node_id, "client": context.node_config.get("partition-id"), "task": task}
-    fields |= {"run": config.get(protocol.RUN), "round": config.get(protocol.ROUND)}
+    node, client = context.node_id, context.node_config.get("partition-id")
+    of_run = {"run": config.get(protocol.RUN), "round": config.get(protocol.ROUND)}
     level, text = "INFO", f"answered {task}"
     try:
         return call_next(message, context)
@@ -58,7 +58,9 @@ def log_message(message: Message, context: Context, call_next: Callable[[Message
         level, text = "ERROR", " ".join(str(error).split())
         raise
     finally:
-        write_json(level, text, **fields, seconds=round(time.monotonic() - began, 3))
+        write_json(
+            level, text, node=node, client=client, **of_run, task=task, seconds=round(time.monotonic() - began, 3)
+        )
 
 
 class OneLine(logging.Filter):
