@@ -16,7 +16,7 @@ import torch
 
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.worker import keep_freed_memory
-from fedbn_flwr.experiment.model import choose_device
+from fedbn_flwr.experiment.parts import choose_device
 from fedbn_flwr.results.folder.environment import environment
 
 from .common import Figure, Options

@@ -6,10 +6,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message
@@ -17,14 +15,6 @@ from flwr.app import ConfigRecord, Context, Message
 from fedbn_flwr.errors import FedbnError, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in
-
-# Of every JSON line: what this thread works at, such as run and round.
-_fields: ContextVar[Mapping[str, Any]] = ContextVar("fields", default=MappingProxyType({}))
-
-
-def working_at(**fields: Any) -> None:
-    """Add fields to the JSON lines of this thread."""
-    _fields.set({**_fields.get(), **fields})
 
 
 def is_json() -> bool:
@@ -36,7 +26,7 @@ def is_json() -> bool:
 
 
 def write_json(level: str, message: str, **more: Any) -> None:
-    line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": level, **_fields.get(), **more}
+    line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": level, **more}
     # The stream of this moment, which Flower replaces to copy the log of a ServerApp.
     print(json.dumps({**line, "message": message}), flush=True)
 
@@ -58,13 +48,9 @@ def log_message(message: Message, context: Context, call_next: Callable[[Message
     if not is_json():
         return call_next(message, context)
     config = next(iter(configs_in(message.content).values()), ConfigRecord())
-    working_at(
-        node=context.node_id,
-        client=context.node_config.get("partition-id"),
-        run=config.get(protocol.RUN),
-        round=config.get(protocol.ROUND),
-    )
     task, began = message.metadata.message_type, time.monotonic()
+    node, client = context.node_id, context.node_config.get("partition-id")
+    of_run = {"run": config.get(protocol.RUN), "round": config.get(protocol.ROUND)}
     level, text = "INFO", f"answered {task}"
     try:
         return call_next(message, context)
@@ -72,7 +58,9 @@ def log_message(message: Message, context: Context, call_next: Callable[[Message
         level, text = "ERROR", " ".join(str(error).split())
         raise
     finally:
-        write_json(level, text, task=task, seconds=round(time.monotonic() - began, 3))
+        write_json(
+            level, text, node=node, client=client, **of_run, task=task, seconds=round(time.monotonic() - began, 3)
+        )
 
 
 class OneLine(logging.Filter):

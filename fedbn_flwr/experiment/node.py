@@ -39,8 +39,7 @@ from .data import (
     shape_without_data,
 )
 from .file.layers import from_run_config
-from .model import choose_device, make_model
-from .objective import learning_rate, loss_of, metrics_of, plain_loss
+from .parts import choose_device, learning_rate, loss_of, make_model, metrics_of, plain_loss
 from .settings import Experiment, Settings
 
 NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch")

@@ -1,26 +1,33 @@
-"""What the server of a run is made of."""
+"""What a run is made of, from its settings: device, data, model, schedule, loss and metrics."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from fedbn_flwr import named, seeding
 from fedbn_flwr.client.evaluation import Metric
+from fedbn_flwr.client.losses import balanced_weights, make_loss
+from fedbn_flwr.client.schedules import Schedule, cosine, exponential, linear_warmup, steps
+from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.strategies import Rule
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.models.build import build_model
 from fedbn_flwr.tasks import Task
 
 from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data, validation_rows
-from .model import choose_device, make_model, model_arguments
-from .objective import metrics_of
-from .settings import Settings
+from .settings import Settings, name_in
+
+if TYPE_CHECKING:  # clients need no strategies
+    from fedbn_flwr.strategies import Rule
 
 
 @dataclass(frozen=True)
@@ -98,3 +105,119 @@ class Parts:
 
 def _in_words(run: Settings, normalise: Normalise) -> Any:
     return run.data.normalise if callable(normalise) else dict(zip(("mean", "std"), normalise, strict=True))
+
+
+# --- device and model ---
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("engine.device is 'cuda', but PyTorch finds no GPU here; use auto or cpu")
+    return torch.device(name)
+
+
+def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
+    """The run's model, with initial weights drawn from its seed."""
+    outputs = run.model.classes or dataset.outputs
+    if outputs != dataset.outputs:
+        raise SettingsError(
+            f"model.classes is {outputs}, but {run.data.name!r} has {dataset.classes} classes, for which the model "
+            f"needs {dataset.outputs} outputs"
+        )
+    with seeding.streams(seeding.seed_for(run.seed, "initial model"), torch.device("cpu")):
+        return build_model(**model_arguments(run, dataset), weights=run.model.weights)
+
+
+def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
+    """The arguments with which `build_model` builds the run's model."""
+    return {
+        "name": run.model.name,
+        "num_classes": dataset.outputs,
+        "norm": run.model.norm,
+        "in_channels": dataset.channels,
+        "image_size": run.model.image_size or (dataset.size if dataset.is_image else None),
+        "input_shape": None if run.model.image_size else dataset.shape,
+        "num_tokens": dataset.tokens,
+        "stem": run.model.stem,
+        "groups": run.model.groups,  # each norm uses the options that it has
+        "branch_scale": run.model.branch_scale,
+        **run.model.brn.model_dump(),
+    }
+
+
+# --- schedule, loss and metrics ---
+
+
+def learning_rate(run: Settings, server_round: int) -> float:
+    rate = schedule_of(run)(server_round, run.rounds)
+    if not (isinstance(rate, int | float) and rate >= 0):
+        raise SettingsError(
+            f"train.schedule.kind={run.train.schedule.kind!r} returned {rate!r} for round {server_round}; expected a "
+            "learning rate, zero or more"
+        )
+    return float(rate)
+
+
+def schedule_of(run: Settings) -> Schedule:
+    lr, options = run.train.lr, run.train.schedule
+    match options.kind:
+        case "constant":
+            schedule: Schedule = steps(lr)
+        case "step":
+            schedule = steps(lr, options.milestones, 0.1 if options.gamma is None else options.gamma)
+        case "cosine":
+            schedule = cosine(lr, options.warmup)
+        case "exponential":
+            assert options.gamma is not None
+            schedule = exponential(lr, options.gamma, options.warmup)
+        case name:
+
+            def schedule(server_round: int, rounds: int) -> float:
+                rate: float = named.call("train.schedule.kind", name, server_round, rounds, lr)
+                return rate
+
+    return linear_warmup(lr, options.warmup, schedule) if options.warmup else schedule
+
+
+def loss_of(run: Settings, dataset: DataSet, indices: Tensor) -> Loss:
+    """The loss of a client, whose training examples are those at `indices`."""
+    train, task = run.train, dataset.task
+    if own_loss(run) is not None or not (train.label_smoothing or train.class_weights):
+        return plain_loss(run, task)
+    weights: Tensor | None = None
+    if train.class_weights == "balanced":
+        weights = balanced_weights(dataset.train.labels[indices.to(dataset.train.labels.device)], dataset.classes)
+    elif train.class_weights is not None:
+        weights = torch.tensor(train.class_weights, dtype=torch.float64, device=dataset.train.device)
+    options = {"label_smoothing": train.label_smoothing, "class_weights": weights}
+    return make_loss(name_in(train.loss or task.losses[0]), **options)
+
+
+def plain_loss(run: Settings, task: Task) -> Loss:
+    """The loss that evaluations report, without label smoothing and class weights."""
+    if (own := own_loss(run)) is not None:
+        return own
+    return make_loss(name_in(run.train.loss or task.losses[0]), **_options(run))
+
+
+def own_loss(run: Settings) -> Loss | None:
+    """The loss of the user, or None for one of `tasks.LOSSES`."""
+    name = name_in(run.train.loss or "")
+    if not named.is_name(name):
+        return None
+    options, function = _options(run), named.load("train.loss", name)
+    if isinstance(function, type):
+        made: Loss = named.call("train.loss", name, **options)
+        return made
+    return functools.partial(function, **options) if options else function
+
+
+def _options(run: Settings) -> dict[str, Any]:
+    loss = run.train.loss
+    return {key: value for key, value in loss.items() if key != "name"} if isinstance(loss, Mapping) else {}
+
+
+def metrics_of(run: Settings) -> Sequence[Metric]:
+    return [named.load("evaluate.metrics", name) if ":" in name else name for name in run.evaluate.metrics]

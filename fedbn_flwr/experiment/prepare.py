@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr import named, seeding
+from fedbn_flwr.batch import Value, each
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
 from fedbn_flwr.client.training import Loss, check_optimizer, decay_of
+from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.examples import main
 from fedbn_flwr.data.partition.indices import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.step import exchanged_layers
@@ -22,15 +26,13 @@ from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import Rule, as_rule
-from fedbn_flwr.tasks import Task
+from fedbn_flwr.tasks import SEVERAL, Task
 
 from . import trackers
-from .data import check_labels, partition_of, try_data
+from .data import Shape, check_labels, partition_of, try_data
 from .faults import Faults
 from .flower_mods import check_mods
-from .model import try_model
-from .objective import check_loss, learning_rate, own_loss, plain_loss, targets_like
-from .parts import Parts
+from .parts import Parts, learning_rate, own_loss, plain_loss
 from .sections import refuse
 from .settings import Experiment, Settings, name_in, strategy_name
 
@@ -51,8 +53,8 @@ def prepare(
     chosen = named if places is None else [named[place] for place in places]
     runs = [run for run, _ in chosen]
     found = Faults() if faults is None else faults
-    for text in dict.fromkeys(json.dumps(entry) for run in runs for entry in run.track):
-        trackers.check(json.loads(text))
+    for entry in (entry for run in runs for entry in run.track):
+        trackers.check(entry)
     rules: dict[str, Rule] = {}
     for run, name in chosen:
         with found.of(run.label):
@@ -286,3 +288,126 @@ def _check_metrics(task: Task, metrics: Sequence[Metric], outputs: Tensor, targe
             f"evaluate.metrics: a metric of {', '.join(map(name_of, metrics))} failed for outputs "
             f"{list(outputs.shape)} and targets {list(targets.shape)}: {type(error).__name__}: {error}"
         ) from error
+
+
+def try_model(
+    run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device, loss: Loss | None
+) -> None:
+    """Run two examples through the model, so that a wrong size is reported before training.
+
+    It is tried in eval mode, and a copy of it in training mode, in which some networks return something else, which
+    needs a `loss` of the user.
+    """
+    named.check_unchanged(run.model_dump())
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SettingsError(f"model.name={run.model.name!r} has no parameter with requires_grad; expected one to train")
+    model.eval()
+    # Two, because static batch norm cannot compute the variance of one value.
+    tried = [each(lambda part: part.to(device), dataset.blank(2))]
+    if run.data.crop is not None:
+        tried.insert(0, tried[0].new_zeros(2, dataset.channels, run.data.crop, run.data.crop))
+    for inputs in tried:
+        _try_examples(run, model, dataset, inputs)
+    try:
+        copied = copy.deepcopy(model).train()
+    except Exception:  # a module of the user; clients try it
+        return
+    with seeding.all_streams(0, device):  # dropout draws
+        _try_examples(run, copied, dataset, tried[0], loss)
+
+
+def _try_examples(
+    run: Settings,
+    model: nn.Module,
+    dataset: DataSet | Shape,
+    inputs: Value,
+    loss: Loss | None = None,
+) -> None:
+    size = main(inputs).shape[2:]
+    mode = " in training mode" if model.training else ""
+    try:
+        with torch.no_grad():
+            logits = model(inputs)
+    except Exception as error:  # the network may be the user's
+        reason = " ".join(str(error).split())[:200]
+        if not isinstance(error, RuntimeError | ValueError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise SettingsError(
+            f"model.name={run.model.name!r} does not take the {_described(inputs)} examples of "
+            f"{run.data.name!r}{mode}: {reason}"
+        ) from None
+    expected = [2, dataset.outputs, *(size if dataset.dense else ())]
+    of_pixels = isinstance(logits, Tensor) and logits.ndim > 2
+    # A model with one output may leave out its dimension.
+    forms = (expected, [2]) if dataset.outputs == 1 and not dataset.dense else (expected,)
+    is_right = isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) in forms
+    if dataset.task is SEVERAL or (is_right and of_pixels == dataset.dense):
+        return
+    found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+    if loss is not None:
+        targets = targets_like(dataset.task, dataset.classes, 2, expected[2:]).to(main(inputs).device)
+        try:
+            value: Any = loss(logits, targets)
+            problem = None if isinstance(value, Tensor) and value.ndim == 0 else "it did not return a scalar tensor"
+        except Exception as error:  # the user's
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise SettingsError(
+                f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples, which "
+                f"train.loss={name_in(run.train.loss or '')!r} does not take: {problem}"
+            )
+        return
+    if of_pixels and not dataset.dense:
+        raise SettingsError(
+            f"model.name={run.model.name!r} is a segmentation network (one output per pixel), but "
+            f"{run.data.name!r} has one label per example; use a classifier, such as resnet18, or segmentation data"
+        )
+    if isinstance(logits, Tensor) and logits.ndim == 2 and dataset.dense:
+        raise SettingsError(
+            f"model.name={run.model.name!r} is a classifier (one output per example), but {run.data.name!r} has one "
+            "label per pixel; use a segmentation network, such as deeplabv3plus_mobilenet_v2"
+        )
+    other = ", or a train.loss of your own that takes what the model returns" if model.training else ""
+    raise SettingsError(
+        f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples; expected shape {expected}, as "
+        f"{run.data.name!r} has {dataset.classes} {_COUNTED[dataset.task.form]}{other}"
+    )
+
+
+_COUNTED = {"classes": "classes", "labels": "labels", "numbers": "numbers to predict", "": "targets"}
+
+
+def _described(inputs: Value) -> str:
+    if isinstance(inputs, Mapping):
+        return ", ".join(f"{key}: {_described(part)}" for key, part in inputs.items())
+    return "x".join(map(str, inputs.shape[1:]))
+
+
+def targets_like(task: Task, count: int, number: int, size: Sequence[int] = ()) -> Tensor:
+    """Targets of so many examples, to try a loss: of all `count` classes in turn, of labels, or of numbers."""
+    labels = torch.arange(number) % count
+    if task.form == "classes":
+        return labels.reshape(-1, *(1 for _ in size)).expand(-1, *size)
+    targets = torch.randn(number, count, generator=torch.Generator().manual_seed(1))
+    targets = (targets > 0).float() if task.form == "labels" else targets
+    return targets[:, 0] if count == 1 else targets
+
+
+def check_loss(run: Settings, task: Task, count: int) -> None:
+    """Refuse a loss, or an option of it, that does not suit the targets."""
+    train, found = run.train, f"{run.data.name!r} has {task.targets} ({task.name})"
+    suited = f"{' or '.join(task.losses)}, or " if task.losses else ""
+    name = name_in(train.loss) if train.loss is not None else task.losses[0] if task.losses else "missing"
+    refuse(
+        {
+            f"data.task is 'binary', but {run.data.name!r} has {count} classes; expected two, or task: "
+            "classification": task.name == "binary" and count != 2,
+            f"train.loss is {name}, but {found}; expected {suited}module:callable, a loss of your own": own_loss(run)
+            is None
+            and name not in task.losses,
+            f"train.label_smoothing is {train.label_smoothing}, but {found}; leave it out": train.label_smoothing > 0
+            and "label_smoothing" not in task.options,
+            f"train.class_weights is {train.class_weights}, but {found}; leave it out": train.class_weights is not None
+            and "class_weights" not in task.options,
+        }
+    )

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from flwr.app import Context
+from torch import Tensor
 
-from fedbn_flwr.batch import each
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.local import LocalGrid
@@ -31,12 +32,11 @@ from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 
 from .counting import count_partitions
-from .data import normalisation_of
 from .faults import Faults
 from .file.layers import Setting, settings_of
 from .listeners.listener import Round, Running
 from .node import Clients
-from .parts import Parts
+from .parts import Parts, plain_loss
 from .prepare import prepare
 from .run.cohort import TrainedNodes
 from .run.loop import open_folders, train_round, workers_of
@@ -153,13 +153,17 @@ def plan(experiment: Experiment, out: Path, *, resume: bool, jobs: int | None) -
 
 
 def _parts_of(prepared: Parts) -> dict[str, Part]:
-    parts: dict[str, Part] = {}
-    tensors = prepared.model.state_dict()
+    tensors, by_role = prepared.model.state_dict(), dict[str, list[Tensor]]()
     for key, role in roles(prepared.model).items():
-        before, tensor = parts.get(str(role), Part(0, 0, 0)), tensors[key]
-        size = tensor.numel() * sent_dtype(tensor.dtype).itemsize
-        parts[str(role)] = Part(before.arrays + 1, before.values + tensor.numel(), before.bytes + size)
-    return parts
+        by_role.setdefault(str(role), []).append(tensors[key])
+    return {
+        role: Part(
+            len(found),
+            sum(tensor.numel() for tensor in found),
+            sum(tensor.numel() * sent_dtype(tensor.dtype).itemsize for tensor in found),
+        )
+        for role, found in by_role.items()
+    }
 
 
 # --- the trial ----------------------------------------------------------------
@@ -195,9 +199,9 @@ def try_out(prepared: Parts, dataset: DataSet) -> Costs:
     examples = len(dataset.test.labels)
     domains = 2 if dataset.domains is not None and dataset.domains.test is not None else 1
     tested = domains * examples + (run.clients + 1) * examples / workers * by_clients
-    evaluate = tested * (_time_of_test_example(prepared, dataset) if rule.traits.has_global_model else 0.0)
-    whole = run.rounds * train + math.ceil(run.rounds / run.evaluate.every) * evaluate
-    return Costs(clients, traffic, run.rounds, workers, steps, step, train, evaluate, whole)
+    evaluation = tested * (_time_of_test_example(prepared, dataset) if rule.traits.has_global_model else 0.0)
+    whole = run.rounds * train + math.ceil(run.rounds / run.evaluate.every) * evaluation
+    return Costs(clients, traffic, run.rounds, workers, steps, step, train, evaluation, whole)
 
 
 class _Trial:
@@ -242,11 +246,9 @@ class _Trial:
 
 
 def _time_of_test_example(prepared: Parts, dataset: DataSet) -> float:
-    run, model = prepared.run, prepared.model
+    run = prepared.run
     rows = torch.arange(min(run.evaluate.batch_size, len(dataset.test.labels)))
-    began = time.perf_counter()
-    model.eval()
-    with torch.no_grad():
-        for examples, _ in TestBatches(dataset.test, normalisation_of(run, dataset), run.evaluate.batch_size, rows):
-            each(lambda part: part.cpu(), model(each(lambda part: part.to(prepared.device), examples)))
+    examples = TestBatches(dataset.test, prepared.normalise, run.evaluate.batch_size, rows)
+    loss, began = plain_loss(run, prepared.task), time.perf_counter()
+    evaluate(prepared.model, examples, loss, prepared.device, task=prepared.task)
     return (time.perf_counter() - began) / len(rows)

@@ -1,12 +1,20 @@
-"""Evaluates after a round: the global model on the server's test examples, and the clients' models on the clients."""
+"""Evaluates after a round: the global model on the server's test examples, and the clients' models on the clients.
+
+After the last round, also the global model on clients that never trained.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from logging import WARNING
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.common import log
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr import strategies
@@ -15,14 +23,19 @@ from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.arrays import metrics_in, unpack
+from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.norms.statistics import reestimate
+from fedbn_flwr.results.folder.clients import is_count, spread
 
 from ..data import rows_by_domain
-from ..objective import plain_loss
-from ..parts import Parts
+from ..parts import Parts, plain_loss
+from ..run.cohort import failures
 from .listener import Listener, Round, Running
-from .of_clients import ByClient, name_of, own_means, spreads, validation_means, values_of
+
+ByClient = dict[int, dict[str, float]]  # metrics by the number of the client
+
+_IDENTIFIERS = (protocol.PARTITION, protocol.BATCH_EXAMPLES)
 
 
 class Evaluate(Listener):
@@ -119,8 +132,8 @@ class Evaluate(Listener):
         model.load_state_dict(state, strict=False)
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         if norms and self.prepared.run.evaluate.statistics == "reestimated":
-            statistics = reestimate(model, examples, self.prepared.device, pooled=True, threads=self.threads)[0]
-            model.load_state_dict(statistics, strict=False)
+            found = reestimate(model, examples, self.prepared.device, pooled=True, threads=self.threads)[0]
+            model.load_state_dict(found, strict=False)
             return "reestimated"
         if queried:  # the strategy asked clients for statistics
             return "query"
@@ -131,3 +144,95 @@ class Evaluate(Listener):
         figures = evaluate(model, examples, self.loss, device, self.metrics, task=self.task, threads=self.threads)
         figures.pop("num-examples")
         return {key.replace("-", "_"): value for key, value in figures.items()}
+
+
+class Final(Listener):
+    def on_round(self, running: Running, at: Round) -> Round:
+        """Send the whole global model, its batch norm included; the run is complete without those that fail."""
+        if not at.is_last:
+            return at
+        options = running.run.evaluate
+        keys: dict[str, Any] = {**running.identity, protocol.ROUND: at.number, protocol.TEST_SETS: protocol.OWN}
+        if options.finetune_steps:
+            keys[protocol.TUNE_STEPS] = options.finetune_steps
+            keys[protocol.TUNE_LR] = options.finetune_lr or running.run.train.lr
+        content = RecordDict({"arrays": at.arrays, "config": ConfigRecord(keys)})
+        messages = [Message(content, node, MessageType.EVALUATE) for node in running.unseen.values()]
+        replies = list(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
+        for problem in failures(running.run, len(messages), replies):
+            log(WARNING, "after the last round: without %s", problem)
+        measured = {client: _renamed(values) for client, values in values_of(replies, "test_examples").items()}
+        means = {name: statistics.fmean(each) for name, each in by_metric(measured).items() if not is_count(name)}
+        return at.with_figures(means, measured)
+
+
+def _renamed(values: Mapping[str, float]) -> dict[str, float]:
+    """`own_accuracy` as `unseen_accuracy`, `tuned_own_accuracy` as `unseen_accuracy_tuned`."""
+    tuned, own = f"{protocol.TUNED}_", f"{protocol.OWN}_"
+    return {
+        f"unseen_{name.removeprefix(tuned).removeprefix(own)}" + ("_tuned" if name.startswith(tuned) else ""): value
+        for name, value in values.items()
+    }
+
+
+# --- the values of each client, their means and their spread ---
+
+
+def values_of(replies: Iterable[Message], examples: str) -> ByClient:
+    """The numbers in the metrics of each reply, under the names of `clients.jsonl`; num-examples is `examples`."""
+    found: ByClient = {}
+    for reply in replies:
+        for metrics in metrics_in(reply.content).values() if reply.has_content() else ():
+            numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+            found.setdefault(number_of(reply), {}).update(
+                (examples if key == protocol.NUM_EXAMPLES else name_of(key), value)
+                for key, value in numbers.items()
+                if key not in _IDENTIFIERS
+            )
+    return found
+
+
+def name_of(key: str) -> str:
+    """`own-accuracy` as `own_accuracy`; `own@sea-accuracy`, on own examples of one domain, as `own_accuracy_sea`."""
+    test_set, _, measure = key.partition("-")
+    owner, at, domain = test_set.partition("@")
+    name = (f"{owner}-{measure}-{domain}" if at else key).replace("-", "_")
+    return name.replace("num_examples", "examples")
+
+
+def own_means(clients: ByClient) -> dict[str, float]:
+    """Means over the clients' own test examples, with equal weights, over the clients that have some (of a domain)."""
+    metrics = {name: each for name, each in by_metric(clients).items() if name.startswith("own_")}
+    return {name: statistics.fmean(each) for name, each in metrics.items() if not is_count(name)}
+
+
+def validation_means(clients: ByClient, main: str) -> dict[str, float]:
+    """Validation loss and main figure over the examples that all clients hold out; empty if none reports any."""
+    names = dict.fromkeys(("validation_loss", f"validation_{main}"))
+    held = [each for each in clients.values() if each.get("validation_examples") and each.keys() >= {*names}]
+    total = math.fsum(metrics["validation_examples"] for metrics in held)
+    return {
+        name: math.fsum(metrics[name] * metrics["validation_examples"] for metrics in held) / total
+        for name in names
+        if held
+    }
+
+
+def spreads(clients: ByClient) -> dict[str, float]:
+    """Deviation and worst tenth of each metric over the clients, with equal weights; not of single domains."""
+    metrics = by_metric(clients)
+    found: dict[str, float] = {}
+    for name, each in metrics.items():
+        # A metric of a single domain exists only on own test examples.
+        if name.removeprefix("own_") in metrics and not is_count(name):
+            measured = spread(each, name)
+            found |= {f"{name}_std": measured.deviation, f"{name}_worst_tenth": measured.worst_tenth}
+    return found
+
+
+def by_metric(clients: Mapping[int, Mapping[str, float]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for metrics in clients.values():
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    return found

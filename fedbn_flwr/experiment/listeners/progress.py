@@ -31,7 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedbn_flwr.engines.base import GridAround
-from fedbn_flwr.experiment.logs import is_json, working_at, write_json
+from fedbn_flwr.experiment.logs import is_json, write_json
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
@@ -250,13 +250,13 @@ class Progress:
         self._left_over.discard(place)
         self._show()
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, **fields: Any) -> None:
         if self._draws and self.console.is_terminal:
             self.console.print(text, markup=False, soft_wrap=True)
         elif not self._quiet:
             try:
                 if is_json():
-                    write_json("INFO", text)
+                    write_json("INFO", text, **fields)
                 else:  # not with rich, which wraps lines at 80 columns if there is no terminal
                     print(text, file=sys.stdout, flush=True)
             except BrokenPipeError:  # its reader has ended, for instance `| head`; the run continues
@@ -269,11 +269,7 @@ class Progress:
         return f"[{place + 1}/{len(self._labels)}] {self._labels[place]}"
 
     def _say_of(self, place: int, text: str) -> None:
-        """A line about one run; other lines are about all of them."""
-        working_at(run=self._labels[place], round=self._running[place].news.round)
-        self.message(f"{self._title(place)}: {text}")
-        if self._several:
-            working_at(run="", round=0)
+        self.message(f"{self._title(place)}: {text}", run=self._labels[place], round=self._running[place].news.round)
 
     def _left(self) -> str:
         """The time to the end of all runs; empty before the first round of this session."""

@@ -10,19 +10,18 @@ from datetime import UTC, datetime
 from flwr.app import ArrayRecord, RecordDict
 
 from fedbn_flwr.client.evaluation import name_of
-from fedbn_flwr.errors import UserError
+from fedbn_flwr.errors import SettingsError, UserError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary
-from fedbn_flwr.strategies import CannotSave, state_of
+from fedbn_flwr.strategies import CannotSave, Rule, state_of
 from fedbn_flwr.tasks import CLASSIFICATION
 
 from ..file.expansion import PAPER
 from ..parts import Parts
-from ..run.resume import promises_of
 from ..settings import strategy_name
 from .listener import Listener, Round, Running
 
@@ -152,3 +151,21 @@ def _snapshot(running: Running, at: Round) -> Snapshot:
     settings = deciding(running.run.model_dump(mode="json"))
     token = running.identity[protocol.TOKEN]
     return Snapshot(at.number, token, arrays, strategy, unsaved, dict(at.trained), settings)
+
+
+def promises_of(rule: Rule) -> dict[str, float]:
+    """The numbers of the rule, and of those inside it, that are on the disk before a round's messages are sent."""
+    return {name: getattr(each.memory, name) for each in rule.chain for name in each.promised}
+
+
+def keep_promises(rule: Rule, folder: RunFolder, done: int) -> None:
+    """Count the rounds that stopped sessions began after the checkpoint of round `done`."""
+    kept = folder.promises()
+    for each in rule.chain:
+        for name in each.promised:
+            if done and name not in kept:
+                raise SettingsError(
+                    f"{str(folder.path)!r} cannot be resumed: its file 'promises' does not have {name!r} of the rounds "
+                    "that were begun; restore the folder from a copy, or start again with another --out"
+                )
+            setattr(each.memory, name, max(getattr(each.memory, name), kept.get(name, 0)))

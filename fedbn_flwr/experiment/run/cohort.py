@@ -1,4 +1,9 @@
-"""Checks the nodes of a run before it begins."""
+"""Asks the nodes of a run before its first round: who they are, and for the sums of their data (`data.normalise`).
+
+By the sums, the sites agree on mean and deviation of each column over the data of all. The server sends these moments
+with every message: clients store none, so a node that restarts or joins late has them too. A resumed run reads them
+from model.json in its folder.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +13,28 @@ from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
 
+import numpy as np
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.data import Moments
+from fedbn_flwr.data.moments import ROWS, Sums, moments_from, totals
 from fedbn_flwr.engines.base import GridAround, wait_for_nodes
-from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import metrics_in
-from fedbn_flwr.messages.gate import number_of, partition_of
+from fedbn_flwr.messages.aggregate import fault
+from fedbn_flwr.messages.arrays import metrics_in, unpack
+from fedbn_flwr.messages.gate import arrays_of, number_of, partition_of
 from fedbn_flwr.messages.screening import reason_of
+from fedbn_flwr.norms.renorm import BatchRenorm
+from fedbn_flwr.results.folder import RunFolder
 
-from ..settings import Settings
+from ..parts import Parts
+from ..sections import refuse
+from ..settings import Settings, strategy_name
 
 
 class TrainedNodes(GridAround):
@@ -120,3 +134,103 @@ def refuse_nodes(problems: Iterable[str]) -> None:
     """Raise RunFailed with the problems of nodes, if there are any."""
     if listed := "".join(f"\n  - {' '.join(problem.split())}" for problem in sorted(problems)):
         raise RunFailed(f"the run cannot begin:{listed}")
+
+
+# --- the moments of all sites' data ---
+
+
+def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -> Moments:
+    """The moments of the training examples of all clients; RunFailed names those whose sums are missing or wrong."""
+    run, rule = parts.run, parts.rule
+    name, hides = strategy_name(run.strategy), rule.lacks.get("inside")
+    asks = "data.normalise is 'moments', for which each site sends the sums of its columns to the server,"
+    instead = "use official, unit, or module:callable with known values"
+    refuse(
+        {
+            f"{asks} but {name} {hides}; {instead}": hides is not None,
+            f"{asks} but strategy.bounds limits the influence of one client, and that of its sums has no limit; "
+            f"{instead}": rule.chain[-1].bounds is not None,
+        }
+    )
+    clients = {node: client for client, node in nodes.ids.items()}
+    content = RecordDict({"config": ConfigRecord(dict(identity))})
+    questions = [Message(content, node, protocol.SUMS_QUERY) for node in clients]
+    columns = parts.shape.channels if parts.shape.tokens is None else 0
+    replies = list(grid.send_and_receive(questions, timeout=run.engine.timeout))
+    found: list[Sums] = []
+    problems = failures(run, len(clients), replies)
+    for reply in filter(Message.has_content, replies):
+        try:
+            found.append(_sums_in(reply, columns))
+        except MessageError as error:
+            node = reply.metadata.src_node_id
+            problems.append(f"node {node}: client {clients[node]}: {error}")
+    refuse_nodes(problems)
+    return moments_from(found)
+
+
+def agreed_before(folder: RunFolder) -> Moments:
+    """The moments with which the run of a folder began."""
+    known = folder.model_description()["normalise"]
+    if not isinstance(known, dict):
+        raise SettingsError(f"{str(folder.path)!r} cannot be resumed: its model.json has no moments of all sites' data")
+    return tuple(known["mean"]), tuple(known["std"])
+
+
+def _sums_in(reply: Message, columns: int) -> Sums:
+    """The sums of a site's reply; MessageError if they are not those of any values."""
+    arrays = unpack(arrays_of(reply.content))
+    if problem := fault(arrays, {"sums": np.zeros((ROWS, columns))}):
+        raise MessageError(problem)
+    sums: Sums = arrays["sums"]
+    for place, column in enumerate(sums.T):
+        count, total, square = totals(column)
+        # By the inequality of Cauchy and Schwarz.
+        if not 0 <= count == column[0] < 2**53 or square * count < total**2 or square > 0 == count:
+            raise MessageError(f"its sums of column {place} are those of no values; expected those of its data")
+    return sums
+
+
+# --- the states of the clients of a resumed run ---
+
+
+def restore_clients(
+    prepared: Parts, grid: GridAround, folder: RunFolder, trained: Mapping[int, int], folders: Mapping[int, int]
+) -> None:
+    """Restore the clients' states from the checkpoint, or check that the nodes have them in their state folders.
+
+    `trained` is the last round that each partition trained in, `folders` the round of the state in its node's folder.
+    """
+    restored = False
+    if (states := grid.node_states()) is not None:
+        for node, records in folder.checkpoint.clients():
+            states.write_state(node, records)
+            restored = True
+    if restored:
+        return
+    if (needed := _needed_client_state(prepared)) is None:
+        return
+    lost = [f"client {client} has none" for client in trained if client not in folders]
+    lost += [
+        f"client {client} has that of round {folders[client]}, but last trained in round {last}"
+        for client, last in trained.items()
+        if client in folders and folders[client] < last
+    ]
+    if lost:
+        more = f" (and {len(lost) - 3} more)" if len(lost) > 3 else ""
+        raise SettingsError(
+            f"{str(folder.path)!r} cannot be resumed here: {strategy_name(prepared.run.strategy)} needs its "
+            f"clients' state ({needed}), but {'; '.join(sorted(lost)[:3])}{more}. Resume it on the local "
+            "engine if it began there, or give each node a folder before a run begins: --node-config "
+            "\"state='/srv/fedbn-state'\""
+        )
+
+
+def _needed_client_state(prepared: Parts) -> str | None:
+    """A description of the client state that training needs, or None."""
+    if prepared.run.train.keep_momentum:
+        return "their optimisers' state"
+    norms = [module for module in prepared.model.modules() if isinstance(module, _BatchNorm)]
+    if any(isinstance(norm, BatchRenorm) or norm.momentum is None for norm in norms):
+        return "their batch counters"
+    return prepared.rule.traits.client_memory

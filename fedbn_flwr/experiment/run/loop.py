@@ -44,21 +44,16 @@ from ..file.layers import from_run_config
 from ..flower_mods import client_mods
 from ..listeners.best import Best
 from ..listeners.dynamics import Dynamics
-from ..listeners.evaluate import Evaluate
-from ..listeners.final import Final
+from ..listeners.evaluate import Evaluate, Final, values_of
 from ..listeners.listener import Listener, Round, Running
-from ..listeners.of_clients import values_of
 from ..listeners.progress import Progress, Reporter, WatchedGrid
-from ..listeners.recording import History, Saving
+from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.track import Track
-from ..model import choose_device
 from ..node import Clients, trains
-from ..parts import Parts
+from ..parts import Parts, choose_device
 from ..prepare import check_partition, prepare
 from ..settings import Experiment, Settings
-from .agreement import agree, agreed_before
-from .cohort import TrainedNodes, check_nodes
-from .resume import keep_promises, restore_clients
+from .cohort import TrainedNodes, agree, agreed_before, check_nodes, restore_clients
 from .side_by_side import failed_because, jobs_of, side_by_side
 
 
@@ -72,13 +67,13 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     running = Running(prepared, ledger, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
-    at = start = Round(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
+    at = Round(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
     listeners = listeners_of(prepared, folder, ledger, progress)
     begun: list[Listener] = []
     error: BaseException | None = None
     try:
         for listener in listeners:
-            at = start = listener.on_start(running, start)
+            at = listener.on_start(running, at)
             begun.append(listener)
         asked = {protocol.COHORT_MIN_BATCH: least} if (least := rule.traits.min_batch) else {}
         nodes = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
@@ -97,13 +92,16 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
         if unseen := {client: node for client, node in nodes.ids.items() if not trains(run, client)}:
             running = replace(running, grid=TrainedNodes(ledger, frozenset(unseen.values())), unseen=unseen)
-        rule.begin(run.rounds, start.arrays)
+        rule.begin(run.rounds, at.arrays)
         if snapshot is not None and snapshot.strategy is not None:
             restore_clients(prepared, ledger, folder, snapshot.trained, nodes.folders)
             restore(rule, snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
         keep_promises(rule, folder, done)
-        for at in rounds(running, start, listeners):
+        while not at.is_last:
+            at = train_round(running, at, listeners)
+            for listener in listeners:
+                at = listener.on_round(running, at)
             if at.stop and not at.is_last:
                 raise KeyboardInterrupt
         if not at.trained:
@@ -125,15 +123,6 @@ def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progre
     trackers = [Track(entry, folder) for entry in run.track]
     evaluate = Evaluate(prepared, threads=workers_of(run))
     return [*dynamics, evaluate, *best, *final, progress, History(folder, ledger), Saving(folder), *trackers]
-
-
-def rounds(running: Running, at: Round, listeners: Sequence[Listener]) -> Iterator[Round]:
-    """The rounds after `at` up to the last one, each when it has passed all listeners."""
-    while not at.is_last:
-        at = train_round(running, at, listeners)
-        for listener in listeners:
-            at = listener.on_round(running, at)
-        yield at
 
 
 def end(listeners: Sequence[Listener], running: Running, error: BaseException | None) -> None:

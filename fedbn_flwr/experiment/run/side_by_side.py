@@ -25,7 +25,7 @@ from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
 from fedbn_flwr.results.text import shorten
 
 from ..listeners.progress import News, Progress, Reporter
-from ..model import choose_device
+from ..parts import choose_device
 from ..settings import Settings
 
 _FORKS = 3  # attempts to start a process

@@ -31,9 +31,8 @@ from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.experiment.data import loaded_data, receive
 from fedbn_flwr.experiment.flower_mods import client_mods
-from fedbn_flwr.experiment.model import choose_device
 from fedbn_flwr.experiment.node import Clients, run_of
-from fedbn_flwr.experiment.parts import Parts
+from fedbn_flwr.experiment.parts import Parts, choose_device
 from fedbn_flwr.experiment.settings import Data, Engine, Experiment
 
 from .cluster import connected

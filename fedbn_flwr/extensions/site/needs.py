@@ -18,10 +18,9 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import needs
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.data import source_of
-from fedbn_flwr.experiment.model import choose_device, make_model, try_model
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of
-from fedbn_flwr.experiment.objective import own_loss
-from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.experiment.parts import choose_device, make_model, own_loss
+from fedbn_flwr.experiment.prepare import make_rule, try_model
 from fedbn_flwr.experiment.settings import Data, Experiment, Settings, resolve
 from fedbn_flwr.named import is_name
 

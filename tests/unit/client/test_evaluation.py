@@ -23,7 +23,7 @@ from fedbn_flwr.data.partition.indices import share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.of_clients import own_means, values_of
+from fedbn_flwr.experiment.listeners.evaluate import own_means, values_of
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
 from fedbn_flwr.experiment.run.loop import carry_out

@@ -24,7 +24,6 @@ LONG = "x" * 300  # longer than file systems allow
     "words",
     [
         ["status", LONG],
-        ["run", "quick", "--out", LONG],
         ["report", LONG],
         ["partition", "quick", "--out", f"{LONG}/x.png"],
         ["explain", "quick", f"data.name=/{LONG}"],
@@ -43,6 +42,17 @@ def test_a_path_that_cannot_be_used_is_one_line(
     monkeypatch.setenv("FEDBN_DEBUG", "1")
     with pytest.raises(OSError, match="File name too long"):
         cli.main(words)
+
+
+def test_a_folder_for_runs_that_cannot_be_used_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "quick", "--out", LONG]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fedbn: error: '{LONG}/FixBN/config.yaml' cannot be read")
+    assert error.endswith(": File name too long\n")
+    assert error.count("\n") == 1
 
 
 def test_an_error_of_the_system_without_a_file_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

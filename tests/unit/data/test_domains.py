@@ -17,7 +17,7 @@ from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.data import own_test, rows_by_domain
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
-from fedbn_flwr.experiment.listeners.of_clients import own_means
+from fedbn_flwr.experiment.listeners.evaluate import own_means
 from tests.support.images import numbered, write_parquet
 
 SITES = ["farm yard", "sea"]

@@ -11,7 +11,7 @@ import yaml
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.figures import condition
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.objective import schedule_of
+from fedbn_flwr.experiment.parts import schedule_of
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.models.build import build_model
 from tests.support.command import ROOT

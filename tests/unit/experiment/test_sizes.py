@@ -19,7 +19,7 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.experiment.data import Shape
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.model import make_model
+from fedbn_flwr.experiment.parts import make_model
 from fedbn_flwr.experiment.registry import describe
 from fedbn_flwr.experiment.settings import Data, Model, Settings, resolve
 from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION

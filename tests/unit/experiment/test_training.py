@@ -13,7 +13,7 @@ from flwr.app import Context, RecordDict
 from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.objective import learning_rate
+from fedbn_flwr.experiment.parts import learning_rate
 from fedbn_flwr.experiment.prepare import make_rule, prepare_run
 from tests.support.experiments import read
 

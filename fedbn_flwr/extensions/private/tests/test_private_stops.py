@@ -180,7 +180,7 @@ def test_a_lost_count_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_rule_inside_another_keeps_its_promise(tmp_path: Path) -> None:
-    from fedbn_flwr.experiment.run.resume import keep_promises, promises_of
+    from fedbn_flwr.experiment.listeners.recording import keep_promises, promises_of
     from fedbn_flwr.strategies import FedAvg
 
     class Counting(FedAvg):
