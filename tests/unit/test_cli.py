@@ -49,7 +49,7 @@ QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
         (["strategy={name: FedAvgg}"], ["FedAvgg", "'FedAvg'"]),
         (["strategy={name: FedAvg, fraction_train: much}"], ["fraction_train", "'much'"]),
         (["engine.device=tpu"], ["engine.device", "'tpu'"]),
-        (["engine.workers=-1"], ["workers is -1"]),
+        (["engine.workers=-1"], ["engine.workers: found -1"]),
         (["train.epochs=1", "train.steps=1"], ["epochs (1) and steps (1)"]),
     ],
 )
