@@ -377,7 +377,7 @@ class Model(Section):
 def _named(value: Any) -> str | Mapping[str, Any]:
     name = value.get("name") if isinstance(value, Mapping) else value
     if isinstance(name, str):
-        return name if value == {"name": name} else value  # type: ignore[no-any-return]
+        return name if value == {"name": name} else value
     raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
 
 
