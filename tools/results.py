@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from described import describe
 
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.figures import FREE, FREE_KEYS, condition
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.registry import describe
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.report.tables import paired

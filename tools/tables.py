@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import weight
+from described import describe
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from results import TABLES as MEASURED
@@ -30,7 +31,7 @@ from fedbn_flwr.data.partition.kinds import KINDS
 from fedbn_flwr.experiment import settings
 from fedbn_flwr.experiment.faults import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
-from fedbn_flwr.experiment.registry import STRATEGIES, describe
+from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
 from fedbn_flwr.norms.roles import Role

@@ -44,9 +44,13 @@ def add_experiment(parser: argparse.ArgumentParser, changes: str) -> None:
     )
 
 
+_SETTINGS = ("size", "engine.name", "engine.device")
+
+
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """The changes to the experiment, of which --size is one."""
-    return [*arguments.overrides, *([f"size={arguments.size}"] if arguments.size else [])]
+    """The changes to the experiment, of which some have an option."""
+    options = [f"{key}={value}" for key, value in vars(arguments).items() if key in _SETTINGS and value]
+    return [*arguments.overrides, *options]
 
 
 @contextmanager

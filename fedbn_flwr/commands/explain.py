@@ -64,6 +64,8 @@ def _pages(explanation: Explanation, *, every: bool) -> list[str]:
     pages += [f"data {partition_table(each)}" for each in explanation.partitions]
     pages += list(dict.fromkeys(_model(run) for run in runs))
     pages += [_costs(run, run.costs) for run in runs if run.costs is not None]
+    if seconds := sum(len(run.seeds) * run.costs.run for run in runs if run.costs is not None):
+        pages.append(f"all {len(experiment.runs)} runs, one after another: about {duration(seconds)} on this machine")
     if not explanation.partitions:
         pages.append("The data are at the sites (evaluate.server: false); bytes and time are not measured.")
     return pages

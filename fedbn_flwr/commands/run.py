@@ -5,17 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.results.text import duration
 
 from .common import Commands, add_command, add_experiment, continued_by, loading, overrides_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fedbn_flwr.experiment.trial import ExplainedRun
 
 
 def add(commands: Commands) -> None:
@@ -28,63 +21,42 @@ def add(commands: Commands) -> None:
         epilog="Example: fedbn run demo rounds=10 train.lr=0.05 --out runs/try",
     )
     add_experiment(parser, "rounds=10 train.lr=0.05")
-    parser.add_argument("--engine", choices=("local", "ray"), help="local: this machine; ray: a Ray cluster")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), help="device for training (auto: a GPU if there is one)"
+        "--engine", dest="engine.name", choices=("local", "ray"), help="local: this machine; ray: a Ray cluster"
+    )
+    parser.add_argument(
+        "--device",
+        dest="engine.device",
+        choices=("auto", "cpu", "cuda"),
+        help="device for training (auto: a GPU if there is one)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the run folders (runs/NAME-TIME)")
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="runs at the same time (one per core, if there are as many runs)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="train nothing: check all runs, and estimate the time")
     parser.add_argument("--resume", action="store_true", help="continue the interrupted runs in --out")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
+    import logging
+
     if sys.stdout.isatty():
         print("loading PyTorch and Flower ...", flush=True)  # takes seconds
     with loading():
+        from fedbn_flwr.engines.worker import keep_freed_memory
         from fedbn_flwr.experiment.file.layers import load_experiment
+        from fedbn_flwr.experiment.logs import use_json
         from fedbn_flwr.experiment.run.loop import carry_out
         from fedbn_flwr.results.folder import default_out
 
     if arguments.resume and arguments.out is None:
         raise SettingsError("--resume needs --out: the folder of the runs to continue")
     overrides = overrides_of(arguments)
-    if arguments.engine:
-        overrides.append(f"engine.name={arguments.engine}")
-    if arguments.device:
-        overrides.append(f"engine.device={arguments.device}")
     experiment = load_experiment(arguments.experiment, overrides)
     out = arguments.out or default_out(experiment.name)
-    import logging
-
-    from fedbn_flwr.engines.worker import keep_freed_memory
-    from fedbn_flwr.experiment.logs import use_json
-
     logging.getLogger("flwr").setLevel(logging.WARNING)
     use_json()
-    if arguments.dry_run:
-        from fedbn_flwr.experiment.trial import plan
-
-        logging.getLogger("flwr").setLevel(logging.ERROR)
-        print(_in_words(plan(experiment, out, resume=arguments.resume, jobs=arguments.jobs)))
-        return 0
     keep_freed_memory()
     jobs = [] if arguments.jobs is None else ["--jobs", str(arguments.jobs)]
     with continued_by(out, "run", arguments.experiment, *overrides, "--out", str(out), *jobs, "--resume"):
         carry_out(experiment, out, resume=arguments.resume, jobs=arguments.jobs).announce()
-    return 0
-
-
-def _in_words(planned: Sequence[tuple[ExplainedRun, int, float]]) -> str:
-    from fedbn_flwr.results.report.tables import as_text
-
-    rows = [("run", "seeds", "time of each")]
-    for run, seeds, _ in planned:
-        rows.append((run.label, str(seeds), "-" if run.costs is None else duration(run.costs.run)))
-    runs, seconds = sum(seeds for _, seeds, _ in planned), sum(each for *_, each in planned)
-    return (
-        f"{as_text(rows)}\n\n{runs} run{'s' if runs != 1 else ''}: about {duration(seconds)} on this machine; "
-        "all checks passed, and nothing was trained"
-    )

@@ -24,7 +24,7 @@ from fedbn_flwr.declared import check, declarations
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.strategies import MeanStatistics, Rule, Traits, Wrapper, _names, as_rule
+from fedbn_flwr.strategies import MeanStatistics, Rule, Wrapper, _names, as_rule
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,10 @@ def arguments(strategy: type[Strategy]) -> dict[str, inspect.Parameter]:
     return accepted
 
 
+def _takes_base(cls: type[Strategy]) -> bool:
+    return issubclass(cls, Wrapper) and cls.inner is None
+
+
 def check_strategy(spec: Mapping[str, Any], section: str = "strategy") -> Mapping[str, Any]:
     """The section; SettingsError if there is no strategy with its name, or with that of its base."""
     name = spec.get("name")
@@ -170,7 +174,7 @@ def _built(cls: type[Any], name: str, options: dict[str, Any], section: str, def
     known, limits = arguments(cls), _LIMITS | (_OF_FLOWER if of_flower else {})
     positional: list[Strategy] = []
     inside = ""  # the name of the base
-    if issubclass(cls, Wrapper) and cls.inner is None:
+    if _takes_base(cls):
         base = options.pop("base", {"name": "FedAvg"})
         if not isinstance(base, Mapping):
             raise SettingsError(f"{section}.base is {base!r}; expected a strategy, for instance {{name: FedAvg}}")
@@ -204,57 +208,18 @@ def _built(cls: type[Any], name: str, options: dict[str, Any], section: str, def
     return MeanStatistics(as_rule(made, defaults.get("seed", 0)), statistics=statistics)
 
 
-# --- in words ---
+def in_a_line(name: str) -> str:
+    """What a strategy does."""
+    return f"Flower's own: {FLOWER[name].does}" if name in FLOWER else _first_line(class_of(name))
 
 
-@dataclass(frozen=True)
-class Argument:
-    name: str
-    default: Any  # inspect.Parameter.empty: it has none
-    meaning: str  # the first sentence of its description
-
-
-@dataclass(frozen=True)
-class Description:
-    """A strategy in words, from its docstrings, its arguments and the traits that it has by default."""
-
-    does: str
-    source: str  # the first line of the module's docstring, which cites the paper
-    arguments: tuple[Argument, ...]  # without those of FedAvg
-    wraps: bool  # it takes the strategy that it extends from `base`
-    traits: Traits
-
-
-def describe(name: str) -> Description:
+def in_words(name: str) -> str:
+    """A strategy with its paper, from the docstrings of its module and its class, which describes its arguments."""
     cls = class_of(name)
-    common = set(arguments(STRATEGIES["FedAvg"]))
-    meanings = _documented(getattr(cls, "inner", None) or object) | _documented(cls)
-    own = [
-        Argument(key, parameter.default, meanings.get(key, ""))
-        for key, parameter in arguments(cls).items()
-        if key not in common or cls is STRATEGIES["FedAvg"]
-    ]
-    return Description(
-        does=f"Flower's own: {FLOWER[name].does}" if name in FLOWER else _first_line(cls),
-        source=f"flwr.serverapp.strategy.{cls.__name__}" if name in FLOWER else _first_line(inspect.getmodule(cls)),
-        arguments=tuple(own),
-        wraps=issubclass(cls, Wrapper) and cls.inner is None,
-        traits=as_rule(build_strategy({"name": name}, client_learning_rate=0.1)).traits,
-    )
+    about = (inspect.getdoc(cls) or "").partition("\n")[2]
+    inside = "\n\nAn experiment names the strategy inside by `base` (FedAvg)." if _takes_base(cls) else ""
+    return f"{name}: {in_a_line(name)}\n{_first_line(inspect.getmodule(cls))}\n{about}{inside}"
 
 
 def _first_line(thing: Any) -> str:
     return (inspect.getdoc(thing) or "").split("\n")[0].rstrip(".")
-
-
-def _documented(cls: type) -> dict[str, str]:
-    """The parameters in the docstrings of a class and its bases, each with its first sentence."""
-    found: dict[str, str] = {}
-    for base in cls.__mro__:
-        doc = inspect.cleandoc(vars(base).get("__doc__") or "")
-        _, _, parameters = doc.partition("Parameters\n----------\n")
-        for match in re.finditer(r"^([\w, ]+) : .*\n((?:(?:    .*)?\n?)+)", parameters, re.MULTILINE):
-            text = " ".join(match[2].split())
-            for name in match[1].split(", "):
-                found.setdefault(name, re.split(r"(?<=\.) (?=[A-Z])", text)[0])
-    return found

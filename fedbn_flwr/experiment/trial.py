@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,8 +37,7 @@ from .node import Clients
 from .parts import Parts, plain_loss
 from .prepare import prepare
 from .run.cohort import TrainedNodes
-from .run.loop import open_folders, train_round, workers_of
-from .run.side_by_side import jobs_of
+from .run.loop import train_round, workers_of
 from .settings import Experiment
 
 _LR = 1e-12  # of the trial: in rounds that follow another schedule, the model could diverge
@@ -136,20 +133,6 @@ def explain(experiment: Experiment, *, trial: bool = True, faults: Faults | None
             )
         )
     return Explanation(experiment, tuple(count_partitions(sound) if has_data else ()), tuple(explained))
-
-
-def plan(experiment: Experiment, out: Path, *, resume: bool, jobs: int | None) -> list[tuple[ExplainedRun, int, float]]:
-    """Check an experiment as `carry_out` does: each run, the seeds that are left, and the seconds of these."""
-    folders = open_folders(experiment, out, resume=resume)
-    done = [resume and folder.is_finished() for folder in folders]
-    left = Counter(run.label for run, is_done in zip(experiment.runs, done, strict=True) if not is_done)
-    jobs = jobs_of(experiment.runs, left.total(), jobs)
-    found = []
-    for run in explain(experiment).runs:
-        # Runs side by side have no workers.
-        each = 0.0 if run.costs is None else run.costs.run * (run.costs.workers / jobs if jobs > 1 else 1)
-        found.append((run, left[run.label], left[run.label] * each))
-    return found
 
 
 def _parts_of(prepared: Parts) -> dict[str, Part]:

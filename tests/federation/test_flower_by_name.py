@@ -121,7 +121,7 @@ def test_the_list_of_strategies_tells_flower_s_apart(capsys: pytest.CaptureFixtu
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines if "Flower's own: " in line} == set(FLOWER)
     assert main(["list", "strategies", "FedAdam"]) == 0
-    assert "eta (0.1)" in capsys.readouterr().out
+    assert "eta : float, optional" in capsys.readouterr().out
 
 
 def test_an_experiment_names_its_strategy_in_the_label() -> None:

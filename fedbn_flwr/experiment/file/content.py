@@ -149,7 +149,7 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def put(settings: dict[str, Any], key: str, value: Any) -> None:
+def put(settings: Any, key: str, value: Any) -> None:
     """Set a key such as `train.lr` of nested settings."""
     *path, last = key.split(".")
     for number, part in enumerate(path, start=1):

@@ -11,7 +11,7 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.layers import load_experiment, settings_of
 from fedbn_flwr.experiment.run.loop import carry_out
-from fedbn_flwr.experiment.trial import explain, plan
+from fedbn_flwr.experiment.trial import explain
 
 SMALL = """
 rounds: 5
@@ -136,23 +136,11 @@ def test_a_training_that_diverges_is_explained() -> None:
     assert explained.costs is not None
 
 
-def test_a_dry_run_makes_the_checks_of_a_run_and_estimates_all_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_runs_with_all_seeds_are_checked_and_their_time_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
     text = SMALL + "seeds: [0, 1]\nruns: {FedBN: {strategy: FedBN}, Scaffold: {strategy: Scaffold}}"
-    words = ["run", text, "evaluate.validation=0.2", "--out", str(tmp_path / "out")]
-    planned = plan(load_experiment(text, words[2:3]), tmp_path / "out", resume=False, jobs=1)
-    assert [(run.label, seeds) for run, seeds, _ in planned] == [("FedBN", 2), ("Scaffold", 2)]
-    assert [each for *_, each in planned] == [2 * run.costs.run for run, *_ in planned if run.costs]
-    assert cli.main([*words, "--dry-run"]) == 0
-    found = capsys.readouterr().out
-    assert "4 runs: about " in found
-    assert not (tmp_path / "out").exists()
-    assert cli.main(words) == 0
-    capsys.readouterr()
-    assert cli.main([*words, "--dry-run"]) == 2
-    assert "holds a run already" in capsys.readouterr().err
-    assert cli.main([*words, "--dry-run", "--resume"]) == 0
-    assert "0 runs: about 0 ms on this machine" in capsys.readouterr().out
-    assert cli.main(["run", SMALL, "strategy=FedTAN", "clients=100", "train.batch_size=32", "--dry-run"]) == 2
+    assert cli.main(["explain", text, "evaluate.validation=0.2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^all 4 runs, one after another: about \d.* on this machine$", printed, re.MULTILINE)
+    assert printed.count("for each of 2 seeds") == 2
+    assert cli.main(["explain", SMALL, "strategy=FedTAN", "clients=100", "train.batch_size=32"]) == 2
     assert "100 of 100 clients have fewer than 32 training examples" in capsys.readouterr().err

@@ -38,11 +38,11 @@ def test_a_file_is_read_and_parsed_once_and_each_strategy_built_once(
     file = tmp_path / "experiment.yaml"
     file.write_text(EXPERIMENT)
     count: Counter[str] = Counter()
-    read, parse, build = Path.read_text, experiment_content.parse_yaml, experiment_prepare.build_strategy
+    open_file, parse, build = Path.open, experiment_content.parse_yaml, experiment_prepare.build_strategy
 
-    def counted_read(path: Path, *args: Any, **kwargs: Any) -> str:
+    def counted_open(path: Path, *args: Any, **kwargs: Any) -> Any:
         count["read"] += path == file
-        return read(path, *args, **kwargs)
+        return open_file(path, *args, **kwargs)
 
     def counted_parse(text: str, source: str = "") -> Any:
         content = parse(text, source)
@@ -53,7 +53,7 @@ def test_a_file_is_read_and_parsed_once_and_each_strategy_built_once(
         count[spec["name"]] += 1
         return build(spec, **arguments)
 
-    monkeypatch.setattr(Path, "read_text", counted_read)
+    monkeypatch.setattr(Path, "open", counted_open)
     monkeypatch.setattr(experiment_content, "parse_yaml", counted_parse)
     monkeypatch.setattr(experiment_prepare, "build_strategy", counted_build)
     assert cli.main(["run", str(file), "train.lr=0.05", "--out", str(tmp_path / "out")]) == 0

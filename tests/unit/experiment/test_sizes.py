@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from described import describe
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,7 +21,6 @@ from fedbn_flwr.experiment.data import Shape
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.parts import make_model
-from fedbn_flwr.experiment.registry import describe
 from fedbn_flwr.experiment.settings import Data, Model, Settings, resolve
 from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
 
