@@ -116,8 +116,7 @@ def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
     - `weights`: it reports the weights of its mean.
     """
     lacking: dict[str, tuple[Rule, str]] = {}
-    _, *inside_of_outer = outer.chain
-    for rule in reversed(inside_of_outer):
+    for rule in reversed(outer._inside.chain):
         lacking = {need: (rule, why) for need, why in rule.lacks.items()} | {
             need: found for need, found in lacking.items() if rule.lacks.get(need) != ""
         }
