@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -23,6 +23,7 @@ from fedbn_flwr.messages.gate import Reply, common_metrics, metrics_of, number_p
 from fedbn_flwr.messages.screening import fault_problems, overflow, with_arrays
 from fedbn_flwr.norms.roles import roles, split_by_role
 
+from ._records import CannotSave, restore, state_of
 from ._rule import Leaf, Round, Rule
 
 # Strategies whose result depends on the mean of the replies only.
@@ -56,6 +57,7 @@ class Foreign(Leaf):
         key = self._of_some("weighted_by_key")  # of a strategy derived from Flower's FedAvg
         self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
+        self._first: RecordDict | None = None  # the state at the first `begin`
         self.lacks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
             self.lacks["known"] = "is not known to compute with nothing but the mean of the replies"
@@ -76,6 +78,15 @@ class Foreign(Leaf):
     def _of_some(self, attribute: str) -> Any:
         """An attribute of the strategy, or of the outermost one inside it that has it."""
         return next((getattr(each, attribute) for each in self.strategies() if hasattr(each, attribute)), None)
+
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        """Also reset what an earlier run with this object left in it, such as moments of a server optimiser."""
+        super().begin(num_rounds, arrays)
+        with suppress(CannotSave):
+            if self._first is None:
+                self._first = state_of(self)
+            elif state_of(self) != self._first:
+                restore(self, self._first)
 
     def notes(self) -> Mapping[str, Any]:
         return {} if self.seed is None else {"strategy_of_flower": str(self)}

@@ -10,7 +10,7 @@ runs the round for all of them, and calls the hooks of each rule in this order:
 - `after_round` updates the state, that of the innermost rule first.
 - `global_model` returns the model to evaluate, and `notes` what the summary reports.
 
-A rule overrides only the hooks whose behaviour it changes.
+A rule overrides only the hooks whose behaviour it changes; the others are those of the rule inside it.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Rule(Strategy):
     traits: Traits = Traits()
     memory: Memory
     chain: tuple[*tuple[Rule, ...], Leaf]  # this rule, the one inside it, and so on to the innermost
+    _inside: Rule  # the one inside it
     # What a rule around this one may need and this one does not have, with the reason (an empty one: it has what those
     # inside it lack). `check_composition` names these properties. A class with a hook that sees the replies of single
     # clients must declare what it lacks. One that lacks "inside" hides these replies from all who read the run.
@@ -139,6 +140,7 @@ class Rule(Strategy):
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         """Prepare for a run that begins with this model; raise SettingsError if the rule cannot train it."""
         self.memory, self._rounds = self.Memory(), num_rounds
+        self._inside.begin(num_rounds, arrays)
 
     def instructions(self, round: Round) -> Mapping[str, Any]:
         """The config keys that ask clients to apply the client rule, and the records of `Traits.records`."""
@@ -150,22 +152,22 @@ class Rule(Strategy):
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         """p_i, the weight of each reply, up to scale: by default the client's number of examples."""
-        raise NotImplementedError
+        return self._inside.weights(round, replies)
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """The new model."""
-        raise NotImplementedError
+        return self._inside.combine(round, replies, weights)
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Update the state from the replies that were combined into the new model."""
 
     def global_model(self, round: Round) -> ArrayRecord:
         """The model for use outside the federation, where `round.arrays` is the result of the round."""
-        return round.arrays
+        return self._inside.global_model(round)
 
     def notes(self) -> Mapping[str, Any]:
-        """The rule's entries in the run's summary, for instance the round in which it froze batch norm."""
-        return {}
+        """The entries in the run's summary, for instance the round in which the rule froze batch norm."""
+        return self._inside.notes()
 
     # --- the round ---
 
@@ -274,10 +276,13 @@ class Leaf(Rule):
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         if reason := initial_fault(unpack(arrays)):
             raise SettingsError(f"the initial model cannot be trained: {reason}")
-        super().begin(num_rounds, arrays)
+        self.memory, self._rounds = self.Memory(), num_rounds
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         return [reply.number(self.weighted_by_key) for reply in replies]
+
+    def global_model(self, round: Round) -> ArrayRecord:
+        return round.arrays
 
     def bounded(self, what: str, weights: list[float]) -> list[float]:
         """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""

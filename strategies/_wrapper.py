@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.gate import Reply
 from fedbn_flwr.messages.screening import with_records
 
 from ._foreign import as_rule
@@ -38,33 +36,14 @@ class Wrapper(Rule):
                 + (" of Flower's old API; expected one of flwr.serverapp.strategy" if old else "")
             )
         self.strategy = strategy
-        self.rule = as_rule(strategy)
-        self.chain, self.traits, self.memory = (self, *self.rule.chain), self.rule.traits, self.Memory()
+        self._inside = as_rule(strategy)
+        self.chain, self.traits, self.memory = (self, *self._inside.chain), self._inside.traits, self.Memory()
         check_composition(self, needs)
         if isinstance(strategy, Rule) and type(strategy).aggregate_train is not Rule.aggregate_train:
             raise SettingsError(
                 f"{given} has aggregate_train() of its own, which {name} around it would not call; override hooks such "
                 "as combine() or after_round() instead"
             )
-
-    # --- the hooks, those of the wrapped rule ---
-
-    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        super().begin(num_rounds, arrays)
-        self.rule.begin(num_rounds, arrays)
-
-    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        return self.rule.weights(round, replies)
-
-    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
-        """The new model of the wrapped strategy."""
-        return self.rule.combine(round, replies, weights)
-
-    def global_model(self, round: Round) -> ArrayRecord:
-        return self.rule.global_model(round)
-
-    def notes(self) -> Mapping[str, Any]:
-        return self.rule.notes()
 
     # --- the round ---
 
@@ -73,17 +52,17 @@ class Wrapper(Rule):
     ) -> Iterable[Message]:
         self._round = round = Round(server_round, arrays, config, grid)
         keys, records = self._additions(round)
-        messages = self.rule.configure_train(server_round, arrays, ConfigRecord({**config, **keys}), grid)
+        messages = self._inside.configure_train(server_round, arrays, ConfigRecord({**config, **keys}), grid)
         # A wrapped FedTAN has completed its exchanges here: only the last messages of its round carry the records.
         return with_records(messages, records) if records else messages
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        return self.rule.configure_evaluate(server_round, arrays, config, grid)
+        return self._inside.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self.rule.aggregate_evaluate(server_round, replies)
+        return self._inside.aggregate_evaluate(server_round, replies)
 
     def summary(self) -> None:
         self.strategy.summary()
@@ -137,8 +116,7 @@ def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
     - `weights`: it reports the weights of its mean.
     """
     lacking: dict[str, tuple[Rule, str]] = {}
-    chain: Sequence[Rule] = outer.chain
-    for rule in reversed(chain[1:]):
+    for rule in reversed(outer._inside.chain):
         lacking = {need: (rule, why) for need, why in rule.lacks.items()} | {
             need: found for need, found in lacking.items() if rule.lacks.get(need) != ""
         }

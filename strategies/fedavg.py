@@ -113,7 +113,7 @@ class FedAvg(Leaf, FlowerFedAvg):
     def outgoing(self, arrays: ArrayRecord) -> ArrayRecord:
         """The arrays of the global model that clients receive: all roles except those that stay on the client."""
         kept = self.traits.kept
-        return record_of(split_by_role(arrays, roles(arrays), kept)[1]) if kept else arrays
+        return record_of(split_by_role(arrays, roles(arrays), {*kept})[1]) if kept else arrays
 
     def _messages(
         self,

@@ -16,7 +16,6 @@ pools the statistics of all clients and all previous rounds; it uses neither the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -25,7 +24,7 @@ import numpy as np
 from annotated_types import Ge
 
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.gate import Reply
+from fedbn_flwr.messages.gate import Reply, number_problem
 
 from ._rule import Round
 from .fedavg import FedAvg
@@ -74,13 +73,7 @@ class FedBS(FedAvg):
         return {} if self.memory.switch_round is None else {PROXIMAL_MU: float(self.proximal_mu)}
 
     def problem(self, round: Round, reply: Reply) -> str | None:
-        if self.memory.switch_round is not None or 0 <= reply.number(protocol.TRAIN_LOSS) < math.inf:
-            return None
-        loss = reply.metrics.get(protocol.TRAIN_LOSS)
-        return (
-            f"the reply's metrics have {protocol.TRAIN_LOSS!r} = {loss!r}, which cannot be a weight; expected a "
-            "finite number, zero or more"
-        )
+        return None if self.memory.switch_round is not None else number_problem(reply.metrics, protocol.TRAIN_LOSS)
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         losses = [reply.number(protocol.TRAIN_LOSS) for reply in replies]

@@ -13,7 +13,6 @@ exchanges travel; all give the same results.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -160,17 +159,16 @@ def algorithm_3(
     the same number of values. With "paper" var_i is around mu, which the clients have received before, so that var =
     sum_i q_i var_i. `bounded` limits the influence of single clients.
     """
-    tensors, per_example = (
-        [each.tensors for each in contributions],
-        [each.values / each.batch for each in contributions],
-    )
+    kind, tensors = contributions[0].kind, [each.tensors for each in contributions]
+    sizes = [each.values / each.batch for each in contributions]  # v_i / B_i
     # Relative to the first client's: sums and quotients of ones are exact.
-    relative = [size / per_example[0] for size in per_example]
-    p, q = (bounded([*each]) for each in (weights, map(operator.mul, weights, relative)))
-    mean_size = per_example[0] * (math.fsum(map(operator.mul, p, relative)) / math.fsum(p))
-    numbers = sum(each.values for each in contributions), mean_size
-    if contributions[0].kind != "moments":
-        return Agreement(weighted_mean(tensors, p if contributions[0].kind == "gradients" else q), *numbers)
+    relative = [size / sizes[0] for size in sizes]
+    p = bounded([*weights])
+    q = bounded([weight * size for weight, size in zip(weights, relative, strict=True)])
+    r = sizes[0] * (math.fsum(p_i * size for p_i, size in zip(p, relative, strict=True)) / math.fsum(p))
+    numbers = sum(each.values for each in contributions), r
+    if kind != "moments":
+        return Agreement(weighted_mean(tensors, p if kind == "gradients" else q), *numbers)
     mus, variances = ([each[name].astype(np.float64) for each in tensors] for name in ("mean", "var"))
     shares = normalised(q)
     mu = sum(q_i * mu_i for q_i, mu_i in zip(shares, mus, strict=True))

@@ -33,7 +33,7 @@ FREEZE = "fedbn.freeze"
 _WORDS = "a round as an integer (0, 1, 2, ...) or a fraction of the rounds as a float (0.0 to 1.0)"
 LastFree = Annotated[Annotated[int, Ge(0)] | Annotated[float, Ge(0), Le(1)], _WORDS]
 _Role = Literal["statistics", "affine"]
-Freezable = Annotated[_Role | Annotated[Sequence[_Role], MinLen(1)], "one or both of ['affine', 'statistics']"]
+Frozen = Annotated[_Role | Annotated[Sequence[_Role], MinLen(1)], "one or both of ['affine', 'statistics']"]
 
 
 class FixBN(Wrapper):
@@ -53,30 +53,24 @@ class FixBN(Wrapper):
     lacks = {}
     argument = "freeze_round"  # the name of the argument T*, for errors
 
-    def __init__(
-        self, strategy: Strategy, *, freeze_round: LastFree = 0.5, freeze: Freezable = ("statistics",)
-    ) -> None:
-        words = (
-            "FixBN would freeze what is no statistic of the data; wrap it: FixBN(MeanStatistics({inside}(...)), ...)"
-        )
-        super().__init__(strategy, {"statistics": words} if "statistics" in freeze else {})
+    def __init__(self, strategy: Strategy, *, freeze_round: LastFree = 0.5, freeze: Frozen = ("statistics",)) -> None:
+        cure = "FixBN would freeze what is no statistic of the data; wrap it: FixBN(MeanStatistics({inside}(...)), ...)"
+        super().__init__(strategy, {"statistics": cure} if "statistics" in freeze else {})
         self.freeze_round = freeze_round
         self.freeze = frozenset(map(Role, [freeze] if isinstance(freeze, str) else freeze))
         self.memory.switch_round = freeze_round + 1 if isinstance(freeze_round, int) else None
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        given = self.freeze_round
+        given, name = self.freeze_round, self.argument
         last = int(given * num_rounds + 1e-9) if isinstance(given, float) else given  # 0.29 * 100 is 28.999999999999996
         self.memory.switch_round = last + 1
         if last > num_rounds:
-            raise SettingsError(
-                f"{self.argument} is {given}, but there are {num_rounds} rounds; expected 0 to {num_rounds}, or a "
-                "fraction such as 0.5"
-            )
+            expected = f"expected 0 to {num_rounds}, or a fraction such as 0.5"
+            raise SettingsError(f"{name} is {given}, but there are {num_rounds} rounds; {expected}")
         if given and not last:
             text = "%s=%s of %d rounds is round 0: the statistics are frozen at their initial values; train more rounds"
-            log(WARNING, text, self.argument, given, num_rounds)
+            log(WARNING, text, name, given, num_rounds)
         if last < num_rounds:
             require_norm(self, self.freeze, arrays, "freezes batch norm", instead="its base strategy")
 
@@ -93,30 +87,30 @@ class FixBN(Wrapper):
         for key, sent in self._frozen(round, self.freeze - self.traits.kept.keys()).items():
             if key in reply.arrays and not same_values(reply.arrays[key], sent):
                 return (
-                    f"it changed {key!r}, which is frozen. Its ClientApp does not honour the config key {FREEZE!r}: "
-                    "serve it by fedbn_flwr.client_app with a BNClient, or put its batch norms in eval mode in such "
-                    "rounds"
+                    f"it changed {key!r}, which is frozen. Its ClientApp ignores the config key {FREEZE!r}: serve "
+                    "it by fedbn_flwr.client_app with a BNClient, or put its batch norms in eval mode in such rounds"
                 )
         return None
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         model = super().combine(round, replies, weights)
         # The mean of equal numbers may differ from them by a rounding error, but frozen arrays must not change at all.
-        return {**model, **{key: value for key, value in self._frozen(round, self.freeze).items() if key in model}}
+        return {**model, **{key: sent for key, sent in self._frozen(round, self.freeze).items() if key in model}}
 
     def notes(self) -> dict[str, Any]:
-        last = None if self.memory.switch_round is None else self.memory.switch_round - 1
-        return {**super().notes(), "freeze_round": last, "frozen": sorted(self.freeze)}
+        switch = self.memory.switch_round
+        return {**super().notes(), "freeze_round": switch and switch - 1, "frozen": sorted(self.freeze)}
 
     def _is_free(self, round: Round) -> bool:
         """Whether the round is one of the first T*."""
-        if self.memory.switch_round is None:
+        name, switch = self.argument, self.memory.switch_round
+        if switch is None:
             raise SettingsError(
-                f"{self.argument}={self.freeze_round!r} depends on the number of rounds, which only the start() of a "
-                "strategy of fedbn_flwr knows: another strategy is around this one, or start() was not called. Give "
-                f"{self.argument} as a round (an int), or wrap the other strategy instead: FixBN(OtherStrategy(...))"
+                f"{name}={self.freeze_round!r} depends on the number of rounds, which only start() of a strategy of "
+                "fedbn_flwr knows: another strategy is around this one, or start() was not called. Give "
+                f"{name} as a round (an int), or wrap the other strategy instead: FixBN(OtherStrategy(...))"
             )
-        return round.number < self.memory.switch_round
+        return round.number < switch
 
     def _frozen(self, round: Round, which: frozenset[Role]) -> Arrays:
         """The arrays of these roles that are frozen in the round."""

@@ -158,8 +158,8 @@ def test_mu_is_fedprox_s_by_default() -> None:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (None, "= None, which cannot be a weight"),
-        (-0.5, "= -0.5, which cannot be a weight"),
+        (None, "= None, expected a number, zero or more"),
+        (-0.5, "= -0.5, expected a number, zero or more"),
         (float("nan"), "is nan"),
         (float("inf"), "is inf"),
     ],

@@ -151,7 +151,7 @@ class Private(Wrapper):
 
     def _check_sent(self) -> None:
         """Refuse a strategy whose clients would release something without noise."""
-        traits, name = self.traits, self.rule
+        traits, name = self.traits, self._inside
         if traits.traffic is not None or traits.min_batch:
             raise SettingsError(f"{name} also sends what Private does not account for: {traits.traffic}")
         if not traits.has_global_model:

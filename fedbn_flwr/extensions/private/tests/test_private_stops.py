@@ -191,11 +191,11 @@ def test_a_rule_inside_another_keeps_its_promise(tmp_path: Path) -> None:
 
     def make() -> Rule:
         rule = FixBN(Counting(), freeze_round=1)
-        rule.memory, rule.rule.memory = rule.Memory(), Counting.Memory()
+        rule.memory, rule.strategy.memory = rule.Memory(), Counting.Memory()
         return rule
 
     first, run = make(), RunFolder(tmp_path)
-    first.rule.memory.asked_for = 4  # type: ignore[attr-defined]
+    first.strategy.memory.asked_for = 4  # type: ignore[attr-defined]
     run.write_promises(promises_of(first))
     for _ in range(2):
         again = make()

@@ -693,7 +693,7 @@ def test_the_pages_examples_are_valid() -> None:
     (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     rule = make_rule(read("model: {name: cnn}\n" + block))
     assert type(rule) is type(names["strategy"]) is Secure
-    assert isinstance(rule.rule, FixBN)
+    assert isinstance(rule.strategy, FixBN)
 
 
 def test_the_pages_steps_are_those_of_the_arithmetic() -> None:
