@@ -130,9 +130,9 @@ class DataSet(Form):
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.train.shape
 
-    @cached_property
+    @cached_property  # a client builds its model for each message
     def tokens(self) -> int | None:
-        """The number of tokens, where the inputs are whole numbers; clients ask for each message."""
+        """The number of tokens, where the inputs are whole numbers."""
         parts = [main(part.inputs) for part in (self.train, self.test) if isinstance(part, InMemory)]
         if not parts or parts[0].dtype is not torch.int64:
             return None
