@@ -20,14 +20,12 @@ from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any, NoReturn, TypeVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
@@ -430,37 +428,6 @@ def refuse_norm(arrays: ArrayRecord, reason: str) -> None:
     """Refuse a model that tracks statistics; the reason has a place for the first key of theirs."""
     if tracked := [key for key, role in roles(arrays).items() if role is Role.STATISTICS]:
         raise SettingsError(reason.format(tracked[0]))
-
-
-_TIMEOUT = 600  # seconds to wait for a node, and for the nodes' answers
-
-
-def check_honoured(rule: Rule, round: Round, key: str) -> None:
-    """Ask the connected nodes whether their clients honour a config key; RunFailed lists those that do not confirm it.
-
-    The rounds before the first message with the key would be lost if a client ignored it.
-    """
-    # The clients of an experiment (which has a name) are this library's, and FedTAN needs a BNClient anyway.
-    if protocol.RUN in round.config or rule.traits.min_batch:
-        return
-    nodes = wait_for_nodes(round.grid, 1, _TIMEOUT, "start SuperNodes")
-    content = RecordDict({"config": ConfigRecord({protocol.ROUND: round.number})})
-    problems = []
-    messages = [Message(content, node, protocol.KEYS_QUERY) for node in nodes]
-    for reply in round.grid.send_and_receive(messages, timeout=_TIMEOUT):
-        who = f"node {reply.metadata.src_node_id}"
-        # A node that is offline, or answers nothing since it cannot make its client, is left to the rounds.
-        if reply.has_error() and reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
-            problems.append(f"{who}: {one_line(str(reply.error.reason))}")
-        elif reply.has_content() and not all(key in honoured for honoured in metrics_in(reply.content).values()):
-            problems.append(f"{who}: its client does not honour it")
-    if problems:
-        listed = "".join(f"\n  - {problem}" for problem in sorted(problems))
-        raise RunFailed(
-            f"the run cannot begin: its later rounds need clients that honour the config key {key!r}, and these do not "
-            f"confirm it. Serve them by fedbn_flwr.client_app with a BNClient, or answer {protocol.KEYS_QUERY!r} "
-            f"as docs/plugin.md shows:{listed}"
-        )
 
 
 # The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.
