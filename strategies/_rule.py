@@ -40,9 +40,10 @@ from fedbn_flwr.messages.gate import (
     one_line,
     partition_of,
     read_reply,
+    reason_of,
+    record_problems,
     refused,
 )
-from fedbn_flwr.messages.screening import evaluation_key, reason_of, record_problems
 from fedbn_flwr.norms.roles import Role, roles
 
 Content = TypeVar("Content")
@@ -304,7 +305,10 @@ class Leaf(Rule):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         messages = gate(replies)
-        key = evaluation_key(messages, self.weighted_by_key)
+        records = [record for each in messages if each.has_content() for record in metrics_in(each.content).values()]
+        # The training loss and the size of the first batch are in no evaluation.
+        known = any(self.weighted_by_key in record for record in records)
+        key = self.weighted_by_key if known else protocol.NUM_EXAMPLES
 
         def read(message: Message) -> Message:
             if self.weighs and (problem := number_problem(metrics_of(message.content), key)):

@@ -37,8 +37,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
-from fedbn_flwr.messages.gate import Reply, arrays_of, with_content
-from fedbn_flwr.messages.screening import with_arrays
+from fedbn_flwr.messages.gate import Reply, arrays_of, with_arrays, with_content
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 from fedbn_flwr.strategies import Round, Wrapper
 from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-untyped]
