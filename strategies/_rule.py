@@ -44,6 +44,7 @@ from fedbn_flwr.messages.gate import (
     record_problems,
     refused,
 )
+from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.norms.roles import Role, roles
 
 Content = TypeVar("Content")
@@ -404,6 +405,17 @@ class Leaf(Rule):
     def _who(self, node: int) -> str:
         partition = self.memory.partitions.get(node)
         return f"node {node}" if partition is None else f"client {partition} (node {node})"
+
+
+def state_of(rule: Rule) -> bytes:
+    """The state of a rule and of those inside it; ValueError names an attribute that cannot be saved."""
+    return dump([{str(each): each._kept()} for each in rule.chain])
+
+
+def restore(rule: Rule, state: bytes) -> None:
+    """The inverse of `state_of`, for a rule that was created with the same arguments and has begun its run."""
+    for each, kept in zip(rule.chain, parse(state, list), strict=True):
+        each._keep(kept[str(each)])
 
 
 def refuse_bounds(rule: Rule) -> None:

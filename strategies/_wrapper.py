@@ -34,8 +34,7 @@ from fedbn_flwr.messages.gate import (
 )
 from fedbn_flwr.norms.roles import roles, split_by_role
 
-from ._records import CannotSave, restore, state_of
-from ._rule import Leaf, Round, Rule
+from ._rule import Leaf, Round, Rule, restore, state_of
 
 
 class Wrapper(Rule):
@@ -183,7 +182,7 @@ class Foreign(Leaf):
         key = self._of_some("weighted_by_key")  # of a strategy derived from Flower's FedAvg
         self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
-        self._first: RecordDict | None = None  # the state at the first `begin`
+        self._first: bytes | None = None  # the state at the first `begin`
         self.lacks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
             self.lacks["known"] = "is not known to compute with nothing but the mean of the replies"
@@ -208,11 +207,9 @@ class Foreign(Leaf):
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         """Also reset what an earlier run with this object left in it, such as moments of a server optimiser."""
         super().begin(num_rounds, arrays)
-        with suppress(CannotSave):
-            if self._first is None:
-                self._first = state_of(self)
-            elif state_of(self) != self._first:
-                restore(self, self._first)
+        with suppress(ValueError):  # it cannot be saved
+            self._first = self._first or state_of(self)
+            restore(self, self._first)
 
     def notes(self) -> Mapping[str, Any]:
         return {} if self.seed is None else {"strategy_of_flower": str(self)}
