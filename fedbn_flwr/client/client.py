@@ -38,15 +38,12 @@ from .node_state import NodeState, number_of, place_of, run_of
 from .pairs import Split, split_batch
 from .rule import ALWAYS_KNOWN, BY_KEY, ClientRule, LocalRound, known_keys, rule_of
 from .training import (
-    SGD,
     Adjust,
     Batch,
     Epochs,
-    LocalOptimizer,
     Loss,
     OptimizerSpec,
     backpropagate,
-    decay_of,
     local_batches,
     make_optimizer,
     size_of,
@@ -97,8 +94,6 @@ class BNClient(NumPyClient):
     momentum, weight_decay
         Arguments of the optimiser. Without `weight_decay` it has the default of torch.optim, which is 0.01 for AdamW
         and zero for most others.
-    norm_weight_decay, bias_weight_decay
-        Another weight decay for the parameters of normalisers, and for the biases of other layers.
     keep_momentum
         Keep the optimiser's state (momentum, Adam's moments) from round to round, in the client's state.
     clip
@@ -150,8 +145,6 @@ class BNClient(NumPyClient):
         optimizer: OptimizerSpec = "sgd",
         momentum: float = 0.0,
         weight_decay: float | None = None,
-        norm_weight_decay: float | None = None,
-        bias_weight_decay: float | None = None,
         keep_momentum: bool = False,
         clip: float | None = None,
         task: Task | str | None = None,
@@ -182,12 +175,7 @@ class BNClient(NumPyClient):
         self.model, self.roles = self._parts.model, self._parts.roles
         self.train_data, self.eval_data, self.batch, self.lr = train_data, eval_data, batch, lr
         self.epochs, self.steps = 1 if epochs is None and steps is None else epochs, steps
-        self._optimizer: Callable[..., LocalOptimizer] = (
-            functools.partial(SGD, momentum=momentum, weight_decay=weight_decay or 0.0)
-            if optimizer == "sgd"
-            else functools.partial(make_optimizer, optimizer, momentum=momentum, weight_decay=weight_decay)
-        )
-        self._other_decay = {"norm": norm_weight_decay, "bias": bias_weight_decay}
+        self._optimizer = functools.partial(make_optimizer, optimizer, momentum=momentum, weight_decay=weight_decay)
         self.keep_momentum, self.clip, self.compile = keep_momentum, clip, compile
         self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
         self.channels_last, self.precision = channels_last, precision
@@ -322,7 +310,6 @@ class BNClient(NumPyClient):
         """Train the model that is loaded; the mean loss, and the size of the first batch. `purpose` separates draws."""
         server_round = int(config.get(protocol.ROUND, 1))
         rate = self.lr(server_round) if callable(self.lr) else self.lr
-        decays = {} if {*self._other_decay.values()} == {None} else decay_of(self.model, **self._other_decay)
         not_begun, compiled = iter(rules), None
 
         def begin() -> None:
@@ -338,7 +325,7 @@ class BNClient(NumPyClient):
                 stack.enter_context(rule.around())
             # The server scales the rate after the round in which its strategy switched.
             lr = lr or rate * float(config.get(protocol.LR_FACTOR, 1.0))
-            optimizer = self._optimizer(self._parts.trained, lr, other_decay=decays)
+            optimizer = self._optimizer(self._parts.trained, lr)
             for rule in rules:
                 rule.local.optimizer = optimizer
             if self.clip is not None:

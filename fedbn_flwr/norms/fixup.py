@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import SettingsError
 
-from .wsconv import check_stored, remade
+from .wsconv import check_stored
 
 
 @dataclass(frozen=True)
@@ -105,61 +105,47 @@ def fixup(model: nn.Module) -> nn.Module:
     The model is a ResNet of torchvision or has a method `residual_parts() -> ResidualParts`.
     """
     parts = residual_parts(model, "fixup")
-    _check(model, parts)
-    blocks = parts.blocks
-    for block in blocks.values():
-        branch = convolutions(block)
-        m = len(branch)
-        for number, plain in enumerate(branch, start=1):
-            conv, last = _biased(plain), number == m
+    _replace(model, parts.norm, _scalars(_layer(model, parts.convolution, nn.Conv2d)))
+    for name, block in parts.blocks.items():
+        m = len(convolutions(block))
+        for number in range(1, m + 1):
+            conv, last = _biased(_layer(model, f"{name}.conv{number}", nn.Conv2d)), number == m
             if last:
                 conv.weight.zero_()
             else:
-                conv.weight.mul_(len(blocks) ** (-1 / (2 * m - 2)))
-            setattr(block, f"conv{number}", conv)
-            setattr(block, f"bn{number}", _scalars(conv, scaled=last))
-        shortcut = getattr(block, "downsample", None)
-        if shortcut is not None:
-            shortcut[0], shortcut[1] = _biased(shortcut[0]), nn.Identity().train(block.training)
-    setattr(model, parts.norm, _scalars(getattr(model, parts.convolution)))
-    classifier = _biased(getattr(model, parts.classifier))
-    for parameter in classifier.parameters():
+                conv.weight.mul_(len(parts.blocks) ** (-1 / (2 * m - 2)))
+            _replace(model, f"{name}.bn{number}", _scalars(conv, scaled=last))
+        if getattr(block, "downsample", None) is not None:
+            _biased(_layer(model, f"{name}.downsample.0", nn.Conv2d))
+            _replace(model, f"{name}.downsample.1", nn.Identity().train(block.training))
+    for parameter in _biased(_layer(model, parts.classifier, nn.Linear)).parameters():
         parameter.zero_()
-    setattr(model, parts.classifier, classifier)
+    if left := [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]:
+        raise SettingsError(f"norm 'fixup': {left[0]} is a batch norm outside the residual branches and the stem")
     return model
 
 
-def _check(model: nn.Module, parts: ResidualParts) -> None:
-    """Refuse a model that cannot be converted before any of it changes."""
-    expected: dict[str, type[nn.Module]] = {
-        parts.convolution: nn.Conv2d,
-        parts.norm: _BatchNorm,
-        parts.classifier: nn.Linear,
-    }
-    for name, block in parts.blocks.items():
-        for number in range(1, len(convolutions(block)) + 1):
-            expected |= {f"{name}.conv{number}": nn.Conv2d, f"{name}.bn{number}": _BatchNorm}
-        if getattr(block, "downsample", None) is not None:
-            expected |= {f"{name}.downsample.0": nn.Conv2d, f"{name}.downsample.1": _BatchNorm}
-    found = dict(model.named_modules(remove_duplicate=False))
-    for name, kind in expected.items():
-        layer = found.get(name)
-        if not isinstance(layer, kind) or (kind is nn.Conv2d and type(layer) is not nn.Conv2d):
-            wanted = {nn.Conv2d: "plain convolution", _BatchNorm: "batch norm"}.get(kind, "linear layer")
-            is_what = "nothing" if layer is None else f"a {type(layer).__name__}"
-            raise SettingsError(f"norm 'fixup': {name} is {is_what}; expected a {wanted}")
-        check_stored(layer, name, "fixup")
-    known = {found[name] for name in expected}
-    for name, layer in found.items():
-        if isinstance(layer, _BatchNorm) and layer not in known:
-            raise SettingsError(f"norm 'fixup': {name} is a batch norm outside the residual branches and the stem")
+def _layer(model: nn.Module, name: str, kind: type[nn.Module]) -> Any:
+    """The layer of this name, which must be of this kind."""
+    layer = dict(model.named_modules(remove_duplicate=False)).get(name)
+    if not isinstance(layer, kind) or (kind is nn.Conv2d and type(layer) is not nn.Conv2d):
+        wanted = {nn.Conv2d: "plain convolution", _BatchNorm: "batch norm"}.get(kind, "linear layer")
+        is_what = "nothing" if layer is None else f"a {type(layer).__name__}"
+        raise SettingsError(f"norm 'fixup': {name} is {is_what}; expected a {wanted}")
+    check_stored(layer, name, "fixup")
+    return layer
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    _layer(model, name, _BatchNorm)
+    model.set_submodule(name, new)
 
 
 def _biased(layer: Any) -> Any:
-    """The convolution or linear layer with a scalar bias before it, and the same parameter objects."""
-    new: Any = remade(layer, BiasedConv2d if isinstance(layer, nn.Conv2d) else BiasedLinear)
-    new.input_bias = nn.Parameter(layer.weight.new_zeros(1), layer.weight.requires_grad)
-    return new
+    """The convolution or linear layer with a scalar bias before it."""
+    layer.__class__ = BiasedConv2d if isinstance(layer, nn.Conv2d) else BiasedLinear
+    layer.input_bias = nn.Parameter(layer.weight.new_zeros(1), layer.weight.requires_grad)
+    return layer
 
 
 def _scalars(like: Any, scaled: bool = False) -> nn.Module:

@@ -171,14 +171,9 @@ def one_more_norm() -> nn.Module:
         (one_more_norm, r"stages\.0\.extra\.0 is a batch norm outside"),
     ],
 )
-def test_a_network_with_unknown_branches_is_refused_and_unchanged(make: Any, message: str) -> None:
-    model = make()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+def test_a_network_with_unknown_branches_is_refused(make: Any, message: str) -> None:
     with pytest.raises(SettingsError, match=f"norm 'fixup': {message}"):
-        convert_norm(model, "fixup")
-    after = model.state_dict()
-    assert list(after) == list(before)
-    assert all(value.equal(after[key]) for key, value in before.items())
+        convert_norm(make(), "fixup")
 
 
 def test_a_classifier_with_a_computed_weight_is_refused() -> None:
