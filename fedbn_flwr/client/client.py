@@ -128,8 +128,7 @@ class BNClient(NumPyClient):
     device
         The device for training; by default that of the model's parameters.
     context
-        The node's Flower context, which has the client's `partition-id` and state; `client_app` adds it if it is
-        missing.
+        The node's Flower context, which has the client's `partition-id` and state; `client_app` sets it.
     """
 
     def __init__(
@@ -181,11 +180,10 @@ class BNClient(NumPyClient):
         self.channels_last, self.precision = channels_last, precision
         self.seed, self.min_batch = seed, min_batch
         self.sums: Callable[[], np.ndarray] | None = None  # the answer to query.sums, of experiments
-        self.has_context = context is not None
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
     def attach(self, context: Context) -> None:
-        """Use the state and number of this node; `client_app` does so for a client that was made without a context."""
+        """Use the state and number of this node."""
         self.state, self.identity = NodeState(context.state), place_of(context)
         self._number = number_of(context)
 
