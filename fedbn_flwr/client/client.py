@@ -21,7 +21,7 @@ from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
-from fedbn_flwr.batch import each
+from fedbn_flwr.batch import Split, each, split_batch
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.extensions import declared, part
@@ -35,7 +35,6 @@ from fedbn_flwr.tasks import Task, task_named
 from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
 from .node_state import NodeState, number_of, place_of, run_of
-from .pairs import Split, split_batch
 from .rule import ALWAYS_KNOWN, BY_KEY, ClientRule, LocalRound, known_keys, rule_of
 from .training import (
     Adjust,
@@ -290,10 +289,7 @@ class BNClient(NumPyClient):
         return size_of(self.train_data, self._pairs)
 
     def _pairs(self, batches: Iterable[Any]) -> Iterator[Batch]:
-        for batch in batches:
-            # This test is also in split_batch: a module that rounds of our own experiments do not need to execute.
-            is_pair = type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[1], torch.Tensor)
-            yield batch if is_pair and self.batch is None else split_batch(batch, self.batch)
+        return (split_batch(batch, self.batch) for batch in batches)
 
     def _trained(
         self,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fedbn_flwr.data import Size
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.fixup import ResidualParts
-from fedbn_flwr.norms.masked import MaskedBatchNorm1d
+from fedbn_flwr.norms.variants import MaskedBatchNorm1d
 
 
 def cnn(num_classes: int, in_channels: int = 1) -> nn.Module:

@@ -16,10 +16,8 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import accepted, call, is_name, load
 
 from .fixup import convolutions, fixup, residual_parts
-from .masked import MaskedBatchNorm1d
-from .renorm import BatchRenorm
 from .roles import AFFINE, batch_norms, computes_as_batch_norm
-from .static import StaticBatchNorm
+from .variants import BatchRenorm, MaskedBatchNorm1d, StaticBatchNorm
 from .wsconv import STANDARDS, check_stored, standardise
 
 Convert = Callable[..., nn.Module]  # of a batch norm, its name, and the options that the signature names
