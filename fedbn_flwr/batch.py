@@ -49,6 +49,8 @@ TARGETS = ("label", "labels", "target", "targets", "y", "mask")
 
 def split_batch(batch: Any, how: Split | None) -> Pair:
     """Inputs and targets of a batch; TypeError with its type and keys if they cannot be found."""
+    if how is None and type(batch) in (tuple, list) and [*map(type, batch)] == [Tensor, Tensor]:
+        return batch[0], batch[1]  # nearly all batches
     if how is None:
         pair = _found(batch)
     elif callable(how):

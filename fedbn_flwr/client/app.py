@@ -115,7 +115,8 @@ class _App(ClientApp):
             raise _failed(context, task, error) from error
 
     def _handled(self, handle: Handler, message: Message, context: Context) -> Message:
-        config, make_client = _config(message), self._given[0]
+        config = _config(message)
+        make_client: Callable[..., NumPyClient] = self._given[0]
 
         def make() -> NumPyClient:
             client = make_client(*(context, config)[: self._wants])

@@ -135,7 +135,8 @@ class SGD(torch.optim.SGD):
 
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     zero_grad = inspect.unwrap(Optimizer.zero_grad)
-    state_dict, load_state_dict = map(inspect.unwrap, [Optimizer.state_dict, Optimizer.load_state_dict])
+    state_dict = inspect.unwrap(Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
     step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
 
 

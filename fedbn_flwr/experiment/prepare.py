@@ -278,7 +278,7 @@ def _check_names(task: Task, metrics: Sequence[Metric]) -> None:
 
 def _check_metrics(task: Task, metrics: Sequence[Metric], outputs: Tensor, targets: Tensor) -> None:
     measurement = Measurement(task, metrics)
-    measurement.add(outputs, targets, measurement.counts(outputs, targets))
+    measurement.add(outputs, targets)
     try:
         measurement.values(strict=True)
     except Exception as error:

@@ -15,7 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import accepted, call, is_name, load
 
-from .fixup import convolutions, fixup, residual_parts
+from .fixup import convolutions, fixup, residual_blocks
 from .roles import AFFINE, batch_norms, computes_as_batch_norm
 from .variants import BatchRenorm, MaskedBatchNorm1d, StaticBatchNorm
 from .wsconv import STANDARDS, check_stored, standardise
@@ -126,7 +126,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     if kind == "fixup":  # needs the residual branches, so it converts the whole model
         return fixup(model)
     scale = options.pop("branch_scale", 1.0)
-    blocks = residual_parts(model, kind).blocks if scale != 1 else {}
+    blocks = residual_blocks(model, kind) if scale != 1 else {}
     norms = batch_norms(model, f"norm {kind!r}")
     layers = {
         layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd | nn.Linear | _BatchNorm)

@@ -15,7 +15,6 @@ is the image, has no bias before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,45 +26,34 @@ from fedbn_flwr.errors import SettingsError
 from .wsconv import check_stored
 
 
-@dataclass(frozen=True)
-class ResidualParts:
-    """The parts of a residual network: names of children of the network, and its residual blocks by name.
+class ResidualBlock(nn.Module):
+    """A block whose branch is `conv1`, `bn1`, ReLU, `conv2`, `bn2` (and so on), as those of torchvision's ResNets.
 
-    A block computes its branch with `conv1`, `bn1`, ReLU, `conv2`, `bn2` (and so on), and its shortcut with
-    `downsample`, a convolution and a batch norm, if it has one.
+    Its shortcut is `downsample`, a convolution and a batch norm, if it has one.
     """
 
-    convolution: str  # the stem's
-    norm: str  # the stem's
-    classifier: str
-    blocks: dict[str, Any]  # by their names in the network, as `layer1.0`
+
+def residual_blocks(model: nn.Module, kind: str) -> dict[str, Any]:
+    """The blocks of a residual network by name, for a norm of this kind; SettingsError if it has none."""
+    from torchvision.models.resnet import BasicBlock, Bottleneck
+
+    blocks = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in (BasicBlock, Bottleneck) or isinstance(module, ResidualBlock)
+    }
+    if not blocks:
+        raise SettingsError(
+            f"norm {kind!r}: {type(model).__name__} is not a residual network with known branches, such as resnet20 "
+            "and torchvision's resnet18, 34, 50 and deeper"
+        )
+    return blocks
 
 
 def convolutions(block: Any) -> list[Any]:
     """The convolutions of a block's branch, in the order in which they compute; None for one that is missing."""
     names = ("conv1", "conv2", "conv3") if hasattr(block, "conv3") else ("conv1", "conv2")
     return [getattr(block, name, None) for name in names]
-
-
-def residual_parts(model: Any, kind: str) -> ResidualParts:
-    """The parts of a network for a norm of this kind; SettingsError if its branches are unknown."""
-    if hasattr(model, "residual_parts"):
-        return model.residual_parts()  # type: ignore[no-any-return]
-    from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
-
-    if type(model) is not ResNet:
-        raise SettingsError(
-            f"norm {kind!r}: {type(model).__name__} is not a residual network with known branches, such as resnet20 "
-            "and torchvision's resnet18, 34, 50 and deeper"
-        )
-    stages = [(name, stage) for name, stage in model.named_children() if name.startswith("layer")]
-    blocks = {f"{name}.{child}": block for name, stage in stages for child, block in stage.named_children()}
-    for name, block in blocks.items():
-        if type(block) not in (BasicBlock, Bottleneck):
-            raise SettingsError(
-                f"norm {kind!r}: {name} is a {type(block).__name__}; expected a BasicBlock or a Bottleneck"
-            )
-    return ResidualParts("conv1", "bn1", "fc", blocks)
 
 
 class _Biased:
@@ -102,26 +90,32 @@ class Scalars(nn.Module):
 def fixup(model: nn.Module) -> nn.Module:
     """`model` without batch norm and with Fixup's initialisation.
 
-    The model is a ResNet of torchvision or has a method `residual_parts() -> ResidualParts`.
+    Outside its residual blocks it has one batch norm, the stem's, and its last linear layer is the classifier.
     """
-    parts = residual_parts(model, "fixup")
-    _replace(model, parts.norm, _scalars(_layer(model, parts.convolution, nn.Conv2d)))
-    for name, block in parts.blocks.items():
+    blocks = residual_blocks(model, "fixup")
+    for name, block in blocks.items():
         m = len(convolutions(block))
         for number in range(1, m + 1):
             conv, last = _biased(_layer(model, f"{name}.conv{number}", nn.Conv2d)), number == m
             if last:
                 conv.weight.zero_()
             else:
-                conv.weight.mul_(len(parts.blocks) ** (-1 / (2 * m - 2)))
+                conv.weight.mul_(len(blocks) ** (-1 / (2 * m - 2)))
             _replace(model, f"{name}.bn{number}", _scalars(conv, scaled=last))
         if getattr(block, "downsample", None) is not None:
             _biased(_layer(model, f"{name}.downsample.0", nn.Conv2d))
             _replace(model, f"{name}.downsample.1", nn.Identity().train(block.training))
-    for parameter in _biased(_layer(model, parts.classifier, nn.Linear)).parameters():
+    norms = [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    if len(norms) != 1 or not linear:
+        found = f"the batch norms {norms} and the linear layers {linear}"
+        raise SettingsError(
+            f"norm 'fixup': outside of residual blocks are {found}; expected the stem's and a classifier"
+        )
+    classifier = _biased(_layer(model, linear[-1], nn.Linear))
+    for parameter in classifier.parameters():
         parameter.zero_()
-    if left := [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]:
-        raise SettingsError(f"norm 'fixup': {left[0]} is a batch norm outside the residual branches and the stem")
+    _replace(model, norms[0], _scalars(classifier))
     return model
 
 
