@@ -13,7 +13,7 @@ from flwr.clientapp import mod as flower_mods
 from flwr.clientapp.typing import Mod
 
 from fedbn_flwr import named
-from fedbn_flwr.client.mods import weights_only
+from fedbn_flwr.client.app import weights_only
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages.arrays import configs_in
 

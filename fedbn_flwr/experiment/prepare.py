@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Value, each
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
-from fedbn_flwr.client.training import Loss, check_optimizer, decay_of
+from fedbn_flwr.client.training import Loss, check_optimizer
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.data.partition.indices import hold_out
@@ -202,14 +202,12 @@ def check_training(parts: Parts) -> None:
     for server_round in (1, run.rounds):
         learning_rate(run, server_round)
     if train.optimizer != "sgd":
-        decays = decay_of(parts.model, norm=train.norm_weight_decay, bias=train.bias_weight_decay)
         try:
             check_optimizer(
                 train.optimizer,
                 {name: parameter for name, parameter in parts.model.named_parameters() if parameter.requires_grad},
                 momentum=train.momentum,
                 weight_decay=train.weight_decay,
-                other_decay=decays,
             )
         except SettingsError as error:
             raise SettingsError(f"train.{error}") from None
@@ -280,7 +278,7 @@ def _check_names(task: Task, metrics: Sequence[Metric]) -> None:
 
 def _check_metrics(task: Task, metrics: Sequence[Metric], outputs: Tensor, targets: Tensor) -> None:
     measurement = Measurement(task, metrics)
-    measurement.add(outputs, targets, measurement.counts(outputs, targets))
+    measurement.add(outputs, targets)
     try:
         measurement.values(strict=True)
     except Exception as error:
