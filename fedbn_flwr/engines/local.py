@@ -13,12 +13,16 @@ import functools
 import importlib.metadata
 import itertools
 import math
+import os
+import sys
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
@@ -28,8 +32,7 @@ from fedbn_flwr.errors import MissingPackage, RunFailed
 from fedbn_flwr.messages.gate import shown
 
 from .base import Capabilities, GivenUp, NodeStates, Replied
-from .nodes import Contexts, Nodes
-from .schedule import Schedule
+from .schedule import Schedule, keeps_node
 from .worker import NodeWorker, Worker
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
@@ -49,6 +52,64 @@ from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 _LOOK = 1.0  # seconds of waiting for results, after which lost workers and those that do not start are looked for
 
 UserConfig = Mapping[str, Any]
+
+
+@dataclass
+class Nodes:
+    """The nodes that a process serves: all of them, or in a worker those whose layer-wise rounds are parked there."""
+
+    client_app: ClientApp
+    threads: int | None
+    contexts: dict[int, Context] = field(default_factory=dict)
+
+    def serve(self, message: Message, context: Context | None) -> tuple[Message, RecordDict | None]:
+        """In a worker: the reply, and the node's new state. None instead of context or state: the worker has it."""
+        node = message.metadata.dst_node_id
+        context = self.contexts.pop(node) if context is None else context
+        reply = self.answer(message, context)
+        if not keeps_node(message):
+            return reply, context.state
+        self.contexts[node] = context
+        return reply, None
+
+    def exchange(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
+        """Continue the nodes' rounds, which are parked in this process; the reason in place of each that fails."""
+        answers: dict[int, Contribution | str] = {}
+        for node in nodes:
+            try:
+                answers[node] = self.client_app.exchange(self.contexts[node], agreement)  # type: ignore[attr-defined]
+            except (Exception, SystemExit) as error:
+                answers[node] = _reason(error)
+        return answers
+
+    def answer(self, message: Message, context: Context) -> Message:
+        """The ClientApp's reply, or an error reply."""
+        if self.threads is not None and torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        asked = message.metadata
+        try:
+            # The messages of a round share their content; a change by one client must not reach the next.
+            own = RecordDict({key: record.copy() for key, record in message.content.items()})
+            reply = self.client_app(Message(content=own, metadata=asked), context)  # type: ignore[call-overload]
+            if not isinstance(reply, Message):  # a handler returned nothing
+                reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"  # type: ignore[unreachable]
+            # Flower's SuperLink refuses such replies too.
+            elif (given := reply.metadata).reply_to_message_id != asked.message_id:
+                reason = f"it replied to message {given.reply_to_message_id!r} instead of {asked.message_id!r}"
+            elif given.src_node_id != asked.dst_node_id:
+                reason = f"its reply says that it is from node {given.src_node_id} instead of {asked.dst_node_id}"
+            else:
+                return reply
+        except (Exception, SystemExit) as error:
+            reason = _reason(error)
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def _reason(error: BaseException) -> str:
+    """The text of the exception that is being handled, for the server."""
+    if os.environ.get("FEDBN_DEBUG"):
+        traceback.print_exc(file=sys.stderr)
+    return str(error) or type(error).__name__
 
 
 class LocalGrid(Capabilities, Grid):
@@ -72,9 +133,6 @@ class LocalGrid(Capabilities, Grid):
         The configs in the ClientApp's context; `node_config` is one mapping for all nodes, or one per node.
     node_ids
         Node ids, 1 to `num_nodes` by default.
-    state_memory
-        GiB that the nodes' states (FedBN's batch norms, for instance) may take in memory; beyond it the states of the
-        least recently served nodes are written to a temporary folder.
     """
 
     def __init__(
@@ -88,7 +146,6 @@ class LocalGrid(Capabilities, Grid):
         run_config: UserConfig | None = None,
         node_config: UserConfig | Sequence[UserConfig] | None = None,
         node_ids: Sequence[int] | None = None,
-        state_memory: float = math.inf,
     ) -> None:
         if num_nodes < 1:
             raise ValueError(f"num_nodes is {num_nodes}; a grid needs at least one")
@@ -103,7 +160,7 @@ class LocalGrid(Capabilities, Grid):
                 raise ValueError(f"{name} has {len(each)} entries for {num_nodes} nodes")
         self._run = Run.create_empty(run_id=1)
         identify()
-        contexts = {
+        self._contexts = {
             node: Context(
                 run_id=1,
                 node_id=node,
@@ -113,13 +170,12 @@ class LocalGrid(Capabilities, Grid):
             )
             for i, node in enumerate(ids)
         }
-        self._contexts = Contexts(contexts, state_memory * 2**30)
         self._nodes = Nodes(client_app, threads, self._contexts)  # that this process serves, if there are no workers
         self._next_id = itertools.count(1)
         self._replies: dict[str, Message] = {}
         self._awaited: set[str] = set()  # the ids of messages to workers, until their replies are kept or given up
         self._observers: list[Replied] = []
-        copied, count = Nodes(client_app, threads or 1, Contexts({})), min(workers, num_nodes)
+        copied, count = Nodes(client_app, threads or 1), min(workers, num_nodes)
         self._workers: Sequence[Any] = self._make_workers(copied, count) if workers else ()  # each is a NodeWorker
         self._schedule = Schedule(dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
 
@@ -172,8 +228,7 @@ class LocalGrid(Capabilities, Grid):
                 waiting.append(message)
                 self._awaited.add(message_id)
             else:
-                with self._contexts.use(node) as context:
-                    self._received(message_id, self._nodes.answer(message, context))
+                self._received(message_id, self._nodes.answer(message, self._contexts[node]))
         if waiting:
             self._schedule.add(waiting, [number for number, worker in enumerate(self._workers) if not worker.problem])
             self._serve_workers(0)
@@ -219,8 +274,7 @@ class LocalGrid(Capabilities, Grid):
         for number, worker in enumerate(self._workers):
             if worker.is_free and (message := self._schedule.take(number)) is not None:
                 node, then = message.metadata.dst_node_id, functools.partial(self._handled, message, number)
-                with self._contexts.use(node) as context:
-                    worker.send(then, "serve", message, None if self._schedule.is_kept(node) else context)
+                worker.send(then, "serve", message, None if self._schedule.is_kept(node) else self._contexts[node])
 
     def _receive(self, timeout: float) -> None:
         """Start the workers that are not, and collect results; waits up to `timeout` seconds for the first."""
@@ -241,8 +295,7 @@ class LocalGrid(Capabilities, Grid):
             self._schedule.done(message, worker)
             reply, state = result
             if state is not None:
-                with self._contexts.use(message.metadata.dst_node_id) as context:
-                    context.state = state
+                self._contexts[message.metadata.dst_node_id].state = state
         if message.metadata.message_id in self._awaited:
             self._awaited.remove(message.metadata.message_id)
             self._received(message.metadata.message_id, reply)
@@ -278,25 +331,22 @@ class LocalGrid(Capabilities, Grid):
 
     def read_state(self, node: int) -> RecordDict:
         """A node's `Context.state`; that of before the message or the layer-wise round that a worker has not ended."""
-        with self._between_rounds(node) as context:
-            return context.state
+        return self._between_rounds(node).state
 
     def write_state(self, node: int, records: RecordDict) -> None:
         """Replace a node's `Context.state`."""
-        with self._between_rounds(node) as context:
-            context.state = records
+        self._between_rounds(node).state = records
 
-    def _between_rounds(self, node: int) -> AbstractContextManager[Context]:
+    def _between_rounds(self, node: int) -> Context:
         if self._awaited:
             raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
         self._schedule.let_go(node)
-        return self._contexts.use(node)
+        return self._contexts[node]
 
     def close(self) -> None:
-        """End the workers, and remove the folder of states."""
+        """End the workers."""
         for worker in self._workers:
             worker.close()
-        self._contexts.close()
 
     def __enter__(self) -> Self:
         return self

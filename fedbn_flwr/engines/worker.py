@@ -28,8 +28,6 @@ from flwr.common import log
 
 from fedbn_flwr import seeding
 
-from .nodes import Nodes
-
 START_TIMEOUT = 10.0  # seconds until a forked worker has taken the locks that it will need
 _STARTS = 3  # attempts to start a worker
 _TOO_SLOW = (
@@ -85,7 +83,7 @@ class NodeWorker(ABC):
 
     @abstractmethod
     def send(self, then: Then, call: str, *arguments: Any) -> None:
-        """Call a method of `Nodes` there."""
+        """Call a method of what it serves, `local.Nodes`."""
 
     @abstractmethod
     def receive(self) -> tuple[Any, str]:
@@ -135,7 +133,7 @@ class Worker(NodeWorker):
     channel: Channel
     _began: float
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: object) -> None:
         self.nodes = nodes
 
     def begin(self) -> None:
@@ -202,7 +200,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _serve(nodes: Nodes, end: socket.socket) -> None:
+def _serve(nodes: object, end: socket.socket) -> None:
     """In the new process: take the locks that other threads may hold, and answer until the parent ends it."""
     seeding.states()  # takes the lock of PyTorch's generator
     sys.stdout.flush()
@@ -220,7 +218,7 @@ def _serve(nodes: Nodes, end: socket.socket) -> None:
             _serve_next(nodes, channel)
 
 
-def _serve_next(nodes: Nodes, channel: Channel) -> None:
+def _serve_next(nodes: object, channel: Channel) -> None:
     """Do a job. A function, so that no message or reply stays in memory while the worker waits."""
     if not wait([channel], _IDLE):  # type: ignore[list-item]  # it has a descriptor
         return_freed_memory()  # the server aggregates or evaluates now, and needs memory too

@@ -19,8 +19,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from fedbn_flwr.engines.local import LocalGrid, identify
-from fedbn_flwr.engines.nodes import Nodes
+from fedbn_flwr.engines.local import LocalGrid, Nodes, identify
 from fedbn_flwr.engines.worker import NodeWorker, Then, keep_freed_memory
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import arrays_in, size_of

@@ -260,7 +260,7 @@ class RunFolder:
 
 
 # Settings of the engine that may differ when a run is resumed, because they do not affect results.
-_FREE = ("workers", "gpus", "timeout", "node_timeout", "state_memory", "checkpoint_every")
+_FREE = ("workers", "timeout", "node_timeout", "checkpoint_every")
 
 
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
