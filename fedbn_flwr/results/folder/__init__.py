@@ -36,7 +36,7 @@ from fedbn_flwr.errors import SettingsError, StorageError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
 from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
-from fedbn_flwr.storage import Store, replacing, to_json, write_store, writing
+from fedbn_flwr.storage import read_store, replacing, to_json, write_store, writing
 
 from ..text import file_name
 from .checkpoint import CheckpointFile, Snapshot
@@ -244,8 +244,7 @@ class RunFolder:
         file = self.path / "promises"
         if not file.exists():
             return {}
-        with Store(file) as store:
-            found: dict[str, float] = json.loads(store["promises"])
+        found: dict[str, float] = json.loads(read_store(file)["promises"])
         return found
 
     @property
