@@ -30,9 +30,9 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MissingPackage, RunFailed
 from fedbn_flwr.messages.gate import shown
+from fedbn_flwr.messages.protocol import COHORT_QUERY
 
 from .base import Capabilities, GivenUp, NodeStates, Replied
-from .schedule import Schedule, keeps_node
 from .worker import NodeWorker, Worker
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
@@ -67,7 +67,7 @@ class Nodes:
         node = message.metadata.dst_node_id
         context = self.contexts.pop(node) if context is None else context
         reply = self.answer(message, context)
-        if not keeps_node(message):
+        if message.metadata.message_type != COHORT_QUERY:  # after one, a layer-wise round is parked here
             return reply, context.state
         self.contexts[node] = context
         return reply, None
@@ -177,7 +177,8 @@ class LocalGrid(Capabilities, Grid):
         self._observers: list[Replied] = []
         copied, count = Nodes(client_app, threads or 1), min(workers, num_nodes)
         self._workers: Sequence[Any] = self._make_workers(copied, count) if workers else ()  # each is a NodeWorker
-        self._schedule = Schedule(dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
+        self._waiting: list[Message] = []  # for workers, the longest first
+        self._work = dict(zip(ids, work or [1.0] * num_nodes, strict=True))
 
     def _make_workers(self, nodes: Nodes, count: int) -> Sequence[NodeWorker]:
         """Workers, not started, that each serve a copy of `nodes`."""
@@ -186,9 +187,9 @@ class LocalGrid(Capabilities, Grid):
             raise ValueError(f"threads is {nodes.threads}; worker processes train with one, or give workers=0")
         return [Worker(nodes) for _ in range(count)]
 
-    def _wait(self, timeout: float) -> list[int]:
-        """The numbers of the workers whose job has a result; waits up to `timeout` seconds for the first."""
-        busy = {worker.channel: number for number, worker in enumerate(self._workers) if worker.then}
+    def _wait(self, timeout: float) -> list[Any]:
+        """The workers whose job has a result; waits up to `timeout` seconds for the first."""
+        busy = {worker.channel: worker for worker in self._workers if worker.then}
         return [busy[channel] for channel in wait(list(busy), timeout)] if busy else []
 
     # --- Flower's interface ---
@@ -214,7 +215,7 @@ class LocalGrid(Capabilities, Grid):
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        message_ids, waiting = [], []
+        message_ids = []
         for message in messages:
             message_id = str(next(self._next_id))
             message.metadata.__dict__["_message_id"] = message_id
@@ -225,12 +226,13 @@ class LocalGrid(Capabilities, Grid):
                 error = Error(ErrorCode.NODE_UNAVAILABLE, absent)
                 self._replies[message_id] = Message(error, reply_to=message)
             elif self._workers:
-                waiting.append(message)
+                self._waiting.append(message)
                 self._awaited.add(message_id)
             else:
                 self._received(message_id, self._nodes.answer(message, self._contexts[node]))
-        if waiting:
-            self._schedule.add(waiting, [number for number, worker in enumerate(self._workers) if not worker.problem])
+        if self._workers:
+            self._waiting.sort(key=lambda each: -self._work[each.metadata.dst_node_id])  # those of a node stay in order
+            self._deal()
             self._serve_workers(0)
         return message_ids
 
@@ -253,7 +255,9 @@ class LocalGrid(Capabilities, Grid):
         message_ids = list(self.push_messages(messages))
         while missing := [key for key in message_ids if key not in self._replies]:
             if (left := deadline - time.monotonic()) <= 0:
-                self._schedule.drop(missing)
+                self._waiting = [each for each in self._waiting if each.metadata.message_id not in missing]
+                for worker in self._workers:
+                    worker.held = {node: here for node, here in worker.held.items() if here or node == worker.serving}
                 self._awaited.difference_update(missing)
                 break
             self._serve_workers(left)
@@ -271,10 +275,28 @@ class LocalGrid(Capabilities, Grid):
     def _serve_workers(self, timeout: float) -> None:
         """Collect replies and send queued messages; waits up to `timeout` seconds for the first reply."""
         self._receive(timeout)
-        for number, worker in enumerate(self._workers):
-            if worker.is_free and (message := self._schedule.take(number)) is not None:
-                node, then = message.metadata.dst_node_id, functools.partial(self._handled, message, number)
-                worker.send(then, "serve", message, None if self._schedule.is_kept(node) else self._contexts[node])
+        for worker in self._workers:
+            if worker.is_free and (message := self._next(worker)) is not None:
+                worker.serving = message.metadata.dst_node_id
+                context = None if worker.held.get(worker.serving) else self._contexts[worker.serving]
+                worker.send(functools.partial(self._handled, message, worker), "serve", message, context)
+
+    def _deal(self) -> None:
+        """Deal out the nodes whose layer-wise rounds wait to begin: the workers need equal times for an exchange."""
+        able = [worker for worker in self._workers if not worker.problem]
+        free = [worker for worker in able if worker.serving is None] or able  # not one that is late with a message
+        held = {node for worker in self._workers for node in (worker.serving, *worker.held)}
+        nodes = [each.metadata.dst_node_id for each in self._waiting if each.metadata.message_type == COHORT_QUERY]
+        for node, worker in zip(dict.fromkeys(node for node in nodes if node not in held), itertools.cycle(free)):
+            worker.held[node] = False
+
+    def _next(self, worker: NodeWorker) -> Message | None:
+        """Remove and return the next message for a worker; a node has one worker at a time."""
+        elsewhere = {node for other in self._workers if other is not worker for node in (other.serving, *other.held)}
+        for place, message in enumerate(self._waiting):
+            if message.metadata.dst_node_id not in elsewhere:
+                return self._waiting.pop(place)
+        return None
 
     def _receive(self, timeout: float) -> None:
         """Start the workers that are not, and collect results; waits up to `timeout` seconds for the first."""
@@ -282,20 +304,24 @@ class LocalGrid(Capabilities, Grid):
             worker.begin()  # all at once, because a process can take seconds until it is ready
         if all(worker.problem for worker in self._workers):
             raise RunFailed(self._workers[0].problem)
-        for number in self._wait(min(timeout, _LOOK)):
-            self._workers[number].proceed()
+        for worker in self._wait(min(timeout, _LOOK)):
+            worker.proceed()
 
-    def _handled(self, message: Message, worker: int, result: tuple[Message, RecordDict | None], lost: str) -> None:
-        """Keep the reply to a message that a worker has handled, and the node's state."""
+    def _handled(
+        self, message: Message, worker: NodeWorker, result: tuple[Message, RecordDict | None], lost: str
+    ) -> None:
+        """Keep the reply to a message that a worker has handled, and the node's state if the worker does not."""
+        node, worker.serving = message.metadata.dst_node_id, None
         if lost:
-            self._schedule.release(worker)
             reason = f"{lost}; its node has the state from before this message"
             reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
         else:
-            self._schedule.done(message, worker)
             reply, state = result
-            if state is not None:
-                self._contexts[message.metadata.dst_node_id].state = state
+            if state is None:
+                worker.held[node] = True
+            else:
+                worker.held.pop(node, None)
+                self._contexts[node].state = state
         if message.metadata.message_id in self._awaited:
             self._awaited.remove(message.metadata.message_id)
             self._received(message.metadata.message_id, reply)
@@ -309,18 +335,16 @@ class LocalGrid(Capabilities, Grid):
             return self._nodes.exchange(nodes, agreement)
         answers: dict[int, Contribution | str] = {}
 
-        def answered(worker: int, kept: Sequence[int], result: Answers, lost: str) -> None:
-            if lost:
-                self._schedule.release(worker)
+        def answered(kept: Sequence[int], result: Answers, lost: str) -> None:
             answers.update(dict.fromkeys(kept, lost) if lost else result)
 
-        waiting = self._schedule.keepers(nodes)
+        waiting = {worker: [node for node in nodes if worker.held.get(node)] for worker in self._workers}
         expected = sum(map(len, waiting.values()))
         deadline = time.monotonic() + timeout
         while len(answers) < expected and (left := deadline - time.monotonic()) > 0:
-            for number in [each for each in waiting if self._workers[each].is_free]:  # others are late with a message
-                kept = waiting.pop(number)
-                self._workers[number].send(functools.partial(answered, number, kept), "exchange", kept, agreement)
+            for worker in [each for each in waiting if each.is_free]:  # others are late with a message
+                if kept := waiting.pop(worker):
+                    worker.send(functools.partial(answered, kept), "exchange", kept, agreement)
             self._receive(left)
         return answers.copy()  # a worker that is late with this exchange adds its answers
 
@@ -340,7 +364,8 @@ class LocalGrid(Capabilities, Grid):
     def _between_rounds(self, node: int) -> Context:
         if self._awaited:
             raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
-        self._schedule.let_go(node)
+        for worker in self._workers:
+            worker.held.pop(node, None)
         return self._contexts[node]
 
     def close(self) -> None:

@@ -48,6 +48,8 @@ class NodeWorker(ABC):
     then: Then | None = None  # gets the result of the current job, of which the first one is its start
     is_ready = False
     problem = ""  # why it is not started again
+    serving: int | None = None  # the node that the current message is for
+    held: dict[int, bool]  # the nodes whose layer-wise rounds it is to run; true: they are parked there, with the state
     _failures = 0  # to start, one after the other
 
     @property
@@ -75,6 +77,7 @@ class NodeWorker(ABC):
         result, lost = self.receive()
         if lost:
             self.close()
+            self.held.clear()
         assert then is not None
         then(result, lost)
 
@@ -134,7 +137,7 @@ class Worker(NodeWorker):
     _began: float
 
     def __init__(self, nodes: object) -> None:
-        self.nodes = nodes
+        self.nodes, self.held = nodes, {}
 
     def begin(self) -> None:
         if self.process is not None and not self.is_ready and time.monotonic() - self._began > START_TIMEOUT:
