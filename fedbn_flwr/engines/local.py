@@ -32,7 +32,7 @@ from fedbn_flwr.errors import MissingPackage, RunFailed
 from fedbn_flwr.messages.gate import shown
 from fedbn_flwr.messages.protocol import COHORT_QUERY
 
-from .base import Capabilities, GivenUp, NodeStates, Replied
+from .base import Capabilities, GivenUp, Replied
 from .worker import NodeWorker, Worker
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
@@ -348,25 +348,11 @@ class LocalGrid(Capabilities, Grid):
             self._receive(left)
         return answers.copy()  # a worker that is late with this exchange adds its answers
 
-    # --- the nodes' states, between rounds ---
-
-    def node_states(self) -> NodeStates:
-        return self
-
-    def read_state(self, node: int) -> RecordDict:
-        """A node's `Context.state`; that of before the message or the layer-wise round that a worker has not ended."""
-        return self._between_rounds(node).state
-
-    def write_state(self, node: int, records: RecordDict) -> None:
-        """Replace a node's `Context.state`."""
-        self._between_rounds(node).state = records
-
-    def _between_rounds(self, node: int) -> Context:
-        if self._awaited:
-            raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
+    def contexts(self) -> Mapping[int, Context]:
+        """The nodes' contexts; a state is that of before the message or the round that a worker has not ended."""
         for worker in self._workers:
-            worker.held.pop(node, None)
-        return self._contexts[node]
+            worker.held.clear()
+        return self._contexts
 
     def close(self) -> None:
         """End the workers."""

@@ -311,7 +311,7 @@ def try_model(
         copied = copy.deepcopy(model).train()
     except Exception:  # a module of the user; clients try it
         return
-    with seeding.all_streams(0, device):  # dropout draws
+    with seeding.streams(0, device):  # dropout draws
         _try_examples(run, copied, dataset, tried[0], loss)
 
 

@@ -130,7 +130,7 @@ def test_a_state_follows_its_node_to_every_worker() -> None:
     with LocalGrid(app_of(count), 3, workers=2) as grid:
         for round in range(1, 7):  # three nodes on two workers change places
             assert metrics(grid.send_and_receive([to(n) for n in (1, 2, 3)]), "count") == [round] * 3
-            assert [grid.read_state(n)["had"]["count"] for n in (1, 2, 3)] == [round] * 3
+            assert [grid.contexts()[n].state["had"]["count"] for n in (1, 2, 3)] == [round] * 3
 
 
 def test_two_messages_to_a_node_are_handled_in_their_order() -> None:
@@ -332,9 +332,9 @@ def test_states_can_be_read_while_a_client_is_late() -> None:
     """A checkpoint follows a round whose time is over; the late client's state is that of before the message."""
     with LocalGrid(app_of(count), 2, workers=2) as grid:
         list(grid.send_and_receive([to(1), to(2)]))
-        before = content(grid.read_state(2))
+        before = content(grid.contexts()[2].state)
         assert len(list(grid.send_and_receive([to(1), to(2, "sleep")], timeout=0.5))) == 1
-        assert content(grid.read_state(2)) == before != content(grid.read_state(1))
+        assert content(grid.contexts()[2].state) == before != content(grid.contexts()[1].state)
         assert metrics(grid.send_and_receive([to(2)], timeout=20), "count") == [3]
 
 

@@ -590,7 +590,7 @@ def test_secrets_are_neither_written_nor_logged(
         assert root.hex() not in caplog.text
         assert repr(root) not in caplog.text
     for node in (1, 2, 3):  # and deleted when the round has ended
-        assert secure.SECRET not in grid.read_state(node)
+        assert secure.SECRET not in grid.contexts()[node].state
     assert secure.SECRET.encode() not in dump(RecordDict({secure.SECRET: ConfigRecord({"root": b"x"})}))
     grid.close()
 
