@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr import named, seeding
+from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, each
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
 from fedbn_flwr.client.training import Loss, check_optimizer
@@ -296,7 +296,6 @@ def try_model(
     It is tried in eval mode, and a copy of it in training mode, in which some networks return something else, which
     needs a `loss` of the user.
     """
-    named.check_unchanged(run.model_dump())
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SettingsError(f"model.name={run.model.name!r} has no parameter with requires_grad; expected one to train")
     model.eval()
@@ -310,7 +309,7 @@ def try_model(
         copied = copy.deepcopy(model).train()
     except Exception:  # a module of the user; clients try it
         return
-    with seeding.all_streams(0, device):  # dropout draws
+    with seeding.streams(0, device):  # dropout draws
         _try_examples(run, copied, dataset, tried[0], loss)
 
 

@@ -219,14 +219,6 @@ class Engine(Section):
             " other; on Ray, for an actor to start"
         ),
     )
-    state_memory: float = Field(
-        default=4,
-        gt=0,
-        description=(
-            "GiB of memory for the clients' state in the local engine (FedBN's batch norms, for instance); "
-            "beyond it, the state of the least recently used clients is moved to a temporary folder"
-        ),
-    )
     checkpoint_every: Positive | None = Field(
         default=None, description="rounds between checkpoints, see [Resuming](run-folder.md#resuming)"
     )

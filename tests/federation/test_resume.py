@@ -163,7 +163,7 @@ def test_a_lost_state_changes_the_numbers(
         for kind in (Rule, type(as_rule(flower.FedAvg()))):
             monkeypatch.setattr(kind, "_keep", lambda rule, values: None)
     else:
-        monkeypatch.setattr(LocalGrid, "write_state", lambda self, node, records: None)
+        monkeypatch.setattr(CheckpointFile, "clients", lambda self: ((node, RecordDict()) for node in (1, 2, 3)))
     session(case, tmp_path / "run")
     assert outcome(tmp_path / "run") != outcome(straight(case))
 
@@ -300,7 +300,7 @@ def test_a_node_that_restarts_during_a_run_continues(straight: Callable[[str], P
     class Forgetful(Elsewhere):
         def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
             for node in (1, 2, 3):
-                self.local.write_state(node, RecordDict())
+                self.local.contexts()[node].state = RecordDict()
             return super().send_and_receive(messages, timeout=timeout)
 
     grid = Forgetful("FedBN", tmp_path / "state")

@@ -152,5 +152,5 @@ class Elsewhere(MeteredGrid):
         )
         super().__init__(self.local)
 
-    def node_states(self) -> None:
+    def contexts(self) -> None:
         return None

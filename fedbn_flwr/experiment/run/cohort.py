@@ -201,9 +201,9 @@ def restore_clients(
     `trained` is the last round that each partition trained in, `folders` the round of the state in its node's folder.
     """
     restored = False
-    if (states := grid.node_states()) is not None:
+    if (contexts := grid.contexts()) is not None:
         for node, records in folder.checkpoint.clients():
-            states.write_state(node, records)
+            contexts[node].state = records
             restored = True
     if restored:
         return

@@ -349,7 +349,6 @@ def _local_grid(
         work=parts.work(),
         threads=run.engine.threads,
         node_config=node_config,
-        state_memory=run.engine.state_memory,
     ) as grid:
         yield grid
 

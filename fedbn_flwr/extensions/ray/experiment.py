@@ -66,7 +66,6 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
                 idle=idle,
                 work=parts.work(),
                 threads=engine.threads,
-                state_memory=engine.state_memory,
             ) as grid:
                 yield grid
 

@@ -36,7 +36,7 @@ from fedbn_flwr.errors import SettingsError, StorageError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
 from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
-from fedbn_flwr.storage import Store, replacing, to_json, write_store, writing
+from fedbn_flwr.storage import read_store, replacing, to_json, write_store, writing
 
 from ..text import file_name
 from .checkpoint import CheckpointFile, Snapshot
@@ -244,8 +244,7 @@ class RunFolder:
         file = self.path / "promises"
         if not file.exists():
             return {}
-        with Store(file) as store:
-            found: dict[str, float] = json.loads(store["promises"])
+        found: dict[str, float] = json.loads(read_store(file)["promises"])
         return found
 
     @property
@@ -260,7 +259,7 @@ class RunFolder:
 
 
 # Settings of the engine that may differ when a run is resumed, because they do not affect results.
-_FREE = ("workers", "gpus", "timeout", "node_timeout", "state_memory", "checkpoint_every")
+_FREE = ("workers", "timeout", "node_timeout", "checkpoint_every")
 
 
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from flwr.app import RecordDict
 
 from fedbn_flwr.errors import SettingsError, StorageError
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.storage import Store, write_store
+from fedbn_flwr.storage import read_store, write_store
 
 _CLIENT = "clients/"
 
@@ -62,15 +62,14 @@ class CheckpointFile:
     def clients(self) -> Iterator[tuple[int, RecordDict]]:
         """The state of one node at a time; none if the nodes store it."""
         with self._opened() as store:
-            for name in store:
+            for name, state in store.items():
                 if name.startswith(_CLIENT):
-                    yield int(name.removeprefix(_CLIENT)), parse(store[name])
+                    yield int(name.removeprefix(_CLIENT)), parse(state)
 
     @contextmanager
-    def _opened(self) -> Iterator[Store]:
+    def _opened(self) -> Iterator[dict[str, bytes]]:
         try:
-            with Store(self.path) as store:
-                yield store
+            yield read_store(self.path)
         except (StorageError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             what = str(error)
             if not isinstance(error, StorageError):  # whole, but with other content
@@ -96,7 +95,7 @@ def _entries(snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]]) -> I
         yield f"{_CLIENT}{node}", dump(records)
 
 
-def _snapshot(store: Store) -> Snapshot:
+def _snapshot(store: Mapping[str, bytes]) -> Snapshot:
     state = json.loads(store["state"])
     trained = {int(partition): int(last) for partition, last in state["trained"].items()}
     unsaved = None if "strategy" in store else str(state["unsaved"])

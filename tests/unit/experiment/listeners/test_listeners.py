@@ -46,7 +46,7 @@ engine: {workers: 0, device: cpu, checkpoint_every: 2}
 class OwnDisks(MeteredGrid):
     """Nodes whose states the server cannot read."""
 
-    def node_states(self) -> None:
+    def contexts(self) -> None:
         return None
 
 
