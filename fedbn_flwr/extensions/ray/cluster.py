@@ -17,7 +17,6 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import ray
@@ -25,9 +24,10 @@ import ray
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import RunFailed, UserError
 from fedbn_flwr.experiment.ray_settings import START, set_ray_defaults
+from fedbn_flwr.named import in_a_line
 from fedbn_flwr.storage import temporary_folder
 
-_PACKAGE = __name__.partition(".")[0]
+_PACKAGE = Path(__file__).resolve().parents[2]
 _NOT_CODE = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info")
 
 
@@ -69,16 +69,16 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
             )
         except (OSError, ValueError) as error:
             raise UserError(  # not SettingsError, after which the next run would be tried
-                f"no Ray cluster answers at engine.address={address!r} ({_in_a_line(error)}); start one with "
+                f"no Ray cluster answers at engine.address={address!r} ({in_a_line(error)}); start one with "
                 "`ray start --head`, or leave the address out and unset RAY_ADDRESS to use this machine"
             ) from None
         except Exception as error:  # as plain Exception, if Ray's processes have not started in time
             if own:
                 raise RunFailed(
-                    f"Ray did not start on this machine: {_in_a_line(error)} If its processes start slowly, because "
+                    f"Ray did not start on this machine: {in_a_line(error)} If its processes start slowly, because "
                     f"other programs use the machine, set a longer engine.node_timeout ({os.environ[START]} s)"
                 ) from None
-            raise RunFailed(f"the Ray cluster at {address!r} cannot be used: {_in_a_line(error)}") from None
+            raise RunFailed(f"the Ray cluster at {address!r} cannot be used: {in_a_line(error)}") from None
         with suppress(ValueError):  # not the main thread, whose handler Ray replaces by one that prints a trace
             signal.signal(signal.SIGTERM, before)
         try:
@@ -89,41 +89,29 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
 
 def stage(folder: Path, modules: Iterable[str]) -> None:
     """Copy this package, and `modules` that are not installed with the loaded modules beside them, into `folder`."""
-    wanted = {_PACKAGE, *(name.partition(".")[0] for name in modules)}
-    roots = {root for name in wanted if (root := _root(name)) is not None and not _is_installed(root)}
-    beside = {name for name in list(sys.modules) if "." not in name and name != "__main__" and _root(name) in roots}
-    for name in sorted(wanted | beside):
-        root = _root(name)
-        if root is None or (_is_installed(root) and name != _PACKAGE):
-            continue  # a part of Python, or a dependency
-        source = root / name
+    roots = {source.parent for name in modules if (source := _source(name.partition(".")[0])) is not None}
+    loaded = [_source(name) for name in list(sys.modules) if "." not in name and name != "__main__"]
+    for source in {_PACKAGE, *(each for each in loaded if each is not None and each.parent in roots)}:
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=_NOT_CODE)
+            shutil.copytree(source, folder / source.name, ignore=_NOT_CODE)
         else:
-            shutil.copy(root / f"{name}.py", folder)
+            shutil.copy(source, folder)
     # As in a wheel; in a checkout this folder is beside the package.
-    strategies = Path(__file__).parents[3] / "strategies"
-    if strategies.is_dir() and not _is_installed(strategies.parent):
-        shutil.copytree(strategies, folder / _PACKAGE / "strategies", ignore=_NOT_CODE)
+    strategies = _PACKAGE.parent / "strategies"
+    if strategies.is_dir() and not _is_installed(strategies):
+        shutil.copytree(strategies, folder / _PACKAGE.name / "strategies", ignore=_NOT_CODE)
     # Otherwise the version is that of an installation.
     (folder / "pyproject.toml").write_text(f'[project]\nname = "fedbn-flwr"\nversion = "{__version__}"\n')
 
 
-def _root(name: str) -> Path | None:
-    """The folder of a loaded module or package; None for a part of the interpreter."""
+def _source(name: str) -> Path | None:
+    """The file or folder of a loaded module or package; None for a part of Python, and for an installed one."""
     module = sys.modules.get(name)
-    if not isinstance(module, ModuleType):
-        return None
-    if paths := list(getattr(module, "__path__", [])):
-        return Path(paths[0]).resolve().parent
-    file = getattr(module, "__file__", None)
-    return Path(file).resolve().parent if file and file.endswith(".py") else None
+    paths = [*getattr(module, "__path__", []), getattr(module, "__file__", None)]
+    source = Path(paths[0] or "").resolve()
+    return None if paths[0] is None or _is_installed(source) else source
 
 
-def _is_installed(root: Path) -> bool:
+def _is_installed(source: Path) -> bool:
     paths = sysconfig.get_paths()
-    return any(root.is_relative_to(Path(paths[key]).resolve()) for key in ("stdlib", "purelib", "platlib"))
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return any(source.is_relative_to(Path(paths[key]).resolve()) for key in ("stdlib", "purelib", "platlib"))

@@ -7,17 +7,13 @@ copy of their own. Data sets that are streamed from files are not sent: each mac
 from __future__ import annotations
 
 import functools
-import io
 import math
-import pickle
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 from flwr.app import Context
@@ -28,7 +24,6 @@ from fedbn_flwr import named
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.cores import cores
-from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.experiment.data import loaded_data, receive
 from fedbn_flwr.experiment.flower_mods import client_mods
 from fedbn_flwr.experiment.node import Clients, run_of
@@ -120,7 +115,10 @@ class Sent:
             return
         loaded = loaded_data(parts.run.data, str(parts.device))
         if loaded is not None and all(loaded[0] != other for other, _ in self.sent):
-            self.sent.append((loaded[0], ray.put(_flat(loaded[1].to(torch.device("cpu"))))))
+            # As NumPy arrays, which the actors of a machine read without a copy.
+            ray.util.register_serializer(Tensor, serializer=Tensor.numpy, deserializer=torch.from_numpy)
+            self.sent.append((loaded[0], ray.put(loaded[1].to(torch.device("cpu")))))
+            ray.util.deregister_serializer(Tensor)
 
     def make_client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         """The client of a node, in an actor."""
@@ -129,35 +127,6 @@ class Sent:
         device = str(choose_device(run_of(self.experiment, config).engine.device))
         for data, place in self.sent:
             if (data, device) not in self._received:
-                receive(data, device, _dataset(ray.get(place)).to(torch.device(device)))
+                receive(data, device, ray.get(place).to(torch.device(device)))
                 self._received.add((data, device))
         return self.clients(context, config)
-
-
-# --- data sets in the object store -------------------------------------------
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as NumPy arrays, whose memory need not be copied."""
-
-    def reducer_override(self, value: Any) -> Any:
-        return (_tensor, (value.numpy(),)) if isinstance(value, Tensor) else NotImplemented
-
-
-def _tensor(values: np.ndarray) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nothing writes to it
-        return torch.from_numpy(values)
-
-
-def _flat(dataset: DataSet) -> list[Any]:
-    buffers: list[pickle.PickleBuffer] = []
-    file = io.BytesIO()
-    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(dataset)
-    return [file.getvalue(), *(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)]
-
-
-def _dataset(flat: list[Any]) -> DataSet:
-    dataset = pickle.loads(flat[0], buffers=flat[1:])  # noqa: S301  # of our own server
-    assert isinstance(dataset, DataSet)
-    return dataset

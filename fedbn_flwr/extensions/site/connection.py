@@ -109,7 +109,7 @@ def check_server(address: str, authority: Path | None, timeout: float, *, insecu
         certificate = x509.load_der_x509_certificate(connection.sock.getpeercert(binary_form=True))  # type: ignore[union-attr]
         yield from _health(address, connection)
     renew = "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink"
-    yield _validity("server certificate", certificate, f"for {', '.join(_names(certificate))}", renew)
+    yield _validity("server certificate", certificate, f"of {address}", renew)
 
 
 def _health(address: str, connection: HTTPConnection) -> Iterator[Check]:
@@ -149,15 +149,6 @@ def _tls_problem(error: ssl.SSLError, address: str) -> Failed:
     if "WRONG_VERSION_NUMBER" in str(error) or "record layer" in str(error):
         return Failed(f"{address} has no TLS", "check the port; the SuperLink needs its certificates (deploy/keys.sh)")
     return Failed(f"{address}: TLS failed ({str(error).split('] ')[-1]})", "check that this is the SuperLink's address")
-
-
-def _names(certificate: x509.Certificate) -> list[str]:
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return []
-    found = [str(each) for each in names.get_values_for_type(x509.DNSName)]
-    return found + [str(each) for each in names.get_values_for_type(x509.IPAddress)]
 
 
 def _validity(name: str, certificate: x509.Certificate, where: str, cure: str) -> Check:

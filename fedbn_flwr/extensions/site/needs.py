@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import platform
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,16 +14,13 @@ from flwr.app import Context, RecordDict
 from torch import Tensor
 
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.errors import needs
 from fedbn_flwr.exchange.step import check_batch
-from fedbn_flwr.experiment.data import source_of
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of
 from fedbn_flwr.experiment.parts import choose_device, make_model, own_loss
 from fedbn_flwr.experiment.prepare import make_rule, try_model
-from fedbn_flwr.experiment.settings import Data, Experiment, Settings, resolve
-from fedbn_flwr.named import is_name
+from fedbn_flwr.experiment.settings import Experiment, Settings, resolve
 
-from .connection import Check, Failed, asked
+from .connection import Check, asked
 
 _SHOWN_CLASSES = 12
 
@@ -61,7 +57,6 @@ def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterat
 def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> Iterator[Check]:
     run = run.model_copy(update={"engine": run.engine.model_copy(update={"device": "cpu"})})
     parts = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={}))
-    yield from _columns(parts.run.data)
     dataset, (train, test) = parts.dataset, parts.part
     where = str(node.get("data-path", run.data.name))
     yield Check("data", "ok", f"{where}: {_content(dataset, train, test)}")
@@ -76,41 +71,6 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
     if allowed := make_rule(run).traits.min_batch:
         exchange = _exchange(min(run.train.batch_size, len(parts.split[0])), allowed, parts.min_batch)
         yield from asked("exchange", exchange, "have more examples, or allow smaller batches")
-
-
-def _columns(data: Data) -> Iterator[Check]:
-    """How the columns of a table differ from those that the experiment names, all at once and without values."""
-    if not data.inputs or is_name(data.name):
-        return
-    with needs("data", f"data.name={data.name!r}"):
-        from fedbn_flwr.data.folders import open_splits
-    splits, _ = open_splits(source_of(data), None)
-    categories, ranges = dict(data.categories), dict(data.ranges)
-    used = [*data.inputs, *data.label, *filter(None, (data.domain, data.group))]
-    problems = [f"there is no column {name!r}" for name in used if name not in splits["train"].features]
-    for part, split in splits.items():
-        for name in filter(split.features.__contains__, used):
-            rows = split.to_pandas()[name]
-            if name in data.inputs and name not in categories and rows.dtype.kind in "OSU":
-                problems.append(f"{part}: {name!r} has texts, expected numbers")
-            if (absent := int(rows.isna().sum())) and not (data.missing and name in data.inputs):
-                problems.append(f"{part}: {absent} of {len(rows)} rows have no value in {name!r}")
-            low, high = ranges.get(name, (-math.inf, math.inf))
-            if rows.dtype.kind in "iuf" and (outside := int(((rows < low) | (rows > high)).sum())):
-                problems.append(
-                    f"{part}: {outside} of {len(rows)} rows have a value of {name!r} outside of data.ranges, "
-                    f"{low:g} to {high:g}"
-                )
-            known = categories.get(name, data.class_names if (name,) == data.label else ())
-            if other := int((~rows.dropna().astype(str).isin(known)).sum()) if known else 0:
-                problems.append(
-                    f"{part}: {other} of {len(rows)} rows have a value in {name!r} other than {list(known)}"
-                )
-    if problems:
-        raise Failed(f"{data.name}: {'; '.join(problems)}", "correct the files, or the experiment")
-    unused = [name for name in splits["train"].features if name not in used]
-    more = f"; not used: {', '.join(unused)}" if unused else ""
-    yield Check("columns", "ok", f"{data.name}: {', '.join(used)}{more}")
 
 
 def _exchange(examples: int, allowed: int, own: int) -> Iterator[Check]:
