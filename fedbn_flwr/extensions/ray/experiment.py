@@ -93,22 +93,19 @@ class Sent:
     experiment: Experiment
     sent: list[tuple[Data, Any]] = field(default_factory=list)  # data sets, with their place in the object store
     main: dict[str, Any] = field(default_factory=dict)  # parts that a script or a notebook defines
-    _received: set[tuple[Data, str]] = field(default_factory=set)  # in an actor: the data sets on its devices
 
     def __post_init__(self) -> None:
         self.clients = Clients(self.experiment)
 
     def modules(self) -> list[str]:
-        """The modules that the experiment names, which are loaded; parts of this program itself are kept in `main`."""
-        found = []
-        for name in sorted(named.names_in([run.model_dump(mode="json") for run in self.experiment.runs])):
+        """The modules that the experiment names; parts of this program itself are kept in `main`."""
+        names = named.names_in([run.model_dump(mode="json") for run in self.experiment.runs])
+        for name in names:
             module, _, path = name.partition(":")
-            top = path.partition(".")[0]
-            if module == "__main__" and hasattr(sys.modules[module], top):
+            if module == "__main__":
+                top = path.partition(".")[0]
                 self.main[top] = getattr(sys.modules[module], top)
-            elif module in sys.modules:
-                found.append(module)
-        return found
+        return [name.partition(":")[0] for name in names if not name.startswith("__main__:")]
 
     def send_data(self, parts: Parts) -> None:
         if parts.dataset is None:
@@ -126,7 +123,11 @@ class Sent:
             setattr(sys.modules["__main__"], name, part)
         device = str(choose_device(run_of(self.experiment, config).engine.device))
         for data, place in self.sent:
-            if (data, device) not in self._received:
-                receive(data, device, ray.get(place).to(torch.device(device)))
-                self._received.add((data, device))
+            _receive(data, device, place)
         return self.clients(context, config)
+
+
+@functools.cache
+def _receive(data: Data, device: str, place: Any) -> None:
+    """In an actor: use the data set at this place in the object store."""
+    receive(data, device, ray.get(place).to(torch.device(device)))

@@ -36,13 +36,8 @@ HEADER_LIMIT = 16384  # bytes of a message besides the tensors
 
 def to_bytes(value: Contribution | Agreement) -> bytes:
     if isinstance(value, Contribution):
-        records = contribution_to_records(value)
-    else:
-        records = RecordDict({"arrays": pack(value.tensors), "config": ConfigRecord(numbers_of(value))})
-    try:
-        return dump(records)
-    except ValueError as error:
-        raise MessageError(str(error)) from None
+        return dump(contribution_to_records(value))
+    return dump(RecordDict({"arrays": pack(value.tensors), "config": ConfigRecord(numbers_of(value))}))
 
 
 def contribution_from_bytes(data: bytes) -> Contribution:
