@@ -13,7 +13,7 @@ from fedbn_flwr.commands.common import Commands, add_command, parse_pairs
 from fedbn_flwr.errors import SettingsError
 
 if TYPE_CHECKING:
-    from .connection import Check
+    from .needs import Check
 
 
 def add(commands: Commands) -> None:
@@ -67,8 +67,17 @@ def check(arguments: argparse.Namespace) -> int:
 def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     from fedbn_flwr.experiment.file.layers import load_experiment
 
-    from .connection import asked, check_authority, check_key, check_server
-    from .needs import check_data, check_gpu, check_node_config, check_state, check_versions
+    from .needs import (
+        asked,
+        check_authority,
+        check_data,
+        check_gpu,
+        check_key,
+        check_node_config,
+        check_server,
+        check_state,
+        check_versions,
+    )
 
     experiment = load_experiment(arguments.experiment, arguments.overrides) if arguments.experiment else None
     node = parse_pairs([arguments.node_config or ""], "--node-config")

@@ -49,7 +49,7 @@ class ExchangeConfig:
 
     def carrier(self, grid: Grid, messages: Sequence[Message], timeout: float) -> RoundCarrier:
         # By name: the module imports this one.
-        made: RoundCarrier = pkgutil.resolve_name(f"{__package__}.carrier:StreamCarrier")(self, grid, messages, timeout)
+        made: RoundCarrier = pkgutil.resolve_name(f"{__package__}.server:StreamCarrier")(self, grid, messages, timeout)
         return made
 
     @property
