@@ -46,7 +46,7 @@ _NEW_KEY = "give the file node.key that deploy/keys.sh created for this site"
 @dataclass(frozen=True)
 class Check:
     name: str
-    status: Literal["ok", "warning", "failed"]
+    status: Literal["ok", "warning", "FAILED"]
     found: str
     cure: str = ""  # what to do, unless the status is ok
 
@@ -61,9 +61,9 @@ def asked(name: str, answers: Iterable[Check], cure: str) -> Iterator[Check]:
         yield from answers
     except Failed as failed:
         found, *own = failed.args
-        yield Check(name, "failed", found, *own or [cure])
+        yield Check(name, "FAILED", found, *own or [cure])
     except (OSError, FedbnError) as error:
-        yield Check(name, "failed", str(error), cure)
+        yield Check(name, "FAILED", str(error), cure)
 
 
 def check_key(file: Path) -> Iterator[Check]:
@@ -148,7 +148,7 @@ def _clock(ahead: float) -> Check:
         return Check("clock", "ok", found)
     rejected = ahead - 2 >= SYSTEM_TIME_TOLERANCE or ahead <= -_BEHIND
     limits = f"a SuperLink rejects a node {SYSTEM_TIME_TOLERANCE} s ahead or {_BEHIND} s behind"
-    return Check("clock", "failed" if rejected else "warning", f"{found}; {limits}", "set both clocks by NTP")
+    return Check("clock", "FAILED" if rejected else "warning", f"{found}; {limits}", "set both clocks by NTP")
 
 
 def _tls_problem(error: ssl.SSLError, address: str) -> Failed:
@@ -174,9 +174,6 @@ def _validity(name: str, certificate: x509.Certificate, where: str, cure: str) -
     days = (end - now).days
     found = f"{where}: valid until {end:%Y-%m-%d} ({days} days)"
     return Check(name, "warning", found, cure) if days < _SOON else Check(name, "ok", found)
-
-
-_SHOWN_CLASSES = 12
 
 
 def check_versions() -> Iterator[Check]:
@@ -234,12 +231,7 @@ def _exchange(examples: int, allowed: int, own: int) -> Iterator[Check]:
 
 
 def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
-    what = f"examples of shape {list(dataset.shape)}"
-    if dataset.is_image:
-        height, width = dataset.size
-        channels = {1: "grey", 3: "RGB"}.get(dataset.channels, f"{dataset.channels} channels")
-        what = f"images of {height}x{width} pixels, {channels}"
-    parts = [f"{len(train):,} training and {len(test):,} test {what}"]
+    parts = [f"{len(train):,} training and {len(test):,} test examples of shape {list(dataset.shape)}"]
     if dataset.task.form != "classes":
         parts.append(f"{dataset.task.targets}: {', '.join(dataset.class_names)}")
     elif dataset.dense:
@@ -247,10 +239,7 @@ def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
     else:
         counts = torch.bincount(dataset.train.labels[train].cpu(), minlength=dataset.classes).tolist()
         named = [f"{name}: {count}" for name, count in zip(dataset.class_names, counts, strict=True)]
-        more = f", ... ({len(named)} classes)" if len(named) > _SHOWN_CLASSES else ""
-        parts.append(f"classes: {', '.join(named[:_SHOWN_CLASSES])}{more}")
-        if absent := counts.count(0):
-            parts.append(f"no training examples of {absent} of the {len(counts)} classes")
+        parts.append(f"classes: {', '.join(named)}")
     if (domains := dataset.domains) is not None:
         here = sorted({domains.names[number] for number in domains.train[train.cpu()].tolist()})
         parts.append(f"domain{'s' if len(here) > 1 else ''}: {', '.join(here)}")
