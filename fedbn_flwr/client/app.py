@@ -27,7 +27,6 @@ from fedbn_flwr.messages.gate import sent_model
 from .client import BNClient, Config, Update
 from .layerwise import abandon_parked, continue_parked, parked_rounds, train_by_messages
 from .node_state import place_of, return_to_round, stored_state
-from .rule import known_keys
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
@@ -220,14 +219,6 @@ def _claim(context: Context) -> dict[str, ConfigRecord]:
     return {"client": ConfigRecord(place)} if (place := place_of(context)) else {}
 
 
-def _keys(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    try:
-        honoured = known_keys() if isinstance(make(), BNClient) else protocol.OF_RUN
-    except Exception:  # the rounds report it, and other clients may suffice
-        return RecordDict({**_claim(context)})
-    return RecordDict({"metrics": MetricRecord(dict.fromkeys(sorted(honoured), 1)), **_claim(context)})
-
-
 def _statistics(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     return _reply(_bn_client(make).statistics_round(unpack(sent_model(message.content)), config), context)
 
@@ -268,7 +259,6 @@ _HANDLERS: dict[str, tuple[str, Handler]] = {
     protocol.STATISTICS_QUERY: ("report its statistics", _statistics),
     protocol.PARTITION_QUERY: ("report its partition", _partition),
     protocol.SUMS_QUERY: ("send the sums of its columns", _sums),
-    protocol.KEYS_QUERY: ("report the config keys that it honours", _keys),
 }
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from flwr.app import ArrayRecord, Context, Message
 
 from fedbn_flwr.messages.arrays import record_of
-from fedbn_flwr.messages.gate import arrays_of
-from fedbn_flwr.messages.screening import with_arrays, without_norm_state
+from fedbn_flwr.messages.gate import arrays_of, with_arrays, without_norm_state
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower

@@ -33,7 +33,7 @@ from tests.support.plugin import RecordingGrid
 from tests.support.smallbatches import FedTAN
 
 Federations = Callable[..., Any]
-KINDS = {"train": "train", "evaluate": "evaluate", "query.cohort": "query", "query.keys": "query"}
+KINDS = {"train": "train", "evaluate": "evaluate", "query.cohort": "query"}
 
 
 class Seen:

@@ -99,7 +99,7 @@ RECORDS = RecordDict({
     "config": ConfigRecord({"a": 1, "b": [1.5], "c": b"xy", "d": True}),
     "metrics": MetricRecord({"m": 0.5}),
 })  # fmt: skip
-SNAPSHOT = Snapshot(3, "ab" * 16, RECORDS, RECORDS, trained={0: 3})
+SNAPSHOT = Snapshot(3, "ab" * 16, RECORDS, dump([RECORDS]), trained={0: 3})
 
 
 @settings(max_examples=cases(150))

@@ -31,7 +31,7 @@ class Snapshot:
     round: int
     token: str  # of the run; nodes store their state of it under this name
     model: RecordDict
-    strategy: RecordDict | None  # None if it cannot be saved
+    strategy: bytes | None  # its state; None if it cannot be saved
     unsaved: str | None = None  # the reason
     trained: Mapping[int, int] = field(default_factory=dict)  # partition -> the last round in which it trained
     settings: Mapping[str, Any] = field(default_factory=dict)  # that affect results
@@ -57,8 +57,7 @@ class CheckpointFile:
 
     def read(self) -> Snapshot:
         with self._opened() as store:
-            strategy = parse(store["strategy"]) if "strategy" in store else None
-            return replace(_snapshot(store), model=parse(store["model"]), strategy=strategy)
+            return replace(_snapshot(store), model=parse(store["model"]), strategy=store.get("strategy"))
 
     def clients(self) -> Iterator[tuple[int, RecordDict]]:
         """The state of one node at a time; none if the nodes store it."""
@@ -92,7 +91,7 @@ def _entries(snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]]) -> I
     yield "state", json.dumps(state).encode()
     yield "model", dump(snapshot.model)
     if snapshot.strategy is not None:
-        yield "strategy", dump(snapshot.strategy)
+        yield "strategy", snapshot.strategy
     for node, records in clients:
         yield f"{_CLIENT}{node}", dump(records)
 
