@@ -70,8 +70,8 @@ class Evaluate(Section):
     clients: bool | None = Field(
         default=None,
         description=(
-            "clients evaluate their models too; on by default for `FedBN`, `SiloBN`, `Standalone` and "
-            "`Private` with `statistics: keep`, which personalise, and if the server does not evaluate"
+            "clients evaluate their models too; on by default for `FedBN`, `SiloBN` and "
+            "`Standalone`, which personalise, and if the server does not evaluate"
         ),
     )
     server: bool = Field(
