@@ -10,7 +10,7 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -389,16 +389,6 @@ def name_in(part: str | Mapping[str, Any]) -> str:
     return part if isinstance(part, str) else str(part["name"])
 
 
-_Message = Literal["train", "evaluate", "query"]
-
-
-def _by_message(value: Any) -> Any:
-    return dict.fromkeys(get_args(_Message), value) if isinstance(value, list | tuple) else value
-
-
-Mods = Annotated[Mapping[_Message, Annotated[tuple[Named, ...], Field(strict=False)]], BeforeValidator(_by_message)]
-
-
 Weights = Annotated[
     Literal["balanced"] | Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)],
     expects("balanced, or a list with a weight for each class, zero or more"),
@@ -610,11 +600,11 @@ class Settings(Section):
             "figures of a paper by label of their run, shown in the report, see [Report](report.md#published-figures)"
         ),
     )
-    mods: Mods = Field(
-        default_factory=dict,
+    mods: Annotated[tuple[Named, ...], Field(strict=False)] = Field(
+        default=(),
         description=(
-            "[Flower's mods](plugin.md#flowers-mods) around the messages that clients handle: a list of "
-            "names, or lists by kind of message, `{train: [...], evaluate: [...], query: [...]}`"
+            "[mods](plugin.md#flowers-mods) around the messages that clients handle: a list of `module:callable`, or "
+            "of `{name: module:callable, ...}` with arguments"
         ),
     )
     cell: Cell = Cell()
