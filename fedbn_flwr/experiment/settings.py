@@ -10,7 +10,7 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -131,6 +131,20 @@ def _normalisation(name: Any) -> str:
 
 NORMALISATIONS = ("moments", "unit", "official")
 Normalise = Annotated[str, PlainValidator(_normalisation)]
+
+
+def of_catalogue(name: str) -> dict[str, Any]:
+    """What the catalogue gives for settings of a data set that are left out."""
+    if (entry := CATALOGUE.get(name)) is None:
+        return {"normalise": "moments", "augment": (), "fit": None if is_name(name) else "stretch"}
+    return {
+        # The embedded digits are not resized; nor are a site's own images, if the experiment names no data set.
+        "size": None if entry.embedded else entry.size,
+        "normalise": "moments" if entry.moments is None else "official",
+        "augment": entry.augment,
+        "fit": entry.fit,
+        "crop": entry.crop,
+    }
 
 
 class Data(Section):
@@ -300,11 +314,22 @@ class Data(Section):
             raise ValueError(f"classes is {content['classes']}, but class_names has {len(names)}; leave classes out")
         return {**content, "classes": len(names)}
 
+    @model_validator(mode="after")
+    def _has_values_of_the_catalogue(self) -> Self:
+        for key, value in of_catalogue(self.name).items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, value)  # not among the keys that are set
+        return self
+
     def faults(self) -> dict[str, bool]:
         first = next(iter(self.options.model_extra or ()), "")
+        official = [name for name, entry in CATALOGUE.items() if entry.moments is not None]
         return {
+            f"normalise is 'official', but {self.name!r} has no official mean and standard deviation; use moments or "
+            f"unit (official values are known for {', '.join(official)})": self.normalise == "official"
+            and self.name not in official,
             f"options.{first} is an argument of a data set module:callable, but name is {self.name!r}": bool(first)
-            and not is_name(self.name)
+            and not is_name(self.name),
         }
 
 
@@ -600,7 +625,7 @@ class Settings(Section):
             "figures of a paper by label of their run, shown in the report, see [Report](report.md#published-figures)"
         ),
     )
-    mods: Annotated[tuple[Named, ...], Field(strict=False)] = Field(
+    mods: Annotated[tuple[Named, ...], Field(strict=False), BeforeValidator(lambda mods: mods or ())] = Field(
         default=(),
         description=(
             "[mods](plugin.md#flowers-mods) around the messages that clients handle: a list of `module:callable`, or "
@@ -627,32 +652,6 @@ class Settings(Section):
             and self.train.steps is not None
             and of_brn >= steps,
         }
-
-
-def resolve(run: Settings) -> Settings:
-    """The run with the catalogue's values for the data settings that the experiment leaves out."""
-    return run.model_copy(update={"data": run.data.model_copy(update=of_catalogue(run.data))})
-
-
-def of_catalogue(data: Data) -> dict[str, Any]:
-    """What the catalogue gives for settings that are left out."""
-    entry = CATALOGUE.get(data.name)
-    moments = entry is not None and entry.moments is not None
-    if data.normalise == "official" and not moments:
-        known = ", ".join(name for name, each in CATALOGUE.items() if each.moments is not None)
-        raise SettingsError(
-            f"data.normalise is 'official', but {data.name!r} has no official mean and standard deviation; use moments "
-            f"or unit (official values are known for {known})"
-        )
-    found = {
-        # The embedded digits are not resized; nor are a site's own images, if the experiment names no data set.
-        "size": entry.size if entry and not entry.embedded else None,
-        "normalise": "official" if moments else "moments",
-        "augment": entry.augment if entry else (),
-        "fit": entry.fit if entry else None if is_name(data.name) else "stretch",
-        "crop": entry.crop if entry else None,
-    }
-    return {key: value for key, value in found.items() if value is not None and getattr(data, key) is None}
 
 
 @dataclass(frozen=True)
