@@ -15,7 +15,7 @@ from fedbn_flwr.messages.arrays import configs_in
 
 from .file.layers import from_run_config
 from .node import run_of
-from .settings import Experiment, Settings, name_in
+from .settings import Experiment, Settings, name_in, options_in
 
 
 def experiment_mods(
@@ -46,7 +46,6 @@ def mods_of(run: Settings) -> list[Mod]:
 
 @functools.lru_cache(maxsize=32)  # a process keeps the state of a mod from message to message
 def _made(text: str) -> Mod:
-    part = json.loads(text)
-    name, options = name_in(part), {} if isinstance(part, str) else {key: part[key] for key in part if key != "name"}
+    name, options = name_in(json.loads(text)), options_in(json.loads(text))
     made: Mod = named.call("mods", name, **options) if options else named.load("mods", name)
     return made

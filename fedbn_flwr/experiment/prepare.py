@@ -47,8 +47,8 @@ def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_
     chosen = named if places is None else [named[place] for place in places]
     runs = [run for run, _ in chosen]
     several = len({run.label for run in runs}) > 1
-    for entry in (entry for run in runs for entry in run.track):
-        trackers.check(entry)
+    for tracker in dict.fromkeys(name_in(part) for run in runs for part in run.track):
+        trackers.check(tracker)
     rules: dict[str, Rule] = {}
     for run, name in chosen:
         with naming(f"run {run.label!r}") if several else nullcontext():

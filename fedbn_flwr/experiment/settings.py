@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     PlainSerializer,
@@ -39,7 +38,6 @@ from .file.figures import Published
 from .sections import Engine as Engine
 from .sections import Evaluate as Evaluate
 from .sections import Few, Names, Positive, Section, expects
-from .trackers import Track
 
 Side = Annotated[int, Field(gt=0, le=10_000)]
 Pixels = Annotated[
@@ -94,43 +92,48 @@ else:  # one of the registered kinds, chosen by `kind`, or one of the user
     ]
 
 
-class Part(Section):
-    """A part of the user with arguments: `{name: module:callable, ...}`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str
-
-
-class Arguments(Section):
-    """The arguments of a part of the user, whose names only that part knows."""
-
-    model_config = ConfigDict(extra="allow")
+def _named(value: Any) -> str | Mapping[str, Any]:
+    name = value.get("name") if isinstance(value, Mapping) else value
+    if isinstance(name, str):
+        return name if value == {"name": name} else value
+    raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
 
 
-def _augmentation(value: Any) -> str | Part:
-    """Parse both forms with one error message."""
-    part = Part.model_validate(value) if isinstance(value, Mapping) else value
-    name = part.name if isinstance(part, Part) else part
-    if not isinstance(name, str) or not (is_name(name) or (name in AUGMENTATIONS and part is name)):
-        known = did_you_mean(str(name), AUGMENTATIONS)
-        raise ValueError(f"{name!r} is not an augmentation; {known}, or module:callable for your own")
-    return part
+# A part by its name, or by a mapping of its name and options.
+Named = Annotated[str | Mapping[str, Any], PlainValidator(_named), PlainSerializer(lambda value: value)]
+# One part or several; `{}`, as configs of earlier versions have it, is none.
+Parts = Annotated[
+    tuple[Named, ...],
+    Field(strict=False),
+    BeforeValidator(lambda value: [value] if value and isinstance(value, str | Mapping) else value or ()),
+]
 
 
-Augmentation = Annotated[str | Part, PlainValidator(_augmentation), PlainSerializer(lambda part: part)]
-Augment = Annotated[tuple[Augmentation, ...], Field(strict=False)]
+def name_in(part: str | Mapping[str, Any]) -> str:
+    return part if isinstance(part, str) else str(part["name"])
 
 
-def _normalisation(name: Any) -> str:
-    if not isinstance(name, str) or not (name in NORMALISATIONS or is_name(name)):
-        known = did_you_mean(str(name), NORMALISATIONS)
-        raise ValueError(f"{name!r} is not a normalisation; {known}, or module:callable for your own")
-    return name
+def options_in(part: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key != "name"} if isinstance(part, Mapping) else {}
 
 
-NORMALISATIONS = ("moments", "unit", "official")
-Normalise = Annotated[str, PlainValidator(_normalisation)]
+def _one_of(known: Sequence[str], what: str) -> AfterValidator:
+    """Accepts these names without options, and the user's own parts."""
+
+    def check(part: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+        if not is_name(name_in(part)) and part not in known:
+            hint = did_you_mean(name_in(part), known)
+            raise ValueError(f"{name_in(part)!r} is not {what}; {hint}, or module:callable for your own")
+        return part
+
+    return AfterValidator(check)
+
+
+Augment = Annotated[
+    tuple[Annotated[Named, _one_of(AUGMENTATIONS, "an augmentation")], ...],
+    Field(strict=False),
+]
+Normalise = Annotated[str, _one_of(("moments", "unit", "official"), "a normalisation")]
 
 
 def of_catalogue(name: str) -> dict[str, Any]:
@@ -156,8 +159,9 @@ class Data(Section):
             "[Data](data.md); or `module:callable`, a [data set of your own](own-parts.md#data-set)"
         ),
     )
-    options: Arguments = Field(
-        default=Arguments(), description="arguments of a data set `module:callable`, see [Your own parts](own-parts.md)"
+    options: Mapping[str, Any] = Field(
+        default_factory=dict,
+        description="arguments of a data set `module:callable`, see [Your own parts](own-parts.md)",
     )
     root: str | None = Field(
         default=None, description="a folder of local copies: `root/cifar10` is read instead of the hub"
@@ -322,7 +326,7 @@ class Data(Section):
         return self
 
     def faults(self) -> dict[str, bool]:
-        first = next(iter(self.options.model_extra or ()), "")
+        first = next(iter(self.options), "")
         official = [name for name, entry in CATALOGUE.items() if entry.moments is not None]
         return {
             f"normalise is 'official', but {self.name!r} has no official mean and standard deviation; use moments or "
@@ -397,21 +401,6 @@ class Model(Section):
             "strides; `auto`, small for images of up to 64 pixels"
         ),
     )
-
-
-def _named(value: Any) -> str | Mapping[str, Any]:
-    name = value.get("name") if isinstance(value, Mapping) else value
-    if isinstance(name, str):
-        return name if value == {"name": name} else value
-    raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
-
-
-# A part by its name, or by a mapping of its name and options.
-Named = Annotated[str | Mapping[str, Any], PlainValidator(_named), PlainSerializer(lambda value: value)]
-
-
-def name_in(part: str | Mapping[str, Any]) -> str:
-    return part if isinstance(part, str) else str(part["name"])
 
 
 Weights = Annotated[
@@ -561,7 +550,7 @@ class Train(Section):
 
     def faults(self) -> dict[str, bool]:
         loss, own = name_in(self.loss or ""), is_name(name_in(self.loss or ""))
-        options = self.loss.keys() - {"name", *LOSSES.get(loss, ())} if isinstance(self.loss, Mapping) else set()
+        options = options_in(self.loss).keys() - {*LOSSES.get(loss, ())}
         option = next((key for key in ("label_smoothing", "class_weights") if getattr(self, key)), "")
         return {
             f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one": self.epochs is not None
@@ -612,7 +601,7 @@ class Settings(Section):
     )
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
-    track: Track = Field(
+    track: Parts = Field(
         default=(),
         description=(
             "trackers that record the run too: `tensorboard`, `module:callable`, a mapping with `name` and settings, "
@@ -625,7 +614,7 @@ class Settings(Section):
             "figures of a paper by label of their run, shown in the report, see [Report](report.md#published-figures)"
         ),
     )
-    mods: Annotated[tuple[Named, ...], Field(strict=False), BeforeValidator(lambda mods: mods or ())] = Field(
+    mods: Parts = Field(
         default=(),
         description=(
             "[mods](plugin.md#flowers-mods) around the messages that clients handle: a list of `module:callable`, or "

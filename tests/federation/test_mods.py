@@ -188,7 +188,7 @@ def test_an_experiment_s_mods_see_the_messages_on_the_local_engine_and_in_flower
     ("mods", "words"),
     [
         ("[mesage_size_mod]", "mods='mesage_size_mod': expected module:callable"),
-        ("{trian: [message_size_mod]}", "mods is .*: expected a list"),
+        ("{trian: [message_size_mod]}", r"mods.0: found \{'trian'.*expected a name"),
         (
             "[{name: 'flwr.clientapp.mod:LocalDpMod', clipping_norm: 1.0}]",
             "mods='flwr.*LocalDpMod' failed: .*missing 3",
