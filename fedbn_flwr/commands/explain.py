@@ -39,15 +39,13 @@ def explain(arguments: argparse.Namespace) -> None:
     import logging
 
     with loading():
-        from fedbn_flwr.experiment.faults import Faults
         from fedbn_flwr.experiment.file.layers import load_experiment
         from fedbn_flwr.experiment.trial import explain
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    experiment, faults = load_experiment(arguments.experiment, overrides_of(arguments)), Faults()
-    explanation = explain(experiment, trial=not arguments.no_trial, faults=faults)
+    experiment = load_experiment(arguments.experiment, overrides_of(arguments))
+    explanation = explain(experiment, trial=not arguments.no_trial)
     print("\n\n".join(_pages(explanation, every=arguments.all)))
-    faults.refuse()
 
 
 def _pages(explanation: Explanation, *, every: bool) -> list[str]:

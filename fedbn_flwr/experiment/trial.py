@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 
 from .counting import count_partitions
-from .faults import Faults
 from .file.layers import Setting, settings_of
 from .listeners.listener import Round, Running
 from .node import Clients
@@ -99,21 +98,14 @@ class ExplainedRun:
 class Explanation:
     experiment: Experiment
     partitions: tuple[PartitionCounts, ...]  # empty if the server has no data
-    runs: tuple[ExplainedRun, ...]  # those without a fault; those of further seeds are not repeated
+    runs: tuple[ExplainedRun, ...]  # those of further seeds are not repeated
 
 
-def explain(experiment: Experiment, *, trial: bool = True, faults: Faults | None = None) -> Explanation:
-    """Prepare all runs as `fedbn run` does, and try them out: a few rounds of a few steps on some of the clients.
-
-    What is wrong with some of the runs is raised, or added to `faults`; the explanation is then of the others.
-    """
+def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
+    """Prepare all runs as `fedbn run` does, and try them out: a few rounds of a few steps on some of the clients."""
     first: dict[str, Parts] = {}
-    for prepared in prepare(experiment, faults=faults):
-        if faults is None or not faults.has(prepared.run.label):
-            first.setdefault(prepared.run.label, prepared)
-    if not first and faults is not None:
-        faults.refuse()
-    sound = replace(experiment, runs=tuple(run for run in experiment.runs if run.label in first))
+    for prepared in prepare(experiment):
+        first.setdefault(prepared.run.label, prepared)
     has_data = all(prepared.dataset is not None for prepared in first.values())
     explained = []
     for label in list(first):
@@ -132,7 +124,7 @@ def explain(experiment: Experiment, *, trial: bool = True, faults: Faults | None
                 try_out(prepared, dataset) if trial and dataset is not None else None,
             )
         )
-    return Explanation(experiment, tuple(count_partitions(sound) if has_data else ()), tuple(explained))
+    return Explanation(experiment, tuple(count_partitions(experiment) if has_data else ()), tuple(explained))
 
 
 def _parts_of(prepared: Parts) -> dict[str, Part]:

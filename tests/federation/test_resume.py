@@ -340,7 +340,7 @@ def test_a_flower_run_is_resumed_by_its_run_config(straight: Callable[[str], Pat
         serve(Elsewhere("FedBN", tmp_path / "state"), config)
     serve(Elsewhere("FedBN", tmp_path / "state"), config | {"resume": True})
     assert outcome(out / "FedBN")[0] == outcome(straight("FedBN"))[0]
-    with pytest.raises(SettingsError, match="resume is true, but out is empty"):
+    with pytest.raises(SettingsError, match="to resume runs, give their folder"):
         serve(Elsewhere("FedBN", None), {"experiment": BASE, "resume": True})
     with pytest.raises(SettingsError, match="mistyped' has no run to resume"):
         serve(Elsewhere("FedBN", None), config | {"resume": True, "out": str(tmp_path / "mistyped")})

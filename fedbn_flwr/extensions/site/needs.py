@@ -36,7 +36,7 @@ from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of
 from fedbn_flwr.experiment.parts import choose_device, make_model, own_loss
 from fedbn_flwr.experiment.prepare import make_rule, try_model
-from fedbn_flwr.experiment.settings import Experiment, Settings, resolve
+from fedbn_flwr.experiment.settings import Experiment, Settings
 
 _SOON = 30  # days in which a certificate should be renewed
 _BEHIND = TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE  # seconds that a node's clock may be late
@@ -196,7 +196,7 @@ def check_state(folder: Path) -> Iterator[Check]:
 
 def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterator[Check]:
     """Whether the data of the site's client can be read, what they are, and whether they suit the experiment."""
-    runs = experiment.runs if experiment is not None else (resolve(Settings()),)
+    runs = experiment.runs if experiment is not None else (Settings(),)
     checks: list[Check] = []
     for run in runs:
         for check in _data_of_run(run, node, expected=experiment is not None):

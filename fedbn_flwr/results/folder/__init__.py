@@ -55,6 +55,13 @@ def default_out(name: str) -> Path:
     return next(path for path in itertools.chain([folder], repeats) if not path.exists())
 
 
+def out_folder(name: str, out: str | Path | None, *, resume: bool) -> Path:
+    """The folder that is asked for, or a new one."""
+    if resume and not out:
+        raise SettingsError("to resume runs, give their folder: --out, or out in Python and in a run config")
+    return Path(out).expanduser() if out else default_out(name)
+
+
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
