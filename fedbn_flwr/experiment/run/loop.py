@@ -39,7 +39,6 @@ from fedbn_flwr.results.text import shorten
 from fedbn_flwr.strategies import restore
 from fedbn_flwr.tasks import Task
 
-from ..counting import counts_of
 from ..file.layers import from_run_config
 from ..flower_mods import client_mods
 from ..listeners.best import Best
@@ -50,7 +49,7 @@ from ..listeners.progress import Progress, Reporter, WatchedGrid
 from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.track import Track
 from ..node import Clients, trains
-from ..parts import Parts, choose_device
+from ..parts import Parts, choose_device, counts_of
 from ..prepare import check_partition, prepare
 from ..settings import Experiment, Settings
 from .cohort import TrainedNodes, agree, agreed_before, check_nodes, restore_clients
