@@ -87,7 +87,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
             running = replace(running, identity=identity)
         folder.write("model.json", prepared.model_description, indent=2)
         if prepared.dataset is not None and not nodes.own_data:
-            check_partition(prepared, [run.seed])
+            check_partition(prepared)
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
         if unseen := {client: node for client, node in nodes.ids.items() if not trains(run, client)}:
             running = replace(running, grid=TrainedNodes(ledger, frozenset(unseen.values())), unseen=unseen)
