@@ -9,8 +9,8 @@ import functools
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,9 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         error = raised
         raise
     finally:
-        end(begun, running, error)
+        with ExitStack() as ends:  # all of them end, also if one cannot write its file because the disk is full
+            for listener in reversed(begun):
+                ends.callback(listener.on_end, running, error)
 
 
 def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progress: Reporter) -> list[Listener]:
@@ -122,18 +124,6 @@ def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progre
     trackers = [Track(entry, folder) for entry in run.track]
     evaluate = Evaluate(prepared, threads=workers_of(run))
     return [*dynamics, evaluate, *best, *final, progress, History(folder, ledger), Saving(folder), *trackers]
-
-
-def end(listeners: Sequence[Listener], running: Running, error: BaseException | None) -> None:
-    """All listeners end, also if one cannot write its file because the disk is full."""
-    failed: StorageError | None = None
-    for listener in listeners:
-        try:
-            listener.on_end(running, error or failed)
-        except StorageError as full:
-            failed = failed or full
-    if failed is not None and error is None:  # otherwise it would replace the error that ended the run
-        raise failed
 
 
 def train_round(running: Running, before: Round, listeners: Sequence[Listener] = ()) -> Round:
@@ -237,7 +227,7 @@ def run_experiment(
     jobs = jobs_of(experiment.runs, done.count(False), jobs)
     labels, rounds = [run.label for run in experiment.runs], [run.rounds for run in experiment.runs]
     titles = [f"{run.label}, seed {run.seed}" if labels.count(run.label) > 1 else run.label for run in experiment.runs]
-    with Progress(titles, rounds, several=jobs > 1, plain=plain, quiet=quiet) as progress:
+    with Progress(titles, rounds, plain=plain, quiet=quiet) as progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
         prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
@@ -336,12 +326,11 @@ def carry_out(
         return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
 
 
-@contextmanager
 def _local_grid(
     experiment: Experiment, node_config: UserConfig | Sequence[UserConfig] | None, parts: Parts
-) -> Iterator[Grid]:
+) -> LocalGrid:
     run = parts.run
-    with LocalGrid(
+    return LocalGrid(
         client_app(Clients(experiment), mods=client_mods(experiment)),
         run.clients,
         workers=workers_of(run),
@@ -349,8 +338,7 @@ def _local_grid(
         threads=run.engine.threads,
         node_config=node_config,
         state_memory=run.engine.state_memory,
-    ) as grid:
-        yield grid
+    )
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
@@ -364,9 +352,4 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
     if resume and not run_config.get("out"):
         raise SettingsError("resume is true, but out is empty; set it to the folder of the runs to continue")
     out = Path(str(run_config.get("out") or "") or default_out(experiment.name)).resolve()
-
-    @contextmanager
-    def make_grid(parts: Parts) -> Iterator[Grid]:
-        yield grid
-
-    return run_experiment(experiment, make_grid, out, resume=resume, plain=True, own_data=True)
+    return run_experiment(experiment, lambda parts: nullcontext(grid), out, resume=resume, plain=True, own_data=True)
