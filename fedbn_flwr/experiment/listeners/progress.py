@@ -28,7 +28,6 @@ from rich.live import Live
 from rich.text import Text
 
 from fedbn_flwr.engines.base import GridAround
-from fedbn_flwr.experiment.logs import is_json, write_json
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
@@ -138,8 +137,7 @@ class Progress:
         quiet: bool = False,
     ) -> None:
         self.console = Console(highlight=False)
-        can_draw = (self.console.is_terminal or self.console.is_jupyter) and not is_json()
-        self._draws = can_draw and not (quiet or plain)
+        self._draws = (self.console.is_terminal or self.console.is_jupyter) and not (quiet or plain)
         self._quiet = quiet
         self._labels, self._rounds = labels, rounds
         self._running: dict[int, _Running] = {}  # by place
@@ -240,15 +238,12 @@ class Progress:
         del self._running[place], self._left_over[place]
         self._show()
 
-    def message(self, text: str, **fields: Any) -> None:
+    def message(self, text: str) -> None:
         if self._draws and self.console.is_terminal:
             self.console.print(text, markup=False, soft_wrap=True)
         elif not self._quiet:
             try:
-                if is_json():
-                    write_json("INFO", text, **fields)
-                else:  # not with rich, which wraps lines at 80 columns if there is no terminal
-                    print(text, file=sys.stdout, flush=True)
+                print(text, file=sys.stdout, flush=True)  # rich would wrap it at 80 columns without a terminal
             except BrokenPipeError:  # its reader has ended, for instance `| head`; the run continues
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 self._quiet = True
@@ -259,7 +254,7 @@ class Progress:
         return f"[{place + 1}/{len(self._labels)}] {self._labels[place]}"
 
     def _say_of(self, place: int, text: str) -> None:
-        self.message(f"{self._title(place)}: {text}", run=self._labels[place], round=self._running[place].news.round)
+        self.message(f"{self._title(place)}: {text}")
 
     def _left(self) -> str:
         """The time to the end of all runs; empty before the first round of this session."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import multiprocessing
 import os
@@ -23,8 +24,7 @@ from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.network import PollingGrid, poll_often
-from fedbn_flwr.errors import MissingPackage, RunFailed, SettingsError, StorageError, UserError, needs
-from fedbn_flwr.experiment.logs import is_json, write_json
+from fedbn_flwr.errors import FedbnError, MissingPackage, RunFailed, SettingsError, StorageError, UserError, needs
 from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
@@ -176,10 +176,7 @@ class Outcome:
         """Print the table and the paths of the files; raise RunFailed if a run failed."""
         page = self.page.with_suffix(".html")
         plot = f"plot:  {self.picture}\n" if self.picture else ""
-        if is_json():
-            write_json("INFO", f"report: {page}")
-        else:
-            print(f"\n{self.table}\n\ntable: {self.page}\n{plot}page:  {page}", flush=True)
+        print(f"\n{self.table}\n\ntable: {self.page}\n{plot}page:  {page}", flush=True)
         check_failures(self.failures)
 
 
@@ -339,6 +336,22 @@ def _local_grid(
         node_config=node_config,
         state_memory=run.engine.state_memory,
     )
+
+
+class OneLine(logging.Filter):
+    """Replaces the traceback of a FedbnError by its message, unless FEDBN_DEBUG is set.
+
+    Flower's next record, which calls the error an unhandled exception and refers to a web page, is left out.
+    """
+
+    has_failed = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, FedbnError) and not os.environ.get("FEDBN_DEBUG"):
+            record.msg, record.args, record.exc_info = "%s", (str(error),), None
+            self.has_failed = True
+        return not (self.has_failed and record.getMessage().startswith("Exit Code: "))
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
