@@ -23,7 +23,7 @@ from typing import Any
 
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -264,7 +264,7 @@ class Progress:
         left = each * sum(self._left_over.values()) - (time.monotonic() - self._last_round)
         return f"  about {duration(max(0.0, left))} left"
 
-    def render(self) -> Group:
+    def render(self) -> Text:
         """How far all runs are, and a bar of each that is running."""
         passed = duration(time.monotonic() - self._began)
         ended = f"{len(self._labels) - len(self._left_over)} of {len(self._labels)} runs ended"
@@ -273,7 +273,7 @@ class Progress:
             news, total = run.news, self._rounds[place]
             bar = "━" * (_BAR * news.round // total)
             lines.append(f"{self._title(place)} {bar:─<{_BAR}} {news.round}/{total}  {news.within or news.figures}")
-        return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
+        return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
 
 def counted(rounds: int) -> str:

@@ -118,8 +118,7 @@ def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progre
     """Those that measure a round, choose the best one and the last one, show and record it, in this order."""
     run = prepared.run
     dynamics = [Dynamics(folder)] if run.evaluate.dynamics else []
-    patience, least = run.evaluate.patience, run.evaluate.min_delta
-    best = [Best(folder, prepared.task, patience, least)] if run.evaluate.validation else []
+    best = [Best(folder, prepared.task, run.evaluate.patience)] if run.evaluate.validation else []
     final = [Final()] if run.evaluate.unseen else []  # after the last round, which is chosen now
     trackers = [Track(entry, folder) for entry in run.track]
     evaluate = Evaluate(prepared, threads=workers_of(run))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord
-from rich.console import Console
+from rich.console import Console, Group
 
 from fedbn_flwr.experiment.listeners import progress as module
 from fedbn_flwr.experiment.listeners.listener import Round
@@ -116,7 +116,7 @@ def test_a_log_has_a_line_in_ten_seconds_of_a_long_round(
 def drawn(progress: Progress, width: int) -> list[str]:
     console = Console(width=width, legacy_windows=False)
     with console.capture() as captured:
-        console.print(progress.render())
+        console.print(Group(progress.render()))  # alone, print() would lose its no_wrap
     return [line.rstrip() for line in captured.get().splitlines() if line.strip()]
 
 
