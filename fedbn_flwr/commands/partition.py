@@ -24,8 +24,8 @@ def add(commands: Commands) -> None:
 
 
 def partition(arguments: argparse.Namespace) -> None:
-    from fedbn_flwr.experiment.counting import count_partitions
     from fedbn_flwr.experiment.file.layers import load_experiment
+    from fedbn_flwr.experiment.trial import count_partitions
     from fedbn_flwr.results.report.pictures import partitions_plot, save
     from fedbn_flwr.results.report.tables import partition_table
 

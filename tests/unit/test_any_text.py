@@ -17,7 +17,6 @@ from fedbn_flwr import cli
 from fedbn_flwr.commands.common import parse_pairs
 from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
 from fedbn_flwr.experiment.file.layers import from_run_config, parse_overrides, split_changes
-from fedbn_flwr.experiment.logs import is_json
 from fedbn_flwr.experiment.node import min_batch_of, number_of
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump, parse
@@ -77,19 +76,6 @@ def test_any_node_config(node: dict[str, Any]) -> None:
     context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
     attempt(lambda: min_batch_of(node), SettingsError)
     assert attempt(lambda: number_of(context, 3), SettingsError) in (None, 0, 1, 2)
-
-
-# --- environment variables ------------------------------------------------------
-
-values = st.sampled_from(["1", "0", "yes", "TRUE", "x" * 5000]) | st.text(max_size=6)
-
-
-@settings(max_examples=cases(50))
-@given(values.filter(lambda value: "\0" not in value and value.isprintable()))
-def test_any_other_environment(value: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FEDBN_LOG", value)
-        attempt(is_json, SettingsError)
 
 
 # --- stores, checkpoints ----------------------------------------------

@@ -34,7 +34,7 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of
-from fedbn_flwr.experiment.parts import choose_device, make_model, own_loss
+from fedbn_flwr.experiment.parts import choose_device, make_model
 from fedbn_flwr.experiment.prepare import make_rule, try_model
 from fedbn_flwr.experiment.settings import Experiment, Settings
 
@@ -217,7 +217,7 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
         )
     if not expected:
         return
-    try_model(run, make_model(run, dataset), dataset, torch.device("cpu"), own_loss(run))
+    try_model(run, make_model(run, dataset), dataset, torch.device("cpu"))
     yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these examples")
     if allowed := make_rule(run).traits.min_batch:
         exchange = _exchange(min(run.train.batch_size, len(parts.split[0])), allowed, parts.min_batch)
