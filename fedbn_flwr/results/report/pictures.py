@@ -14,8 +14,8 @@ from fedbn_flwr.storage import writing
 from ..folder.clients import PartitionCounts
 from ..text import in_plot
 from .curves import AXES, Measure, curve, measures, thinned
-from .rows import Row, Sweep, deviation, headline, mean, repetitions, runs_of
-from .tables import Domains, by_domain, measures_of_clients
+from .rows import Row, Sweep, deviation, headline, mean, runs_of
+from .tables import by_domain, in_domains, measures_of_clients, set_up
 
 if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
@@ -88,31 +88,26 @@ def plot(rows: Sequence[Row], **look: Unpack[Look]) -> Plot:
     measure = look.get("measure") or headline(runs_of(rows))
     if single := look.get("axis"):
         return curve_panel(rows, measure, single, size=look.get("size") or (6, 4.2), band=band)
-    kinds, own = by_domain(rows), f"clients_own_{measure}"
+    domains, own = by_domain(rows), f"clients_own_{measure}"
     keys = [measure, *([own] if any(row.figures(own) for row in rows) else [])]
     lines = [line for row in rows for run in row.counted for line in run.history]
     within = any(line["communication_rounds"] != 1 for line in lines)  # a round exchanges more than a model
     axes = [axis for axis in _PANELS if axis != "communication_rounds" or within]
-    places: list[Any] = [[f"{key} {axis}" for axis in axes] for key in keys] + [
-        [kind.title] * len(axes) for kind in kinds
-    ]
-    heights = [4.2] * len(keys) + [2.8] * len(kinds)
+    places: list[Any] = [[f"{key} {axis}" for axis in axes] for key in keys]
+    places += [[prefix] * len(axes) for prefix in domains]
+    heights = [4.2] * len(keys) + [2.8] * len(domains)
     figure = Plot(figsize=tuple(look.get("size") or (15, 0.5 + sum(heights))))
-    figure.suptitle(in_plot(_title(rows, band), 150), fontsize="medium")
+    note = " Band: ± one standard deviation over seeds." if band and len(rows) < len(runs_of(rows)) else ""
+    figure.suptitle(in_plot(set_up(rows) + note, 150), fontsize="medium")
     panels = figure.subplot_mosaic(places, height_ratios=heights)
     handles: dict[int, Any] = {}
     for key in keys:
         # A row without a global model has its clients in the panels of `own` only.
         shown = {i: row for i, row in enumerate(rows) if not (key == measure and own in keys and row.accuracy_of)}
         for axis in axes:
-            panel, first = panels[f"{key} {axis}"], panels[f"{key} {axes[0]}"]
-            handles |= _curves(figure, panel, shown, len(rows), key, axis, band)
-            if panel is not first:
-                panel.sharey(first)
-                panel.set_ylabel("")
-                panel.tick_params(labelleft=False)
-    for kind in kinds:
-        _domains(figure, panels[kind.title], rows, kind)
+            handles |= _curves(figure, panels[f"{key} {axis}"], shown, len(rows), key, axis, band)
+    for prefix, names in domains.items():
+        _domains(figure, panels[prefix], rows, prefix, names)
     _legend(figure, figure, rows, handles, loc="outside right upper", fontsize="small", handlelength=4)
     return figure
 
@@ -147,16 +142,6 @@ def _check(rows: Sequence[Row], look: Look) -> None:
             raise UserError(f"the plot has no {name} {found!r}; {did_you_mean(found, names)}")
     if (size := look.get("size")) is not None and (len(size) != 2 or not all(0 < each <= _LARGEST for each in size)):
         raise UserError(f"the size of the plot is {size}; expected width and height, up to {_LARGEST} inches")
-
-
-def _title(rows: Sequence[Row], band: bool) -> str:
-    names = list(dict.fromkeys(run.summary.name for run in runs_of(rows)))
-    text = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    if all(len(row.runs) == 1 for row in rows):
-        return f"{text}: one run per curve"
-    words = list(dict.fromkeys(repetitions(row) for row in rows))
-    note = "; band: ± one standard deviation" if band else ""
-    return f"{text}: mean over {' or '.join(words)}{note}"
 
 
 def _legend(figure: Plot, where: Any, rows: Sequence[Row], handles: Mapping[int, Any], **options: Any) -> None:
@@ -219,22 +204,22 @@ def _dots(figure: Plot, panel: Any, number: int, measure: Measure, points: Seque
     return panel.errorbar(places, heights, lines, **_style(number), **style)
 
 
-def _domains(figure: Plot, panel: Any, rows: Sequence[Row], kind: Domains) -> None:
+def _domains(figure: Plot, panel: Any, rows: Sequence[Row], prefix: str, domains: Sequence[str]) -> None:
     """Dots per domain and for their average: one per row, with a line for the deviation over seeds."""
-    names = [*kind.names, "average"]
+    names, measure = [*domains, "average"], Measure.of(prefix.removesuffix("_"))
     for number, row in enumerate(rows):
         aside = (0.8 * number - 0.4 * (len(rows) - 1)) / len(rows)
         points = [
             (i + aside, mean(values), deviation(values) or 0.0, f"{row.title}, {names[i]}")
-            for i, values in enumerate(kind.columns(row))
+            for i, values in enumerate(in_domains(row, prefix, domains))
             if values
         ]
         if points:
-            _dots(figure, panel, number, kind.measure, points, linestyle="none", markersize=7)
-    for place in range(len(kind.names)):
+            _dots(figure, panel, number, measure, points, linestyle="none", markersize=7)
+    for place in range(len(domains)):
         panel.axvline(place + 0.5, color="grey", lw=0.8)
     panel.set_xticks(range(len(names)), [in_plot(name, 20) for name in names])
-    _finish(panel, kind.title, grid="y", xlim=(-0.5, len(names) - 0.5), ylabel=kind.measure.unit)
+    _finish(panel, f"{measure.title}, by domain", grid="y", xlim=(-0.5, len(names) - 0.5), ylabel=measure.unit)
 
 
 # --- sweeps ---
@@ -316,7 +301,7 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
             shown = thinned(list(zip(places, each, strict=True)), _TIPS)
             figure.tips(panel, [(place, value) for place, (value, _) in shown], [words for _, (_, words) in shown])
         panel.set_xticks(range(len(rows)), [in_plot(row.label, 24) for row in rows], rotation=20, ha="right")
-        _finish(panel, measure.of_clients, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
+        _finish(panel, measure.title, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
     return figure
 
 

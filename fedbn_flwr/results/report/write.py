@@ -190,7 +190,7 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
         scales = (False, True) if not measure.is_fraction and min(values, default=0) > 0 else (False,)
         yield (
             "Curves",
-            measure.full_title,
+            measure.title,
             [curve_panel(rows, measure.key, axis, log=log, layout="none") for log in scales],
         )
     partitions: dict[str, list[str]] = {}

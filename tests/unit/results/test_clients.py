@@ -54,7 +54,7 @@ def test_own_test_images_come_first_and_losses_are_not_shown(tmp_path: Path) -> 
     write_run(tmp_path / "run", "FedBN", files={"clients.jsonl": clients})
     lines = client_table(group(find_runs([tmp_path])), every=True)
     assert [line[1] for line in lines[1:]] == [
-        "accuracy (own test examples)", "accuracy (all test examples)", "macro F1 (all test examples)",
+        "clients' accuracy on own data", "clients' accuracy", "clients' macro F1",
     ]  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
     deviations = [100 * np.std([0.5, 0.75, 1.0]), 100 * np.std([0.25, 0.75, 1.0])]
     deviation = f"{np.mean(deviations):.2f}% ± {np.std(deviations, ddof=1):.2f}"
     assert client_table(rows, every=True)[1:] == [
-        ("FedBN", "accuracy (own test examples)", "3", "70.83% ± 5.89", deviation, "37.50% ± 17.68")
+        ("FedBN", "clients' accuracy on own data", "3", "70.83% ± 5.89", deviation, "37.50% ± 17.68")
     ]
     text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
     assert "37.50% ± 17.68" in text
@@ -88,10 +88,10 @@ def test_a_terminal_and_the_plot_have_the_main_metrics_only_and_report_md_all(tm
     values = {name: 0.5 for kind in ("", "own_", "validation_") for name in (kind + name for name in names)}
     (folder / "clients.jsonl").write_text(json.dumps({"round": 3, "clients": {"0": values, "1": values}}) + "\n")
     text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
-    assert "accuracy (own test examples)" in text
+    assert "clients' accuracy on own data" in text
     assert "kappa" not in text
     assert "accuracy new" not in text
-    assert "| kappa (own test examples) | 2 | 0.5000 | 0.0000 | 0.5000 |" in page.read_text()
+    assert "| clients' kappa on own data | 2 | 0.5000 | 0.0000 | 0.5000 |" in page.read_text()
     with Image.open(tmp_path / "out" / "clients.png") as picture:
         assert picture.width < 3000
 

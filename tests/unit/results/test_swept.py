@@ -98,7 +98,7 @@ def test_a_sweep_is_a_table_with_a_column_for_each_value(tmp_path: Path) -> None
     write_cell(tmp_path, "GN", {"alpha": 0.1}, 0.4)
     write_cell(tmp_path, "Centralised", {}, 0.9)
     ((title, lines),) = map(sweep_table, sweeps(rows_of(tmp_path)))
-    assert title == "accuracy (global model) by alpha"
+    assert title == "accuracy by alpha"
     assert lines == [("alpha", "0.1", "1.0"), ("BN", "55.00% ± 7.07", "75.00% ± 7.07"), ("GN", "40.00%", "-")]
 
 
