@@ -39,7 +39,6 @@ _BOX: dict[str, Any] = {
     "medianprops": {"color": "black"},
     "meanprops": {"marker": "D", "markersize": 4, "markerfacecolor": "black", "markeredgecolor": "black"},
 }
-_UNFINISHED = "not finished"
 
 
 class Look(TypedDict, total=False):
@@ -226,52 +225,41 @@ def _domains(figure: Plot, panel: Any, rows: Sequence[Row], prefix: str, domains
 
 
 def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot | None:
-    """A panel for each sweep.
-
-    Published figures are hollow markers on a dotted line, and runs that have not finished have a cross.
-    """
+    """A panel for each sweep, its values side by side; published figures are hollow markers on a dotted line."""
     if not sweeps:
         return None
     figure, panels = _panels(len(sweeps), 3, 5.3, 4.2)
     labels = list(dict.fromkeys(label for sweep in sweeps for label in sweep.lines))
     handles: dict[str, Any] = {}
     for panel, sweep in zip(panels, sweeps, strict=True):
-        for number, label in enumerate(labels):
-            if label in sweep.lines:
-                handles |= _swept_line(figure, panel, sweep, label, number)
-        numbers = list(sweep.places.values()) if sweep.is_scale else [0.0]
-        if min(numbers) > 0 and max(numbers) >= 50 * min(numbers):
-            panel.set_xscale("log")
-        panel.set_xticks(list(sweep.places.values()), [in_plot(word, 30) for word in sweep.places])
-        panel.minorticks_off()
+        for label, line in sweep.lines.items():
+            handles |= _swept_line(figure, panel, sweep, label, line, labels.index(label))
+        panel.set_xticks(range(len(sweep.values)), [in_plot(word, 30) for word in sweep.values])
         _finish(panel, sweep.title, xlabel=in_plot(sweep.key), ylabel=in_plot(sweep.measure.axis))
-    if _UNFINISHED in handles:
-        handles[_UNFINISHED] = handles.pop(_UNFINISHED)  # the last one
     names = [in_plot(label) for label in handles]
     figure.legend(handles.values(), names, loc="outside upper center", ncols=4, fontsize="small")
     return figure
 
 
-def _swept_line(figure: Plot, panel: Any, sweep: Sweep, label: str, number: int) -> dict[str, Any]:
-    drawn: dict[str, Any] = {}
-    measure, published = sweep.measure, f"{label}, published"
-    measured, known, crossed = [], [], []
-    for word, place in sweep.places.items():
-        if (row := sweep.lines[label].get(word)) is None:
+def _swept_line(
+    figure: Plot, panel: Any, sweep: Sweep, label: str, line: Mapping[str, Row], number: int
+) -> dict[str, Any]:
+    measure, measured, published = sweep.measure, [], []
+    for place, word in enumerate(sweep.values):
+        if (row := line.get(word)) is None:
             continue
         values, where = row.figures(measure.key), f"{sweep.key}={word}"
         if values and math.isfinite(mean(values)):
             measured.append((place, mean(values), deviation(values) or 0.0, f"{label}, {where}"))
-            crossed += [(place, measure.scale * mean(values))] if row.unfinished else []
         if measure.key in row.first.published:
             value, spread = row.first.published[measure.key]
-            known.append((place, value, spread or 0.0, f"{published}, {where}"))
-    if crossed:
-        (drawn[_UNFINISHED],) = panel.plot(*zip(*crossed, strict=True), "kx", markersize=10, zorder=3)
-    hollow = {"markerfacecolor": "none", "linestyle": ":"}
-    for name, points, more in ((label, measured, {}), (published, known, hollow)):
-        if points:
-            drawn[name] = _dots(figure, panel, number, measure, points, capsize=3, **more)
+            published.append((place, value, spread or 0.0, f"{label}, published, {where}"))
+    drawn = {}
+    if measured:
+        drawn[label] = _dots(figure, panel, number, measure, measured, capsize=3)
+    if published:
+        hollow = {"markerfacecolor": "none", "linestyle": ":"}
+        drawn[f"{label}, published"] = _dots(figure, panel, number, measure, published, capsize=3, **hollow)
     return drawn
 
 

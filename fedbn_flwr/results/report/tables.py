@@ -229,9 +229,9 @@ def client_table(rows: Sequence[Row], *, every: bool) -> Lines:
 
 def sweep_table(sweep: Sweep) -> Table:
     """A column for each value."""
-    lines: Lines = [(sweep.key, *sweep.places)]
+    lines: Lines = [(sweep.key, *sweep.values)]
     for label, line in sweep.lines.items():
-        found = (line.get(word) for word in sweep.places)
+        found = (line.get(word) for word in sweep.values)
         cells = ("-" if row is None else _figure_of(row, sweep.measure, mark=row.unfinished) for row in found)
         lines.append((label, *cells))
     return ", ".join(filter(None, (f"{sweep.measure.title} by {sweep.key}", sweep.title))), lines
