@@ -26,6 +26,7 @@ def write_run(
     files: Mapping[str, Any] | None = None,
     status: Any = "finished",
     task: str | None = None,
+    metrics: Sequence[str] = (),
     **figures: Any,
 ) -> None:
     """`lines` have the measures of each round; without them there are three rounds with `figures`.
@@ -38,7 +39,7 @@ def write_run(
     history = [{"round": number, **TRAFFIC, **line} for number, line in enumerate(lines, start=1)]
     write_lines(folder / "history.jsonl", history)
     summary = Summary("name", label, label, "cnn", "bn", seed, 10, "cpu", "2026-01-01", "the global model", status)
-    summary.task = task
+    summary.task, summary.metrics = task, metrics
     for line in history:
         summary.account(line)
     RunFolder(folder).write_summary(summary)

@@ -105,13 +105,11 @@ def measures(histories: Iterable[Sequence[Mapping[str, Any]]]) -> list[Measure]:
 
 
 def spent(history: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
-    """For each line of a history: rounds, communication rounds, MiB and seconds up to its end."""
-    rounds, size, seconds = 0, 0, 0.0
+    """For each line of a history: its round, and communication rounds, bytes, MiB and seconds up to its end."""
+    total = dict.fromkeys(("communication_rounds", "bytes_down", "bytes_up", "seconds"), 0)
     for line in history:
-        rounds += int(line["communication_rounds"])
-        size += int(line["bytes_down"]) + int(line["bytes_up"])
-        seconds += float(line["seconds"])
-        yield {"round": line["round"], "communication_rounds": rounds, "mib": size / MIB, "seconds": seconds}
+        total = {key: before + line[key] for key, before in total.items()}
+        yield {"round": line["round"], **total, "mib": (total["bytes_down"] + total["bytes_up"]) / MIB}
 
 
 def curve(

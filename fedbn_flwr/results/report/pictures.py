@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+import numpy as np
+
 from fedbn_flwr.errors import UserError, did_you_mean
-from fedbn_flwr.storage import writing
 
 from ..folder.clients import PartitionCounts
 from ..text import in_plot
@@ -273,7 +273,7 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
     extremes.
     """
     runs = [run for row in rows for run in row.counted]
-    metrics = {key: each for run in runs for key, each in measures_of_clients(run, every=False).items()}
+    metrics = {key: each for run in runs for key, each in measures_of_clients(run).items()}
     if not metrics:
         return None
     figure, panels = _panels(len(metrics), 3, max(5.0, 2.5 + 0.7 * len(rows)), 4.2)
@@ -351,6 +351,8 @@ _DYNAMICS = {
 
 def dynamics_plot(lines: Sequence[Mapping[str, Any]]) -> Plot:
     """Plot layers against rounds, a panel for each quantity; `lines` are those of norms.jsonl."""
+    from matplotlib.colors import LogNorm
+
     layers, rounds = list(lines[0]["layers"]), [int(line["round"]) for line in lines]
     height = (2.5 + 0.36 * min(len(layers), _LABELLED)) / 2
     figure, panels = _panels(4, 2, 7, height, sharex=True, sharey=True)
@@ -359,14 +361,15 @@ def dynamics_plot(lines: Sequence[Mapping[str, Any]]) -> Plot:
     cells = [(i, j) for i in range(len(layers)) for j in range(len(rounds))]
     shown = range(0, len(layers), -(-len(layers) // _LABELLED))
     for panel, (name, title) in zip(panels, _DYNAMICS.items(), strict=True):
-        values = [[_value(line, layer, name) for line in lines] for layer in layers]
+        values = np.nan_to_num([[_value(line, layer, name) for line in lines] for layer in layers])
+        norm = LogNorm(values.min(where=values > 0, initial=1.0), values.max() or 1.0)
         panel.set_facecolor("lightgrey")  # a logarithm has no colour for 0
-        image = panel.pcolormesh(edges, range(len(layers) + 1), values, norm=_logarithmic(values), rasterized=True)
+        image = panel.pcolormesh(edges, range(len(layers) + 1), values, norm=norm, rasterized=True)
         figure.colorbar(image, ax=panel)
         panel.set_title(title, fontsize="medium", loc="left")
         panel.set_yticks([i + 0.5 for i in shown], [in_plot(layers[i], 40) for i in shown], fontsize="small")
         if len(cells) <= _TIPS**2:
-            words = [f"{layers[i]}, round {rounds[j]}: {values[i][j]:.3g}" for i, j in cells]
+            words = [f"{layers[i]}, round {rounds[j]}: {values[i, j]:.3g}" for i, j in cells]
             figure.tips(panel, [(rounds[j], i + 0.5) for i, j in cells], words)
     for panel in panels[2:]:
         panel.set_xlabel("round")
@@ -379,19 +382,3 @@ def _value(line: Mapping[str, Any], layer: str, name: str) -> float:
     """Of the layer, or the mean over the clients; 0 if it was not recorded."""
     found = [of[layer][name] for of in (line["layers"], *line["clients"].values()) if name in of.get(layer, {})]
     return statistics.fmean(found or [0.0])
-
-
-def _logarithmic(values: Sequence[Sequence[float]]) -> Any:
-    from matplotlib.colors import LogNorm
-
-    positive = [value for row in values for value in row if value > 0] or [1.0]
-    return LogNorm(min(positive), max(max(positive), 1.001 * min(positive)))
-
-
-def save(figure: Plot, file: Path) -> None:
-    """Write into a folder that may not exist yet, in the format that the file's name ends in."""
-    if file.suffix[1:] not in (known := figure.canvas.get_supported_filetypes()):
-        raise UserError(f"the plot {str(file)!r} has no known format; expected a name that ends in {', '.join(known)}")
-    with writing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    figure.write(file)

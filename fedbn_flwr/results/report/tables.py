@@ -13,7 +13,7 @@ from typing import Any
 from fedbn_flwr.errors import UserError, did_you_mean
 from fedbn_flwr.tasks import is_lower_better, title_of
 
-from ..folder.clients import PartitionCounts, is_count, spread
+from ..folder.clients import PartitionCounts, spread
 from ..folder.summary import domain_keys, keys_of
 from ..read.runs import Run
 from ..text import in_csv, in_html, in_latex, in_markdown, printable
@@ -195,31 +195,24 @@ def domain_table(rows: Sequence[Row], prefix: str, names: Sequence[str]) -> Tabl
 CLIENTS = "clients with equal weights, last evaluated round"
 
 
-def measures_of_clients(run: Run, *, every: bool) -> dict[str, Measure]:
-    """The figures without losses and numbers of examples; those on the clients' own test examples come first.
-
-    Without `every` only those that a terminal and a picture have room for: not those of domains and of the user.
-    """
-    name = run.summary.of_task.main
-    first = (name, f"own_{name}")
-    few = {*first, f"unseen_{name}", f"unseen_{name}_tuned"}
-    keys = [key for key in run.clients if key in few or (every and not is_count(key) and "loss" not in key.split("_"))]
-    keys.sort(key=lambda key: (not key.startswith("own_"), key not in first))
-    return {key: Measure.of_client(key) for key in keys}
+def measures_of_clients(run: Run) -> dict[str, Measure]:
+    """The main figure and those of `evaluate.metrics`; on the clients' own test examples first."""
+    main, summary = run.summary.of_task.main, run.summary
+    names = dict.fromkeys((main, *summary.metrics))
+    keys = [*(f"own_{name}" for name in names), *names, f"unseen_{main}", f"unseen_{main}_tuned"]
+    return {key: Measure.of_client(key) for key in keys if key in run.clients}
 
 
-def client_table(rows: Sequence[Row], *, every: bool) -> Lines:
-    """Mean, deviation and worst tenth over clients of each metric, or of the main ones; maybe only headings."""
+def client_table(rows: Sequence[Row]) -> Lines:
+    """Mean, deviation and worst tenth over clients of each measure; maybe only headings."""
     lines: Lines = [("run", "metric", "clients", "mean", "deviation", "worst tenth")]
     for row in rows:
-        for metric, measure in measures_of_clients(row.counted[0], every=every).items():
+        for metric, measure in measures_of_clients(row.counted[0]).items():
             if not all(metric in run.clients for run in row.counted):
                 continue
             seeds = [list(run.clients[metric].values()) for run in row.counted]
-            measured = [spread(values, metric) for values in seeds]
-            figures = [[getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth")]
-            digits = measure.digits([value for values in figures for value in values])
-            shown = (figure(values, measure.scale, digits, measure.unit) for values in figures)
+            spreads = zip(*(spread(values, metric) for values in seeds), strict=True)
+            shown = [as_measured(measure, values) for values in spreads]
             lines.append((row.title, measure.title, figure([len(values) for values in seeds], 1, 0), *shown))
     return lines
 
@@ -395,11 +388,11 @@ def as_html(title: str, lines: Sequence[Sequence[str]]) -> str:
     return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def tables(choice: Choice, form: Form = DEFAULT, *, every: bool = False) -> list[Table]:
-    """The tables of a report, with a title each. `every`: with all metrics of clients."""
+def tables(choice: Choice, form: Form = DEFAULT) -> list[Table]:
+    """The tables of a report, with a title each."""
     rows = choice.rows
     found = [("", table(rows, form)), *(domain_table(rows, *each) for each in by_domain(rows).items())]
-    found += [(CLIENTS, client_table(rows, every=every)), *map(sweep_table, sweeps(rows))]
+    found += [(CLIENTS, client_table(rows)), *map(sweep_table, sweeps(rows))]
     found += [candidates_table(choice), (PUBLISHED, published(rows))]
     return [(title, lines) for title, lines in found if len(lines) > 1]
 

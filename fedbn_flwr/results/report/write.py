@@ -24,8 +24,8 @@ from ..folder.clients import PartitionCounts
 from ..read.runs import Run, find_runs, is_number
 from ..text import in_html, in_markdown
 from ..yaml_text import dump_yaml
-from .curves import measures, thinned
-from .pictures import Look, clients_plot, curve_panel, dynamics_plot, partitions_plot, plot, save, sweeps_plot
+from .curves import measures, spent, thinned
+from .pictures import Look, clients_plot, curve_panel, dynamics_plot, partitions_plot, plot, sweeps_plot
 from .rows import Choice, Row, choose, group, headline, runs_of, sweeps
 from .tables import (
     DEFAULT,
@@ -45,6 +45,7 @@ from .tables import (
 if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
 
+_CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # of report.json, with the figures
 _CLIENTS = 100  # bars of a picture
 _LINES = 200  # rounds of a heat map
 _NOTE = (
@@ -72,8 +73,8 @@ def write_report(
     shown, missing = _pictures(choice.rows, **look)
     for name, picture in shown.items():
         for ending in ("png", "svg"):
-            save(picture, out / f"{name}.{ending}")
-    found = [*tables(choice, form, every=True), differing_settings(choice.rows)]
+            picture.write(out / f"{name}.{ending}")
+    found = [*tables(choice, form), differing_settings(choice.rows)]
     parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found if lines]
     sentences = (f"{in_markdown(note)}\n" for note in (set_up(choice.rows), *notes(choice.every)))
     images = (f"![{name}]({name}.png)\n" for name in shown)
@@ -102,7 +103,7 @@ def write_table(folders: Sequence[Path], file: Path | None, form: Form, *, latex
 
 def write_plot(folders: Sequence[Path], file: Path, **look: Unpack[Look]) -> None:
     """Write only the plot, in the format that the file's name ends in."""
-    save(plot(read_choice(folders).rows, **look), file)
+    plot(read_choice(folders).rows, **look).write(file)
 
 
 def _write(file: Path, text: str) -> None:
@@ -130,12 +131,10 @@ def _figures(run: Run, chosen: bool) -> dict[str, Any]:
     Candidates of `tune` that are not in the other tables and plots have `"chosen": false`.
     """
     task, curve = run.summary.of_task, []
-    spent = {"communication_rounds": 0, "bytes_down": 0, "bytes_up": 0}
-    for line in run.history:
-        spent = {key: total + int(line[key]) for key, total in spent.items()}
+    for line, until in zip(run.history, spent(run.history), strict=True):
         if line.get(task.main) is not None:
             figures = {key: line[key] for key in (*task.figures, "loss") if line.get(key) is not None}
-            curve.append({"round": line["round"], **figures, **spent})
+            curve.append(figures | {key: until[key] for key in _CURVE})
     found = {"settings": run.config, "summary": run.figures, "curve": curve, "clients": run.clients}
     return found if chosen else found | {"chosen": False}
 
@@ -147,7 +146,7 @@ def page(choice: Choice, form: Form, pictures: Mapping[str, Plot]) -> str:
     """The tables and pictures; and more pictures, if there are some, since then matplotlib is installed."""
     rows, runs = choice.rows, runs_of(choice.rows)
     sections = {
-        "Results": "".join(map(_table, tables(choice, form, every=True))) + _NOTE,
+        "Results": "".join(map(_table, tables(choice, form))) + _NOTE,
         "Pictures": _shown(list(pictures.values()), "scroll wide"),
     }
     for heading, name, picture in _more(rows) if pictures else ():

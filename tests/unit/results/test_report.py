@@ -220,8 +220,8 @@ def test_all_figures_of_a_row_are_of_the_seeds_that_finished(tmp_path: Path) -> 
     found = dict(zip(heads, cells, strict=True))
     assert found["run"] == "FedTAN [failed] (1 of 3 seeds)"
     assert [found[key] for key in ("accuracy", "rounds", "MiB up", "seconds")] == ["70.00%", "3", "3.00", "9.0"]
-    assert [domain_tables(rows)[0][1][0], client_table(rows, every=True)[1][0]] == [row.title] * 2
-    assert client_table(rows, every=True)[1][3] == "20.00%"
+    assert [domain_tables(rows)[0][1][0], client_table(rows)[1][0]] == [row.title] * 2
+    assert client_table(rows)[1][3] == "20.00%"
     (line, *_) = plot(rows).axes[0].get_lines()
     assert line.get_xydata().tolist() == [[1, 70], [2, 70], [3, 70]]
     write_report([tmp_path], tmp_path / "out")
@@ -250,7 +250,7 @@ def test_a_column_that_a_seed_lacks_has_no_figure(tmp_path: Path) -> None:
     heads, *lines = table(rows)
     assert [line[heads.index("clients' accuracy")] for line in lines] == ["-", "40.00%"]
     assert domain_tables(rows)[0][1:] == [("B", "10.00%", "-", "-")]
-    assert client_table(rows, every=True)[1:] == [], "its other seed has no clients"
+    assert client_table(rows)[1:] == [], "its other seed has no clients"
 
 
 # --- order and names of rows ----------------------------------------------------
