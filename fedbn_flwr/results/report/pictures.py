@@ -89,7 +89,7 @@ def plot(rows: Sequence[Row], **look: Unpack[Look]) -> Plot:
         return curve_panel(rows, measure, single, size=look.get("size") or (6, 4.2), band=band)
     domains, own = by_domain(rows), f"clients_own_{measure}"
     keys = [measure, *([own] if any(row.figures(own) for row in rows) else [])]
-    lines = [line for row in rows for run in row.counted for line in run.history]
+    lines = [line for row in rows for run in row.counted for line in run.lines]
     within = any(line["communication_rounds"] != 1 for line in lines)  # a round exchanges more than a model
     axes = [axis for axis in _PANELS if axis != "communication_rounds" or within]
     places: list[Any] = [[f"{key} {axis}" for axis in axes] for key in keys]
@@ -135,7 +135,7 @@ def curve_panel(
 
 
 def _check(rows: Sequence[Row], look: Look) -> None:
-    known = [measure.key for measure in measures(run.history for run in runs_of(rows))]
+    known = [measure.key for measure in measures(run.lines for run in runs_of(rows))]
     for name, found, names in (("measure", look.get("measure"), known), ("axis", look.get("axis"), AXES)):
         if found is not None and found not in names:
             raise UserError(f"the plot has no {name} {found!r}; {did_you_mean(found, names)}")
@@ -157,7 +157,7 @@ def _curves(
 
     measure, handles = Measure.of(key), {}
     for number, row in shown.items():
-        places, found = curve([run.history for run in row.counted], key, axis)
+        places, found = curve([run.lines for run in row.counted], key, axis)
         if not places:
             continue
         means = [measure.scale * statistics.fmean(values) for values in found]

@@ -45,7 +45,7 @@ class Row:
         """The finished runs; if none is, those that were evaluated, that trained a round, or all."""
         finished = tuple(run for run in self.runs if run.summary.status == "finished")
         evaluated = tuple(run for run in self.runs if run.summary.main is not None)
-        return finished or evaluated or tuple(run for run in self.runs if run.history) or self.runs
+        return finished or evaluated or tuple(run for run in self.runs if run.lines) or self.runs
 
     @cached_property
     def unfinished(self) -> str:
@@ -110,7 +110,7 @@ def endings(found: Sequence[tuple[Run, Mapping[str, Any]]]) -> list[str]:
     ways = (
         [each and f", {each}" for each in different],
         [f" ({run.summary.name})" for run, _ in found],
-        [f" ({run.path.parent.name})" for run, _ in found],
+        [f" ({run.folder.parent.name})" for run, _ in found],
     )
     for way in ways:
         if len(set(way)) == len(names) == len(set(zip(way, different, strict=True))) and max(map(len, way)) <= _ENDING:
@@ -187,7 +187,7 @@ def validation(row: Row) -> list[float]:
     found = []
     for run in row.runs:
         key = f"validation_{run.summary.of_task.main}"
-        values = [line[key] for line in run.history if line.get(key) is not None]
+        values = [line[key] for line in run.lines if line.get(key) is not None]
         if run.summary.status != "failed" and values and math.isfinite(values[-1]):
             found.append(float(values[-1]))
     return found

@@ -131,7 +131,7 @@ def _figures(run: Run, chosen: bool) -> dict[str, Any]:
     Candidates of `tune` that are not in the other tables and plots have `"chosen": false`.
     """
     task, curve = run.summary.of_task, []
-    for line, until in zip(run.history, spent(run.history), strict=True):
+    for line, until in zip(run.lines, spent(run.lines), strict=True):
         if line.get(task.main) is not None:
             figures = {key: line[key] for key in (*task.figures, "loss") if line.get(key) is not None}
             curve.append(figures | {key: until[key] for key in _CURVE})
@@ -182,7 +182,7 @@ def _shown(pictures: Sequence[Plot], kind: str = "pictures") -> str:
 def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
     """The section, the name and the pictures of each measure, partition and norm state."""
     first = headline(runs_of(rows))
-    lines = [line for row in rows for run in row.counted for line in run.history]
+    lines = [line for row in rows for run in row.counted for line in run.lines]
     for measure in measures([lines]):
         axis = "seconds" if measure.key in (first, f"clients_own_{first}") else "round"  # others are in the plot
         values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
@@ -195,9 +195,9 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
     partitions: dict[str, list[str]] = {}
     for row in rows:
         run, name = row.first, f"{row.label}, seed {row.first.summary.seed}"  # other seeds are alike
-        if (counts := run.folder.read("partition.json")) is not None:
+        if (counts := run.files.read("partition.json")) is not None:
             partitions.setdefault(json.dumps(counts), []).append(name)
-        if norms := run.folder.lines("norms.jsonl"):
+        if norms := run.files.lines("norms.jsonl"):
             yield "Batch norm by layer", name, [dynamics_plot(thinned(norms, _LINES))]
     for text, names in partitions.items():
         found = PartitionCounts(**json.loads(text))
@@ -206,7 +206,7 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
 
 
 def _run(run: Run) -> str:
-    parts = {"Settings": run.config, "Results": run.figures, "Environment": run.folder.read("environment.json")}
+    parts = {"Settings": run.config, "Results": run.figures, "Environment": run.files.read("environment.json")}
     blocks = "".join(
         f"<h4>{name}</h4><pre>{html.escape(dump_yaml(found))}</pre>" for name, found in parts.items() if found
     )

@@ -265,9 +265,9 @@ def test_rows_follow_the_given_folders_and_in_them_the_file(tmp_path: Path) -> N
     write_run(tmp_path / "a" / "Local", "Local", config={"cell": {"place": [0]}})
     found = find_runs([tmp_path / "b", tmp_path / "a"])
     names = ["FixBN-0", "FixBN-1", "FedAvg-0", "FedAvg-1", "FedBN-0", "FedBN-1", "Local"]
-    assert [run.path.name for run in found] == names
-    assert [run.path.name for run in find_runs([tmp_path])] == [names[-1], *names[:-1]]
-    assert find_runs([tmp_path / "b" / "FedBN-1", tmp_path / "b"])[0].path.name == "FedBN-1"
+    assert [run.folder.name for run in found] == names
+    assert [run.folder.name for run in find_runs([tmp_path])] == [names[-1], *names[:-1]]
+    assert find_runs([tmp_path / "b" / "FedBN-1", tmp_path / "b"])[0].folder.name == "FedBN-1"
 
 
 def write_differing(folder: Path, name: str, value: int, more: int = 12) -> None:
