@@ -15,7 +15,7 @@ from ..folder.clients import PartitionCounts
 from ..text import in_plot
 from .curves import AXES, Measure, curve, measures, thinned
 from .rows import Row, Sweep, deviation, headline, mean, runs_of
-from .tables import by_domain, in_domains, measures_of_clients, set_up
+from .tables import as_measured, by_domain, in_domains, measures_of_clients, set_up
 
 if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
@@ -106,7 +106,9 @@ def plot(rows: Sequence[Row], **look: Unpack[Look]) -> Plot:
         for axis in axes:
             handles |= _curves(figure, panels[f"{key} {axis}"], shown, len(rows), key, axis, band)
     for prefix, names in domains.items():
-        _domains(figure, panels[prefix], rows, prefix, names)
+        kind, found = Measure.of(prefix.removesuffix("_")), {row.title: in_domains(row, prefix, names) for row in rows}
+        _side_by_side(figure, panels[prefix], kind, [*names, "average"], found)
+        _finish(panels[prefix], f"{kind.title}, by domain", grid="y", ylabel=kind.unit)
     _legend(figure, figure, rows, handles, loc="outside right upper", fontsize="small", handlelength=4)
     return figure
 
@@ -188,79 +190,51 @@ def _curves(
     return handles
 
 
-_Dot = tuple[float, float, float, str]  # a place, a mean, its deviation, and a name
-
-
-def _dots(figure: Plot, panel: Any, number: int, measure: Measure, points: Sequence[_Dot], **style: Any) -> Any:
-    """Dots with a line for the deviation."""
-    places, means, spreads, names = zip(*points, strict=True)
-    words = [
-        f"{name}: {measure.in_words(mean)}" + (f" ± {measure.scale * spread:.2g}" if spread else "")
-        for name, mean, spread in zip(names, means, spreads, strict=True)
-    ]
-    heights, lines = ([measure.scale * value for value in each] for each in (means, spreads))
-    figure.tips(panel, list(zip(places, heights, strict=True)), words)
-    return panel.errorbar(places, heights, lines, **_style(number), **style)
-
-
-def _domains(figure: Plot, panel: Any, rows: Sequence[Row], prefix: str, domains: Sequence[str]) -> None:
-    """Dots per domain and for their average: one per row, with a line for the deviation over seeds."""
-    names, measure = [*domains, "average"], Measure.of(prefix.removesuffix("_"))
-    for number, row in enumerate(rows):
-        aside = (0.8 * number - 0.4 * (len(rows) - 1)) / len(rows)
-        points = [
-            (i + aside, mean(values), deviation(values) or 0.0, f"{row.title}, {names[i]}")
-            for i, values in enumerate(in_domains(row, prefix, domains))
-            if values
-        ]
-        if points:
-            _dots(figure, panel, number, measure, points, linestyle="none", markersize=7)
-    for place in range(len(domains)):
+def _side_by_side(
+    figure: Plot, panel: Any, measure: Measure, names: Sequence[str], found: Mapping[str, Sequence[Sequence[float]]]
+) -> dict[str, Any]:
+    """Dots for each name: those of a run, with a line for the deviation over seeds; returns the lines of the legend."""
+    handles: dict[str, Any] = {}
+    for number, (title, columns) in enumerate(found.items()):
+        places = [i for i, values in enumerate(columns) if values and math.isfinite(mean(values))]
+        if not places:
+            continue
+        means = [measure.scale * mean(columns[i]) for i in places]
+        spreads = [measure.scale * (deviation(columns[i]) or 0.0) for i in places]
+        aside = (0.8 * number - 0.4 * (len(found) - 1)) / len(found)
+        beside = [i + aside for i in places]
+        style = {"linestyle": "none", "markersize": 7, **_style(number)}
+        handles[title] = panel.errorbar(beside, means, spreads, **style)
+        words = [f"{title}, {names[i]}: {as_measured(measure, columns[i])}" for i in places]
+        figure.tips(panel, list(zip(beside, means, strict=True)), words)
+    for place in range(len(names) - 1):
         panel.axvline(place + 0.5, color="grey", lw=0.8)
     panel.set_xticks(range(len(names)), [in_plot(name, 20) for name in names])
-    _finish(panel, f"{measure.title}, by domain", grid="y", xlim=(-0.5, len(names) - 0.5), ylabel=measure.unit)
+    panel.set_xlim(-0.5, len(names) - 0.5)
+    return handles
 
 
 # --- sweeps ---
 
 
 def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot | None:
-    """A panel for each sweep, its values side by side; published figures are hollow markers on a dotted line."""
+    """A panel for each sweep, with its values side by side."""
     if not sweeps:
         return None
     figure, panels = _panels(len(sweeps), 3, 5.3, 4.2)
     labels = list(dict.fromkeys(label for sweep in sweeps for label in sweep.lines))
     handles: dict[str, Any] = {}
     for panel, sweep in zip(panels, sweeps, strict=True):
-        for label, line in sweep.lines.items():
-            handles |= _swept_line(figure, panel, sweep, label, line, labels.index(label))
-        panel.set_xticks(range(len(sweep.values)), [in_plot(word, 30) for word in sweep.values])
-        _finish(panel, sweep.title, xlabel=in_plot(sweep.key), ylabel=in_plot(sweep.measure.axis))
+        measure, lines = sweep.measure, {label: sweep.lines.get(label, {}) for label in labels}
+        found = {
+            label: [line[word].figures(measure.key) if word in line else [] for word in sweep.values]
+            for label, line in lines.items()
+        }
+        handles |= _side_by_side(figure, panel, measure, sweep.values, found)
+        _finish(panel, sweep.title, grid="y", xlabel=in_plot(sweep.key), ylabel=in_plot(measure.axis))
     names = [in_plot(label) for label in handles]
     figure.legend(handles.values(), names, loc="outside upper center", ncols=4, fontsize="small")
     return figure
-
-
-def _swept_line(
-    figure: Plot, panel: Any, sweep: Sweep, label: str, line: Mapping[str, Row], number: int
-) -> dict[str, Any]:
-    measure, measured, published = sweep.measure, [], []
-    for place, word in enumerate(sweep.values):
-        if (row := line.get(word)) is None:
-            continue
-        values, where = row.figures(measure.key), f"{sweep.key}={word}"
-        if values and math.isfinite(mean(values)):
-            measured.append((place, mean(values), deviation(values) or 0.0, f"{label}, {where}"))
-        if measure.key in row.first.published:
-            value, spread = row.first.published[measure.key]
-            published.append((place, value, spread or 0.0, f"{label}, published, {where}"))
-    drawn = {}
-    if measured:
-        drawn[label] = _dots(figure, panel, number, measure, measured, capsize=3)
-    if published:
-        hollow = {"markerfacecolor": "none", "linestyle": ":"}
-        drawn[f"{label}, published"] = _dots(figure, panel, number, measure, published, capsize=3, **hollow)
-    return drawn
 
 
 # --- clients ---

@@ -149,7 +149,7 @@ def test_the_page_has_the_pictures_whose_files_exist(tmp_path: Path) -> None:
     shown = set(page.texts["title"])
     assert {
         "FedBN: 40% at 2 rounds",
-        "FedBN, sea: 50%",
+        "FedBN, sea: 50.00%",
         "FedBN, seed 0, client 10: 100%",
         "client 1, b: 2 examples",
         "bn1, round 2: 0.5",
