@@ -54,8 +54,8 @@ def write_run(
 
 def saved_round(folder: Path) -> int:
     """The round of the checkpoint in a run folder; 0 if there is none."""
-    saved = RunFolder(folder).checkpoint.state()
-    return 0 if saved is None else saved.round
+    checkpoint = RunFolder(folder).checkpoint
+    return checkpoint.read().round if checkpoint.path.exists() else 0
 
 
 def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -213,7 +213,14 @@ def client_table(rows: Sequence[Row]) -> Lines:
             seeds = [list(run.clients[metric].values()) for run in row.counted]
             spreads = zip(*(spread(values, metric) for values in seeds), strict=True)
             shown = [as_measured(measure, values) for values in spreads]
-            lines.append((row.title, measure.title, figure([len(values) for values in seeds], 1, 0), *shown))
+            lines.append(
+                (
+                    row.title,
+                    measure.title,
+                    as_measured(Measure.of("clients"), [len(values) for values in seeds]),
+                    *shown,
+                )
+            )
     return lines
 
 
@@ -264,7 +271,7 @@ def published(rows: Sequence[Row]) -> Lines:
         for key, (value, within) in row.first.published.items():
             measure, measured = Measure.of(key), row.figures(key)
             scale, digits = measure.scale, measure.digits([value, *measured])
-            known = figure([value], scale, digits, measure.unit)
+            known = as_measured(measure, [value], digits)
             difference, verdict = "-", "-"
             if found.get("differs"):
                 verdict = f"other set-up ({found['differs']})"
@@ -276,7 +283,7 @@ def published(rows: Sequence[Row]) -> Lines:
                 both = None if of_runs is None or within is None else of_runs + within
                 verdict = "no spread" if both is None else "yes" if abs(off) <= both else "no"
             known += "" if within is None else f" ± {scale * within:.{digits}f}"
-            shown = (known, figure(measured, scale, digits, measure.unit), str(len(measured)), difference, verdict)
+            shown = (known, as_measured(measure, measured, digits), str(len(measured)), difference, verdict)
             lines.append((row.title, measure.title, *shown, str(found.get("source", "-"))))
     return lines
 
@@ -343,20 +350,15 @@ def partition_table(partition: PartitionCounts) -> str:
 # --- text of each format ---
 
 
-def figure(values: Sequence[float], scale: float, digits: int, unit: str = "", *, mark: str = "") -> str:
+def as_measured(measure: Measure, values: Sequence[float], digits: int | None = None, *, mark: str = "") -> str:
     """The mean, and the standard deviation if values differ; and a mark."""
     mark = f" [{mark}]" if mark else ""
     if not values:
         return "-" + mark
-    scaled = [value * scale for value in values]
-    spread = deviation(scaled)
-    return f"{mean(scaled):,.{digits}f}{unit}" + (f" ± {spread:,.{digits}f}" if spread else "") + mark
-
-
-def as_measured(measure: Measure, values: Sequence[float], digits: int | None = None, *, mark: str = "") -> str:
-    """`figure` in the form of a measure."""
     digits = measure.digits(values) if digits is None else digits
-    return figure(values, measure.scale, digits, measure.unit, mark=mark)
+    scaled = [value * measure.scale for value in values]
+    spread = deviation(scaled)
+    return f"{mean(scaled):,.{digits}f}{measure.unit}" + (f" ± {spread:,.{digits}f}" if spread else "") + mark
 
 
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:

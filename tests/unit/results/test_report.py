@@ -15,9 +15,10 @@ from PIL import Image
 
 from fedbn_flwr import cli
 from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.pictures import plot
 from fedbn_flwr.results.report.rows import Row, group, headline
-from fedbn_flwr.results.report.tables import Lines, by_domain, client_table, domain_table, figure, table
+from fedbn_flwr.results.report.tables import Lines, as_measured, by_domain, client_table, domain_table, table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
@@ -146,7 +147,7 @@ def test_runs_are_compared_by_the_main_figure_of_their_task(tmp_path: Path) -> N
     [([math.inf, 1.0], "inf"), ([math.inf, -math.inf], "nan"), ([1.0, math.nan], "nan"), ([1.0, 2.0], "1.50 ± 0.71")],
 )
 def test_a_deviation_is_of_finite_values(values: list[float], text: str) -> None:
-    assert figure(values, 1, 2) == text
+    assert as_measured(Measure("x", "x", places=2), values) == text
 
 
 def test_a_metric_of_the_user_may_be_infinite(tmp_path: Path) -> None:
