@@ -14,7 +14,7 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp.mod import fixedclipping_mod, message_size_mod
+from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod, message_size_mod
 
 from fedbn_flwr import client_app
 from fedbn_flwr.client.app import weights_only

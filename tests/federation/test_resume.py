@@ -204,7 +204,7 @@ def test_a_strategy_that_cannot_be_saved_trains_and_is_not_resumed(
         session("FedAdam", tmp_path / "run")
     assert (run.path / "history.jsonl").read_text() == before
     (found,) = find_runs([tmp_path])
-    assert found.summary.rounds == len(found.history) == 3
+    assert found.summary.rounds == len(found.lines) == 3
 
 
 def test_a_folder_can_be_read_if_a_resume_fails_before_its_first_round(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_folder_can_be_read_if_a_resume_fails_before_its_first_round(tmp_path:
     run.checkpoint.write(dataclasses.replace(run.checkpoint.read(), round=2), ())
     run.begin(run.config())
     (found,) = find_runs([tmp_path])
-    assert found.summary.rounds == len(found.history) == 2
+    assert found.summary.rounds == len(found.lines) == 2
 
 
 def test_only_settings_without_effect_may_change_before_a_resume(tmp_path: Path) -> None:

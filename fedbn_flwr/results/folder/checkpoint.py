@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,6 @@ class CheckpointFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def state(self) -> Snapshot | None:
-        """Without its records; None if there is no checkpoint."""
-        if not self.path.exists():
-            return None
-        with self._opened() as store:
-            return _snapshot(store)
-
     def write(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] = ()) -> None:
         """`clients` yields the state of one node at a time; none if the nodes store it."""
         try:
@@ -56,8 +49,18 @@ class CheckpointFile:
             raise StorageError(f"{error}; the previous checkpoint is unchanged") from None
 
     def read(self) -> Snapshot:
+        """Without the clients."""
         with self._opened() as store:
-            return replace(_snapshot(store), model=parse(store["model"]), strategy=store.get("strategy"))
+            state, is_saved = json.loads(store["state"]), "strategy" in store
+            return Snapshot(
+                round=int(state["round"]),
+                token=str(state["token"]),
+                model=parse(store["model"]),
+                strategy=store.get("strategy"),
+                unsaved=None if is_saved else str(state["unsaved"]),
+                trained={int(partition): int(last) for partition, last in state["trained"].items()},
+                settings=dict(state["settings"]),
+            )
 
     def clients(self) -> Iterator[tuple[int, RecordDict]]:
         """The state of one node at a time; none if the nodes store it."""
@@ -93,11 +96,3 @@ def _entries(snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]]) -> I
         yield "strategy", snapshot.strategy
     for node, records in clients:
         yield f"{_CLIENT}{node}", dump(records)
-
-
-def _snapshot(store: Mapping[str, bytes]) -> Snapshot:
-    state = json.loads(store["state"])
-    trained = {int(partition): int(last) for partition, last in state["trained"].items()}
-    unsaved = None if "strategy" in store else str(state["unsaved"])
-    token, settings = str(state["token"]), dict(state["settings"])
-    return Snapshot(int(state["round"]), token, RecordDict(), None, unsaved, trained, settings)
