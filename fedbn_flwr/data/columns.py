@@ -24,7 +24,7 @@ from .catalogue import Entry
 from .dataset import DataSet, Examples, Groups
 from .examples import InMemory, main
 from .inputs import Parts, Rows, as_rows, inputs_of
-from .source import Source, names_of
+from .source import Source
 from .targets import Targets, several, targets_of
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _columns(source: Source, split: Any) -> Mapping[str, Column]:
         kinds = feature if isinstance(feature, dict) else {"bytes": feature}
         types = {key: getattr(kind, "dtype", None) for key, kind in kinds.items()}
         is_file = types.keys() <= {"bytes", "path"} and types.get("bytes") in ("binary", "large_binary")
-        is_path = names_of(source.inputs) == (name,) and types.get("bytes") in ("string", "large_string")
+        is_path = source.inputs == (name,) and types.get("bytes") in ("string", "large_string")
         classes = tuple(getattr(feature, "names", ()))
         is_value = type(feature).__name__ == "Value"
         kind = str(feature.dtype) if is_value else type(feature).__name__
@@ -178,15 +178,15 @@ def _chosen(
         usual = {"inputs": entry.image, "label": entry.label} if entry is not None else {}
         usual = {**usual, "domain": (entry and entry.domain) or "domain"}
 
-    def named(key: str) -> str | None:
-        return usual[key] if usual.get(key) in train else None
+    def named(key: str) -> Names:
+        return (usual[key],) if usual.get(key) in train else ()
 
-    domain = source.domain or (usual["domain"] if source.domains else named("domain"))
-    group = source.group or named("group")
-    label = names_of(source.label) or names_of(named("label"))
+    domain = source.domain or (usual["domain"] if source.domains else next(iter(named("domain")), None))
+    group = source.group or next(iter(named("group")), None)
+    label = source.label or named("label")
     if not label:
-        label = _only(source, columns, "label", "ClassLabel", (*names_of(source.inputs), domain or "domain"))
-    inputs = names_of(source.inputs) or names_of(named("inputs"))
+        label = _only(source, columns, "label", "ClassLabel", (*source.inputs, domain or "domain"))
+    inputs = source.inputs or named("inputs")
     if not inputs and not any(column.kind == "Image" for name, column in train.items() if name not in label):
         others = {name: column for name, column in train.items() if name not in (*label, domain, group)}
         inputs = tuple(

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.partition.kinds import Options
 from fedbn_flwr.results.folder.clients import PartitionCounts
 
 from . import settings
-from .data import PLAIN, load_data, partition_of
+from .data import examples_of, load_data, partition_of
 from .settings import Experiment, Settings
 
 
 def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
     """The numbers of examples of each different partition of the runs, with the first seed that uses it."""
-    users: dict[tuple[settings.Data, int], list[Settings]] = {}
+    users: dict[tuple[str, Options, int], list[Settings]] = {}
     for run in experiment.runs:
-        users.setdefault((run.data.model_copy(update=PLAIN), run.clients), []).append(run)
+        users.setdefault((examples_of(run.data), run.data.partition, run.clients), []).append(run)
     counted = []
     for runs in users.values():
         parts = partition_of(runs[0].data, runs[0].clients, runs[0].seed, "cpu")

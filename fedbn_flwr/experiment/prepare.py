@@ -25,6 +25,7 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
+from fedbn_flwr.schema import refuse
 from fedbn_flwr.strategies import Rule, as_rule
 from fedbn_flwr.tasks import SEVERAL, Task
 
@@ -33,7 +34,6 @@ from .data import Shape, check_labels, partition_of, try_data
 from .faults import Faults
 from .flower_mods import check_mods
 from .parts import Parts, learning_rate, own_loss, plain_loss
-from .sections import refuse
 from .settings import Experiment, Settings, name_in, strategy_name
 
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import ConfigDict, Field, create_model
 
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.schema import Positive, Section
 
 if TYPE_CHECKING:
     from fedbn_flwr.data.dataset import Groups
 
-Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 Labels = np.ndarray  # int64 [N], the class of each example
 Parts = list[np.ndarray]  # the row numbers of each client
 
@@ -40,10 +40,8 @@ class Rows:
         return {name: group for name, group in found.items() if len(group)}
 
 
-class Options(BaseModel):
+class Options(Section):
     """`data.partition` of an experiment; each kind is a subclass with its settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     assign: ClassVar[Callable[..., Parts]]  # (rows, clients, seed, **options)
     by_class: ClassVar[bool] = False  # whether each example must have one class

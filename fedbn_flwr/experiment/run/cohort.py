@@ -31,9 +31,9 @@ from fedbn_flwr.messages.gate import arrays_of, number_of, partition_of
 from fedbn_flwr.messages.screening import reason_of
 from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.schema import refuse
 
 from ..parts import Parts
-from ..sections import refuse
 from ..settings import Settings, strategy_name
 
 

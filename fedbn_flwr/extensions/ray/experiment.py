@@ -33,7 +33,7 @@ from fedbn_flwr.experiment.data import loaded_data, receive
 from fedbn_flwr.experiment.flower_mods import client_mods
 from fedbn_flwr.experiment.node import Clients, run_of
 from fedbn_flwr.experiment.parts import Parts, choose_device
-from fedbn_flwr.experiment.settings import Data, Engine, Experiment
+from fedbn_flwr.experiment.settings import Engine, Experiment
 
 from .cluster import connected
 from .grid import Actors, Place, RayGrid, machines
@@ -96,9 +96,9 @@ class Sent:
     """An experiment with the data and the code that its clients need, in the form in which it is sent to actors."""
 
     experiment: Experiment
-    sent: list[tuple[Data, Any]] = field(default_factory=list)  # data sets, with their place in the object store
+    sent: list[tuple[str, Any]] = field(default_factory=list)  # data sets, with their place in the object store
     main: dict[str, Any] = field(default_factory=dict)  # parts that a script or a notebook defines
-    _received: set[tuple[Data, str]] = field(default_factory=set)  # in an actor: the data sets on its devices
+    _received: set[tuple[str, str]] = field(default_factory=set)  # in an actor: the data sets on its devices
 
     def __post_init__(self) -> None:
         self.clients = Clients(self.experiment)
@@ -127,10 +127,10 @@ class Sent:
         for name, part in self.main.items():
             setattr(sys.modules["__main__"], name, part)
         device = str(choose_device(run_of(self.experiment, config).engine.device))
-        for data, place in self.sent:
-            if (data, device) not in self._received:
-                receive(data, device, _dataset(ray.get(place)).to(torch.device(device)))
-                self._received.add((data, device))
+        for examples, place in self.sent:
+            if (examples, device) not in self._received:
+                receive(examples, device, _dataset(ray.get(place)).to(torch.device(device)))
+                self._received.add((examples, device))
         return self.clients(context, config)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import needs
 from fedbn_flwr.exchange.step import check_batch
-from fedbn_flwr.experiment.data import source_of
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of
 from fedbn_flwr.experiment.parts import choose_device, make_model, own_loss
 from fedbn_flwr.experiment.prepare import make_rule, try_model
@@ -84,7 +83,7 @@ def _columns(data: Data) -> Iterator[Check]:
         return
     with needs("data", f"data.name={data.name!r}"):
         from fedbn_flwr.data.folders import open_splits
-    splits, _ = open_splits(source_of(data), None)
+    splits, _ = open_splits(data, None)
     categories, ranges = dict(data.categories), dict(data.ranges)
     used = [*data.inputs, *data.label, *filter(None, (data.domain, data.group))]
     problems = [f"there is no column {name!r}" for name in used if name not in splits["train"].features]

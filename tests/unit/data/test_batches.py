@@ -82,7 +82,7 @@ def test_turned_images_equal_torchvision_s() -> None:
 
 @pytest.mark.parametrize("kind", ["resized_crop", "rotate"])
 def test_what_a_client_sees_is_a_function_of_its_place(kind: str) -> None:
-    data = load(Source("digits"))
+    data = load(Source(name="digits"))
 
     def first(server_round: int, augment: tuple[str, ...] = (kind,)) -> torch.Tensor:
         batches = ClientBatches(

@@ -37,7 +37,7 @@ def cancer() -> pd.DataFrame:
 
 
 def opened(file: Path, **options: Any) -> DataSet:
-    return load(Source(str(file), **options))
+    return load(Source(name=str(file), **options))
 
 
 @pytest.fixture(scope="module")
