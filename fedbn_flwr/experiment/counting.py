@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.partition.kinds import Options
+from fedbn_flwr.data.partitions import Options
 from fedbn_flwr.results.folder.clients import PartitionCounts
 
 from . import settings

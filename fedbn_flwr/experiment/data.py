@@ -19,7 +19,7 @@ from fedbn_flwr.data.custom import own_augmentation, own_normalisation
 from fedbn_flwr.data.dataset import DataSet, Form
 from fedbn_flwr.data.examples import MASK, InMemory
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.partition.indices import hold_out, partition, share_test
+from fedbn_flwr.data.partitions import hold_out, partition, share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.results.folder.summary import SPREAD

@@ -17,7 +17,7 @@ from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, nam
 from fedbn_flwr.client.training import Loss, check_optimizer, decay_of
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main
-from fedbn_flwr.data.partition.indices import hold_out
+from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.partition.kinds import KINDS, Options, OwnOptions
+from fedbn_flwr.data.partitions import KINDS, Options, OwnOptions
 from fedbn_flwr.data.source import Side, Source
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.experiment.registry import check_strategy

@@ -19,7 +19,7 @@ from fedbn_flwr import BNClient, LocalGrid, build_model
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.partition.indices import share_test
+from fedbn_flwr.data.partitions import share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment

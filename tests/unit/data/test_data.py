@@ -21,7 +21,7 @@ from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.partition.indices import partition
+from fedbn_flwr.data.partitions import partition
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, StorageError
 from tests.support.images import picture, pixels, png, write_split
@@ -95,11 +95,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dirichlet": ("dirichlet", {"alpha": 1.0}),
     "consecutive": ("classes", {"classes_per_client": 5}),
 }
-# Drawn assignments may leave a class without a client, which is an error.
-DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
-    "first-deterministic": ("classes", {"classes_per_client": 5, "assignment": "first-deterministic"}),
-    "random": ("classes", {"classes_per_client": 5, "assignment": "random"}),
-}
 
 
 def classes_of(part: Tensor) -> set[int]:
@@ -121,25 +116,9 @@ def test_partition_loses_nothing_and_gives_nothing_twice(name: str, clients: int
             assert len(classes_of(part)) == 5
 
 
-@pytest.mark.parametrize("name", DRAWN)
-@settings(max_examples=12)
-@given(clients=st.integers(2, 12), seed=st.integers(0, 2**31 - 1))
-def test_drawn_classes_lose_nothing_or_say_so(name: str, clients: int, seed: int) -> None:
-    kind, options = DRAWN[name]
-    try:
-        parts = partition(SORTED, 10, clients, seed, kind, **options)
-    except DataError as caught:
-        error = str(caught)
-    else:
-        error = ""
-        assert torch.cat(parts).sort().values.tolist() == list(range(400))
-        assert [len(classes_of(part)) for part in parts] == [5] * clients
-    assert not error or "to no client" in error
-
-
-@pytest.mark.parametrize("name", KINDS | DRAWN)
+@pytest.mark.parametrize("name", KINDS)
 def test_partition_is_a_function_of_the_seed(name: str) -> None:
-    kind, options = (KINDS | DRAWN)[name]
+    kind, options = KINDS[name]
 
     def split(seed: int) -> list[list[int]]:
         return [part.tolist() for part in partition(SORTED, 10, 16, seed, kind, **options)]

@@ -20,7 +20,7 @@ from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.custom import own_augmentation, own_normalisation
 from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.partition.indices import partition
+from fedbn_flwr.data.partitions import partition
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import UserError
 
