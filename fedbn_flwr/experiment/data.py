@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fedbn_flwr import named
 from fedbn_flwr.batch import Value, tensors
-from fedbn_flwr.data.batches import ClientBatches, Normalise
+from fedbn_flwr.data.batches import ClientBatches, Normalise, own_augmentation, own_normalisation
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.custom import own_augmentation, own_normalisation
 from fedbn_flwr.data.dataset import DataSet, Form
 from fedbn_flwr.data.examples import MASK, InMemory
 from fedbn_flwr.data.load import load

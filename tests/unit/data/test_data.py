@@ -289,7 +289,7 @@ def test_normalising_does_not_change_the_images() -> None:
 def test_crop_equals_a_loop_over_images() -> None:
     images = torch.randint(1, 256, (9, 3, 6, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     pad = 2
-    found = random_crop(images, pad, torch.Generator().manual_seed(4))
+    found, _ = random_crop(images, torch.zeros(len(images)), torch.Generator().manual_seed(4), pad=pad)
     corners = torch.randint(0, 2 * pad + 1, (2, 9, 1), generator=torch.Generator().manual_seed(4))
     assert len(set(corners.flatten().tolist())) == 5, "all places are drawn"
     for number, image in enumerate(images.numpy()):
@@ -302,7 +302,7 @@ def test_crop_equals_a_loop_over_images() -> None:
 
 def test_flip_equals_a_loop_over_images() -> None:
     images = torch.randint(0, 256, (20, 3, 4, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    (found,) = random_flip(torch.Generator().manual_seed(2), images)
+    found, _ = random_flip(images, torch.zeros(len(images)), torch.Generator().manual_seed(2))
     mirrored = (torch.rand(20, generator=torch.Generator().manual_seed(2)) < 0.5).tolist()
     assert 0 < sum(mirrored) < 20
     for number, image in enumerate(images.numpy()):
