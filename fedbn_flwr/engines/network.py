@@ -100,5 +100,5 @@ class PollingGrid(GridAround):
 
 def _from_node(reply: Message, message: Message) -> Message:
     if reply.has_error() and reply.metadata.src_node_id == SUPERLINK_NODE_ID:
-        reply.metadata.__dict__["_src_node_id"] = message.metadata.dst_node_id
+        return Message(reply.error, reply_to=message)
     return reply

@@ -243,10 +243,7 @@ def number_problem(metrics: Mapping[str, Any], key: str) -> str | None:
 def refused(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECONDITION) -> Message:
     """The reply as an error with this reason; the original keeps its content."""
     # Not Message(error, reply_to=...), which would change the reply's metadata.
-    changed = copy.copy(reply)
-    changed.__dict__["_content"] = None
-    changed.__dict__["_error"] = Error(code, one_line(reason))
-    return changed
+    return Message(error=Error(code, one_line(reason)), metadata=reply.metadata)  # type: ignore[call-overload, no-any-return]
 
 
 def with_content(message: Message, content: RecordDict) -> Message:

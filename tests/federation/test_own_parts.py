@@ -108,7 +108,7 @@ def test_processes_and_a_resumed_run_use_the_same_draws(tmp_path: Path) -> None:
         ("data.augment=['my_parts:blank_rows']", "data.augment: 'my_parts:blank_rows' failed: TypeError"),
         ("data.augment=[{name: 'my_parts:Net', num_classes: 1, in_channels: 1}]", "failed: RuntimeError: Input type"),
         ("data.normalise=my_parts:shapes", "data.normalise='my_parts:shapes' "),
-        ("model.norm=my_parts:shapes", "model.norm='my_parts:shapes' returned a dict for features.1"),
+        ("model.norm=my_parts:shapes", "model.norm='my_parts:shapes' returned a dict; expected a torch.nn.Module"),
         ("data={name: digits, options: {count: 3}}", "options.count is an argument of a data set module:callable"),
         ("data.augment=[blur]", "'blur' is not an augmentation; known: crop, flip, resized_crop, rotate, or module"),
         ("data.normalise=moment", "'moment' is not a normalisation; did you mean 'moments'?"),

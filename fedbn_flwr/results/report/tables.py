@@ -388,6 +388,8 @@ def partition_table(partition: PartitionCounts) -> str:
         largest = row.index(max(row))
         shown = [str(count or ".") for count in row] if few else [f"{classes[largest]}: {row[largest]}"]
         lines.append((name, str(sum(row)), str(sum(count > 0 for count in row)), *shown))
+    if len(classes) == 1:  # segmentation data
+        lines = [line[:2] for line in lines]
     more = len(clients) - _SHOWN_CLIENTS
     rest = f"... and {more} more clients\n" if more > 0 else ""
     spread = f"examples per client: {min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}"
