@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from fedbn_flwr.batch import Value
-from fedbn_flwr.errors import DataError, did_you_mean
+from fedbn_flwr.errors import DataError, SettingsError, did_you_mean
 
 from . import Size
 from .examples import MASK, main
@@ -151,10 +151,22 @@ def _number(where: str, rows: np.ndarray) -> Tensor:
 
 
 def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> None:
-    """Refuse another shape, infinite values, missing ones unless they are replaced, and tokens out of range."""
+    """Refuse another shape, infinite values, missing ones unless they are replaced, tokens and values out of range.
+
+    An error has the number of such values, not the values: that of a site is sent to the server.
+    """
     shape, wanted = list(main(inputs).shape[1:]), list(source.shape)
     if wanted and (len(wanted) != len(shape) or any(b not in (None, a) for a, b in zip(shape, wanted, strict=True))):
         raise DataError(f"data.shape is {wanted}, but {source.name!r} has inputs of shape {shape}")
+    for column, (low, high) in source.ranges.items():
+        if column not in names:
+            raise SettingsError(f"data.ranges has {column!r}; {did_you_mean(column, names)}")
+        values = main(inputs)[:, names.index(column)]
+        if outside := int(((values < low) | (values > high)).sum()):
+            raise DataError(
+                f"{source.name!r}: {part}: {outside} of {len(values)} rows have a value of {column!r} outside of "
+                f"data.ranges, {low:g} to {high:g}"
+            )
     for key, values in inputs.items() if isinstance(inputs, Mapping) else [("", inputs)]:
         if values.is_floating_point():
             absent = values.isnan()

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.errors import DataError, SettingsError, did_you_mean, needs
+from fedbn_flwr.errors import DataError, needs
+from fedbn_flwr.schema import refuse
 
 from .catalogue import CATALOGUE, Entry
 from .columns import ARRAYS, read
 from .dataset import DataSet, fewer
-from .examples import main
 from .source import PARTS, Source
 
 KEY = "data.name"
@@ -35,32 +35,22 @@ COUNTS = {"train": 1_000, "test": 200}  # images, if their numbers are not given
 
 
 def load(source: Source) -> DataSet:
-    """The data set that `source` describes, checked against what it says of classes, channels and values."""
+    """The data set that `source` describes, checked against what it says of classes and channels."""
     dataset = random_images(source) if source.random else _read(source)
     dataset = fewer(dataset, source.examples, source.test_examples)
     name, names = source.name, dataset.class_names
-    if source.class_names and names != source.class_names and not source.random:
-        raise SettingsError(f"data.class_names is {list(source.class_names)}, but {name!r} has {list(names)}")
-    for key in ("classes", "channels"):
-        if (expected := getattr(source, key)) is not None and expected != (count := getattr(dataset, key)):
-            raise SettingsError(f"data.{key} is {expected}, but {name!r} has {count} {key}")
-    _check_ranges(source, dataset)
+    expected = {"classes": (source.classes, dataset.classes), "channels": (source.channels, dataset.channels)}
+    refuse(
+        {
+            f"data.class_names is {list(source.class_names)}, but {name!r} has {list(names)}": not source.random
+            and source.class_names not in ((), names)
+        }
+        | {
+            f"data.{key} is {wanted}, but {name!r} has {found} {key}": wanted not in (None, found)
+            for key, (wanted, found) in expected.items()
+        }
+    )
     return dataset
-
-
-def _check_ranges(source: Source, dataset: DataSet) -> None:
-    """Refuse values outside of `data.ranges`, by their number: a site's error is sent to the server."""
-    for column, (low, high) in source.ranges.items():
-        if column not in dataset.input_names:
-            raise SettingsError(f"data.ranges has {column!r}; {did_you_mean(column, dataset.input_names)}")
-        place = dataset.input_names.index(column)
-        for part, split in (("training", dataset.train), ("test", dataset.test)):
-            values = main(split.sample())[:, place]
-            if outside := int(((values < low) | (values > high)).sum()):
-                raise DataError(
-                    f"{source.name!r}: {outside} of {len(values)} {part} examples have a value of {column!r} outside "
-                    f"of data.ranges, {low:g} to {high:g}"
-                )
 
 
 def _read(source: Source) -> DataSet:
@@ -112,14 +102,13 @@ def _columns(where: str, split: Any) -> Mapping[str, Any]:
         return {key: values for key, values in split.items() if values is not None}
     if isinstance(split, list | tuple) and len(split) == 2:
         return dict(zip(usual, split, strict=False))
-    if not (hasattr(split, "__getitem__") and hasattr(split, "__len__")):
-        raise DataError(
-            f"{where} is a {type(split).__name__}; expected a pair (inputs, labels), a mapping of arrays, or a Dataset"
-        )
-    rows = [split[i] for i in range(len(split))]
+    rows = [split[i] for i in range(len(split))] if hasattr(split, "__getitem__") and hasattr(split, "__len__") else []
     if not rows or not isinstance(rows[0], list | tuple) or len(rows[0]) not in (2, 3):
         what = f"items of type {type(rows[0]).__name__}" if rows else "no items"
-        raise DataError(f"{where} is a {type(split).__name__} with {what}; expected pairs (inputs, label)")
+        raise DataError(
+            f"{where} is a {type(split).__name__} with {what}; expected a pair (inputs, labels), a mapping of arrays, "
+            "or a Dataset of pairs (inputs, label)"
+        )
     return dict(zip(usual, map(_gathered, zip(*rows, strict=True)), strict=False))
 
 

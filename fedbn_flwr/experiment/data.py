@@ -22,6 +22,7 @@ from fedbn_flwr.data.partitions import hold_out, partition, share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.results.folder.summary import SPREAD
+from fedbn_flwr.schema import refuse
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, TASKS, Task
 
 from . import settings
@@ -248,31 +249,27 @@ _ANY_LENGTH = 32  # in place of a length that is not known, to try a model
 
 def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
     """Check that crops and augmentations suit the inputs, and the labels, which are per example or per pixel."""
-    name, data, cut = run.data.name, run.data, run.data.crop
+    name, data, cut, size = run.data.name, run.data, run.data.crop, dataset.size
     drawn = [kind for kind in data.augment or () if kind in AUGMENTATIONS]
-    if not dataset.is_image:
-        for key, value in (("augment", drawn), ("size", data.size), ("crop", cut), ("channels", data.channels)):
-            if value:
-                raise SettingsError(
-                    f"data.{key} is {value!r}, which is for images, but {name!r} has inputs of shape "
-                    f"{list(dataset.shape)}; leave it out"
-                )
-    if data.missing and data.normalise != "moments":
-        raise SettingsError(
-            f"data.missing is 'mean', which needs data.normalise: moments, but it is {data.normalise!r}"
-        )
-    if not dataset.dense:
-        if cut is not None:
-            raise SettingsError(
-                f"data.crop is {cut}, but {name!r} has one label per example; data.crop is for segmentation data "
-                "(data.augment has crops for classification: crop, resized_crop)"
+    moved = [kind for kind in drawn if kind != "flip"]
+    of_images = {"augment": drawn, "size": data.size, "crop": cut, "channels": data.channels}
+    refuse(
+        {
+            f"data.{key} is {value!r}, which is for images, but {name!r} has inputs of shape {list(dataset.shape)}; "
+            "leave it out": not dataset.is_image and bool(value)
+            for key, value in of_images.items()
+        }
+        | {
+            f"data.missing is 'mean', which needs data.normalise: moments, but it is {data.normalise!r}": bool(
+                data.missing
             )
-        return
-    if moved := [kind for kind in drawn if kind != "flip"]:
-        raise SettingsError(
-            f"data.augment has {moved[0]!r}, but {name!r} is segmentation data, and it would not transform the masks; "
-            "use flip, and data.crop"
-        )
-    if cut is not None and cut > min(dataset.size):
-        height, width = dataset.size
-        raise SettingsError(f"data.crop is {cut}, but the images of {name!r} have {height}x{width} pixels")
+            and data.normalise != "moments",
+            f"data.crop is {cut}, but {name!r} has one label per example; data.crop is for segmentation data "
+            "(data.augment has crops for classification: crop, resized_crop)": not dataset.dense and cut is not None,
+            f"data.augment has {moved[:1]}, but {name!r} is segmentation data, and it would not transform the masks; "
+            "use flip, and data.crop": dataset.dense and bool(moved),
+            f"data.crop is {cut}, but the images of {name!r} have {'x'.join(map(str, size))} pixels": dataset.dense
+            and cut is not None
+            and cut > min(size),
+        }
+    )

@@ -190,7 +190,7 @@ def test_grey_arrays_become_rgb_where_the_other_split_has_colour(own: Own) -> No
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a list": ([1, 2], {}, "returned a list; expected a mapping with 'train' and 'test'"),
     "no test": ({"train": 1, "valid": 2}, {}, "returned a dict with 'train', 'valid'; expected a mapping"),
-    "a number": ({"train": 1, "test": 2}, {}, "train is a int; expected a pair"),
+    "a number": ({"train": 1, "test": 2}, {}, "train is a int with no items; expected a pair"),
     "no labels": (
         {"train": {"inputs": PIXELS}, "test": (PIXELS, LABELS)},
         {},
