@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
@@ -34,7 +34,6 @@ from fedbn_flwr.messages.bounds import Bounds
 from fedbn_flwr.messages.gate import (
     Reply,
     gate,
-    metrics_of,
     number_problem,
     odd_metrics,
     one_line,
@@ -46,8 +45,6 @@ from fedbn_flwr.messages.gate import (
 )
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.norms.roles import Role, roles
-
-Content = TypeVar("Content")
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,14 +183,11 @@ class Rule(Strategy):
         leaf, sent, names = self.chain[-1], unpack(round.arrays), self.traits.records
         replies = leaf.arrived(replies)
 
-        def read(message: Message) -> Reply:
-            reply = read_reply(message, leaf.arrayrecord_key, names)
-            problem = self._unusable(reply, sent)
+        def problem(reply: Reply) -> str | None:
+            found = self._unusable(reply, sent)
             for rule in self.chain:
-                problem = problem or rule.problem(round, reply)
-            if problem:
-                raise MessageError(problem)
-            return reply
+                found = found or rule.problem(round, reply)
+            return found
 
         def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
             problems = leaf.compare(found, sent)
@@ -201,7 +195,7 @@ class Rule(Strategy):
                 problems |= record_problems(found, name, sent)
             return problems
 
-        return leaf.screen(f"round {round.number}", replies, leaf.asked, read, compare)
+        return leaf.screen(f"round {round.number}", replies, leaf.asked, problem, compare, names)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -297,7 +291,7 @@ class Leaf(Rule):
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         """The metrics of training, of all clients together."""
 
-    def evaluated(self, server_round: int, replies: Sequence[Message], key: str) -> MetricRecord | None:
+    def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         """The metrics of an evaluation, of all clients together; the metric `key` weights the replies."""
 
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
@@ -311,25 +305,27 @@ class Leaf(Rule):
         known = any(self.weighted_by_key in record for record in records)
         key = self.weighted_by_key if known else protocol.NUM_EXAMPLES
 
-        def read(message: Message) -> Message:
-            if self.weighs and (problem := number_problem(metrics_of(message.content), key)):
-                raise MessageError(problem)
-            return message
+        def problem(reply: Reply) -> str | None:
+            return number_problem(reply.metrics, key) if self.weighs else None
 
         # A missing evaluation must not end the run, so no reply is required.
-        return self.evaluated(server_round, self.screen(f"round {server_round}, evaluation", messages, 0, read), key)
+        replies = self.screen(f"round {server_round}, evaluation", messages, 0, problem, records=None)
+        return self.evaluated(server_round, replies, key)
 
     def screen(
         self,
         what: str,
         replies: Iterable[Message],
         asked: int,
-        read: Callable[[Message], Content],
-        compare: Callable[[Mapping[int, Content]], Mapping[int, str]] = lambda found: {},
-    ) -> list[Content]:
-        """What `read` returns for each reply, in the order of partitions; a MessageError refuses one. See `admit`."""
-        usable: dict[int, Content] = {}
-        metrics: dict[int, MetricRecord] = {}
+        problem: Callable[[Reply], str | None],
+        compare: Callable[[Mapping[int, Reply]], Mapping[int, str]] = lambda found: {},
+        records: Collection[str] | None = (),
+    ) -> list[Reply]:
+        """The replies that `problem` and `compare` do not refuse, in the order of partitions. See `admit`.
+
+        `records` are the names of additional records of arrays; None: the replies have no arrays at all.
+        """
+        usable: dict[int, Reply] = {}
         answered: dict[int, int | None] = {}
         problems: list[tuple[int, str]] = []  # not a dict: all errors for lost nodes have the SuperLink's node id
         messages = gate(replies)
@@ -339,10 +335,13 @@ class Leaf(Rule):
                 if reply.has_error():
                     raise MessageError(reason_of(reply))
                 answered[node] = partition_of(reply.content)
-                usable[node] = read(reply)
-                metrics[node] = next(iter(metrics_in(reply.content).values()), MetricRecord())
+                found = read_reply(reply, self.arrayrecord_key, records)
+                if reason := problem(found):
+                    raise MessageError(reason)
+                usable[node] = found
             except MessageError as error:
                 problems.append((node, str(error)))
+        metrics = {node: found.metrics for node, found in usable.items()}
         problems += {**odd_metrics(metrics), **compare(usable)}.items()
         left = self.admit(what, answered, problems, asked)
         reasons = dict(problems)

@@ -173,8 +173,8 @@ class FedAvg(Leaf, FlowerFedAvg):
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
 
-    def evaluated(self, server_round: int, replies: Sequence[Message], key: str) -> MetricRecord | None:
-        return self.evaluate_metrics_aggr_fn([message.content for message in replies], key) if replies else None
+    def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
+        return self.evaluate_metrics_aggr_fn([reply.message.content for reply in replies], key) if replies else None
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""
