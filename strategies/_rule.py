@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
@@ -28,9 +28,8 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, initial_fault
+from fedbn_flwr.messages.aggregate import Arrays, Bounds, initial_fault
 from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
-from fedbn_flwr.messages.bounds import Bounds
 from fedbn_flwr.messages.gate import (
     Reply,
     gate,
@@ -257,6 +256,8 @@ class Leaf(Rule):
     weighs: bool = True  # whether replies must have this metric
     arrayrecord_key: str = "arrays"
     bounds: Bounds | None = None  # on the influence of one client
+    # Why a model that tracks statistics is refused, with a place for the first key of theirs; None: it is not.
+    without_statistics: ClassVar[str | None] = None
     min_train_nodes: int = 1  # usable replies that a round needs
     hidden: frozenset[Role] = frozenset()  # what a strategy that is not a rule does not see of the model
     asked: int = 0  # the number of clients that received the model in this round
@@ -270,6 +271,9 @@ class Leaf(Rule):
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         if reason := initial_fault(unpack(arrays)):
             raise SettingsError(f"the initial model cannot be trained: {reason}")
+        tracked = [key for key, role in roles(arrays).items() if role is Role.STATISTICS]
+        if tracked and self.without_statistics:
+            raise SettingsError(self.without_statistics.format(tracked[0]))
         self.memory, self._rounds = self.Memory(), num_rounds
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
@@ -309,8 +313,8 @@ class Leaf(Rule):
             return number_problem(reply.metrics, key) if self.weighs else None
 
         # A missing evaluation must not end the run, so no reply is required.
-        replies = self.screen(f"round {server_round}, evaluation", messages, 0, problem, records=None)
-        return self.evaluated(server_round, replies, key)
+        found = self.screen(f"round {server_round}, evaluation", messages, 0, problem, records=None)
+        return self.evaluated(server_round, found, key)
 
     def screen(
         self,
@@ -437,12 +441,6 @@ def require_norm(rule: Rule, needed: Collection[Role], arrays: ArrayRecord, use:
             f"{rule} {use}, and the model has none (no key ends in running_mean); use {instead}, or "
             "a model with model.norm=bn"
         )
-
-
-def refuse_norm(arrays: ArrayRecord, reason: str) -> None:
-    """Refuse a model that tracks statistics; the reason has a place for the first key of theirs."""
-    if tracked := [key for key, role in roles(arrays).items() if role is Role.STATISTICS]:
-        raise SettingsError(reason.format(tracked[0]))
 
 
 # The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.

@@ -27,9 +27,8 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import seeding
 from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, Bounds, as_bounds, fault, weighted_mean
 from fedbn_flwr.messages.arrays import record_of, unpack
-from fedbn_flwr.messages.bounds import Bounds, as_bounds
 from fedbn_flwr.messages.gate import Reply, common_metrics, gate, metrics_of, number_problem, partition_of
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 

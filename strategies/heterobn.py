@@ -23,7 +23,7 @@ from fedbn_flwr.messages.arrays import pack, record_of
 from fedbn_flwr.messages.gate import Reply, fault_problems, number_problem
 from fedbn_flwr.norms.roles import Role, roles
 
-from ._rule import Round, refuse_norm
+from ._rule import Round
 from .fedavg import FedAvg
 
 
@@ -41,6 +41,11 @@ class HeteroBN(FedAvg):
         The time limit of the query in seconds.
     """
 
+    without_statistics = (
+        "HeteroBN trains static batch norm, but the model tracks statistics ({!r}); use model.norm=sbn, or "
+        "convert_norm(model, 'sbn') on server and clients"
+    )
+
     def __init__(
         self,
         *,
@@ -53,14 +58,6 @@ class HeteroBN(FedAvg):
         self.query_timeout = query_timeout
         if statistics == "query":
             self.lacks = {**self.lacks, "mean": "queries the statistics of each client's data"}
-
-    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        super().begin(num_rounds, arrays)
-        refuse_norm(
-            arrays,
-            "HeteroBN trains static batch norm, but the model tracks statistics ({!r}); use model.norm=sbn, or "
-            "convert_norm(model, 'sbn') on server and clients",
-        )
 
     def global_model(self, round: Round) -> ArrayRecord:
         """The model, with "query" including the statistics of all clients' data under it."""
