@@ -218,7 +218,7 @@ class Foreign(Leaf):
     def _drawing(self, purpose: str, server_round: int) -> AbstractContextManager[None]:
         if self.seed is None:
             return nullcontext()
-        return seeding.all_streams(seeding.seed_for(self.seed, f"choose-{purpose}", server_round))
+        return seeding.streams(seeding.seed_for(self.seed, f"choose-{purpose}", server_round))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -23,8 +23,8 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, same_values
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import Reply
-from fedbn_flwr.norms.freeze import frozen_norm
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
+from fedbn_flwr.norms.statistics import frozen_norm
 
 from ._rule import Round, require_norm
 from ._wrapper import Wrapper

@@ -1,63 +1,14 @@
-"""The base of all sections of an experiment, and those of evaluation and of the engine."""
+"""The sections of evaluation and of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import Field
 
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import did_you_mean
+from fedbn_flwr.schema import Few, Names, Positive, Section, expects
 from fedbn_flwr.tasks import METRICS
-
-
-def refuse(faults: Mapping[str, bool], error: type[Exception] = SettingsError) -> None:
-    """Raise the first fault that is found."""
-    for fault, is_found in faults.items():
-        if is_found:
-            raise error(fault)
-
-
-def expects(words: str) -> WrapValidator:
-    """One error message for a type of several forms; a union would report one for each form."""
-
-    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return validate(value)
-        except ValidationError:
-            raise ValueError(f"found {value!r}; expected {words}") from None
-
-    return WrapValidator(check)
-
-
-class Section(BaseModel):
-    # Strict: the text "3" is not the number 3. Frozen: settings are keys of caches.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    def __hash__(self) -> int:
-        return hash(self.model_dump_json())
-
-    def faults(self) -> dict[str, bool]:
-        """What may be wrong with the values together, and whether it is."""
-        return {}
-
-    @model_validator(mode="after")
-    def _has_no_fault(self) -> Self:
-        refuse(self.faults(), ValueError)
-        return self
-
-
-Positive = Annotated[int, Field(ge=1, le=1_000_000)]
-Few = Annotated[int, Field(ge=1, le=1_000)]  # of threads
-Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class Evaluate(Section):
@@ -70,8 +21,8 @@ class Evaluate(Section):
     clients: bool | None = Field(
         default=None,
         description=(
-            "clients evaluate their models too; on by default for `FedBN`, `SiloBN`, `Standalone` and "
-            "`Private` with `statistics: keep`, which personalise, and if the server does not evaluate"
+            "clients evaluate their models too; on by default for `FedBN`, `SiloBN` and "
+            "`Standalone`, which personalise, and if the server does not evaluate"
         ),
     )
     server: bool = Field(
@@ -121,14 +72,6 @@ class Evaluate(Section):
     patience: Positive | None = Field(
         default=None, description="end the run after this many evaluations without a better validation figure"
     )
-    min_delta: float = Field(
-        default=0.0,
-        ge=0,
-        description=(
-            "for `patience`: a validation figure counts as better if it is better than the best one that counted "
-            "before by more than this"
-        ),
-    )
     unseen: int = Field(
         default=0,
         ge=0,
@@ -153,8 +96,6 @@ class Evaluate(Section):
             f"metrics has {unknown!r}; {did_you_mean(str(unknown), METRICS)}, or module:function": unknown is not None,
             f"patience is {self.patience}, but validation is 0: a run ends by its validation figure, never by the "
             "test examples; set validation, for instance to 0.1": self.patience is not None and not self.validation,
-            f"min_delta ({self.min_delta:g}) has no effect without patience; set patience too": self.min_delta > 0
-            and self.patience is None,
             "finetune_lr has no effect without unseen clients and finetune_steps; set unseen too": self.finetune_lr
             is not None
             and not (self.unseen and self.finetune_steps),
@@ -217,14 +158,6 @@ class Engine(Section):
         description=(
             "seconds to wait for all nodes before the first round, and for `min_train_nodes` (2) before every"
             " other; on Ray, for an actor to start"
-        ),
-    )
-    state_memory: float = Field(
-        default=4,
-        gt=0,
-        description=(
-            "GiB of memory for the clients' state in the local engine (FedBN's batch norms, for instance); "
-            "beyond it, the state of the least recently used clients is moved to a temporary folder"
         ),
     )
     checkpoint_every: Positive | None = Field(

@@ -10,12 +10,11 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     PlainSerializer,
@@ -25,51 +24,22 @@ from pydantic import (
 )
 
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.partition.kinds import KINDS, Options, OwnOptions
+from fedbn_flwr.data.partitions import KINDS, Options, OwnOptions
+from fedbn_flwr.data.source import Side, Source
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.experiment.registry import check_strategy
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.text import file_name
+from fedbn_flwr.schema import Positive, Section, expects
 from fedbn_flwr.tasks import LOSSES
 
 from .file.expansion import PAPER, Cell
 from .file.figures import Published
 from .sections import Engine as Engine
 from .sections import Evaluate as Evaluate
-from .sections import Few, Names, Positive, Section, expects
-from .trackers import Track
 
-Side = Annotated[int, Field(gt=0, le=10_000)]
-Pixels = Annotated[
-    Side | Annotated[tuple[Side, Side], Field(strict=False)],
-    expects("pixels per side, or [height, width], at most 10000"),
-]
-
-
-def _columns(value: Any) -> Any:
-    return () if value is None else (value,) if isinstance(value, str) else value
-
-
-# One column or several.
-Columns = Annotated[
-    Names, BeforeValidator(_columns), PlainSerializer(lambda names: names[0] if len(names) == 1 else names or None)
-]
-
-
-Split = Annotated[
-    str | Annotated[float, Field(gt=0, lt=1)],
-    expects("the name of a split, or a share between 0 and 1 to hold out"),
-]
-Categories = Annotated[
-    Mapping[str, Annotated[tuple[Annotated[str, BeforeValidator(str)], ...], Field(strict=False, min_length=1)]],
-    expects("lists of values by column, for instance {sex: [f, m]}"),
-]
-Ranges = Annotated[
-    Mapping[str, Annotated[tuple[float, float], Field(strict=False)]],
-    expects("the smallest and the largest value, {age: [0, 120]}"),
-]
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
 
@@ -94,154 +64,65 @@ else:  # one of the registered kinds, chosen by `kind`, or one of the user
     ]
 
 
-class Part(Section):
-    """A part of the user with arguments: `{name: module:callable, ...}`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str
-
-
-class Arguments(Section):
-    """The arguments of a part of the user, whose names only that part knows."""
-
-    model_config = ConfigDict(extra="allow")
+def _named(value: Any) -> str | Mapping[str, Any]:
+    name = value.get("name") if isinstance(value, Mapping) else value
+    if isinstance(name, str):
+        return name if value == {"name": name} else value
+    raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
 
 
-def _augmentation(value: Any) -> str | Part:
-    """Parse both forms with one error message."""
-    part = Part.model_validate(value) if isinstance(value, Mapping) else value
-    name = part.name if isinstance(part, Part) else part
-    if not isinstance(name, str) or not (is_name(name) or (name in AUGMENTATIONS and part is name)):
-        known = did_you_mean(str(name), AUGMENTATIONS)
-        raise ValueError(f"{name!r} is not an augmentation; {known}, or module:callable for your own")
-    return part
+# A part by its name, or by a mapping of its name and options.
+Named = Annotated[str | Mapping[str, Any], PlainValidator(_named), PlainSerializer(lambda value: value)]
+# One part or several; `{}`, as configs of earlier versions have it, is none.
+Parts = Annotated[
+    tuple[Named, ...],
+    Field(strict=False),
+    BeforeValidator(lambda value: [value] if value and isinstance(value, str | Mapping) else value or ()),
+]
 
 
-Augmentation = Annotated[str | Part, PlainValidator(_augmentation), PlainSerializer(lambda part: part)]
-Augment = Annotated[tuple[Augmentation, ...], Field(strict=False)]
+def name_in(part: str | Mapping[str, Any]) -> str:
+    return part if isinstance(part, str) else str(part["name"])
 
 
-def _normalisation(name: Any) -> str:
-    if not isinstance(name, str) or not (name in NORMALISATIONS or is_name(name)):
-        known = did_you_mean(str(name), NORMALISATIONS)
-        raise ValueError(f"{name!r} is not a normalisation; {known}, or module:callable for your own")
-    return name
+def options_in(part: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key != "name"} if isinstance(part, Mapping) else {}
 
 
-NORMALISATIONS = ("moments", "unit", "official")
-Normalise = Annotated[str, PlainValidator(_normalisation)]
+def _one_of(known: Sequence[str], what: str) -> AfterValidator:
+    """Accepts these names without options, and the user's own parts."""
+
+    def check(part: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+        if not is_name(name_in(part)) and part not in known:
+            hint = did_you_mean(name_in(part), known)
+            raise ValueError(f"{name_in(part)!r} is not {what}; {hint}, or module:callable for your own")
+        return part
+
+    return AfterValidator(check)
 
 
-class Data(Section):
-    name: str = Field(
-        default="digits",
-        description=(
-            "`digits` (1,797 images of 8x8 pixels, part of the package), a name that `fedbn list datasets` "
-            "shows (`cifar10`, `office_caltech10`, ...), a folder, or a name on the Hugging Face hub; see "
-            "[Data](data.md); or `module:callable`, a [data set of your own](own-parts.md#data-set)"
-        ),
-    )
-    options: Arguments = Field(
-        default=Arguments(), description="arguments of a data set `module:callable`, see [Your own parts](own-parts.md)"
-    )
-    root: str | None = Field(
-        default=None, description="a folder of local copies: `root/cifar10` is read instead of the hub"
-    )
-    revision: str | None = Field(
-        default=None,
-        description=(
-            "the commit, tag or branch of a data set of the hub; `environment.json` has the commit that a run"
-            " used (`data_commit`)"
-        ),
-    )
-    inputs: Columns = Field(
-        default=(),
-        description=(
-            "column of inputs, or a list of columns; by default the column of images, or else all columns of numbers "
-            "that have no other use, see [Data](data.md#your-own-data)"
-        ),
-    )
-    label: Columns = Field(
-        default=(),
-        description="label column, or a list of columns; for segmentation the column with the masks",
-    )
-    task: Literal["classification", "binary", "multilabel", "regression", "segmentation"] | None = Field(
-        default=None,
-        description=(
-            "what the labels are for: `classification`, `binary`, `multilabel`, `regression` or `segmentation`; by "
-            "default by their type: texts and whole numbers are classes, floats are numbers to predict, several "
-            "columns of 0 and 1 are several labels"
-        ),
-    )
-    domain: str | None = Field(
-        default=None, description="the column with each example's domain; accuracy is reported per domain"
-    )
-    domains: Names = Field(default=(), description="the domains to use")
-    group: str | None = Field(
-        default=None,
-        description="the column with each example's site, patient or user: the clients of `partition: {kind: natural}`",
-    )
-    train: str | None = Field(
-        default=None, description="name of the training split; in a folder, the prefix of its files"
-    )
-    test: Split | None = Field(
-        default=None,
-        description=(
-            "name of the test split; in a folder, the prefix of its files (`val*` is used if there is no `test*`); or "
-            "a share, as 0.2, of the examples to hold out as test split, the same for all seeds, in proportion of "
-            "classes, domains and groups"
-        ),
-    )
-    categories: Categories = Field(
-        default_factory=dict,
-        description="the values of columns of texts, `{sex: [f, m]}`: one input of 0 or 1 for each value",
-    )
-    ranges: Ranges = Field(
-        default_factory=dict,
-        description="`{age: [0, 120]}`: data with values outside of these limits are refused, with their number",
-    )
-    missing: Literal["mean"] | None = Field(
-        default=None,
-        description="`mean`: a missing value of an input becomes the column's mean; otherwise the data are refused",
-    )
-    shape: Annotated[tuple[Positive | None, ...], Field(strict=False)] = Field(
-        default=(),
-        description=(
-            "shape of the inputs of one example, checked against the data: `[30]`, `[9, 128]` for series of 9 "
-            "channels, `[9, null]` for series of any length"
-        ),
-    )
-    tokens: Positive | None = Field(
-        default=None, description="inputs are whole numbers below this one; by default the largest and one"
-    )
-    classes: Positive | None = Field(
-        default=None,
-        description=(
-            "number of classes, labels or numbers to predict, checked against the data; required for segmentation data "
-            "sets that are not listed in [Data](data.md)"
-        ),
-    )
-    class_names: Names = Field(
-        default=(),
-        description=(
-            "the classes in the order of the model's outputs; then the data, for instance those of one site, "
-            "may lack some of them"
-        ),
-    )
-    channels: Positive | None = Field(default=None, description="checked against the data")
-    size: Pixels | None = Field(
-        default=None,
-        description=(
-            "resize images to this many pixels per side, or to `[height, width]`; required if images differ in size"
-        ),
-    )
-    fit: Literal["stretch", "crop"] | None = Field(
-        default=None,
-        description=(
-            "how an image of another size is resized: `stretch`, or `crop`, which keeps the aspect ratio and the centre"
-        ),
-    )
+Augment = Annotated[
+    tuple[Annotated[Named, _one_of(AUGMENTATIONS, "an augmentation")], ...],
+    Field(strict=False),
+]
+Normalise = Annotated[str, _one_of(("moments", "unit", "official"), "a normalisation")]
+
+
+def of_catalogue(name: str) -> dict[str, Any]:
+    """What the catalogue gives for settings of a data set that are left out."""
+    if (entry := CATALOGUE.get(name)) is None:
+        return {"normalise": "moments", "augment": (), "fit": None if is_name(name) else "stretch"}
+    return {
+        # The embedded digits are not resized; nor are a site's own images, if the experiment names no data set.
+        "size": None if entry.embedded else entry.size,
+        "normalise": "moments" if entry.moments is None else "official",
+        "augment": entry.augment,
+        "fit": entry.fit,
+        "crop": entry.crop,
+    }
+
+
+class Data(Source):
     crop: Positive | None = Field(
         default=None, description="segmentation: train on random crops with this many pixels per side"
     )
@@ -263,48 +144,24 @@ class Data(Section):
         ),
     )
     pad: int = Field(default=2, ge=1, le=1_000, description="padding in pixels for `crop`")
-    stream: Literal[True, False, "auto"] = Field(
-        default="auto",
-        description=(
-            "`true`: images stay on disk and are decoded when needed; `false`: all images are decoded into "
-            "memory; `auto`: according to `data.memory`"
-        ),
-    )
-    memory: float = Field(default=8.0, gt=0, description="GiB; decoded images up to this size are kept in memory")
-    readers: Few = Field(default=2, description="decoding threads per client for images on disk")
     partition: Partition = Field(
         default=KINDS["iid"](), description="who has which examples: see `fedbn list partitions`"
     )
-    examples: Positive | None = Field(
-        default=None,
-        description=(
-            "use this many training examples, drawn in the proportions of classes and domains, see [Sweeps and "
-            "sizes](sweeps.md#fewer-examples)"
-        ),
-    )
-    test_examples: Positive | None = Field(default=None, description="likewise for test examples")
-    random: bool = Field(
-        default=False,
-        description="random examples in the form of the data set, which is not read; figures then mean nothing",
-    )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _names_are_counted(cls, content: Any) -> Any:
-        names = content.get("class_names") if isinstance(content, dict) else None
-        if not isinstance(names, list | tuple) or not names:
-            return content
-        if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-            raise ValueError(f"class_names is {names!r}; expected different texts, in quotes if they are numbers")
-        if content.get("classes") not in (None, len(names)):
-            raise ValueError(f"classes is {content['classes']}, but class_names has {len(names)}; leave classes out")
-        return {**content, "classes": len(names)}
+    @model_validator(mode="after")
+    def _has_values_of_the_catalogue(self) -> Self:
+        for key, value in of_catalogue(self.name).items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, value)  # not among the keys that are set
+        return self
 
     def faults(self) -> dict[str, bool]:
-        first = next(iter(self.options.model_extra or ()), "")
+        official = [name for name, entry in CATALOGUE.items() if entry.moments is not None]
         return {
-            f"options.{first} is an argument of a data set module:callable, but name is {self.name!r}": bool(first)
-            and not is_name(self.name)
+            **super().faults(),
+            f"normalise is 'official', but {self.name!r} has no official mean and standard deviation; use moments or "
+            f"unit (official values are known for {', '.join(official)})": self.normalise == "official"
+            and self.name not in official,
         }
 
 
@@ -372,31 +229,6 @@ class Model(Section):
             "strides; `auto`, small for images of up to 64 pixels"
         ),
     )
-
-
-def _named(value: Any) -> str | Mapping[str, Any]:
-    name = value.get("name") if isinstance(value, Mapping) else value
-    if isinstance(name, str):
-        return name if value == {"name": name} else value
-    raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
-
-
-# A part by its name, or by a mapping of its name and options.
-Named = Annotated[str | Mapping[str, Any], PlainValidator(_named), PlainSerializer(lambda value: value)]
-
-
-def name_in(part: str | Mapping[str, Any]) -> str:
-    return part if isinstance(part, str) else str(part["name"])
-
-
-_Message = Literal["train", "evaluate", "query"]
-
-
-def _by_message(value: Any) -> Any:
-    return dict.fromkeys(get_args(_Message), value) if isinstance(value, list | tuple) else value
-
-
-Mods = Annotated[Mapping[_Message, Annotated[tuple[Named, ...], Field(strict=False)]], BeforeValidator(_by_message)]
 
 
 Weights = Annotated[
@@ -483,12 +315,6 @@ class Train(Section):
         ge=0,
         description="weight decay; by default that of `torch.optim`, 0.01 for AdamW and 0 for most others",
     )
-    norm_weight_decay: float | None = Field(
-        default=None, ge=0, description="weight decay of the parameters of normalisers"
-    )
-    bias_weight_decay: float | None = Field(
-        default=None, ge=0, description="weight decay of the biases of other layers"
-    )
     clip: float | None = Field(
         default=None,
         gt=0,
@@ -546,7 +372,7 @@ class Train(Section):
 
     def faults(self) -> dict[str, bool]:
         loss, own = name_in(self.loss or ""), is_name(name_in(self.loss or ""))
-        options = self.loss.keys() - {"name", *LOSSES.get(loss, ())} if isinstance(self.loss, Mapping) else set()
+        options = options_in(self.loss).keys() - {*LOSSES.get(loss, ())}
         option = next((key for key in ("label_smoothing", "class_weights") if getattr(self, key)), "")
         return {
             f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one": self.epochs is not None
@@ -597,7 +423,7 @@ class Settings(Section):
     )
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
-    track: Track = Field(
+    track: Parts = Field(
         default=(),
         description=(
             "trackers that record the run too: `tensorboard`, `module:callable`, a mapping with `name` and settings, "
@@ -610,11 +436,11 @@ class Settings(Section):
             "figures of a paper by label of their run, shown in the report, see [Report](report.md#published-figures)"
         ),
     )
-    mods: Mods = Field(
-        default_factory=dict,
+    mods: Parts = Field(
+        default=(),
         description=(
-            "[Flower's mods](plugin.md#flowers-mods) around the messages that clients handle: a list of "
-            "names, or lists by kind of message, `{train: [...], evaluate: [...], query: [...]}`"
+            "[mods](plugin.md#flowers-mods) around the messages that clients handle: a list of `module:callable`, or "
+            "of `{name: module:callable, ...}` with arguments"
         ),
     )
     cell: Cell = Cell()
@@ -637,32 +463,6 @@ class Settings(Section):
             and self.train.steps is not None
             and of_brn >= steps,
         }
-
-
-def resolve(run: Settings) -> Settings:
-    """The run with the catalogue's values for the data settings that the experiment leaves out."""
-    return run.model_copy(update={"data": run.data.model_copy(update=of_catalogue(run.data))})
-
-
-def of_catalogue(data: Data) -> dict[str, Any]:
-    """What the catalogue gives for settings that are left out."""
-    entry = CATALOGUE.get(data.name)
-    moments = entry is not None and entry.moments is not None
-    if data.normalise == "official" and not moments:
-        known = ", ".join(name for name, each in CATALOGUE.items() if each.moments is not None)
-        raise SettingsError(
-            f"data.normalise is 'official', but {data.name!r} has no official mean and standard deviation; use moments "
-            f"or unit (official values are known for {known})"
-        )
-    found = {
-        # The embedded digits are not resized; nor are a site's own images, if the experiment names no data set.
-        "size": entry.size if entry and not entry.embedded else None,
-        "normalise": "official" if moments else "moments",
-        "augment": entry.augment if entry else (),
-        "fit": entry.fit if entry else None if is_name(data.name) else "stretch",
-        "crop": entry.crop if entry else None,
-    }
-    return {key: value for key, value in found.items() if value is not None and getattr(data, key) is None}
 
 
 @dataclass(frozen=True)

@@ -226,14 +226,9 @@ def test_mean_statistics_hides_statistics_and_counters_from_flower_s_strategies(
 
 def test_the_metrics_that_flower_s_strategies_average_are_those_of_the_model(federation: Federations) -> None:
     fed = federation((8, 12))
-    names = {"train-loss": "train_loss", "loss": "eval_loss", "accuracy": "eval_acc"}
-    for app, trained, evaluated in [
-        (fed.app(), {"train-loss"}, {"loss", "accuracy"}),
-        (client_app(fed.make_client, metric_names=names), {"train_loss"}, {"eval_loss", "eval_acc"}),
-    ]:
-        result = flower.FedAvg().start(fed.grid(app), fed.arrays(), num_rounds=1)
-        assert set(result.train_metrics_clientapp[1]) == trained
-        assert set(result.evaluate_metrics_clientapp[1]) == evaluated
+    result = flower.FedAvg().start(fed.grid(fed.app()), fed.arrays(), num_rounds=1)
+    assert set(result.train_metrics_clientapp[1]) == {"train-loss"}
+    assert set(result.evaluate_metrics_clientapp[1]) == {"loss", "accuracy"}
 
 
 class Tracked(flower.FedAvg):

@@ -163,7 +163,7 @@ def test_a_lost_state_changes_the_numbers(
         for kind in (Rule, type(as_rule(flower.FedAvg()))):
             monkeypatch.setattr(kind, "_keep", lambda rule, values: None)
     else:
-        monkeypatch.setattr(LocalGrid, "write_state", lambda self, node, records: None)
+        monkeypatch.setattr(CheckpointFile, "clients", lambda self: ((node, RecordDict()) for node in (1, 2, 3)))
     session(case, tmp_path / "run")
     assert outcome(tmp_path / "run") != outcome(straight(case))
 
@@ -204,7 +204,7 @@ def test_a_strategy_that_cannot_be_saved_trains_and_is_not_resumed(
         session("FedAdam", tmp_path / "run")
     assert (run.path / "history.jsonl").read_text() == before
     (found,) = find_runs([tmp_path])
-    assert found.summary.rounds == len(found.history) == 3
+    assert found.summary.rounds == len(found.lines) == 3
 
 
 def test_a_folder_can_be_read_if_a_resume_fails_before_its_first_round(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_folder_can_be_read_if_a_resume_fails_before_its_first_round(tmp_path:
     run.checkpoint.write(dataclasses.replace(run.checkpoint.read(), round=2), ())
     run.begin(run.config())
     (found,) = find_runs([tmp_path])
-    assert found.summary.rounds == len(found.history) == 2
+    assert found.summary.rounds == len(found.lines) == 2
 
 
 def test_only_settings_without_effect_may_change_before_a_resume(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_node_that_restarts_during_a_run_continues(straight: Callable[[str], P
     class Forgetful(Elsewhere):
         def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
             for node in (1, 2, 3):
-                self.local.write_state(node, RecordDict())
+                self.local.contexts()[node].state = RecordDict()
             return super().send_and_receive(messages, timeout=timeout)
 
     grid = Forgetful("FedBN", tmp_path / "state")
@@ -340,7 +340,7 @@ def test_a_flower_run_is_resumed_by_its_run_config(straight: Callable[[str], Pat
         serve(Elsewhere("FedBN", tmp_path / "state"), config)
     serve(Elsewhere("FedBN", tmp_path / "state"), config | {"resume": True})
     assert outcome(out / "FedBN")[0] == outcome(straight("FedBN"))[0]
-    with pytest.raises(SettingsError, match="resume is true, but out is empty"):
+    with pytest.raises(SettingsError, match="to resume runs, give their folder"):
         serve(Elsewhere("FedBN", None), {"experiment": BASE, "resume": True})
     with pytest.raises(SettingsError, match="mistyped' has no run to resume"):
         serve(Elsewhere("FedBN", None), config | {"resume": True, "out": str(tmp_path / "mistyped")})

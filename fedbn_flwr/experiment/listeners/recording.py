@@ -122,7 +122,7 @@ class Saving(Listener):
     def on_end(self, running: Running, error: BaseException | None) -> None:
         if self.latest is None:
             return
-        if running.grid.node_states() is None:  # the nodes store their state of this round themselves
+        if running.grid.contexts() is None:  # the nodes store their state of this round themselves
             self._write(running, *self.latest)
         else:  # the engine's nodes may be in the middle of a round
             self._write_models(self.latest[1])
@@ -135,9 +135,8 @@ class Saving(Listener):
 
     def _write(self, running: Running, snapshot: Snapshot, model: ArrayRecord) -> None:
         self._write_models(model)
-        states, nodes = running.grid.node_states(), running.grid.get_node_ids()
-        clients = ((node, states.read_state(node)) for node in nodes) if states is not None else ()
-        self.folder.write_checkpoint(snapshot, clients)
+        contexts = running.grid.contexts() or {}
+        self.folder.write_checkpoint(snapshot, ((node, context.state) for node, context in contexts.items()))
 
 
 def _snapshot(running: Running, at: Round) -> Snapshot:

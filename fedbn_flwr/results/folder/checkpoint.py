@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from flwr.app import RecordDict
 
 from fedbn_flwr.errors import SettingsError, StorageError
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.storage import Store, write_store
+from fedbn_flwr.storage import read_store, write_store
 
 _CLIENT = "clients/"
 
@@ -41,13 +41,6 @@ class CheckpointFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def state(self) -> Snapshot | None:
-        """Without its records; None if there is no checkpoint."""
-        if not self.path.exists():
-            return None
-        with self._opened() as store:
-            return _snapshot(store)
-
     def write(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] = ()) -> None:
         """`clients` yields the state of one node at a time; none if the nodes store it."""
         try:
@@ -56,21 +49,30 @@ class CheckpointFile:
             raise StorageError(f"{error}; the previous checkpoint is unchanged") from None
 
     def read(self) -> Snapshot:
+        """Without the clients."""
         with self._opened() as store:
-            return replace(_snapshot(store), model=parse(store["model"]), strategy=store.get("strategy"))
+            state, is_saved = json.loads(store["state"]), "strategy" in store
+            return Snapshot(
+                round=int(state["round"]),
+                token=str(state["token"]),
+                model=parse(store["model"]),
+                strategy=store.get("strategy"),
+                unsaved=None if is_saved else str(state["unsaved"]),
+                trained={int(partition): int(last) for partition, last in state["trained"].items()},
+                settings=dict(state["settings"]),
+            )
 
     def clients(self) -> Iterator[tuple[int, RecordDict]]:
         """The state of one node at a time; none if the nodes store it."""
         with self._opened() as store:
-            for name in store:
+            for name, state in store.items():
                 if name.startswith(_CLIENT):
-                    yield int(name.removeprefix(_CLIENT)), parse(store[name])
+                    yield int(name.removeprefix(_CLIENT)), parse(state)
 
     @contextmanager
-    def _opened(self) -> Iterator[Store]:
+    def _opened(self) -> Iterator[dict[str, bytes]]:
         try:
-            with Store(self.path) as store:
-                yield store
+            yield read_store(self.path)
         except (StorageError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             what = str(error)
             if not isinstance(error, StorageError):  # whole, but with other content
@@ -94,11 +96,3 @@ def _entries(snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]]) -> I
         yield "strategy", snapshot.strategy
     for node, records in clients:
         yield f"{_CLIENT}{node}", dump(records)
-
-
-def _snapshot(store: Store) -> Snapshot:
-    state = json.loads(store["state"])
-    trained = {int(partition): int(last) for partition, last in state["trained"].items()}
-    unsaved = None if "strategy" in store else str(state["unsaved"])
-    token, settings = str(state["token"]), dict(state["settings"])
-    return Snapshot(int(state["round"]), token, RecordDict(), None, unsaved, trained, settings)

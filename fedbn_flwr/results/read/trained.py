@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value
 from fedbn_flwr.client.node_state import NodeState
-from fedbn_flwr.data.batches import Normaliser
-from fedbn_flwr.data.custom import own_normalisation
+from fedbn_flwr.data.batches import Normaliser, own_normalisation
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.arrays import arrays_in, unpack
@@ -82,7 +81,7 @@ def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
 def _build(description: Mapping[str, Any], state: Mapping[str, Tensor], file: Path) -> nn.Module:
     build = description["build"].items()
     arguments: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in build}
-    with seeding.streams(0, torch.device("cpu")):  # building draws weights, which must not change the caller's draws
+    with seeding.streams(0):  # building draws weights, which must not change the caller's draws
         model = build_model(**arguments)
     kinds = roles(model)
     counters = {key: value for key, value in model.state_dict().items() if kinds[key] is Role.COUNTER}  # never sent

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr import cli
-from fedbn_flwr.experiment.counting import count_partitions
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_experiment
+from fedbn_flwr.experiment.trial import count_partitions
 from fedbn_flwr.results.folder.clients import PartitionCounts
-from fedbn_flwr.results.report.pictures import class_colours, partitions_plot, save
+from fedbn_flwr.results.report.pictures import class_colours, partitions_plot
 from fedbn_flwr.results.report.tables import partition_table
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -48,7 +48,7 @@ def test_each_class_has_a_colour_of_its_own(classes: int) -> None:
 
 def test_a_bar_is_as_high_as_what_its_client_holds(tmp_path: Path) -> None:
     """Read from the picture: the second client's bar, all of the second class, is three times the first's."""
-    save(partitions_plot([SMALL]), tmp_path / "held.png")
+    partitions_plot([SMALL]).write(tmp_path / "held.png")
     picture = np.asarray(Image.open(tmp_path / "held.png").convert("RGB")).astype(int)
     colours = [np.rint(np.array(colour) * 255) for colour in class_colours(3)]
     # Columns of pixels that are bars: the legend's patches are far lower.
@@ -80,7 +80,7 @@ def test_the_command_prints_the_table_and_writes_the_plot(tmp_path: Path, capsys
     words = ["clients=5", "data.partition={kind: classes, classes_per_client: 2}"]
     assert cli.main(["partition", "quick", *words, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "digits: classes, classes_per_client=2, assignment=consecutive, clients=5, seed=0" in printed
+    assert "digits: classes, classes_per_client=2, clients=5, seed=0" in printed
     rows = [line.split() for line in printed.splitlines() if line[:1].isdigit()]
     assert [row[2] for row in rows] == ["2"] * 5
     assert sum(int(row[1]) for row in rows) == 1438
