@@ -15,6 +15,7 @@ from fedbn_flwr.norms.convert import convert_norm, own_module
 from fedbn_flwr.norms.roles import Role, roles
 
 from .networks import CNN1d, ResNet20, alexnet_bn, cnn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet, mlp
+from .tensors import check_tensors
 from .vision import (
     alexnet,
     deeplabv3plus_mobilenet_v2,
@@ -139,7 +140,9 @@ def _check_shape(name: str, shape: tuple[int, ...], num_tokens: int | None) -> N
 def _own(name: str, num_classes: int, **options: Any) -> nn.Module:
     """What the callable that `name` refers to returns, called with the number of outputs and these options."""
     classes = {} if "num_outputs" in options else {"num_classes": num_classes}
-    return own_module("model.name", name, **classes, **options)
+    model = own_module("model.name", name, **classes, **options)
+    check_tensors(model)  # a trial would give layers of unknown size theirs
+    return model
 
 
 def describe_models() -> dict[str, str]:

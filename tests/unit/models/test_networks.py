@@ -327,6 +327,8 @@ class Draws(nn.Module):
         self.calls += self.training
         return self.classify(nn.functional.dropout(self.norm(x.expand(-1, 3, -1, -1)).mean((2, 3)), 0.5, self.training))
 
+def lazy(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
 """
 
 
@@ -370,6 +372,7 @@ def test_a_network_of_torchvision_s_can_be_named_so() -> None:
         ("own_nets:text", "returned a str; expected a torch.nn.Module"),
         ("own_nets:fails", "failed: KeyError: 'weights'"),
         ("own_nets:other", r"failed: TypeError: other\(\) .* argument 'num_classes'"),
+        ("own_nets:lazy", "'1' is a LazyLinear of unknown size"),
     ],
 )
 def test_what_is_wrong_with_a_network_of_the_user_s_own_is_one_message(own: str, name: str, message: str) -> None:
