@@ -186,7 +186,9 @@ class BNClient(NumPyClient):
         self.state, self.identity = NodeState(context.state), place_of(context)
         self._number = number_of(context)
 
-    # --- arrays by name, for client_app ---
+    # --- for client_app: the keys of a message, and arrays by name ---
+
+    honoured = staticmethod(known_keys)
 
     def train_round(
         self,
