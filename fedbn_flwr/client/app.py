@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from logging import ERROR
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -141,7 +141,7 @@ class _Other:
     def __getattr__(self, name: str) -> Any:
         raise MessageError(f"{type(self._client).__name__} cannot do this; a BNClient can")
 
-    def honoured(self) -> Mapping[str, Any]:
+    def honoured(self) -> Collection[str]:
         return protocol.OF_RUN
 
     def train_round(self, arrays: Arrays, config: Config, *rest: Any) -> Update:
