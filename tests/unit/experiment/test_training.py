@@ -85,7 +85,10 @@ BN = "model: {name: cnn}\nclients: 2\n"
         ("train: {optimizer: 'training_parts:nothing'}", "optimizer='training_parts:nothing'"),
         ("train: {class_weights: [1, 2]}", "train.class_weights has 2 weights, but the data have 10 classes"),
         ("train: {schedule: 'training_parts:negative'}", "train.schedule.kind='training_parts:negative' returned -0.1"),
-        ("train: {schedule: 'training_parts:broken'}", "train.schedule.kind='training_parts:broken' failed: TypeError: broken"),
+        (
+            "train: {schedule: 'training_parts:broken'}",
+            "train.schedule.kind='training_parts:broken' failed: TypeError: broken",
+        ),
         (
             "train: {loss: 'training_parts:per_image'}",
             r"returned a tensor of shape \[20\]; expected a diff",
