@@ -50,7 +50,7 @@ def checkpoint(folder: Path, size: tuple[int, int, int]) -> Iterator[tuple[str, 
     file = CheckpointFile(folder / "checkpoint")
     for server_round in range(1, sys.maxsize):
         began = time.perf_counter()
-        file.write(Snapshot(server_round, "ab" * 16, model, model), enumerate(states))
+        file.write(Snapshot(server_round, "ab" * 16, model, dump(model)), enumerate(states))
         yield "write", time.perf_counter() - began
         began = time.perf_counter()
         file.read()

@@ -34,6 +34,7 @@ _TOO_SLOW = (
     f"worker processes cannot start: one did nothing for {START_TIMEOUT:g} s, because other threads of this process "
     "use PyTorch's random numbers or its output; use workers=0"
 )
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _WATCH = 2  # seconds between two looks whether the parent lives
 _IDLE = 1  # seconds without a job, after which a worker returns freed memory to the system
 _KEPT, _ALL = 256 << 20, -1  # bytes
@@ -150,8 +151,8 @@ class Worker(NodeWorker):
         self.channel, self._began = Channel(here), time.monotonic()
         fork = multiprocessing.get_context("fork")
         self.process = fork.Process(target=_serve, args=(self.nodes, there), daemon=True)
-        # It receives Ctrl-C only when it has decided what to do with it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # It receives signals only when it has decided what to do with them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             self.process.start()
         finally:
@@ -172,7 +173,7 @@ class Worker(NodeWorker):
             self.process.join(5)
             code = self.process.exitcode
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            return None, f"the client's process died ({how})"
+            return None, f"its process died ({how})"
 
     def close(self) -> None:
         if self.process is not None:
@@ -214,7 +215,7 @@ def _serve(nodes: object, end: socket.socket) -> None:
     # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is not for this process
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
         channel.send(problem)
         while True:

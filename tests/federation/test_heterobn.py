@@ -18,7 +18,7 @@ from fedbn_flwr import BNClient, LocalGrid, Role, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import roles
-from fedbn_flwr.norms.static import StaticBatchNorm
+from fedbn_flwr.norms.variants import StaticBatchNorm
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FixBN, HeteroBN, Round
 from tests.support.fixtures import small_net

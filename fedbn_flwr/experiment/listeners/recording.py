@@ -17,7 +17,7 @@ from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary
-from fedbn_flwr.strategies import CannotSave, Rule, state_of
+from fedbn_flwr.strategies import Rule, state_of
 from fedbn_flwr.tasks import CLASSIFICATION
 
 from ..file.expansion import PAPER
@@ -140,11 +140,10 @@ class Saving(Listener):
 
 
 def _snapshot(running: Running, at: Round) -> Snapshot:
-    strategy: RecordDict | None = None
-    unsaved = None
+    strategy, unsaved = None, None
     try:
         strategy = state_of(running.prepared.rule)
-    except CannotSave as error:
+    except ValueError as error:
         unsaved = str(error)
     arrays = RecordDict({"arrays": at.arrays})
     settings = deciding(running.run.model_dump(mode="json"))

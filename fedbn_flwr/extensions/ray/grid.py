@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from fedbn_flwr.engines.local import LocalGrid, Nodes, identify
 from fedbn_flwr.engines.worker import NodeWorker, Then, keep_freed_memory
@@ -246,10 +246,7 @@ class ActorWorker(NodeWorker):
         except RayError as error:
             if not self.is_ready:
                 return None, f"no actor can start on the Ray cluster: {_in_a_line(error)}"
-            if isinstance(error, RayTaskError):
-                how = f"failed: {_in_a_line(error)}"
-            elif not isinstance(error, ActorDiedError | ActorUnavailableError):
-                how = f"was lost with its reply ({type(error).__name__})"
+            how = f"was lost ({type(error).__name__}: {_in_a_line(error)})"
         return None, f"the client's actor on {self.machine} {how}"
 
     def release(self) -> None:

@@ -55,6 +55,13 @@ def default_out(name: str) -> Path:
     return next(path for path in itertools.chain([folder], repeats) if not path.exists())
 
 
+def out_folder(name: str, out: str | Path | None, *, resume: bool) -> Path:
+    """The folder that is asked for, or a new one."""
+    if resume and not out:
+        raise SettingsError("to resume runs, give their folder: --out, or out in Python and in a run config")
+    return Path(out).expanduser() if out else default_out(name)
+
+
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,10 +112,15 @@ class RunFolder:
         for file in self.path.glob("*"):
             if file.is_fifo():
                 raise damaged(file, "it is a FIFO")
-        saved, first = self.checkpoint.state(), (self.read("environment.json") or {}) if self.config() else {}
-        done = 0 if saved is None else saved.round
+        first = (self.read("environment.json") or {}) if self.config() else {}
+        saved = self.checkpoint.read() if self.checkpoint.path.exists() else None
+        done = 0
         if saved is not None:
-            self._check(saved, config, first.get("token", saved.token))
+            done, now = saved.round, {**deciding(config), "token": first.get("token", saved.token)}
+            if saved.unsaved is not None:
+                raise SettingsError(f"{str(self.path)!r} cannot be resumed: {saved.unsaved}")
+            if different := _difference({**saved.settings, "token": saved.token}, now):
+                raise damaged(self.checkpoint.path, f"it is of another run: {different}")
         kept = {name: [line for line in self.lines(name) if line["round"] <= done] for name in LINES}
         if (rounds := [line["round"] for line in kept["history.jsonl"]]) != list(range(1, done + 1)):
             raise SettingsError(
@@ -129,16 +141,6 @@ class RunFolder:
         if summary is not None:  # of the lines that are left, should the run not begin
             self.write_summary(summary.of(kept["history.jsonl"]))
         return done
-
-    def _check(self, saved: Snapshot, config: Mapping[str, Any], token: str) -> None:
-        """Refuse a checkpoint that cannot be continued, or that of another run."""
-        if saved.unsaved is not None:
-            raise SettingsError(f"{str(self.path)!r} cannot be resumed: {saved.unsaved}")
-        different = _difference(saved.settings, deciding(config))
-        if not different and saved.token != token:
-            different = f"the token was {saved.token!r} and is {token!r} in environment.json"
-        if different:
-            raise damaged(self.checkpoint.path, f"it is of another run: {different}")
 
     def _write_environment(self, first: dict[str, Any], now: dict[str, Any], done: int, saved: Snapshot | None) -> None:
         """Of the first session, and what is different in each that continues it."""

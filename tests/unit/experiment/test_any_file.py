@@ -213,10 +213,10 @@ def test_a_date_is_text() -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("{name: FixBN, freeze_round: -1}", "strategy.freeze_round is -1; expected a round"),
+        ("{name: FixBN, freeze_round: -1}", "strategy: freeze_round is -1; expected a round"),
         ("{name: FixBN, base: {name: Fedprox}}", "strategy.base.name='Fedprox' is not a strategy; did you mean 'FedPr"),
         ("{name: FixBN, base: {name: FixBN, base: {name: FedProx, proximal_mu: -1}}}",
-         "strategy.base.base.proximal_mu is -1; expected a number >= 0"),
+         "strategy.base.base: proximal_mu is -1; expected a number >= 0"),
         ("{name: FixBN, base: {name: FedAvg, x: 1}}", "strategy.base.x (= 1) is not an argument of FedAvg"),
         ("{name: FixBN, base: {name: FedAvg, 3: 4}}", "strategy.base.3 (= 4) is not an argument of FedAvg"),
         ("{name: MeanStatistics, base: {name: FedAdam, eta: -1}}", "strategy.base.eta of FedAdam is -1; expected a"),

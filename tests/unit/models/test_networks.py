@@ -445,11 +445,11 @@ def prepared(model: str) -> nn.Module:
         ),
         (
             "{name: 'own_nets:PairInTraining'}, train: {loss: 'own_nets:loss_of_logits'}",
-            r"a tuple in training mode .* which train\.loss='own_nets:loss_of_logits' does not take: TypeError: ",
+            r"^train\.loss='own_nets:loss_of_logits', given what model\.name=.*\(a tuple\).* failed: TypeError: ",
         ),
         (
             "{name: 'own_nets:PairInTraining'}, train: {loss: 'own_nets:loss_of_each'}",
-            "tuple in training mode .* which train.loss='own_nets:loss_of_each' does not take: it did not return",
+            r"^train\.loss='own_nets:loss_of_each', given .* in training mode \(a tuple\).* returned .*; expected",
         ),
         ("{name: 'own_nets:Raises'}", "Raises' does not take the 1x8x8 examples of 'digits': KeyError: 'a layer'"),
         ("{name: 'own_nets:frozen'}", "own_nets:frozen' has no parameter with requires_grad; expected one to train"),
