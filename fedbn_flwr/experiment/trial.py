@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from fedbn_flwr.client.app import client_app
+from fedbn_flwr.data.partitions import Options
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
@@ -19,7 +20,7 @@ from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 
-from .data import PLAIN, load_data, partition_of
+from .data import examples_of, load_data, partition_of
 from .file.layers import Setting, settings_of
 from .listeners.listener import Round, Running
 from .node import Clients
@@ -27,7 +28,7 @@ from .parts import Parts, counts_of
 from .prepare import prepare
 from .run.cohort import TrainedNodes
 from .run.loop import train_round
-from .settings import Data, Experiment, Settings
+from .settings import Experiment, Settings
 
 _LR = 1e-12  # of the trial: without the schedule of the rounds between, the model could diverge
 
@@ -110,9 +111,9 @@ def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
 
 def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
     """The numbers of examples of each different partition of the runs, with the first seed that uses it."""
-    users: dict[tuple[Data, int], list[Settings]] = {}
+    users: dict[tuple[str, Options, int], list[Settings]] = {}
     for run in experiment.runs:
-        users.setdefault((run.data.model_copy(update=PLAIN), run.clients), []).append(run)
+        users.setdefault((examples_of(run.data), run.data.partition, run.clients), []).append(run)
     counted = []
     for runs in users.values():
         parts = partition_of(runs[0].data, runs[0].clients, runs[0].seed, "cpu")
