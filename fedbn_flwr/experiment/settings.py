@@ -306,32 +306,23 @@ class Data(Section):
         description="random examples in the form of the data set, which is not read; figures then mean nothing",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _names_are_counted(cls, content: Any) -> Any:
-        names = content.get("class_names") if isinstance(content, dict) else None
-        if not isinstance(names, list | tuple) or not names:
-            return content
-        if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-            raise ValueError(f"class_names is {names!r}; expected different texts, in quotes if they are numbers")
-        if content.get("classes") not in (None, len(names)):
-            raise ValueError(f"classes is {content['classes']}, but class_names has {len(names)}; leave classes out")
-        return {**content, "classes": len(names)}
-
     @model_validator(mode="after")
-    def _has_values_of_the_catalogue(self) -> Self:
-        for key, value in of_catalogue(self.name).items():
+    def _has_values_that_follow_from_others(self) -> Self:
+        for key, value in {**of_catalogue(self.name), "classes": len(self.class_names) or None}.items():
             if getattr(self, key) is None:
                 object.__setattr__(self, key, value)  # not among the keys that are set
         return self
 
     def faults(self) -> dict[str, bool]:
-        first = next(iter(self.options), "")
+        first, names = next(iter(self.options), ""), self.class_names
         official = [name for name, entry in CATALOGUE.items() if entry.moments is not None]
         return {
             f"normalise is 'official', but {self.name!r} has no official mean and standard deviation; use moments or "
             f"unit (official values are known for {', '.join(official)})": self.normalise == "official"
             and self.name not in official,
+            f"class_names is {list(names)}; expected different texts": len({*names}) < len(names),
+            f"classes is {self.classes}, but class_names has {len(names)}; leave classes out": bool(names)
+            and self.classes not in (None, len(names)),
             f"options.{first} is an argument of a data set module:callable, but name is {self.name!r}": bool(first)
             and not is_name(self.name),
         }
