@@ -32,7 +32,7 @@ from fedbn_flwr.tasks import SEVERAL, Task
 from . import trackers
 from .data import Shape, check_labels, partition_of, try_data
 from .faults import naming
-from .flower_mods import check_mods
+from .flower_mods import mods_of
 from .parts import Parts, learning_rate, own_loss, plain_loss
 from .sections import refuse
 from .settings import Experiment, Settings, name_in, strategy_name
@@ -52,7 +52,7 @@ def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_
     rules: dict[str, Rule] = {}
     for run, name in chosen:
         with naming(f"run {run.label!r}") if several else nullcontext():
-            check_mods(run)
+            mods_of(run)  # imports them
             rules[name] = make_rule(run)
     prepared: list[Parts] = []
     seeds: dict[str, list[int]] = {}
