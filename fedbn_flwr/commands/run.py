@@ -43,7 +43,6 @@ def run(arguments: argparse.Namespace) -> None:
     with loading():
         from fedbn_flwr.engines.worker import keep_freed_memory
         from fedbn_flwr.experiment.file.layers import load_experiment
-        from fedbn_flwr.experiment.logs import use_json
         from fedbn_flwr.experiment.run.loop import carry_out
         from fedbn_flwr.results.folder import out_folder
 
@@ -51,7 +50,6 @@ def run(arguments: argparse.Namespace) -> None:
     experiment = load_experiment(arguments.experiment, overrides)
     out = out_folder(experiment.name, arguments.out, resume=arguments.resume)
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    use_json()
     keep_freed_memory()
     jobs = [] if arguments.jobs is None else ["--jobs", str(arguments.jobs)]
     with continued_by(out, "run", arguments.experiment, *overrides, "--out", str(out), *jobs, "--resume"):

@@ -21,6 +21,7 @@ from fedbn_flwr.data.batches import Normalise
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
+from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.tasks import Task
 
 from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data, validation_rows
@@ -107,6 +108,20 @@ def _in_words(run: Settings, normalise: Normalise) -> Any:
     return run.data.normalise if callable(normalise) else dict(zip(("mean", "std"), normalise, strict=True))
 
 
+def counts_of(run: Settings, dataset: DataSet, partition: Sequence[Tensor]) -> PartitionCounts:
+    """The numbers of examples of a run's clients, which have these rows of the data set."""
+    strata, options = dataset.strata(run.data.partition.bins), run.data.partition.model_dump(exclude_none=True)
+    parts = [part.cpu() for part in partition]
+    # A segmentation example has many classes: only the examples are counted.
+    counts = [torch.bincount(strata.train[part], minlength=len(strata.names)).tolist() for part in parts]
+    kind = options.pop("kind")
+    words = [kind, *(f"{key}={value}" for key, value in options.items())]
+    title = f"{run.data.name}: {', '.join(words)}, clients={run.clients}, seed={run.seed}"
+    groups = {"domain": dataset.domains, "natural": dataset.groups}.get(kind)  # after which clients are named
+    names = () if groups is None else tuple(groups.names[int(groups.train[int(part[0])])] for part in parts)
+    return PartitionCounts(title, strata.names, tuple(map(tuple, counts)), names)
+
+
 # --- device and model ---
 
 
@@ -126,7 +141,7 @@ def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
             f"model.classes is {outputs}, but {run.data.name!r} has {dataset.classes} classes, for which the model "
             f"needs {dataset.outputs} outputs"
         )
-    with seeding.streams(seeding.seed_for(run.seed, "initial model"), torch.device("cpu")):
+    with seeding.streams(seeding.seed_for(run.seed, "initial model")):
         return build_model(**model_arguments(run, dataset), weights=run.model.weights)
 
 

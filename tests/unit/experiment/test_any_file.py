@@ -41,7 +41,7 @@ KEYS = [
     "strategy", "strategy.name", "strategy.base", "strategy.base.name", "strategy.fraction_train",
     "strategy.fraction_evaluate", "strategy.freeze_round", "strategy.min_train_nodes", "strategy.proximal_mu",
     "strategy.exchange_timeout", "strategy.beta", "strategy.num_malicious_nodes", "strategy.server_learning_rate",
-    "engine.timeout", "engine.node_timeout", "engine.workers", "engine.state_memory", "evaluate",
+    "engine.timeout", "engine.node_timeout", "engine.workers", "evaluate",
     "evaluate.metrics", "evaluate.unseen", "evaluate.validation", "only", "unknown", "train.unknown", "",
     "sizes", "size", "cell", "cell.sweep", "sweep", "tune", "extends", "strategy.base.base", "data.partition.kind.x",
     "strategy.3", "engine", "engine.name",
