@@ -36,13 +36,9 @@ def new(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.experiment.file.template import template
 
     name = arguments.name.removesuffix(".yaml").removesuffix(".yml")
-    if not name.rpartition("/")[2]:
-        raise SettingsError(f"NAME is {arguments.name!r}; expected the name of an experiment, such as mine")
     file: Path = arguments.out or Path(f"{name}.yaml")
-    if not str(file).isprintable():  # no text of UTF-8, or a line break, which ends the comment that has the name
-        raise SettingsError(f"the file is {str(file)!r}; expected a name of printable characters")
-    if file.suffix not in (".yaml", ".yml"):
-        raise SettingsError(f"--out is {str(file)!r}; expected a file that ends in .yaml")
+    if file.suffix not in (".yaml", ".yml") or not str(file).isprintable():
+        raise SettingsError(f"the file is {str(file)!r}; expected a name of printable characters that ends in .yaml")
     load_experiment(arguments.source)  # names what is wrong in it
     content, _ = read_content(arguments.source)
     text = template({key: value for key, value in content.items() if key != "name"}, shlex.quote(str(file)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
@@ -182,23 +182,20 @@ class Source(Section):
         description="random examples in the form of the data set, which is not read; figures then mean nothing",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _names_are_counted(cls, content: Any) -> Any:
-        names = content.get("class_names") if isinstance(content, dict) else None
-        if not isinstance(names, list | tuple) or not names:
-            return content
-        if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-            raise ValueError(f"class_names is {names!r}; expected different texts, in quotes if they are numbers")
-        if content.get("classes") not in (None, len(names)):
-            raise ValueError(f"classes is {content['classes']}, but class_names has {len(names)}; leave classes out")
-        return {**content, "classes": len(names)}
+    @model_validator(mode="after")
+    def _classes_are_counted(self) -> Self:
+        if self.class_names:
+            object.__setattr__(self, "classes", len(self.class_names))  # not among the keys that are set
+        return self
 
     def faults(self) -> dict[str, bool]:
-        first = next(iter(self.options), "")
+        first, names = next(iter(self.options), ""), self.class_names
         return {
+            f"class_names is {list(names)}; expected different texts": len({*names}) < len(names),
+            f"classes is {self.classes}, but class_names has {len(names)}; leave classes out": bool(names)
+            and self.classes not in (None, len(names)),
             f"options.{first} is an argument of a data set module:callable, but name is {self.name!r}": bool(first)
-            and not is_name(self.name)
+            and not is_name(self.name),
         }
 
     @property

@@ -36,10 +36,6 @@ def client_mods(experiment: Experiment) -> list[Mod]:
     return [functools.partial(experiment_mods, experiment=experiment)] if any(r.mods for r in experiment.runs) else []
 
 
-def check_mods(run: Settings) -> None:
-    mods_of(run)
-
-
 def mods_of(run: Settings) -> list[Mod]:
     return [_made(json.dumps(part)) for part in run.mods]
 

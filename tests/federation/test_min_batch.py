@@ -138,11 +138,10 @@ def test_partitions_of_all_seeds_are_checked_before_the_first_run_trains(
     assert not [*tmp_path.rglob("*.jsonl")]
     parts = [partition_of(load_experiment(words[0], words[1:]).runs[0].data, 30, seed, "cpu") for seed in (0, 1, 2)]
     sizes = [len(part) for of_seed in parts for part in of_seed]
-    for seed, part in enumerate(parts):
-        small = sum(len(each) < 32 for each in part)
-        words_of_seed = f"{small} of 30 clients have fewer than 32 training examples with seed {seed}: "
-        assert f"run 'FedTAN': {words_of_seed}" in error
-        assert f"strategy.min_batch: {min(map(len, part))}" in error
+    small = [sum(len(each) < 32 for each in part) for part in parts]
+    seed = next(seed for seed, count in enumerate(small) if count)  # the first with a fault
+    assert f"run 'FedTAN': {small[seed]} of 30 clients have fewer than 32 training examples with seed {seed}: " in error
+    assert f"strategy.min_batch: {min(map(len, parts[seed]))}" in error
     assert (
         cli.main(["run", *words, f"strategy.min_batch={min(sizes)}", "only=FedTAN", "--out", str(tmp_path / "o")]) == 0
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,7 @@ def extended(content: Any, folder: Path, through: tuple[Path, ...] = ()) -> Any:
 
 def _file(source: str, folder: Path) -> tuple[Path, str]:
     """The file of an experiment, and the experiment's name."""
-    try:
-        path = folder / Path(source).expanduser()
-    except RuntimeError as error:  # no such user
-        raise SettingsError(f"cannot read the experiment {source!r}: {error}") from None
+    path = folder / os.path.expanduser(source)  # as it is if there is no such user
     if path.suffix in (".yaml", ".yml"):
         return path, path.stem
     shipped = shipped_experiments()
@@ -83,16 +81,13 @@ def checked_mapping(content: Any, source: str) -> Any:
 
 
 def _text(path: Path) -> str:
-    problem = f"cannot read the experiment {str(path)!r}"
     try:
         with path.open("rb") as stream:
             return stream.read(4 * LENGTH + 1).decode()  # at most four bytes a character: `parse_yaml` refuses more
-    except OSError as error:
-        raise SettingsError(f"{problem}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{problem}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
-    except ValueError as error:  # a NUL in the path
-        raise SettingsError(f"{problem}: {error}") from None
+    except (OSError, ValueError) as error:  # also no UTF-8, or a NUL in the path
+        raise SettingsError(
+            f"cannot read the experiment {str(path)!r}: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 # Mappings whose keys depend on their name or kind: two strategies have different arguments.

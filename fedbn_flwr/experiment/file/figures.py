@@ -76,10 +76,10 @@ def figures_by_label(figures: Any, rows: Sequence[str], conditions: Iterable[str
     return {str(label): content for label, content in figures.items()}
 
 
-def with_set_up(figures: Any, size: str, in_file: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
-    """The figures of a run, with a note if its settings are not those of the file."""
-    before, now = flat_settings(in_file), flat_settings(settings)
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+def with_set_up(figures: Any, size: str, in_file: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+    """The figures of a run, with a note if a size or the command line changes its settings in the file."""
+    before = flat_settings(in_file)
+    changed = [key for key, value in flat_settings(changes).items() if before.get(key) != value]
     keys = [key for key in changed if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
     if not keys or not isinstance(figures, Mapping) or "differs" in figures:
         return figures

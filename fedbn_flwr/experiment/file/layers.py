@@ -117,9 +117,7 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
                 given = [default, *_layers_of(row, cell, size, changes)]
                 settings = _settings_of(row, cell, given, compared)
                 if (known := figures.get(condition(cell), figures.get(row.label))) is not None:
-                    settings["published"] = with_set_up(
-                        known, size, *map(_with_defaults, (merged(given[:-2]), settings))
-                    )
+                    settings["published"] = with_set_up(known, size, merged(given[:-2]), merged(given[-2:]))
                 if size != PAPER:
                     settings["size"] = size
                 seeds = settings.pop("seeds", None)
@@ -140,15 +138,6 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
         seeded="seeds" in {**content, **of_size} or changes.get("seeds") is not None,
         layers=layers,
     )
-
-
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    return Settings().model_dump(mode="json")
-
-
-def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return merge(_defaults(), settings)
 
 
 def _layers_of(row: _Row, cell: Cell, size: str, changes: Mapping[str, Any]) -> list[Layer]:

@@ -88,7 +88,7 @@ def test_sites_with_other_classes_number_them_as_all_do(tmp_path: Path) -> None:
         ("data: {class_names: [a, a]}", "class_names is ['a', 'a']; expected different texts"),
         (
             "data: {class_names: [0, 1]}",
-            "expected different texts, in quotes if they are numbers",
+            "data.class_names.0 is 0: expected a valid string",
         ),
         ("data: {class_names: [a, b], classes: 3}", "classes is 3, but class_names has 2"),
     ],

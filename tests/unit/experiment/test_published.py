@@ -54,7 +54,7 @@ def test_figures_belong_to_a_row_or_to_one_of_its_conditions() -> None:
     [
         (["size=small"], "size small, other rounds"),
         (["rounds=3", "train.momentum=0.5"], "size paper, other rounds, train.momentum"),
-        (["seed=4", "engine.workers=0", "data.root=x", "rounds=10", "evaluate.every=5"], None),
+        (["seed=4", "engine.workers=0", "data.root=x", "evaluate.every=5"], None),
         (["size=smoke", "only=BN"], "size smoke, other "),
     ],
 )

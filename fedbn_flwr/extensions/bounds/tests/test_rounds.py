@@ -271,13 +271,13 @@ def test_a_rule_that_averages_more_is_refused(make: Callable[[], Any], message: 
     [
         (
             "{name: Standalone, bounds: {max_share: 0.5}}",
-            r"strategy\.bounds\.max_share is 0\.5, but Standalone has no model",
+            r"strategy: bounds\.max_share is 0\.5, but Standalone has no model",
         ),
-        ("{name: Scaffold, bounds: {clip_norm: 1}}", r"strategy\.bounds\.clip_norm is 1, but Scaffold averages"),
-        ("{name: FedAvg, bounds: {max_share: 2}}", r"strategy\.bounds\.max_share is 2; expected a share above 0"),
+        ("{name: Scaffold, bounds: {clip_norm: 1}}", r"strategy: bounds\.clip_norm is 1, but Scaffold averages"),
+        ("{name: FedAvg, bounds: {max_share: 2}}", r"strategy: bounds\.max_share is 2; expected a share above 0"),
         (
             "{name: FedAvg, bounds: {plausibl: 2}}",
-            r"strategy\.bounds\.plausibl is not a bound; did you mean 'plausible'",
+            r"strategy: bounds\.plausibl is not a bound; did you mean 'plausible'",
         ),
         ("{name: FedAvg, bounds: 0.2}", r"strategy: bounds is 0\.2; expected settings"),
         (
