@@ -25,7 +25,7 @@ from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.tasks import Task
 
 from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data, validation_rows
-from .settings import Settings, name_in
+from .settings import Settings, name_in, options_in
 
 if TYPE_CHECKING:  # clients need no strategies
     from fedbn_flwr.strategies import Rule
@@ -214,7 +214,7 @@ def plain_loss(run: Settings, task: Task) -> Loss:
     """The loss that evaluations report, without label smoothing and class weights."""
     if (own := own_loss(run)) is not None:
         return own
-    return make_loss(name_in(run.train.loss or task.losses[0]), **_options(run))
+    return make_loss(name_in(run.train.loss or task.losses[0]), **options_in(run.train.loss))
 
 
 def own_loss(run: Settings) -> Loss | None:
@@ -222,16 +222,11 @@ def own_loss(run: Settings) -> Loss | None:
     name = name_in(run.train.loss or "")
     if not named.is_name(name):
         return None
-    options, function = _options(run), named.load("train.loss", name)
+    options, function = options_in(run.train.loss), named.load("train.loss", name)
     if isinstance(function, type):
         made: Loss = named.call("train.loss", name, **options)
         return made
     return functools.partial(function, **options) if options else function
-
-
-def _options(run: Settings) -> dict[str, Any]:
-    loss = run.train.loss
-    return {key: value for key, value in loss.items() if key != "name"} if isinstance(loss, Mapping) else {}
 
 
 def metrics_of(run: Settings) -> Sequence[Metric]:

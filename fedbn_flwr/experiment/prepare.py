@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,45 +31,36 @@ from fedbn_flwr.tasks import SEVERAL, Task
 
 from . import trackers
 from .data import Shape, check_labels, try_data
-from .faults import Faults
+from .faults import naming
 from .flower_mods import check_mods
 from .parts import Parts, learning_rate, own_loss
 from .sections import refuse
 from .settings import Experiment, Settings, name_in, strategy_name
 
 
-def prepare(
-    experiment: Experiment,
-    places: Sequence[int] | None = None,
-    *,
-    own_data: bool = False,
-    faults: Faults | None = None,
-) -> list[Parts]:
+def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_data: bool = False) -> list[Parts]:
     """Prepare and check all runs, or those at these places of the experiment.
 
-    With `own_data`, nodes may have data of their own, so that the sizes of the partitions do not matter. What is wrong
-    is raised, or added to `faults` if they are given.
+    With `own_data`, nodes may have data of their own, so that the sizes of the partitions do not matter.
     """
     named = [(run, name) for name, run in experiment.named.items()]
     chosen = named if places is None else [named[place] for place in places]
-    found = Faults() if faults is None else faults
+    several = len({run.label for run, _ in chosen}) > 1
     prepared: list[Parts] = []
     for run, name in chosen:
-        with found.of(run.label):
+        with naming(f"run {run.label!r}") if several else nullcontext():
             prepared.append(prepare_run(run, name, make_rule(run)))
             if len(chosen) > 1:
                 prepared[-1].release()  # a sweep has many models
             if prepared[-1].dataset is not None and not own_data:
                 check_partition(prepared[-1])
-    if faults is None:
-        found.refuse()
     return prepared
 
 
 def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
     """The parts of a run, which suit each other."""
-    for entry in run.track:
-        trackers.check(entry)
+    for tracker in map(name_in, run.track):
+        trackers.check(tracker)
     check_mods(run)
     parts = Parts(run, name, rule)
     if parts.dataset is not None:

@@ -51,6 +51,9 @@ class Options(BaseModel):
     kind: str = ""
     bins: Positive | None = None  # of a number to predict, which are then the classes; by default 10
 
+    def model_post_init(self, _: Any) -> None:
+        self.model_fields_set.add("kind")  # for a dump of what is set
+
 
 class OwnOptions(Options):
     """The options of a partition of the user, which are passed on as they are."""

@@ -21,7 +21,7 @@ from fedbn_flwr.experiment.data import source_of
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of
 from fedbn_flwr.experiment.parts import choose_device, make_model
 from fedbn_flwr.experiment.prepare import make_rule, try_model
-from fedbn_flwr.experiment.settings import Data, Experiment, Settings, resolve
+from fedbn_flwr.experiment.settings import Data, Experiment, Settings
 from fedbn_flwr.named import is_name
 
 from .connection import Check, Failed, asked
@@ -49,7 +49,7 @@ def check_state(folder: Path) -> Iterator[Check]:
 
 def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterator[Check]:
     """Whether the data of the site's client can be read, what they are, and whether they suit the experiment."""
-    runs = experiment.runs if experiment is not None else (resolve(Settings()),)
+    runs = experiment.runs if experiment is not None else (Settings(),)
     checks: list[Check] = []
     for run in runs:
         for check in _data_of_run(run, node, expected=experiment is not None):
