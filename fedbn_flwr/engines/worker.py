@@ -49,6 +49,8 @@ class NodeWorker(ABC):
     then: Then | None = None  # gets the result of the current job, of which the first one is its start
     is_ready = False
     problem = ""  # why it is not started again
+    serving: int | None = None  # the node that the current message is for
+    held: dict[int, bool]  # the nodes whose layer-wise rounds it is to run; true: they are parked there, with the state
     _failures = 0  # to start, one after the other
 
     @property
@@ -76,6 +78,7 @@ class NodeWorker(ABC):
         result, lost = self.receive()
         if lost:
             self.close()
+            self.held.clear()
         assert then is not None
         then(result, lost)
 
@@ -84,7 +87,7 @@ class NodeWorker(ABC):
 
     @abstractmethod
     def send(self, then: Then, call: str, *arguments: Any) -> None:
-        """Call a method of `Nodes` there."""
+        """Call a method of what it serves, `local.Nodes`."""
 
     @abstractmethod
     def receive(self) -> tuple[Any, str]:
@@ -134,8 +137,8 @@ class Worker(NodeWorker):
     channel: Channel
     _began: float
 
-    def __init__(self, nodes: Any) -> None:
-        self.nodes = nodes  # `Nodes`, or another object whose methods are called there
+    def __init__(self, nodes: object) -> None:
+        self.nodes, self.held = nodes, {}
 
     def begin(self) -> None:
         if self.process is not None and not self.is_ready and time.monotonic() - self._began > START_TIMEOUT:
@@ -201,7 +204,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _serve(nodes: Any, end: socket.socket) -> None:
+def _serve(nodes: object, end: socket.socket) -> None:
     """In the new process: take the locks that other threads may hold, and answer until the parent ends it."""
     seeding.states()  # takes the lock of PyTorch's generator
     sys.stdout.flush()
@@ -219,7 +222,7 @@ def _serve(nodes: Any, end: socket.socket) -> None:
             _serve_next(nodes, channel)
 
 
-def _serve_next(nodes: Any, channel: Channel) -> None:
+def _serve_next(nodes: object, channel: Channel) -> None:
     """Do a job. A function, so that no message or reply stays in memory while the worker waits."""
     if not wait([channel], _IDLE):  # type: ignore[list-item]  # it has a descriptor
         return_freed_memory()  # the server aggregates or evaluates now, and needs memory too

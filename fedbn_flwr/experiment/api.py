@@ -15,8 +15,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
 from fedbn_flwr.errors import SettingsError, UserError
-from fedbn_flwr.results.folder import default_out
-from fedbn_flwr.results.folder.files import check_types
+from fedbn_flwr.results.folder import out_folder
 from fedbn_flwr.results.result import Result, Results
 from fedbn_flwr.results.text import shorten
 
@@ -159,14 +158,11 @@ def _carry_out(
     jobs: int | None = None,
 ) -> Results:
     first = planned.runs[0]
-    if resume and out is None:
-        raise SettingsError("resume is True, but out is missing; set it to the folder of the runs to continue")
     if node_config is not None and first.engine.name != "local":
         raise SettingsError(f"node_config is for the local engine, found engine.name={first.engine.name!r}")
-    if node_config is not None:
-        _check_node_config(node_config, first.clients)
-    folder = default_out(planned.name) if out is None else Path(out).expanduser()
-    folder = folder.resolve()  # the caller may change the working directory
+    if node_config is not None and not isinstance(node_config, Mapping) and len(node_config) != first.clients:
+        raise SettingsError(f"node_config has {len(node_config)} entries, but there are {first.clients} clients")
+    folder = out_folder(planned.name, out, resume=resume).resolve()  # the caller may change the working directory
     resume = resume and any(each.config() for each in run_folders(planned, folder))
     with _settings_of_the_process():
         forget_data()  # files may have changed since the last run
@@ -180,16 +176,6 @@ def _carry_out(
     except UserError:
         check_failures(outcome.failures)  # of runs that wrote nothing
         raise
-
-
-def _check_node_config(given: Any, clients: int) -> None:
-    nodes = list(given) if isinstance(given, list | tuple) else [given]
-    try:
-        check_types({"node_config": nodes}, {"node_config": list[dict[str, str | int | float | bool]]})
-    except ValueError as error:
-        raise SettingsError(str(error)) from None
-    if not isinstance(given, Mapping) and len(nodes) != clients:
-        raise SettingsError(f"node_config has {len(nodes)} entries, but there are {clients} clients")
 
 
 @contextmanager

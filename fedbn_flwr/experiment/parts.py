@@ -141,7 +141,7 @@ def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
             f"model.classes is {outputs}, but {run.data.name!r} has {dataset.classes} classes, for which the model "
             f"needs {dataset.outputs} outputs"
         )
-    with seeding.streams(seeding.seed_for(run.seed, "initial model"), torch.device("cpu")):
+    with seeding.streams(seeding.seed_for(run.seed, "initial model")):
         return build_model(**model_arguments(run, dataset), weights=run.model.weights)
 
 

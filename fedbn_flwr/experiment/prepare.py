@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr import named, seeding
+from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, each
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
-from fedbn_flwr.client.training import check_optimizer, decay_of
+from fedbn_flwr.client.training import check_optimizer
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.data.partition.indices import hold_out
@@ -59,8 +59,8 @@ def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_
 
 def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
     """The parts of a run, which suit each other."""
-    for tracker in map(name_in, run.track):
-        trackers.check(tracker)
+    for tracker in run.track:
+        trackers.check(name_in(tracker))
     check_mods(run)
     parts = Parts(run, name, rule)
     if parts.dataset is not None:
@@ -169,14 +169,12 @@ def check_training(parts: Parts) -> None:
     for server_round in (1, run.rounds):
         learning_rate(run, server_round)
     if train.optimizer != "sgd":
-        decays = decay_of(parts.model, norm=train.norm_weight_decay, bias=train.bias_weight_decay)
         try:
             check_optimizer(
                 train.optimizer,
                 {name: parameter for name, parameter in parts.model.named_parameters() if parameter.requires_grad},
                 momentum=train.momentum,
                 weight_decay=train.weight_decay,
-                other_decay=decays,
             )
         except SettingsError as error:
             raise SettingsError(f"train.{error}") from None
@@ -230,7 +228,7 @@ def _check_names(task: Task, metrics: Sequence[Metric]) -> None:
 
 def _check_metrics(task: Task, metrics: Sequence[Metric], outputs: Tensor, targets: Tensor) -> None:
     measurement = Measurement(task, metrics)
-    measurement.add(outputs, targets, measurement.counts(outputs, targets))
+    measurement.add(outputs, targets)
     try:
         measurement.values(strict=True)
     except Exception as error:
@@ -246,7 +244,6 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
     It is tried in eval mode, and a copy of it in training mode, in which some networks return something else, which
     needs a loss of the user.
     """
-    named.check_unchanged(run.model_dump())
     check_loss(run, dataset)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SettingsError(f"model.name={run.model.name!r} has no parameter with requires_grad; expected one to train")
@@ -260,7 +257,7 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
         copied = copy.deepcopy(model).train()
     except Exception:  # a module of the user; clients try it
         return
-    with seeding.all_streams(0, device):  # dropout draws
+    with seeding.streams(0, device):  # dropout draws
         _try_examples(run, copied, dataset, tried[0])
 
 

@@ -70,8 +70,8 @@ class Evaluate(Section):
     clients: bool | None = Field(
         default=None,
         description=(
-            "clients evaluate their models too; on by default for `FedBN`, `SiloBN`, `Standalone` and "
-            "`Private` with `statistics: keep`, which personalise, and if the server does not evaluate"
+            "clients evaluate their models too; on by default for `FedBN`, `SiloBN` and "
+            "`Standalone`, which personalise, and if the server does not evaluate"
         ),
     )
     server: bool = Field(
@@ -207,14 +207,6 @@ class Engine(Section):
         description=(
             "seconds to wait for all nodes before the first round, and for `min_train_nodes` (2) before every"
             " other; on Ray, for an actor to start"
-        ),
-    )
-    state_memory: float = Field(
-        default=4,
-        gt=0,
-        description=(
-            "GiB of memory for the clients' state in the local engine (FedBN's batch norms, for instance); "
-            "beyond it, the state of the least recently used clients is moved to a temporary folder"
         ),
     )
     checkpoint_every: Positive | None = Field(

@@ -487,12 +487,6 @@ class Train(Section):
         ge=0,
         description="weight decay; by default that of `torch.optim`, 0.01 for AdamW and 0 for most others",
     )
-    norm_weight_decay: float | None = Field(
-        default=None, ge=0, description="weight decay of the parameters of normalisers"
-    )
-    bias_weight_decay: float | None = Field(
-        default=None, ge=0, description="weight decay of the biases of other layers"
-    )
     clip: float | None = Field(
         default=None,
         gt=0,

@@ -53,14 +53,6 @@ def test_a_message_per_exchange_gives_the_same_model_and_traffic(
     assert all(same(model, other) and counted == traffic for other, counted in others)
 
 
-def test_parked_rounds_whose_states_are_in_files_continue(federation: Federations) -> None:
-    fed = federation((6, 7, 8), model=two_norms)
-    with fed.grid(state_memory=1e-9) as grid:
-        assert same(
-            last_model(fed, FedTAN(fraction_evaluate=0.0), 2, grid), last_model(fed, FedTAN(fraction_evaluate=0.0), 2)
-        )
-
-
 def test_a_round_of_another_grid_is_not_continued_in_place_of_a_parked_one(federation: Federations) -> None:
     fed, other = (federation((6, 6), model=two_norms) for _ in range(2))
 

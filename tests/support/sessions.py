@@ -72,7 +72,7 @@ OPTIMISERS: dict[str, Callable[[], Rule]] = {
 }
 CASES = {name: SPECIAL.get(name, f"strategy: {{name: {name}}}") for name in sorted(STRATEGIES)} | MORE
 if "Private" in STRATEGIES:
-    CASES["Private, keep"] = "strategy: {name: Private, noise_seed: 1, statistics: keep}"
+    CASES["Private, keep"] = "strategy: {name: Private, noise_seed: 1, base: {name: SiloBN, global_norm: initial}}"
 CASES |= dict.fromkeys(OPTIMISERS, "")
 CHOICES = {
     "early end": "strategy: {name: FedBN}\n"
@@ -152,5 +152,5 @@ class Elsewhere(MeteredGrid):
         )
         super().__init__(self.local)
 
-    def node_states(self) -> None:
+    def contexts(self) -> None:
         return None

@@ -73,7 +73,7 @@ def _called(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str
         "domains": None if rows.groups is None else np.array(rows.groups.names)[rows.groups.train.numpy()],
     }
     offered = {key: value for key, value in offered.items() if key not in options}
-    with seeding.all_streams(seed):
+    with seeding.streams(seed):
         taken = named.accepted(named.load(KEY, name), offered)
         found = named.call(KEY, name, rows.labels.copy(), clients, **taken, **options)
     if isinstance(found, Mapping):

@@ -31,7 +31,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.models.tensors import initial_arrays
-from fedbn_flwr.results.folder import RunFolder, default_out, mark_interrupted
+from fedbn_flwr.results.folder import RunFolder, mark_interrupted, out_folder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.report.write import write_report
@@ -332,7 +332,6 @@ def _local_grid(
         work=parts.work(),
         threads=run.engine.threads,
         node_config=node_config,
-        state_memory=run.engine.state_memory,
     )
 
 
@@ -360,7 +359,5 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
         raise SettingsError(f"the runs have {sorted(counts)} clients; under flwr run all must have the same number")
     grid = poll_often(grid)
     resume = bool(run_config.get("resume"))
-    if resume and not run_config.get("out"):
-        raise SettingsError("resume is true, but out is empty; set it to the folder of the runs to continue")
-    out = Path(str(run_config.get("out") or "") or default_out(experiment.name)).resolve()
+    out = out_folder(experiment.name, str(run_config.get("out") or ""), resume=resume).resolve()
     return run_experiment(experiment, lambda parts: nullcontext(grid), out, resume=resume, plain=True, own_data=True)

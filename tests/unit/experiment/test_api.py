@@ -100,7 +100,7 @@ def test_a_class_stands_for_its_name(tmp_path: Path) -> None:
         ),
         ({"model": {"name": object()}}, "model has a object .*; expected numbers"),
         ({"seeds": [0, 1]}, r"has 2 runs \(labels: FedAvg; seeds: 0, 1\); run_all\(\) carries out all"),
-        ({"resume": True}, "resume is True, but out is missing"),
+        ({"resume": True}, "to resume runs, give their folder"),
         ({"only": "FixBN"}, "only='FixBN' is not a label"),
     ],
 )

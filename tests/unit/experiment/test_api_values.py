@@ -12,22 +12,6 @@ from fedbn_flwr.errors import SettingsError
 
 
 @pytest.mark.parametrize(
-    ("node_config", "says"),
-    [
-        ("ab", r"node_config\.0 is 'ab'; expected a valid dictionary"),
-        (["a", {}], r"node_config\.0 is 'a'; expected a valid dictionary"),
-        ({"data-path": None}, r"node_config\.0\.data-path\.str is None; expected a valid string"),
-        ([{}, {"data-path": ["a"]}], r"node_config\.1\.data-path\.str is \['a'\]; expected a valid string"),
-        ({5: "a"}, r"node_config\.0\.5\.\[key\] is 5; expected a valid string"),
-        ([{}], "node_config has 1 entries, but there are 2 clients"),
-    ],
-)
-def test_a_node_config_is_a_dict_of_text_and_numbers(node_config: Any, says: str) -> None:
-    with pytest.raises(SettingsError, match=says):
-        run("quick", clients=2, node_config=node_config, progress=False)
-
-
-@pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"seed": (number for number in range(2))}, r"seed is \[0, 1\]: expected a valid integer"),
