@@ -16,7 +16,7 @@ from fedbn_flwr import build_model
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 
-data = load(Source(sys.argv[2])).train
+data = load(Source(name=sys.argv[2])).train
 inputs, targets = data.inputs.float() / 255, data.labels
 
 

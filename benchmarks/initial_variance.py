@@ -22,7 +22,7 @@ from fedbn_flwr.data.source import Source
 STAGES = {"resnet20": ("stages.2", "stages.5", "stages.8"), "resnet18": ("layer1", "layer2", "layer3", "layer4")}
 NORMS = ("bn", "gn", "fixup", "none", "won", "won, branches x 0.2")
 
-data = load(Source(sys.argv[1])).train
+data = load(Source(name=sys.argv[1])).train
 images = data.inputs[:20_000].float() / 255
 inputs = (images - images.mean((0, 2, 3), keepdim=True)) / images.std((0, 2, 3), keepdim=True)
 targets = data.labels[:20_000]

@@ -99,13 +99,14 @@ def measured(entry: Mapping[str, Any]) -> list[Measured]:
 
 # Elsewhere None is the default of the time of the run, which a raw file may have as a value.
 NONE_COUNTS = ("data.examples", "data.test_examples", "train.steps", "train.epochs")
+GONE = {"data.partition.assignment": "consecutive", "data.partition.by": "class"}  # options, and what holds since then
 WITHOUT_DEFAULTS = ("strategy.", "data.partition.")
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by key, with the defaults of the strategy's arguments."""
     arguments = {f"strategy.{each.name}": each.default for each in describe(settings["strategy"]["name"]).arguments}
-    values = {**arguments, **flat_settings(settings)}
+    values = {**GONE, **arguments, **flat_settings(settings)}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 

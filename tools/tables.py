@@ -27,7 +27,7 @@ from results import Row, Table
 from fedbn_flwr.cli import parser
 from fedbn_flwr.client.rule import known_keys
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.partition.kinds import KINDS
+from fedbn_flwr.data.partitions import KINDS
 from fedbn_flwr.experiment import settings
 from fedbn_flwr.experiment.faults import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.file.content import read_content, shipped_experiments

@@ -67,7 +67,7 @@ class Setting:
 
     @functools.cached_property
     def pixels(self) -> tuple[Tensor, Tensor]:
-        source = load(Source(self.data)).train
+        source = load(Source(name=self.data)).train
         order = torch.randperm(len(source.labels), generator=seeding.generator(0, self.data))[:20_000]
         return source.inputs[order].float() / 255, source.labels[order]  # type: ignore[union-attr]
 

@@ -73,7 +73,7 @@ def _lines(what: str) -> Mapping[str, str]:
 
             return describe_datasets()
         case "partitions":
-            from fedbn_flwr.data.partition.kinds import describe_partitions
+            from fedbn_flwr.data.partitions import describe_partitions
 
             return describe_partitions()
         case _:

@@ -1,4 +1,4 @@
-"""Random augmentations: pure functions of images, masks and a generator or its draws.
+"""Random augmentations: functions of a batch, images and targets, and a generator, or pure functions of its draws.
 
 A `Window` draws its crops before the sizes of the images are known, so that the draws do not depend on when and in
 which thread an image is decoded. torchvision's transforms work image by image; these process a batch on its device.
@@ -9,11 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
+from fedbn_flwr.batch import Value
+
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a resized crop: share of the image's area, and aspect ratio
+
+
+def is_dense(targets: Value) -> TypeGuard[Tensor]:
+    """Whether they are the classes of pixels."""
+    return isinstance(targets, Tensor) and targets.ndim > 1 and not targets.is_floating_point()
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ def crop(images: Tensor, boxes: Tensor) -> Tensor:
     )
 
 
-def random_crop(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
+def random_crop(images: Tensor, targets: Value, generator: torch.Generator, *, pad: int) -> tuple[Tensor, Value]:
     """Pad each image with zeros and cut it back to its size at a random position."""
     count, _, height, width = images.shape
     padded = torch.nn.functional.pad(images, (pad, pad, pad, pad))
@@ -108,16 +116,20 @@ def random_crop(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
     columns = corner[1] + torch.arange(width, device=images.device)  # [N, W]
     which = torch.arange(count, device=images.device)[:, None, None]
     # Indexing moves the channels last: [N, H, W, C].
-    return padded[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+    return padded[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous(), targets
 
 
-def random_flip(generator: torch.Generator, *parts: Tensor) -> list[Tensor]:
-    """Mirror each image left to right with probability 1/2, in all `parts`, for instance images and masks."""
-    flipped = (torch.rand(len(parts[0]), generator=generator) < 0.5).to(parts[0].device, non_blocking=True)
-    return [torch.where(flipped.view(-1, *[1] * (part.ndim - 1)), part.flip(-1), part) for part in parts]
+def random_flip(images: Tensor, targets: Value, generator: torch.Generator) -> tuple[Tensor, Value]:
+    """Mirror each image left to right with probability 1/2, and its mask."""
+    flipped = (torch.rand(len(images), generator=generator) < 0.5).to(images.device, non_blocking=True)
+    if is_dense(targets):
+        targets = torch.where(flipped.view(-1, 1, 1), targets.flip(-1), targets)
+    return torch.where(flipped.view(-1, 1, 1, 1), images.flip(-1), images), targets
 
 
-def random_rotate(images: Tensor, generator: torch.Generator, most: float = 30.0) -> Tensor:
+def random_rotate(
+    images: Tensor, targets: Value, generator: torch.Generator, *, most: float = 30.0
+) -> tuple[Tensor, Value]:
     """Rotate each image about its centre by up to `most` degrees in either direction; empty corners are zero.
 
     Each pixel takes the value of the nearest one, the default of torchvision's RandomRotation.
@@ -135,4 +147,4 @@ def random_rotate(images: Tensor, generator: torch.Generator, most: float = 30.0
     place = (row.clamp(0, height - 1) * width + column.clamp(0, width - 1)).flatten(1)[:, None]
     inside, place = (values.to(images.device, non_blocking=True) for values in (inside, place))
     rotated = images.flatten(2).gather(2, place.expand(-1, images.shape[1], -1)).view_as(images)
-    return rotated * inside
+    return rotated * inside, targets

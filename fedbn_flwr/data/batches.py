@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbn_flwr import seeding
-from fedbn_flwr.batch import Value
+from fedbn_flwr import named, seeding
+from fedbn_flwr.batch import Value, first
+from fedbn_flwr.errors import DataError
 
 from . import Moments
-from .augment import Window, random_crop, random_flip, random_rotate
+from .augment import Window, is_dense, random_crop, random_flip, random_rotate
 from .dataset import Examples
-from .examples import MASK, BatchRequest, is_dense, main_key
+from .examples import MASK, BatchRequest, main_key
 
 Normalise = Moments | Callable[[Value], Value]  # mean and deviation per feature or channel, or a function of inputs
-Augmentation = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]  # of images and targets
+Augmentation = Callable[[Any, Any, torch.Generator], tuple[Any, Any]]  # of images and targets
 
 
 @functools.lru_cache(maxsize=16)
@@ -53,6 +54,87 @@ class Normaliser:
 
 def _normaliser(normalise: Normalise, device: torch.device) -> Callable[[Value], Value]:
     return normalise if callable(normalise) else Normaliser(normalise, device)
+
+
+# --- parts of the user, by the name `module:callable` ---
+
+
+def own_augmentation(name: str, **options: Any) -> Augmentation:
+    """The augmentation `name` of a batch; a class is first called with `options`.
+
+    If the callable has a parameter `generator`, it receives a batch and a torch generator: `images [N, C, H, W]`, and
+    for segmentation `masks [N, H, W]`, and returns them changed. Otherwise it is called for one image at a time, as
+    torchvision's transforms are, with Python's, NumPy's and torch's global generators seeded from that generator.
+    """
+    key = "data.augment"
+    function = named.load(key, name)
+    if isinstance(function, type):
+        function = named.call(key, name, **options)
+        if not callable(function):
+            raise DataError(
+                f"{key}: {name!r} makes a {type(function).__name__}; expected a callable, for instance a transform"
+            )
+    elif options:
+        function = functools.partial(function, **options)
+    taken = named.accepted(function, dict.fromkeys(("generator", "masks")))
+
+    def augment(images: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        dense = is_dense(targets)
+        if dense and len(taken) < 2:
+            raise DataError(
+                f"{key}: {name!r} would not change the masks of segmentation data; expected a function of images, "
+                "masks and generator that returns images and masks"
+            )
+        masks = {"masks": targets} if dense else {}
+        try:
+            if "generator" in taken:
+                changed = function(images, **masks, generator=generator)
+            else:
+                seed = int(torch.randint(2**62, (), generator=generator))
+                with seeding.streams(seed, images.device):
+                    changed = torch.stack([function(image) for image in images])
+        except Exception as error:
+            raise DataError(f"{key}: {name!r} failed: {named.in_a_line(error)}") from error
+        new, targets = changed if dense and isinstance(changed, tuple) else (changed, targets)
+        _check(f"{key}: {name!r}", new, images, same_type=True)
+        return new, targets
+
+    return augment
+
+
+def own_normalisation(name: str) -> Callable[[Value], Value]:
+    """The function `name`, from a batch of examples as they are stored to inputs of the model."""
+    key = "data.normalise"
+    named.load(key, name)
+
+    def normalise(stored: Value) -> Value:
+        inputs: Value = named.call(key, name, stored)
+        _check(f"{key}={name!r}", inputs, stored, same_type=False)
+        return inputs
+
+    return normalise
+
+
+def _check(what: str, new: Any, old: Any, *, same_type: bool) -> None:
+    """Refuse inputs of another type or form; height and width of images may change."""
+    if isinstance(old, dict):
+        expected, is_right = "a dict", isinstance(new, dict)
+    else:
+        kept = 2 if old.ndim == 4 else old.ndim
+        sides = ", ".join([*map(str, old.shape[:kept]), *["height", "width"][: old.ndim - kept]])
+        kind = str(old.dtype).removeprefix("torch.") if same_type else "float"
+        expected = f"a {kind} tensor [{sides}] on {old.device.type}"
+        is_right = isinstance(new, Tensor) and (new.ndim, new.device) == (old.ndim, old.device)
+        is_right = is_right and new.shape[:kept] == old.shape[:kept]
+        is_right = is_right and (new.dtype == old.dtype if same_type else new.is_floating_point())
+    if not is_right:
+        found = f"a {type(new).__name__}"
+        if isinstance(new, Tensor):
+            found = f"{str(new.dtype).removeprefix('torch.')} {list(new.shape)} on {new.device.type}"
+        raise DataError(f"{what} returned {found} for inputs {list(first(old).shape)}; expected {expected}")
+
+
+# --- batches ---
 
 
 class TestBatches:
@@ -103,10 +185,14 @@ class ClientBatches:
         self.num_examples = len(indices)
         self.client = client
         self.seed = seed
-        self.augment = tuple(augment)
-        self.pad = pad
         self.cut = cut
-        self.own = tuple(own)
+        self._is_cut = cut is not None or "resized_crop" in augment
+        known: dict[str, Augmentation] = {
+            "crop": functools.partial(random_crop, pad=pad),
+            "flip": random_flip,
+            "rotate": random_rotate,
+        }
+        self._augmentations = [*(function for name, function in known.items() if name in augment), *own]
         self._normalise = _normaliser(normalise, data.device)
 
     def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Value, Value]]:
@@ -116,7 +202,8 @@ class ClientBatches:
         )
         plan = self._plan(self.indices.cpu()[order], server_round, epoch)
         for images, targets, generator in self.data.batches(plan):
-            images, targets = self._augment(images, targets, generator)
+            for augment in self._augmentations:
+                images, targets = augment(images, targets, generator)
             yield self._normalise(images), targets
 
     def _plan(self, chosen: Tensor, server_round: int, epoch: int) -> Iterator[BatchRequest[torch.Generator]]:
@@ -126,17 +213,4 @@ class ClientBatches:
                 return
             # One generator per batch: it draws the window here, and the other augmentations after reading the images.
             generator = seeding.generator(self.seed, "augment", server_round, self.client, epoch, number)
-            is_cut = self.cut is not None or "resized_crop" in self.augment
-            yield BatchRequest(rows, generator, Window.drawn(len(rows), self.cut, generator) if is_cut else None)
-
-    def _augment(self, images: Any, targets: Any, generator: torch.Generator) -> tuple[Value, Value]:
-        if "crop" in self.augment:
-            images = random_crop(images, self.pad, generator)
-        if "flip" in self.augment:
-            moved = [images, targets] if is_dense(targets) else [images]
-            images, targets = (*random_flip(generator, *moved), targets)[:2]
-        if "rotate" in self.augment:
-            images = random_rotate(images, generator)
-        for augment in self.own:
-            images, targets = augment(images, targets, generator)
-        return images, targets
+            yield BatchRequest(rows, generator, Window.drawn(len(rows), self.cut, generator) if self._is_cut else None)

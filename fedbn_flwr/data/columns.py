@@ -23,9 +23,8 @@ from . import IGNORED
 from .catalogue import Entry
 from .dataset import DataSet, Examples, Groups
 from .examples import InMemory, main
-from .inputs import Parts, Rows, as_rows, inputs_of
-from .source import Source, names_of
-from .targets import Targets, several, targets_of
+from .source import Source
+from .values import Parts, Rows, Targets, as_rows, inputs_of, several, targets_of
 
 if TYPE_CHECKING:
     from .decoding import Stream
@@ -62,12 +61,28 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     classes = _known(source, entry, columns, label, tuple(map(str, known)))
     domains = _groups(source, columns, "domain", domain, source.domains)
     groups = _groups(source, columns, "group", group, ())
-    examples: Mapping[str, Examples]
-    if columns["train"][inputs[0]].kind == "Image":
-        features: Names = ()
-        examples, names, task = _images(source, splits, columns, entry, inputs, label, classes)
+    kinds = [columns["train"][column].kind for column in inputs]
+    if len(kinds) > 1 and "Image" in kinds:
+        raise DataError(f"data.inputs is {list(inputs)}; expected one column of images, or columns without images")
+    are_files, kind = kinds[0] == "Image", columns["train"][label[0]].kind
+    if kind == "Image":  # masks, which are decoded with the images
+        targets: Targets = {part: torch.zeros(len(split), dtype=torch.int64) for part, split in splits.items()}
+        names, task = classes, SEGMENTATION
     else:
-        examples, names, task, features = _in_memory(source, columns, inputs, label, classes, is_table=is_table)
+        targets, names, task = _targets(source, columns, label, classes, numbered=not is_table)
+    if task is SEGMENTATION and are_files != (kind == "Image"):
+        raise DataError(
+            f"data.label={label[0]!r} of {source.name!r} has the type {kind}; expected a number or a text for each "
+            f"example, or images and a column of masks. Its columns: {_in_words(columns)}"
+        )
+    examples: Mapping[str, Examples]
+    features: Names = ()
+    if are_files:
+        masks = label[0] if task is SEGMENTATION else None
+        examples = _streams(source, splits, entry, inputs[0], masks, targets, len(names))
+    else:
+        values, features = inputs_of(source, _values(columns, inputs), is_table=is_table)
+        examples = _in_memory(source, values, targets, task)
     if entry is not None and not source.class_names and task is CLASSIFICATION and len(names) != entry.classes:
         raise DataError(
             f"data.name={source.name!r} ({entry.title}) has {entry.classes} classes, the data {len(names)} in "
@@ -117,7 +132,7 @@ def _columns(source: Source, split: Any) -> Mapping[str, Column]:
         kinds = feature if isinstance(feature, dict) else {"bytes": feature}
         types = {key: getattr(kind, "dtype", None) for key, kind in kinds.items()}
         is_file = types.keys() <= {"bytes", "path"} and types.get("bytes") in ("binary", "large_binary")
-        is_path = names_of(source.inputs) == (name,) and types.get("bytes") in ("string", "large_string")
+        is_path = source.inputs == (name,) and types.get("bytes") in ("string", "large_string")
         classes = tuple(getattr(feature, "names", ()))
         is_value = type(feature).__name__ == "Value"
         kind = str(feature.dtype) if is_value else type(feature).__name__
@@ -178,15 +193,15 @@ def _chosen(
         usual = {"inputs": entry.image, "label": entry.label} if entry is not None else {}
         usual = {**usual, "domain": (entry and entry.domain) or "domain"}
 
-    def named(key: str) -> str | None:
-        return usual[key] if usual.get(key) in train else None
+    def named(key: str) -> Names:
+        return (usual[key],) if usual.get(key) in train else ()
 
-    domain = source.domain or (usual["domain"] if source.domains else named("domain"))
-    group = source.group or named("group")
-    label = names_of(source.label) or names_of(named("label"))
+    domain = source.domain or (usual["domain"] if source.domains else next(iter(named("domain")), None))
+    group = source.group or next(iter(named("group")), None)
+    label = source.label or named("label")
     if not label:
-        label = _only(source, columns, "label", "ClassLabel", (*names_of(source.inputs), domain or "domain"))
-    inputs = names_of(source.inputs) or names_of(named("inputs"))
+        label = _only(source, columns, "label", "ClassLabel", (*source.inputs, domain or "domain"))
+    inputs = source.inputs or named("inputs")
     if not inputs and not any(column.kind == "Image" for name, column in train.items() if name not in label):
         others = {name: column for name, column in train.items() if name not in (*label, domain, group)}
         inputs = tuple(
@@ -252,6 +267,13 @@ def _known(source: Source, entry: Entry | None, columns: Columns, label: Sequenc
     """The names of the classes, if the settings, the data or the catalogue have them."""
     if given or source.class_names:
         return given or source.class_names
+    if columns["train"][label[0]].kind == "Image":
+        if source.classes is None and not (entry and entry.names):
+            raise DataError(
+                f"{source.name!r} is a segmentation data set; give its number of classes with data.classes (pixels of "
+                f"a mask are 0 to classes - 1, or {IGNORED} if they are ignored)"
+            )
+        return (entry and entry.names) or tuple(map(str, range(source.classes or 0)))
     found = [split[label[0]].names for split in columns.values()]
     if len(set(found)) > 1:
         raise DataError(
@@ -278,14 +300,8 @@ def _targets(
 # --- examples ----------------------------------------------------------------
 
 
-def _in_memory(
-    source: Source, columns: Columns, used: Names, label: Names, known: Names, *, is_table: bool
-) -> tuple[Mapping[str, InMemory], Names, Task, Names]:
-    """The examples of tables and arrays, the names of classes, the task, and the names of the features."""
-    if any(columns["train"][column].kind == "Image" for column in used):
-        raise DataError(f"data.inputs is {list(used)}; expected one column of images, or columns without images")
-    inputs, features = inputs_of(source, _values(columns, used), is_table=is_table)
-    targets, names, task = _targets(source, columns, label, known, numbered=not is_table)
+def _in_memory(source: Source, inputs: Targets, targets: Targets, task: Task) -> Mapping[str, InMemory]:
+    """The examples of tables and arrays."""
     found = {part: InMemory(some, targets[part]) for part, some in inputs.items()}
     if sum(made.nbytes for made in found.values()) > source.memory * 2**30:
         raise DataError(
@@ -298,47 +314,23 @@ def _in_memory(
             raise DataError(
                 f"{source.name!r}: {part} has inputs of size {size} and masks of {masks}; expected the same size"
             )
-    return found, names, task, features
+    return found
 
 
-def _images(
-    source: Source, splits: Splits, columns: Columns, entry: Entry | None, used: Names, label: Names, known: Names
-) -> tuple[Mapping[str, Stream], Names, Task]:
-    """Images that are decoded later, the names of classes, and the task."""
+def _streams(
+    source: Source, splits: Splits, entry: Entry | None, image: str, masks: str | None, targets: Targets, classes: int
+) -> Mapping[str, Stream]:
+    """Images that are decoded later."""
     from .decoding import Files, Stream
 
-    (image,), kind = used, columns["train"][label[0]].kind
-    masks = label[0] if kind == "Image" else None
-    if masks is None:
-        targets, names, task = _targets(source, columns, label, known, numbered=False)
-        if task is SEGMENTATION:
-            raise DataError(
-                f"data.label={label[0]!r} of {source.name!r} has the type {kind}; expected a "
-                f"number or a text for each image, or a column of masks. Its columns: {_in_words(columns)}"
-            )
-    else:
-        targets = {part: torch.zeros(len(split), dtype=torch.int64) for part, split in splits.items()}
-        names, task = _pixel_classes(source, entry), SEGMENTATION
     size = source.pixels or ((entry.size, entry.size) if entry and entry.size else None)
     fit = source.fit or (entry.fit if entry else "stretch")
     ids = entry.ids if entry and masks else None
     found = {}
     for part, split in splits.items():
-        files = Files(split, image, source.name, size, fit, masks, ids, len(names))
+        files = Files(split, image, source.name, size, fit, masks, ids, classes)
         found[part] = Stream(files, main(targets[part]), readers=source.readers)
-    return found, names, task
-
-
-def _pixel_classes(source: Source, entry: Entry | None) -> Names:
-    """The class names of a segmentation data set."""
-    if entry is not None and entry.names:
-        return entry.names
-    if source.classes is None:
-        raise DataError(
-            f"{source.name!r} is a segmentation data set; give its number of classes with data.classes (pixels of a "
-            f"mask are 0 to classes - 1, or {IGNORED} if they are ignored)"
-        )
-    return tuple(map(str, range(source.classes)))
+    return found
 
 
 def _check_lengths(where: str, split: Examples, groups: Sequence[Tensor | None]) -> None:

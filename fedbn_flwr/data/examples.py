@@ -40,11 +40,6 @@ class BatchRequest(Generic[Tag]):
     window: Window | None = None  # None: whole images
 
 
-def is_dense(targets: Value) -> bool:
-    """Whether they are the classes of pixels."""
-    return isinstance(targets, Tensor) and targets.ndim > 1 and not targets.is_floating_point()
-
-
 class Labelled:
     """The examples of a split."""
 

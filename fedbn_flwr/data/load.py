@@ -23,17 +23,37 @@ import numpy as np
 
 from fedbn_flwr import named, seeding
 from fedbn_flwr.errors import DataError, needs
+from fedbn_flwr.schema import refuse
 
-from .catalogue import CATALOGUE
+from .catalogue import CATALOGUE, Entry
 from .columns import ARRAYS, read
-from .dataset import DataSet
+from .dataset import DataSet, fewer
 from .source import PARTS, Source
 
 KEY = "data.name"
+COUNTS = {"train": 1_000, "test": 200}  # images, if their numbers are not given
 
 
 def load(source: Source) -> DataSet:
-    """The data set that `source` describes."""
+    """The data set that `source` describes, checked against what it says of classes and channels."""
+    dataset = random_images(source) if source.random else _read(source)
+    dataset = fewer(dataset, source.examples, source.test_examples)
+    name, names = source.name, dataset.class_names
+    expected = {"classes": (source.classes, dataset.classes), "channels": (source.channels, dataset.channels)}
+    refuse(
+        {
+            f"data.class_names is {list(source.class_names)}, but {name!r} has {list(names)}": not source.random
+            and source.class_names not in ((), names)
+        }
+        | {
+            f"data.{key} is {wanted}, but {name!r} has {found} {key}": wanted not in (None, found)
+            for key, (wanted, found) in expected.items()
+        }
+    )
+    return dataset
+
+
+def _read(source: Source) -> DataSet:
     is_own = named.is_name(source.name)
     if source.name != "digits" and not is_own:
         with needs("data", f"{KEY}={source.name!r}"):
@@ -82,14 +102,13 @@ def _columns(where: str, split: Any) -> Mapping[str, Any]:
         return {key: values for key, values in split.items() if values is not None}
     if isinstance(split, list | tuple) and len(split) == 2:
         return dict(zip(usual, split, strict=False))
-    if not (hasattr(split, "__getitem__") and hasattr(split, "__len__")):
-        raise DataError(
-            f"{where} is a {type(split).__name__}; expected a pair (inputs, labels), a mapping of arrays, or a Dataset"
-        )
-    rows = [split[i] for i in range(len(split))]
+    rows = [split[i] for i in range(len(split))] if hasattr(split, "__getitem__") and hasattr(split, "__len__") else []
     if not rows or not isinstance(rows[0], list | tuple) or len(rows[0]) not in (2, 3):
         what = f"items of type {type(rows[0]).__name__}" if rows else "no items"
-        raise DataError(f"{where} is a {type(split).__name__} with {what}; expected pairs (inputs, label)")
+        raise DataError(
+            f"{where} is a {type(split).__name__} with {what}; expected a pair (inputs, labels), a mapping of arrays, "
+            "or a Dataset of pairs (inputs, label)"
+        )
     return dict(zip(usual, map(_gathered, zip(*rows, strict=True)), strict=False))
 
 
@@ -111,3 +130,43 @@ def digits() -> Mapping[str, Any]:
         for part, of in zip(PARTS, (~is_test, is_test), strict=True)
     }
     return {**parts, "classes": range(10)}
+
+
+def has_form(name: str, classes: int | None, channels: int | None, size: Any) -> bool:
+    """Whether the form of the images is known: of a listed data set, or from the settings."""
+    return name in CATALOGUE or None not in (classes, channels, size)
+
+
+def random_images(source: Source) -> DataSet:
+    """Images of uniform noise, to try an experiment without its data; accuracies on them mean nothing.
+
+    They have the classes, channels, size and domains of a data set. Classes and domains have equal numbers of images,
+    up to one. Segmentation data have random masks.
+    """
+    name, entry = source.name, CATALOGUE.get(source.name)
+    if entry is None and source.classes and source.channels:
+        entry = Entry(name, source.classes, source.channels, size=None, domains=tuple(source.domains))
+    size = source.pixels or ((entry.size, entry.size) if entry and entry.size else None)
+    if entry is None or size is None:
+        raise DataError(
+            f"data.random is true, but the form of {name!r} is not known; give data.classes, data.channels and "
+            "data.size"
+        )
+    if wrong := [domain for domain in source.domains if domain not in entry.domains]:
+        known = ", ".join(entry.domains) or "none"
+        raise DataError(f"data.domains has {wrong[0]!r}; the domains of {name!r} are {known}")
+    domains = tuple(source.domains) or entry.domains
+    counts = {"train": source.examples or COUNTS["train"], "test": source.test_examples or COUNTS["test"]}
+    made: dict[str, Any] = {}
+    for part, count in counts.items():
+        # Not torch's generator, which takes twice as long.
+        draw = np.random.default_rng(seeding.seed_for(0, f"random images, {part}"))
+        pixels = draw.integers(0, 256, (count, entry.channels, *size), dtype=np.uint8)
+        rows = np.arange(count)
+        labels = rows // max(1, len(domains)) % entry.classes
+        if entry.crop is not None:
+            labels = draw.integers(0, entry.classes, (count, *size), dtype=np.uint8)
+        of_domains = np.array(domains)[rows % len(domains)] if domains else None
+        made[part] = {"inputs": pixels, "labels": labels} | ({} if of_domains is None else {"domains": of_domains})
+    classes = entry.names or entry.keep or range(entry.classes)
+    return read(Source(name=name, domains=domains, memory=source.memory), made, known=classes)

@@ -2,58 +2,204 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+
+from fedbn_flwr.named import is_name
+from fedbn_flwr.schema import Few, Names, Positive, Section, expects
 
 from . import Size
 
 PARTS = ("train", "test")
 
+Side = Annotated[int, Field(gt=0, le=10_000)]
+Pixels = Annotated[
+    Side | Annotated[tuple[Side, Side], Field(strict=False)],
+    expects("pixels per side, or [height, width], at most 10000"),
+]
 
-@dataclass(frozen=True)
-class Source:
-    """`digits`, an entry of the catalogue, a file, a folder, a name on the Hugging Face hub, or `module:callable`.
 
-    `root` (by default $FEDBN_DATA) is a folder of local copies: `root/name` is read if it exists. `revision` is the
-    commit, tag or branch of a data set on the hub. `options` are arguments of the callable.
-    `inputs`, `label`, `domain` and `group` name columns, the first two one or several; docs/data.md says which are
-    found without a name. A `label` column of images contains segmentation masks. `domains` selects domains. `train` and
-    `test` are names of splits; a number as `test` is the share of the training split that is held out as test split.
+def _columns(value: Any) -> Any:
+    return () if value is None else (value,) if isinstance(value, str) else value
 
-    `shape` is that of the inputs of one example; None as its last number stands for any length. `tokens` is the number
-    of tokens, `categories` gives the values of columns of texts, `missing` is `mean` if a missing value is replaced.
-    `classes` is the number of classes. `class_names` are the classes in the order of their numbers; examples of a part
-    of them are enough.
 
-    All images are resized to `size`, a side or height and width (by default the catalogue's). `fit` is `stretch`, or
-    `crop`, which keeps the centre. With `stream`, `readers` threads decode images on request; `auto` does so if all
-    images together would take more than `memory` GiB.
+# One column or several.
+Columns = Annotated[
+    Names, BeforeValidator(_columns), PlainSerializer(lambda names: names[0] if len(names) == 1 else names or None)
+]
+
+
+Split = Annotated[
+    str | Annotated[float, Field(gt=0, lt=1)],
+    expects("the name of a split, or a share between 0 and 1 to hold out"),
+]
+Categories = Annotated[
+    Mapping[str, Annotated[tuple[Annotated[str, BeforeValidator(str)], ...], Field(strict=False, min_length=1)]],
+    expects("lists of values by column, for instance {sex: [f, m]}"),
+]
+Ranges = Annotated[
+    Mapping[str, Annotated[tuple[float, float], Field(strict=False)]],
+    expects("the smallest and the largest value, {age: [0, 120]}"),
+]
+
+
+class Source(Section):
+    """The sections `data` of experiments have these keys, and others on what clients do with the examples.
+
+    A relative `name` counts from the working directory. Images have by default the size and the fit of the catalogue.
     """
 
-    name: str
-    root: str | None = None
-    revision: str | None = None
-    inputs: str | Sequence[str] | None = None
-    label: str | Sequence[str] | None = None
-    domain: str | None = None
-    domains: Sequence[str] = ()
-    group: str | None = None
-    train: str | None = None
-    test: str | float | None = None
-    task: str | None = None
-    shape: Sequence[int | None] = ()
-    tokens: int | None = None
-    categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    missing: Literal["mean"] | None = None
-    size: int | Size | None = None
-    fit: Literal["stretch", "crop"] | None = None
-    classes: int | None = None
-    class_names: tuple[str, ...] = ()
-    stream: bool | Literal["auto"] = "auto"
-    memory: float = 8.0
-    readers: int = 2
-    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = Field(
+        default="digits",
+        description=(
+            "`digits` (1,797 images of 8x8 pixels, part of the package), a name that `fedbn list datasets` "
+            "shows (`cifar10`, `office_caltech10`, ...), a folder, or a name on the Hugging Face hub; see "
+            "[Data](data.md); or `module:callable`, a [data set of your own](own-parts.md#data-set)"
+        ),
+    )
+    options: Mapping[str, Any] = Field(
+        default_factory=dict,
+        description="arguments of a data set `module:callable`, see [Your own parts](own-parts.md)",
+    )
+    root: str | None = Field(
+        default=None, description="a folder of local copies: `root/cifar10` is read instead of the hub"
+    )
+    revision: str | None = Field(
+        default=None,
+        description=(
+            "the commit, tag or branch of a data set of the hub; `environment.json` has the commit that a run"
+            " used (`data_commit`)"
+        ),
+    )
+    inputs: Columns = Field(
+        default=(),
+        description=(
+            "column of inputs, or a list of columns; by default the column of images, or else all columns of numbers "
+            "that have no other use, see [Data](data.md#your-own-data)"
+        ),
+    )
+    label: Columns = Field(
+        default=(),
+        description="label column, or a list of columns; for segmentation the column with the masks",
+    )
+    task: Literal["classification", "binary", "multilabel", "regression", "segmentation"] | None = Field(
+        default=None,
+        description=(
+            "what the labels are for: `classification`, `binary`, `multilabel`, `regression` or `segmentation`; by "
+            "default by their type: texts and whole numbers are classes, floats are numbers to predict, several "
+            "columns of 0 and 1 are several labels"
+        ),
+    )
+    domain: str | None = Field(
+        default=None, description="the column with each example's domain; accuracy is reported per domain"
+    )
+    domains: Names = Field(default=(), description="the domains to use")
+    group: str | None = Field(
+        default=None,
+        description="the column with each example's site, patient or user: the clients of `partition: {kind: natural}`",
+    )
+    train: str | None = Field(
+        default=None, description="name of the training split; in a folder, the prefix of its files"
+    )
+    test: Split | None = Field(
+        default=None,
+        description=(
+            "name of the test split; in a folder, the prefix of its files (`val*` is used if there is no `test*`); or "
+            "a share, as 0.2, of the examples to hold out as test split, the same for all seeds, in proportion of "
+            "classes, domains and groups"
+        ),
+    )
+    categories: Categories = Field(
+        default_factory=dict,
+        description="the values of columns of texts, `{sex: [f, m]}`: one input of 0 or 1 for each value",
+    )
+    ranges: Ranges = Field(
+        default_factory=dict,
+        description="`{age: [0, 120]}`: data with values outside of these limits are refused, with their number",
+    )
+    missing: Literal["mean"] | None = Field(
+        default=None,
+        description="`mean`: a missing value of an input becomes the column's mean; otherwise the data are refused",
+    )
+    shape: Annotated[tuple[Positive | None, ...], Field(strict=False)] = Field(
+        default=(),
+        description=(
+            "shape of the inputs of one example, checked against the data: `[30]`, `[9, 128]` for series of 9 "
+            "channels, `[9, null]` for series of any length"
+        ),
+    )
+    tokens: Positive | None = Field(
+        default=None, description="inputs are whole numbers below this one; by default the largest and one"
+    )
+    classes: Positive | None = Field(
+        default=None,
+        description=(
+            "number of classes, labels or numbers to predict, checked against the data; required for segmentation data "
+            "sets that are not listed in [Data](data.md)"
+        ),
+    )
+    class_names: Names = Field(
+        default=(),
+        description=(
+            "the classes in the order of the model's outputs; then the data, for instance those of one site, "
+            "may lack some of them"
+        ),
+    )
+    channels: Positive | None = Field(default=None, description="checked against the data")
+    size: Pixels | None = Field(
+        default=None,
+        description=(
+            "resize images to this many pixels per side, or to `[height, width]`; required if images differ in size"
+        ),
+    )
+    fit: Literal["stretch", "crop"] | None = Field(
+        default=None,
+        description=(
+            "how an image of another size is resized: `stretch`, or `crop`, which keeps the aspect ratio and the centre"
+        ),
+    )
+    stream: Literal[True, False, "auto"] = Field(
+        default="auto",
+        description=(
+            "`true`: images stay on disk and are decoded when needed; `false`: all images are decoded into "
+            "memory; `auto`: according to `data.memory`"
+        ),
+    )
+    memory: float = Field(default=8.0, gt=0, description="GiB; decoded images up to this size are kept in memory")
+    readers: Few = Field(default=2, description="decoding threads per client for images on disk")
+    examples: Positive | None = Field(
+        default=None,
+        description=(
+            "use this many training examples, drawn in the proportions of classes and domains, see [Sweeps and "
+            "sizes](sweeps.md#fewer-examples)"
+        ),
+    )
+    test_examples: Positive | None = Field(default=None, description="likewise for test examples")
+    random: bool = Field(
+        default=False,
+        description="random examples in the form of the data set, which is not read; figures then mean nothing",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_are_counted(cls, content: Any) -> Any:
+        names = content.get("class_names") if isinstance(content, dict) else None
+        if not isinstance(names, list | tuple) or not names:
+            return content
+        if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+            raise ValueError(f"class_names is {names!r}; expected different texts, in quotes if they are numbers")
+        if content.get("classes") not in (None, len(names)):
+            raise ValueError(f"classes is {content['classes']}, but class_names has {len(names)}; leave classes out")
+        return {**content, "classes": len(names)}
+
+    def faults(self) -> dict[str, bool]:
+        first = next(iter(self.options), "")
+        return {
+            f"options.{first} is an argument of a data set module:callable, but name is {self.name!r}": bool(first)
+            and not is_name(self.name)
+        }
 
     @property
     def pixels(self) -> Size | None:
@@ -63,8 +209,3 @@ class Source:
     def held_out(self) -> float | None:
         """The share of the examples that are the test split; None if the data have one."""
         return None if self.test is None or isinstance(self.test, str) else self.test
-
-
-def names_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One name or several."""
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)

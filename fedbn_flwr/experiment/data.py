@@ -5,38 +5,36 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedbn_flwr import named
 from fedbn_flwr.batch import Value, tensors
-from fedbn_flwr.data.batches import ClientBatches, Normalise
+from fedbn_flwr.data.batches import ClientBatches, Normalise, own_augmentation, own_normalisation
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.custom import own_augmentation, own_normalisation
-from fedbn_flwr.data.dataset import DataSet, Form, fewer
-from fedbn_flwr.data.examples import MASK, InMemory, main
+from fedbn_flwr.data.dataset import DataSet, Form
+from fedbn_flwr.data.examples import MASK, InMemory
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.partition.indices import hold_out, partition, share_test
-from fedbn_flwr.data.partition.kinds import KINDS
-from fedbn_flwr.data.random_images import random_images
+from fedbn_flwr.data.partitions import hold_out, partition, share_test
 from fedbn_flwr.data.source import Source
-from fedbn_flwr.errors import DataError, SettingsError, did_you_mean
+from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.results.folder.summary import SPREAD
+from fedbn_flwr.schema import refuse
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, TASKS, Task
 
 from . import settings
 from .settings import AUGMENTATIONS, Settings, name_in, options_in
 
-# Settings that affect neither the examples loaded nor their partition.
-PLAIN: Mapping[str, Any] = {"augment": None, "normalise": None, "pad": 2, "crop": None}
+_kept: dict[tuple[str, str, str], DataSet] = {}  # by settings, device and working directory
+_received: dict[tuple[str, str], DataSet] = {}
 
 
-_kept: dict[tuple[settings.Data, str, str], DataSet] = {}  # by settings, device and working directory
-_received: dict[tuple[settings.Data, str], DataSet] = {}
+def examples_of(data: settings.Data) -> str:
+    """The settings that say which examples are loaded: runs that share them share one copy of the examples."""
+    return data.model_dump_json(include=set(Source.model_fields))
 
 
 def load_data(data: settings.Data, device: str) -> DataSet:
@@ -44,12 +42,14 @@ def load_data(data: settings.Data, device: str) -> DataSet:
 
     Nodes with own data have a data set each. A relative name counts from the working directory.
     """
-    plain = _plain(data)
-    if (received := _received.get((plain, device))) is not None:
+    examples = examples_of(data)
+    if (received := _received.get((examples, device))) is not None:
         return received
-    key = plain, device, os.getcwd()
+    key = examples, device, os.getcwd()
     if (found := _kept.get(key)) is None:
-        found = _kept[key] = _loaded(plain, device)
+        loaded = load(data)
+        rows_by_domain(loaded)  # checks the names
+        found = _kept[key] = loaded.to(torch.device(device))
         while len(_kept) > 2 and sum(each.nbytes for each in list(_kept.values())) > data.memory * 2**30:
             _kept.pop(next(iter(_kept)), None)
     return found
@@ -61,60 +61,15 @@ def forget_data() -> None:
     _shares.cache_clear()
 
 
-def loaded_data(data: settings.Data, device: str) -> tuple[settings.Data, DataSet] | None:
+def loaded_data(data: settings.Data, device: str) -> tuple[str, DataSet] | None:
     """What to pass on to other processes; None if the examples are read from the disk when they are needed."""
     dataset = load_data(data, device)
-    return (_plain(data), dataset) if isinstance(dataset.train, InMemory) else None
+    return (examples_of(data), dataset) if isinstance(dataset.train, InMemory) else None
 
 
-def receive(data: settings.Data, device: str, dataset: DataSet) -> None:
+def receive(examples: str, device: str, dataset: DataSet) -> None:
     """Use these examples of another process instead of loading them."""
-    _received[data, device] = dataset
-
-
-def _plain(data: settings.Data) -> settings.Data:
-    """Settings that are the same for runs that differ only in partition, normalisation or augmentation.
-
-    These share one copy of the examples.
-    """
-    return data.model_copy(update={"partition": KINDS["iid"](), **PLAIN})
-
-
-def _loaded(data: settings.Data, device: str) -> DataSet:
-    if data.random:
-        dataset = random_images(source_of(data), data.channels, data.examples, data.test_examples)
-    else:
-        dataset = fewer(load(source_of(data)), data.examples, data.test_examples)
-    if data.class_names and dataset.class_names != data.class_names and not data.random:
-        raise SettingsError(
-            f"data.class_names is {list(data.class_names)}, but {data.name!r} has {list(dataset.class_names)}"
-        )
-    for key in ("classes", "channels"):
-        if (expected := getattr(data, key)) is not None and expected != (count := getattr(dataset, key)):
-            raise SettingsError(f"data.{key} is {expected}, but {data.name!r} has {count} {key}")
-    _check_ranges(data, dataset)
-    rows_by_domain(dataset)  # checks the names
-    return dataset.to(torch.device(device))
-
-
-def _check_ranges(data: settings.Data, dataset: DataSet) -> None:
-    """Refuse values outside of `data.ranges`, by their number: a site's error is sent to the server."""
-    for column, (low, high) in data.ranges.items():
-        if column not in dataset.input_names:
-            raise SettingsError(f"data.ranges has {column!r}; {did_you_mean(column, dataset.input_names)}")
-        place = dataset.input_names.index(column)
-        for part, split in (("training", dataset.train), ("test", dataset.test)):
-            values = main(split.sample())[:, place]
-            if outside := int(((values < low) | (values > high)).sum()):
-                raise DataError(
-                    f"{data.name!r}: {outside} of {len(values)} {part} examples have a value of {column!r} outside of "
-                    f"data.ranges, {low:g} to {high:g}"
-                )
-
-
-def source_of(data: settings.Data) -> Source:
-    values = {each.name: getattr(data, each.name) for each in fields(Source) if each.name in settings.Data.model_fields}
-    return Source(**{**values, "options": data.options})
+    _received[examples, device] = dataset
 
 
 def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
@@ -294,31 +249,27 @@ _ANY_LENGTH = 32  # in place of a length that is not known, to try a model
 
 def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
     """Check that crops and augmentations suit the inputs, and the labels, which are per example or per pixel."""
-    name, data, cut = run.data.name, run.data, run.data.crop
+    name, data, cut, size = run.data.name, run.data, run.data.crop, dataset.size
     drawn = [kind for kind in data.augment or () if kind in AUGMENTATIONS]
-    if not dataset.is_image:
-        for key, value in (("augment", drawn), ("size", data.size), ("crop", cut), ("channels", data.channels)):
-            if value:
-                raise SettingsError(
-                    f"data.{key} is {value!r}, which is for images, but {name!r} has inputs of shape "
-                    f"{list(dataset.shape)}; leave it out"
-                )
-    if data.missing and data.normalise != "moments":
-        raise SettingsError(
-            f"data.missing is 'mean', which needs data.normalise: moments, but it is {data.normalise!r}"
-        )
-    if not dataset.dense:
-        if cut is not None:
-            raise SettingsError(
-                f"data.crop is {cut}, but {name!r} has one label per example; data.crop is for segmentation data "
-                "(data.augment has crops for classification: crop, resized_crop)"
+    moved = [kind for kind in drawn if kind != "flip"]
+    of_images = {"augment": drawn, "size": data.size, "crop": cut, "channels": data.channels}
+    refuse(
+        {
+            f"data.{key} is {value!r}, which is for images, but {name!r} has inputs of shape {list(dataset.shape)}; "
+            "leave it out": not dataset.is_image and bool(value)
+            for key, value in of_images.items()
+        }
+        | {
+            f"data.missing is 'mean', which needs data.normalise: moments, but it is {data.normalise!r}": bool(
+                data.missing
             )
-        return
-    if moved := [kind for kind in drawn if kind != "flip"]:
-        raise SettingsError(
-            f"data.augment has {moved[0]!r}, but {name!r} is segmentation data, and it would not transform the masks; "
-            "use flip, and data.crop"
-        )
-    if cut is not None and cut > min(dataset.size):
-        height, width = dataset.size
-        raise SettingsError(f"data.crop is {cut}, but the images of {name!r} have {height}x{width} pixels")
+            and data.normalise != "moments",
+            f"data.crop is {cut}, but {name!r} has one label per example; data.crop is for segmentation data "
+            "(data.augment has crops for classification: crop, resized_crop)": not dataset.dense and cut is not None,
+            f"data.augment has {moved[:1]}, but {name!r} is segmentation data, and it would not transform the masks; "
+            "use flip, and data.crop": dataset.dense and bool(moved),
+            f"data.crop is {cut}, but the images of {name!r} have {'x'.join(map(str, size))} pixels": dataset.dense
+            and cut is not None
+            and cut > min(size),
+        }
+    )

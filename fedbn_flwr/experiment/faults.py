@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fedbn_flwr.data.partition.kinds import KINDS, OwnOptions
+from fedbn_flwr.data.partitions import KINDS, OwnOptions
 from fedbn_flwr.errors import SettingsError, UserError, did_you_mean
 from fedbn_flwr.results.text import shorten
 

@@ -21,8 +21,7 @@ from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.moments import Sums, sums_of
-from fedbn_flwr.data.partition.indices import hold_out
-from fedbn_flwr.data.partition.kinds import KINDS
+from fedbn_flwr.data.partitions import KINDS, hold_out
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.tensors import ModelTensors

@@ -18,7 +18,7 @@ from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, nam
 from fedbn_flwr.client.training import check_optimizer
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main
-from fedbn_flwr.data.partition.indices import hold_out
+from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
@@ -26,6 +26,7 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
+from fedbn_flwr.schema import refuse
 from fedbn_flwr.strategies import Rule, as_rule
 from fedbn_flwr.tasks import SEVERAL, Task
 
@@ -34,7 +35,6 @@ from .data import Shape, check_labels, try_data
 from .faults import naming
 from .flower_mods import check_mods
 from .parts import Parts, learning_rate, own_loss, plain_loss
-from .sections import refuse
 from .settings import Experiment, Settings, name_in, strategy_name
 
 

@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from fedbn_flwr.data.partitions import Options
 from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.clients import PartitionCounts
 
-from .data import PLAIN, load_data, partition_of
+from .data import examples_of, load_data, partition_of
 from .file.layers import Setting, settings_of
 from .parts import Parts, counts_of
 from .prepare import prepare
-from .settings import Data, Experiment, Settings
+from .settings import Experiment, Settings
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def explain(experiment: Experiment) -> Explanation:
 
 def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
     """The numbers of examples of each different partition of the runs, with the first seed that uses it."""
-    users: dict[tuple[Data, int], list[Settings]] = {}
+    users: dict[tuple[str, Options, int], list[Settings]] = {}
     for run in experiment.runs:
-        users.setdefault((run.data.model_copy(update=PLAIN), run.clients), []).append(run)
+        users.setdefault((examples_of(run.data), run.data.partition, run.clients), []).append(run)
     counted = []
     for runs in users.values():
         parts = partition_of(runs[0].data, runs[0].clients, runs[0].seed, "cpu")

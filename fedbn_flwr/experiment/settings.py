@@ -24,50 +24,22 @@ from pydantic import (
 )
 
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.partition.kinds import KINDS, Options, OwnOptions
+from fedbn_flwr.data.partitions import KINDS, Options, OwnOptions
+from fedbn_flwr.data.source import Side, Source
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.experiment.registry import check_strategy
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.text import file_name
+from fedbn_flwr.schema import Positive, Section, expects
 from fedbn_flwr.tasks import LOSSES
 
 from .file.expansion import PAPER, Cell
 from .file.figures import Published
 from .sections import Engine as Engine
 from .sections import Evaluate as Evaluate
-from .sections import Few, Names, Positive, Section, expects
 
-Side = Annotated[int, Field(gt=0, le=10_000)]
-Pixels = Annotated[
-    Side | Annotated[tuple[Side, Side], Field(strict=False)],
-    expects("pixels per side, or [height, width], at most 10000"),
-]
-
-
-def _columns(value: Any) -> Any:
-    return () if value is None else (value,) if isinstance(value, str) else value
-
-
-# One column or several.
-Columns = Annotated[
-    Names, BeforeValidator(_columns), PlainSerializer(lambda names: names[0] if len(names) == 1 else names or None)
-]
-
-
-Split = Annotated[
-    str | Annotated[float, Field(gt=0, lt=1)],
-    expects("the name of a split, or a share between 0 and 1 to hold out"),
-]
-Categories = Annotated[
-    Mapping[str, Annotated[tuple[Annotated[str, BeforeValidator(str)], ...], Field(strict=False, min_length=1)]],
-    expects("lists of values by column, for instance {sex: [f, m]}"),
-]
-Ranges = Annotated[
-    Mapping[str, Annotated[tuple[float, float], Field(strict=False)]],
-    expects("the smallest and the largest value, {age: [0, 120]}"),
-]
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
 
@@ -150,116 +122,7 @@ def of_catalogue(name: str) -> dict[str, Any]:
     }
 
 
-class Data(Section):
-    name: str = Field(
-        default="digits",
-        description=(
-            "`digits` (1,797 images of 8x8 pixels, part of the package), a name that `fedbn list datasets` "
-            "shows (`cifar10`, `office_caltech10`, ...), a folder, or a name on the Hugging Face hub; see "
-            "[Data](data.md); or `module:callable`, a [data set of your own](own-parts.md#data-set)"
-        ),
-    )
-    options: Mapping[str, Any] = Field(
-        default_factory=dict,
-        description="arguments of a data set `module:callable`, see [Your own parts](own-parts.md)",
-    )
-    root: str | None = Field(
-        default=None, description="a folder of local copies: `root/cifar10` is read instead of the hub"
-    )
-    revision: str | None = Field(
-        default=None,
-        description=(
-            "the commit, tag or branch of a data set of the hub; `environment.json` has the commit that a run"
-            " used (`data_commit`)"
-        ),
-    )
-    inputs: Columns = Field(
-        default=(),
-        description=(
-            "column of inputs, or a list of columns; by default the column of images, or else all columns of numbers "
-            "that have no other use, see [Data](data.md#your-own-data)"
-        ),
-    )
-    label: Columns = Field(
-        default=(),
-        description="label column, or a list of columns; for segmentation the column with the masks",
-    )
-    task: Literal["classification", "binary", "multilabel", "regression", "segmentation"] | None = Field(
-        default=None,
-        description=(
-            "what the labels are for: `classification`, `binary`, `multilabel`, `regression` or `segmentation`; by "
-            "default by their type: texts and whole numbers are classes, floats are numbers to predict, several "
-            "columns of 0 and 1 are several labels"
-        ),
-    )
-    domain: str | None = Field(
-        default=None, description="the column with each example's domain; accuracy is reported per domain"
-    )
-    domains: Names = Field(default=(), description="the domains to use")
-    group: str | None = Field(
-        default=None,
-        description="the column with each example's site, patient or user: the clients of `partition: {kind: natural}`",
-    )
-    train: str | None = Field(
-        default=None, description="name of the training split; in a folder, the prefix of its files"
-    )
-    test: Split | None = Field(
-        default=None,
-        description=(
-            "name of the test split; in a folder, the prefix of its files (`val*` is used if there is no `test*`); or "
-            "a share, as 0.2, of the examples to hold out as test split, the same for all seeds, in proportion of "
-            "classes, domains and groups"
-        ),
-    )
-    categories: Categories = Field(
-        default_factory=dict,
-        description="the values of columns of texts, `{sex: [f, m]}`: one input of 0 or 1 for each value",
-    )
-    ranges: Ranges = Field(
-        default_factory=dict,
-        description="`{age: [0, 120]}`: data with values outside of these limits are refused, with their number",
-    )
-    missing: Literal["mean"] | None = Field(
-        default=None,
-        description="`mean`: a missing value of an input becomes the column's mean; otherwise the data are refused",
-    )
-    shape: Annotated[tuple[Positive | None, ...], Field(strict=False)] = Field(
-        default=(),
-        description=(
-            "shape of the inputs of one example, checked against the data: `[30]`, `[9, 128]` for series of 9 "
-            "channels, `[9, null]` for series of any length"
-        ),
-    )
-    tokens: Positive | None = Field(
-        default=None, description="inputs are whole numbers below this one; by default the largest and one"
-    )
-    classes: Positive | None = Field(
-        default=None,
-        description=(
-            "number of classes, labels or numbers to predict, checked against the data; required for segmentation data "
-            "sets that are not listed in [Data](data.md)"
-        ),
-    )
-    class_names: Names = Field(
-        default=(),
-        description=(
-            "the classes in the order of the model's outputs; then the data, for instance those of one site, "
-            "may lack some of them"
-        ),
-    )
-    channels: Positive | None = Field(default=None, description="checked against the data")
-    size: Pixels | None = Field(
-        default=None,
-        description=(
-            "resize images to this many pixels per side, or to `[height, width]`; required if images differ in size"
-        ),
-    )
-    fit: Literal["stretch", "crop"] | None = Field(
-        default=None,
-        description=(
-            "how an image of another size is resized: `stretch`, or `crop`, which keeps the aspect ratio and the centre"
-        ),
-    )
+class Data(Source):
     crop: Positive | None = Field(
         default=None, description="segmentation: train on random crops with this many pixels per side"
     )
@@ -281,42 +144,9 @@ class Data(Section):
         ),
     )
     pad: int = Field(default=2, ge=1, le=1_000, description="padding in pixels for `crop`")
-    stream: Literal[True, False, "auto"] = Field(
-        default="auto",
-        description=(
-            "`true`: images stay on disk and are decoded when needed; `false`: all images are decoded into "
-            "memory; `auto`: according to `data.memory`"
-        ),
-    )
-    memory: float = Field(default=8.0, gt=0, description="GiB; decoded images up to this size are kept in memory")
-    readers: Few = Field(default=2, description="decoding threads per client for images on disk")
     partition: Partition = Field(
         default=KINDS["iid"](), description="who has which examples: see `fedbn list partitions`"
     )
-    examples: Positive | None = Field(
-        default=None,
-        description=(
-            "use this many training examples, drawn in the proportions of classes and domains, see [Sweeps and "
-            "sizes](sweeps.md#fewer-examples)"
-        ),
-    )
-    test_examples: Positive | None = Field(default=None, description="likewise for test examples")
-    random: bool = Field(
-        default=False,
-        description="random examples in the form of the data set, which is not read; figures then mean nothing",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names_are_counted(cls, content: Any) -> Any:
-        names = content.get("class_names") if isinstance(content, dict) else None
-        if not isinstance(names, list | tuple) or not names:
-            return content
-        if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-            raise ValueError(f"class_names is {names!r}; expected different texts, in quotes if they are numbers")
-        if content.get("classes") not in (None, len(names)):
-            raise ValueError(f"classes is {content['classes']}, but class_names has {len(names)}; leave classes out")
-        return {**content, "classes": len(names)}
 
     @model_validator(mode="after")
     def _has_values_of_the_catalogue(self) -> Self:
@@ -326,14 +156,12 @@ class Data(Section):
         return self
 
     def faults(self) -> dict[str, bool]:
-        first = next(iter(self.options), "")
         official = [name for name, entry in CATALOGUE.items() if entry.moments is not None]
         return {
+            **super().faults(),
             f"normalise is 'official', but {self.name!r} has no official mean and standard deviation; use moments or "
             f"unit (official values are known for {', '.join(official)})": self.normalise == "official"
             and self.name not in official,
-            f"options.{first} is an argument of a data set module:callable, but name is {self.name!r}": bool(first)
-            and not is_name(self.name),
         }
 
 

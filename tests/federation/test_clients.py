@@ -66,7 +66,7 @@ def clients_of(folder: Path, server_round: int = -1) -> dict[str, dict[str, floa
 
 
 def own_accuracy(model: nn.Module, folder: Path, client: int) -> float:
-    run, data = settings(folder), load(Source("digits"))
+    run, data = settings(folder), load(Source(name="digits"))
     rows = own_test(run.data, run.clients, run.seed, "cpu")[client]
     return float(evaluate(model, TestBatches(data.test, data.moments, 100, rows), F.cross_entropy, CPU)["accuracy"])
 
@@ -91,7 +91,7 @@ def test_unseen_clients_do_not_train(page: dict[str, Path]) -> None:
 def test_unseen_clients_use_and_tune_the_whole_global_model(name: str, page: dict[str, Path]) -> None:
     """A twin in plain PyTorch: the model file, and ten steps of torch.optim.SGD."""
     (result,) = Results.read(page[name])
-    run, data, values = settings(page[name]), load(Source("digits")), clients_of(page[name])
+    run, data, values = settings(page[name]), load(Source(name="digits")), clients_of(page[name])
     accuracies = []
     for client in (4, 5):
         model = result.model()
@@ -155,7 +155,7 @@ def test_the_best_round_is_that_of_the_validation_images(page: dict[str, Path]) 
     assert (found["best_round"], found["best_validation_accuracy"]) == (best + 1, accuracies[best])
     assert found["best_round_accuracy"] == lines[best]["accuracy"]
     (result,) = Results.read(page["early"])
-    data = load(Source("digits"))
+    data = load(Source(name="digits"))
     for file, line in (("model-best.safetensors", lines[best]), ("model.safetensors", lines[-1])):
         test = TestBatches(data.test, data.moments, 100)
         assert evaluate(result.model(file=file), test, F.cross_entropy, CPU)["accuracy"] == line["accuracy"]

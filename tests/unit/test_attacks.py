@@ -23,7 +23,7 @@ from fedbn_flwr.data.source import Source
 
 
 def digits(count: int) -> Batch:
-    train = load(Source("digits")).train
+    train = load(Source(name="digits")).train
     return train.inputs[:count].double() / 255 - 0.5, train.labels[:count]  # type: ignore[union-attr]
 
 

@@ -27,6 +27,7 @@ FOLDERS = (
     "fedbn_flwr.norms",
     "fedbn_flwr.threads",
     "fedbn_flwr.tasks",
+    "fedbn_flwr.schema",
     "fedbn_flwr.batch",
     "fedbn_flwr.storage",
     "fedbn_flwr.seeding",

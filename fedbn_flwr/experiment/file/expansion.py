@@ -15,8 +15,8 @@ from pydantic import Field
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import in_words, shorten
+from fedbn_flwr.schema import Section
 
-from ..sections import Section
 from .content import merge, nested, written_out
 
 PAPER, SMOKE = "paper", "smoke"

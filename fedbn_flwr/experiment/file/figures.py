@@ -11,8 +11,8 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import shorten
+from fedbn_flwr.schema import expects
 
-from ..sections import expects
 from .expansion import Cell, values_in_words
 
 AVERAGE = "average"  # of the domains of a figure that is given by domain

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.random_images import has_form
+from fedbn_flwr.data.load import has_form
 from fedbn_flwr.named import is_name
 
 from ..registry import STRATEGIES, arguments

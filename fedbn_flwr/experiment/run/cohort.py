@@ -30,9 +30,9 @@ from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import arrays_of, number_of, partition_of, reason_of
 from fedbn_flwr.norms.variants import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.schema import refuse
 
 from ..parts import Parts
-from ..sections import refuse
 from ..settings import Settings, strategy_name
 
 

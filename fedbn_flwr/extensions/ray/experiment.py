@@ -41,7 +41,7 @@ from fedbn_flwr.experiment.flower_mods import client_mods
 from fedbn_flwr.experiment.node import Clients, run_of
 from fedbn_flwr.experiment.parts import Parts, choose_device
 from fedbn_flwr.experiment.ray_settings import START, set_ray_defaults
-from fedbn_flwr.experiment.settings import Data, Engine, Experiment
+from fedbn_flwr.experiment.settings import Engine, Experiment
 from fedbn_flwr.named import in_a_line, names_in
 from fedbn_flwr.storage import temporary_folder
 
@@ -104,7 +104,7 @@ class Sent:
     """An experiment with the data and the code that its clients need, in the form in which it is sent to actors."""
 
     experiment: Experiment
-    sent: list[tuple[Data, Any]] = field(default_factory=list)  # data sets, with their place in the object store
+    sent: list[tuple[str, Any]] = field(default_factory=list)  # data sets, with their place in the object store
     main: dict[str, Any] = field(default_factory=dict)  # parts that a script or a notebook defines
 
     def __post_init__(self) -> None:
@@ -135,15 +135,15 @@ class Sent:
         for name, part in self.main.items():
             setattr(sys.modules["__main__"], name, part)
         device = str(choose_device(run_of(self.experiment, config).engine.device))
-        for data, place in self.sent:
-            _receive(data, device, place)
+        for examples, place in self.sent:
+            _receive(examples, device, place)
         return self.clients(context, config)
 
 
 @functools.cache
-def _receive(data: Data, device: str, place: Any) -> None:
+def _receive(examples: str, device: str, place: Any) -> None:
     """In an actor: use the data set at this place in the object store."""
-    receive(data, device, ray.get(place).to(torch.device(device)))
+    receive(examples, device, ray.get(place).to(torch.device(device)))
 
 
 _PACKAGE = Path(__file__).resolve().parents[2]

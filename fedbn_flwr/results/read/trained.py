@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value
 from fedbn_flwr.client.node_state import NodeState
-from fedbn_flwr.data.batches import Normaliser
-from fedbn_flwr.data.custom import own_normalisation
+from fedbn_flwr.data.batches import Normaliser, own_normalisation
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.arrays import arrays_in, unpack

@@ -19,7 +19,7 @@ from fedbn_flwr import BNClient, LocalGrid, build_model
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.partition.indices import share_test
+from fedbn_flwr.data.partitions import share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
@@ -65,7 +65,7 @@ def test_a_client_names_the_figures_of_its_second_set() -> None:
 
 
 def test_batches_of_some_indices_hold_these_images() -> None:
-    data = load(Source("digits"))
+    data = load(Source(name="digits"))
     rows = torch.tensor([3, 5, 8, 13, 21])
     some = TestBatches(data.test, data.moments, 2, rows)
     images = torch.cat([images for images, _ in TestBatches(data.test, data.moments, 100)])
@@ -142,7 +142,7 @@ def test_the_history_has_the_spread_of_the_clients_values(runs: dict[str, Path])
         worst = each.max() if "loss" in metric else each.min()
         assert last[f"clients_{metric}_worst_tenth"] == worst, "one of three"
         assert summary(runs["FedBN"])[f"clients_{metric}_std"] == last[f"clients_{metric}_std"]
-    assert {client["test_examples"] for client in clients.values()} == {len(load(Source("digits")).test.labels)}
+    assert {client["test_examples"] for client in clients.values()} == {len(load(Source(name="digits")).test.labels)}
 
 
 def test_every_round_has_the_clients_training_values(runs: dict[str, Path]) -> None:
@@ -150,7 +150,7 @@ def test_every_round_has_the_clients_training_values(runs: dict[str, Path]) -> N
         clients = values(runs[name], 1)
         assert all(client.keys() == {"examples", "train_loss"} for client in clients.values())
         total = sum(client["examples"] for client in clients.values())
-        assert total == len(load(Source("digits")).train.labels)
+        assert total == len(load(Source(name="digits")).train.labels)
         mean = sum(client["examples"] * client["train_loss"] for client in clients.values()) / total
         assert lines(runs[name])[0]["train_loss"] == pytest.approx(mean, rel=1e-13)
 
@@ -190,7 +190,7 @@ def test_a_summary_says_which_statistics_the_evaluation_used(runs: dict[str, Pat
 
 
 def test_the_accuracy_of_a_run_is_that_of_its_model_file(runs: dict[str, Path]) -> None:
-    data = load(Source("digits"))
+    data = load(Source(name="digits"))
     test = TestBatches(data.test, data.moments, 100)
     for name, norm in (("FedAvg", "bn"), ("Reestimated", "bn"), ("Static", "sbn"), ("Queried", "sbn")):
         state = load_file(runs[name] / "model.safetensors")

@@ -71,7 +71,7 @@ def test_square_boxes_lie_within_and_reach_every_place() -> None:
 
 def test_turned_images_equal_torchvision_s() -> None:
     images = torch.randint(1, 256, (20, 3, 24, 31), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found = random_rotate(images, torch.Generator().manual_seed(3))
+    found, _ = random_rotate(images, torch.arange(len(images)), torch.Generator().manual_seed(3))
     draws = torch.rand(20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     angles = (60 * draws - 30).tolist()
     assert min(angles) < -20
@@ -82,7 +82,7 @@ def test_turned_images_equal_torchvision_s() -> None:
 
 @pytest.mark.parametrize("kind", ["resized_crop", "rotate"])
 def test_what_a_client_sees_is_a_function_of_its_place(kind: str) -> None:
-    data = load(Source("digits"))
+    data = load(Source(name="digits"))
 
     def first(server_round: int, augment: tuple[str, ...] = (kind,)) -> torch.Tensor:
         batches = ClientBatches(

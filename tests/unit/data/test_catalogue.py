@@ -48,7 +48,7 @@ def test_an_entry_is_complete_in_itself(name: str) -> None:
 
 
 def test_the_embedded_digits_have_the_form_of_their_entry() -> None:
-    data, entry = load(Source("digits")), CATALOGUE["digits"]
+    data, entry = load(Source(name="digits")), CATALOGUE["digits"]
     assert entry.size is not None
     assert (data.classes, data.channels, data.size) == (entry.classes, entry.channels, (entry.size, entry.size))
     assert len(data.train.labels) == entry.examples
@@ -83,7 +83,7 @@ def test_a_clone_of_the_hub_loads_by_name(name: str, root: Path) -> None:
     folder, test, shape, rows, names, image = LAYOUTS[name]
     for split in ("train", test):
         write_parquet(root / name / f"{folder}{split}-00000-of-00001.parquet", shape, rows, names, image)
-    data = load(Source(name, root=str(root)))
+    data = load(Source(name=name, root=str(root)))
     entry = CATALOGUE[name]
     assert data.train.inputs.shape == (3, entry.channels, entry.size, entry.size)
     label = entry.label
@@ -107,8 +107,8 @@ def test_a_revision_of_the_hub_is_read_for_both_splits_and_recorded(
 
     write_parquet(root / "mnist.parquet", shape, rows, names, image)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert load(Source("mnist", revision="v1")).commit == "c" * 40
-    assert load(Source("owner/mnist")).commit == "c" * 40
+    assert load(Source(name="mnist", revision="v1")).commit == "c" * 40
+    assert load(Source(name="owner/mnist")).commit == "c" * 40
     assert asked == [
         ("ylecun/mnist", "train", "v1"),
         ("ylecun/mnist", "test", "c" * 40),
@@ -121,10 +121,10 @@ def test_a_revision_of_data_that_are_not_of_the_hub_is_refused(root: Path) -> No
     folder, test, shape, rows, names, image = LAYOUTS["mnist"]
     for split in ("train", test):
         write_parquet(root / "mnist" / f"{folder}{split}-00000-of-00001.parquet", shape, rows, names, image)
-    assert load(Source("mnist", root=str(root))).commit is None
+    assert load(Source(name="mnist", root=str(root))).commit is None
     for name, at in (("mnist", str(root)), (str(root / "mnist"), None), ("digits", None), ("module:own", None)):
         with pytest.raises(DataError, match=r"data\.revision is 'v1', which is for data sets of the hub"):
-            load(Source(name, root=at, revision="v1"))
+            load(Source(name=name, root=at, revision="v1"))
 
 
 def write_domainnet(root: Path) -> list[str]:
@@ -143,12 +143,12 @@ def write_domainnet(root: Path) -> list[str]:
 
 def test_domainnet_is_reduced_to_its_ten_classes(root: Path) -> None:
     kept = write_domainnet(root)
-    data = load(Source("domainnet10", root=str(root), size=8))
+    data = load(Source(name="domainnet10", root=str(root), size=8))
     assert data.class_names == tuple(kept)
     assert [kept[i] for i in data.train.labels] == ["bird", "zebra", "tiger"]
     assert data.domains is not None
     assert [data.domains.names[i] for i in data.domains.train] == ["sketch", "quickdraw", "clipart"]
-    whole = load(Source(str(root / "domainnet10"), size=8))
+    whole = load(Source(name=str(root / "domainnet10"), size=8))
     assert whole.classes == 12
     assert data.train.inputs.equal(whole.train.inputs[[1, 3, 4]]), "each image kept its label"
 
@@ -157,8 +157,8 @@ def test_grey_becomes_rgb_where_the_other_split_has_colour(root: Path) -> None:
     names = {"label": numbered(10)}
     write_parquet(root / "set" / "train.parquet", (6, 6), {"label": [1, 2]}, names, "image")
     write_parquet(root / "set" / "test.parquet", (6, 6, 3), {"label": [3]}, names, "image")
-    grey = load(Source(str(root / "set"), test="train"))
-    data = load(Source(str(root / "set")))
+    grey = load(Source(name=str(root / "set"), test="train"))
+    data = load(Source(name=str(root / "set")))
     assert (data.channels, grey.channels) == (3, 1)
     assert data.train.inputs.equal(grey.train.inputs.expand(-1, 3, -1, -1))
 
@@ -170,13 +170,13 @@ def test_the_variable_names_a_root_where_the_file_names_none(root: Path, monkeyp
     write_parquet(root / "mnist" / "train.parquet", (28, 28), {"label": [1]}, {"label": numbered(10)}, "image")
     write_parquet(root / "mnist" / "test.parquet", (28, 28), {"label": [2]}, {"label": numbered(10)}, "image")
     monkeypatch.setenv("FEDBN_DATA", str(root))
-    assert load(Source("mnist")).train.labels.tolist() == [1]
+    assert load(Source(name="mnist")).train.labels.tolist() == [1]
 
 
 def test_other_names_are_found_under_the_root_too(root: Path) -> None:
     write_parquet(root / "mine" / "train.parquet", (5, 5), {"kind": [1]}, {"kind": ["a", "b"]}, "photo")
     write_parquet(root / "mine" / "test.parquet", (5, 5), {"kind": [0]}, {"kind": ["a", "b"]}, "photo")
-    assert load(Source("mine", root=str(root))).class_names == ("a", "b")
+    assert load(Source(name="mine", root=str(root))).class_names == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -217,18 +217,18 @@ def test_a_named_set_with_another_number_of_classes_is_refused(root: Path) -> No
     for split in ("train", "test"):
         write_parquet(root / "cifar10" / f"{split}.parquet", (8, 8, 3), {"label": [1]}, {"label": numbered(7)}, "img")
     with pytest.raises(DataError, match=r"CIFAR-10\) has 10 classes, the data 7 in 'label'"):
-        load(Source("cifar10", root=str(root)))
+        load(Source(name="cifar10", root=str(root)))
 
 
 def test_an_unknown_domain_is_answered_with_the_nearest(root: Path) -> None:
     write_domainnet(root)
     with pytest.raises(DataError, match=r"'sketsh' is not a domain of 'domainnet10'; did you mean 'sketch'\?"):
-        load(Source("domainnet10", root=str(root), size=8, domains=["sketsh"]))
+        load(Source(name="domainnet10", root=str(root), size=8, domains=["sketsh"]))
 
 
 def test_domains_are_those_asked_for_in_that_order(root: Path) -> None:
     write_domainnet(root)
-    data = load(Source("domainnet10", root=str(root), size=8, domains=["sketch", "clipart"]))
+    data = load(Source(name="domainnet10", root=str(root), size=8, domains=["sketch", "clipart"]))
     assert data.domains is not None
     assert data.domains.names == ("sketch", "clipart")
     assert data.domains.train.tolist() == [0, 1]
@@ -264,7 +264,7 @@ def test_official_images_have_the_published_mean_and_deviation(root: Path) -> No
             root / "cifar10" / f"{split}.parquet", (32, 32, 3), {"label": [1, 2]}, {"label": numbered(10)}, "img"
         )
     run = run_of(f"data: {{name: cifar10, root: {root}}}")
-    data = load(Source("cifar10", root=str(root)))
+    data = load(Source(name="cifar10", root=str(root)))
     assert normalisation_of(run, data) == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
     measured = run_of(f"data: {{name: cifar10, root: {root}, normalise: moments}}")
     assert normalisation_of(measured, data) == data.moments
@@ -299,7 +299,7 @@ def write_folder(folder: Path, split: str, classes: dict[str, list[int]]) -> Non
 def test_a_folder_of_images_for_each_class_is_a_data_set(root: Path) -> None:
     write_folder(root, "train", {"cat": [1, 2], "dog": [3]})
     write_folder(root, "test", {"cat": [4], "dog": [5]})
-    data = load(Source(str(root)))
+    data = load(Source(name=str(root)))
     assert data.class_names == ("cat", "dog")
     assert sorted(data.train.labels.tolist()) == [0, 0, 1]
     dog = int((data.train.labels == 1).nonzero())
@@ -310,9 +310,9 @@ def test_a_folder_of_images_for_each_class_is_a_data_set(root: Path) -> None:
 def test_an_image_that_changed_is_read_again(root: Path) -> None:
     write_folder(root, "train", {"cat": [1], "dog": [3]})
     write_folder(root, "val", {"cat": [4], "dog": [5]})
-    before = load(Source(str(root))).train.inputs.clone()
+    before = load(Source(name=str(root))).train.inputs.clone()
     (root / "train" / "cat" / "1.png").write_bytes(picture(77, (5, 5, 3))["bytes"])
-    after = load(Source(str(root))).train.inputs
+    after = load(Source(name=str(root))).train.inputs
     assert not before.equal(after)
 
 
@@ -321,7 +321,7 @@ def test_an_unreadable_image_of_a_folder_is_named_by_its_file(root: Path) -> Non
     write_folder(root, "test", {"cat": [4], "dog": [5]})
     (root / "train" / "dog" / "3.png").write_bytes(b"not an image")
     with pytest.raises(DataError, match=r"the image in row 1 \(.*3\.png\) cannot be read"):
-        load(Source(str(root)))
+        load(Source(name=str(root)))
 
 
 # --- the real ones -----------------------------------------------------------
@@ -340,7 +340,7 @@ def test_real_domains_load(
     """Only test splits, as both splits, to be quick; sizes and modes are mixed in the files."""
     if not (shared_data / name).is_dir():
         pytest.skip(f"no {name}/ among the data sets")
-    data = load(Source(name, root=str(shared_data), train="test", size=size))
+    data = load(Source(name=name, root=str(shared_data), train="test", size=size))
     assert data.train.inputs.shape == (sum(counts), 3, size, size)
     assert data.domains is not None
     assert data.domains.names == domains
@@ -352,7 +352,7 @@ def test_official_moments_are_those_of_the_real_test_images(shared_data: Path) -
     """Within 0.01 of what 10,000 test images of Fashion-MNIST give."""
     if not (shared_data / "fashion_mnist").is_dir():
         pytest.skip("no fashion_mnist/ among the data sets")
-    found = load(Source("fashion_mnist", root=str(shared_data), train="test")).moments
+    found = load(Source(name="fashion_mnist", root=str(shared_data), train="test")).moments
     official = CATALOGUE["fashion_mnist"].moments
     assert official is not None
     assert found[0] == pytest.approx(official[0], abs=0.01)

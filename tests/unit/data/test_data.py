@@ -21,7 +21,7 @@ from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.partition.indices import partition
+from fedbn_flwr.data.partitions import partition
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, StorageError
 from tests.support.images import picture, pixels, png, write_split
@@ -30,7 +30,7 @@ from tests.support.images import picture, pixels, png, write_split
 
 
 def test_digits_are_all_there() -> None:
-    digits = load(Source("digits"))
+    digits = load(Source(name="digits"))
     assert digits.train.inputs.shape == (1438, 1, 8, 8)
     assert digits.test.inputs.shape == (359, 1, 8, 8)
     assert digits.train.inputs.dtype == torch.uint8
@@ -42,7 +42,7 @@ def test_digits_are_those_of_the_uci_test_set() -> None:
     """Alpaydin and Kaynak 1998: scikit-learn's copy, its class counts, and its first image, a zero in 17 shades."""
     from sklearn.datasets import load_digits
 
-    digits, copy = load(Source("digits")), load_digits()
+    digits, copy = load(Source(name="digits")), load_digits()
     is_test = np.arange(1_797) % 5 == 4
     for part, rows in ((digits.train, ~is_test), (digits.test, is_test)):
         assert part.inputs[:, 0].tolist() == np.rint(copy.images[rows] * 255 / 16).tolist()
@@ -64,8 +64,8 @@ def test_digits_are_those_of_the_uci_test_set() -> None:
 
 
 def test_digits_are_resized_if_asked() -> None:
-    assert load(Source("digits", size=8)).train.inputs.equal(load(Source("digits")).train.inputs)
-    assert load(Source("digits", size=(16, 12))).size == (16, 12)
+    assert load(Source(name="digits", size=8)).train.inputs.equal(load(Source(name="digits")).train.inputs)
+    assert load(Source(name="digits", size=(16, 12))).size == (16, 12)
 
 
 def test_moments_equal_those_of_torch_in_float64() -> None:
@@ -95,11 +95,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dirichlet": ("dirichlet", {"alpha": 1.0}),
     "consecutive": ("classes", {"classes_per_client": 5}),
 }
-# Drawn assignments may leave a class without a client, which is an error.
-DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
-    "first-deterministic": ("classes", {"classes_per_client": 5, "assignment": "first-deterministic"}),
-    "random": ("classes", {"classes_per_client": 5, "assignment": "random"}),
-}
 
 
 def classes_of(part: Tensor) -> set[int]:
@@ -121,25 +116,9 @@ def test_partition_loses_nothing_and_gives_nothing_twice(name: str, clients: int
             assert len(classes_of(part)) == 5
 
 
-@pytest.mark.parametrize("name", DRAWN)
-@settings(max_examples=12)
-@given(clients=st.integers(2, 12), seed=st.integers(0, 2**31 - 1))
-def test_drawn_classes_lose_nothing_or_say_so(name: str, clients: int, seed: int) -> None:
-    kind, options = DRAWN[name]
-    try:
-        parts = partition(SORTED, 10, clients, seed, kind, **options)
-    except DataError as caught:
-        error = str(caught)
-    else:
-        error = ""
-        assert torch.cat(parts).sort().values.tolist() == list(range(400))
-        assert [len(classes_of(part)) for part in parts] == [5] * clients
-    assert not error or "to no client" in error
-
-
-@pytest.mark.parametrize("name", KINDS | DRAWN)
+@pytest.mark.parametrize("name", KINDS)
 def test_partition_is_a_function_of_the_seed(name: str) -> None:
-    kind, options = (KINDS | DRAWN)[name]
+    kind, options = KINDS[name]
 
     def split(seed: int) -> list[list[int]]:
         return [part.tolist() for part in partition(SORTED, 10, 16, seed, kind, **options)]
@@ -274,7 +253,7 @@ def test_batches_of_one_image_are_all_kept() -> None:
 
 
 def test_augmented_batches_are_a_function_of_their_place() -> None:
-    data = load(Source("digits"))
+    data = load(Source(name="digits"))
 
     def first(seed: int = 0, **options: Any) -> Tensor:
         batches = ClientBatches(
@@ -290,7 +269,7 @@ def test_augmented_batches_are_a_function_of_their_place() -> None:
 
 
 def test_test_batches_are_all_images_in_order_normalised() -> None:
-    digits = load(Source("digits"))
+    digits = load(Source(name="digits"))
     batches = list(TestBatches(digits.test, digits.moments, 100))
     assert [len(labels) for _, labels in batches] == [100, 100, 100, 59]
     inputs = torch.cat([images for images, _ in batches])
@@ -310,7 +289,7 @@ def test_normalising_does_not_change_the_images() -> None:
 def test_crop_equals_a_loop_over_images() -> None:
     images = torch.randint(1, 256, (9, 3, 6, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     pad = 2
-    found = random_crop(images, pad, torch.Generator().manual_seed(4))
+    found, _ = random_crop(images, torch.zeros(len(images)), torch.Generator().manual_seed(4), pad=pad)
     corners = torch.randint(0, 2 * pad + 1, (2, 9, 1), generator=torch.Generator().manual_seed(4))
     assert len(set(corners.flatten().tolist())) == 5, "all places are drawn"
     for number, image in enumerate(images.numpy()):
@@ -323,7 +302,7 @@ def test_crop_equals_a_loop_over_images() -> None:
 
 def test_flip_equals_a_loop_over_images() -> None:
     images = torch.randint(0, 256, (20, 3, 4, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    (found,) = random_flip(torch.Generator().manual_seed(2), images)
+    found, _ = random_flip(images, torch.zeros(len(images)), torch.Generator().manual_seed(2))
     mirrored = (torch.rand(20, generator=torch.Generator().manual_seed(2)) < 0.5).tolist()
     assert 0 < sum(mirrored) < 20
     for number, image in enumerate(images.numpy()):
@@ -379,7 +358,7 @@ def test_parquet_loads_what_was_written(folder: Path) -> None:
     write_split(folder, "train-00000", [png(image) for image in train[:4]], [0, 1, 2, 0])
     write_split(folder, "train-00001", [png(image) for image in train[4:]], [1, 2])
     write_split(folder, "test", [png(image) for image in test], [2, 1, 0])
-    data = load(Source(str(folder)))
+    data = load(Source(name=str(folder)))
     np.testing.assert_array_equal(data.train.inputs.numpy(), np.stack(train).transpose(0, 3, 1, 2))
     np.testing.assert_array_equal(data.test.inputs.numpy(), np.stack(test).transpose(0, 3, 1, 2))
     assert data.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
@@ -390,21 +369,21 @@ def test_parquet_loads_what_was_written(folder: Path) -> None:
 
 def test_a_second_load_comes_from_the_cache(folder: Path) -> None:
     write_both(folder, pixels(3, (4, 4)), [0, 1, 2])
-    first = load(Source(str(folder)))
+    first = load(Source(name=str(folder)))
     cached = sorted((folder.parent / "cache").glob("*.npy"))
     assert cached
     stamps = [file.stat().st_mtime_ns for file in cached]
-    second = load(Source(str(folder)))
+    second = load(Source(name=str(folder)))
     assert second.train.inputs.equal(first.train.inputs)
     assert [file.stat().st_mtime_ns for file in cached] == stamps
 
 
 def test_a_changed_file_is_read_again(folder: Path) -> None:
     write_both(folder, pixels(3, (4, 4)), [0, 1, 2])
-    load(Source(str(folder)))
+    load(Source(name=str(folder)))
     new = pixels(3, (4, 4), seed=9)
     write_both(folder, new, [2, 2, 2])
-    data = load(Source(str(folder)))
+    data = load(Source(name=str(folder)))
     np.testing.assert_array_equal(data.train.inputs.numpy()[:, 0], np.stack(new))
     assert data.train.labels.tolist() == [2, 2, 2]
 
@@ -416,12 +395,12 @@ def cached(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("size", [0, 50, 140])
 def test_a_damaged_file_of_the_cache_is_made_again(folder: Path, size: int) -> None:
     write_both(folder, pixels(3, (4, 4)), [0, 1, 2])
-    first = load(Source(str(folder))).train.inputs.clone()
+    first = load(Source(name=str(folder))).train.inputs.clone()
     for file in cached(folder):
         with file.open("r+b") as opened:
             opened.truncate(size)
-    assert load(Source(str(folder))).train.inputs.equal(first)
-    assert load(Source(str(folder))).train.inputs.equal(first)
+    assert load(Source(name=str(folder))).train.inputs.equal(first)
+    assert load(Source(name=str(folder))).train.inputs.equal(first)
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_that_names_its_variable(
@@ -431,7 +410,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_its_variable(
     (folder.parent / "file").touch()
     monkeypatch.setenv("FEDBN_CACHE", str(folder.parent / "file" / "cache"))
     with pytest.raises(StorageError, match=r"file/cache', cannot be written: .*; set FEDBN_CACHE to a folder with 1 M"):
-        load(Source(str(folder)))
+        load(Source(name=str(folder)))
 
 
 def test_a_full_disk_leaves_no_part_of_a_file(folder: Path) -> None:
@@ -441,11 +420,11 @@ def test_a_full_disk_leaves_no_part_of_a_file(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, most))
     try:
         with pytest.raises(StorageError, match="cannot be written: File too large; set FEDBN_CACHE"):
-            load(Source(str(folder)))
+            load(Source(name=str(folder)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert cached(folder) == []
-    assert load(Source(str(folder))).size == (40, 40)
+    assert load(Source(name=str(folder))).size == (40, 40)
 
 
 def save(file: Path, array: np.ndarray) -> None:
@@ -464,9 +443,9 @@ def test_images_of_16_bits_are_scaled_to_8(folder: Path, kind: str) -> None:
             file.write_bytes(b"P5 4 2 65535 " + DEEP.astype(">u2").tobytes())
         elif kind == "tiff, big-endian":
             Image.frombytes("I;16B", (4, 2), DEEP.astype(">u2").tobytes()).save(file)
-    images = load(Source(str(folder))).train.inputs
+    images = load(Source(name=str(folder))).train.inputs
     assert images.tolist() == [[[[0, 0, 1, 1], [16, 156, 254, 255]]]]
-    assert load(Source(str(folder), stream=True)).train.files.example(0)[0].tolist() == images[0].tolist()
+    assert load(Source(name=str(folder), stream=True)).train.files.example(0)[0].tolist() == images[0].tolist()
 
 
 @pytest.mark.parametrize(("kind", "words"), [(np.int32, "whole"), (np.float32, "floating-point")])
@@ -476,20 +455,20 @@ def test_images_of_32_bits_are_an_error_that_names_the_file(folder: Path, kind: 
     with pytest.raises(
         DataError, match=rf"in row 0 \(.*a/0\.tiff\) has {words} numbers of 32 bits .* expected 8 or 16"
     ):
-        load(Source(str(folder)))
+        load(Source(name=str(folder)))
 
 
 def test_an_image_above_pillow_s_limit_is_named_by_its_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_both(folder, [pixels(1, shape)[0] for shape in ((4, 4), (8, 8))], [0, 1])
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20)
     with pytest.raises(DataError, match=r"row 1 cannot be read: .* exceeds limit of 40 pixels"):
-        load(Source(str(folder), size=4))
+        load(Source(name=str(folder), size=4))
 
 
 def test_grey_images_have_one_channel(folder: Path) -> None:
     images = pixels(3, (4, 4))
     write_both(folder, images, [0, 1, 2])
-    data = load(Source(str(folder)))
+    data = load(Source(name=str(folder)))
     np.testing.assert_array_equal(data.train.inputs.numpy()[:, 0], np.stack(images))
     assert data.channels == 1
 
@@ -497,7 +476,7 @@ def test_grey_images_have_one_channel(folder: Path) -> None:
 def test_grey_among_colour_is_repeated(folder: Path) -> None:
     grey, colour = pixels(1, (4, 4))[0], pixels(1, (4, 4, 3))[0]
     write_both(folder, [grey, colour], [0, 1])
-    data = load(Source(str(folder)))
+    data = load(Source(name=str(folder)))
     np.testing.assert_array_equal(data.train.inputs[0].numpy(), np.stack([grey] * 3))
     np.testing.assert_array_equal(data.train.inputs[1].numpy(), colour.transpose(2, 0, 1))
 
@@ -505,21 +484,26 @@ def test_grey_among_colour_is_repeated(folder: Path) -> None:
 def test_images_of_several_sizes_need_a_size(folder: Path) -> None:
     write_both(folder, [*pixels(1, (4, 4)), *pixels(1, (6, 5))], [0, 1])
     with pytest.raises(DataError, match=r"2 sizes \(4x4, 6x5, \.\.\.\); set data\.size"):
-        load(Source(str(folder)))
-    data = load(Source(str(folder), size=3))
+        load(Source(name=str(folder)))
+    data = load(Source(name=str(folder), size=3))
     assert data.train.inputs.shape == (2, 1, 3, 3)
 
 
 def test_each_size_is_cached_by_itself(folder: Path) -> None:
     write_both(folder, pixels(2, (8, 8)), [0, 1])
-    assert [load(Source(str(folder), size=size)).size for size in (4, 3, None, 4)] == [(4, 4), (3, 3), (8, 8), (4, 4)]
+    assert [load(Source(name=str(folder), size=size)).size for size in (4, 3, None, 4)] == [
+        (4, 4),
+        (3, 3),
+        (8, 8),
+        (4, 4),
+    ]
 
 
 def test_resizing_equals_that_of_pil(folder: Path) -> None:
     image = pixels(1, (9, 7, 3))[0]
     write_both(folder, [image], [0])
     expected = Image.fromarray(image).resize((4, 4), Image.Resampling.BILINEAR)
-    found = load(Source(str(folder), size=4)).train.inputs[0]
+    found = load(Source(name=str(folder), size=4)).train.inputs[0]
     np.testing.assert_array_equal(found.numpy(), np.asarray(expected).transpose(2, 0, 1))
 
 
@@ -527,14 +511,14 @@ def test_train_and_test_of_different_sizes_are_an_error(folder: Path) -> None:
     write_split(folder, "train", [png(image) for image in pixels(2, (4, 4))], [0, 1])
     write_split(folder, "test", [png(image) for image in pixels(2, (6, 6))], [0, 1])
     with pytest.raises(DataError, match=r"\(1, 4, 4\), test examples \(1, 6, 6\)"):
-        load(Source(str(folder)))
+        load(Source(name=str(folder)))
 
 
 def test_an_unreadable_image_is_named_by_its_row(folder: Path) -> None:
     write_split(folder, "train", [png(pixels(1, (4, 4))[0]), b"not an image"], [0, 1])
     write_split(folder, "test", [png(pixels(1, (4, 4))[0])], [0])
     with pytest.raises(DataError, match="the image in row 1 cannot be read"):
-        load(Source(str(folder)))
+        load(Source(name=str(folder)))
 
 
 def test_a_cut_off_image_is_named_by_its_row(folder: Path) -> None:
@@ -542,19 +526,19 @@ def test_a_cut_off_image_is_named_by_its_row(folder: Path) -> None:
     write_split(folder, "train", [whole, whole, whole[: len(whole) // 2]], [0, 1, 2])
     write_split(folder, "test", [whole], [0])
     with pytest.raises(DataError, match="the image in row 2 cannot be read"):
-        load(Source(str(folder)))
+        load(Source(name=str(folder)))
 
 
 def test_a_missing_image_is_named_by_its_row(folder: Path) -> None:
     write_split(folder, "train", [png(pixels(1, (4, 4))[0]), None], [0, 1])
     write_split(folder, "test", [png(pixels(1, (4, 4))[0])], [0])
     with pytest.raises(DataError, match="the image in row 1 cannot be read"):
-        load(Source(str(folder)))
+        load(Source(name=str(folder)))
 
 
 def test_labels_may_be_any_column(folder: Path) -> None:
     write_both(folder, pixels(4, (4, 4)), [2, 0, 1, 2])
-    data = load(Source(str(folder), label="number"))
+    data = load(Source(name=str(folder), label="number"))
     assert data.class_names == ("0", "10", "20")
     assert data.train.labels.tolist() == [2, 0, 1, 2]
 
@@ -569,7 +553,7 @@ def test_labels_may_be_any_column(folder: Path) -> None:
 def test_a_wrong_column_lists_the_columns(folder: Path, options: dict[str, str], message: str) -> None:
     write_both(folder, pixels(2, (4, 4)), [0, 1])
     with pytest.raises(DataError, match=message) as caught:
-        load(Source(str(folder), **options))
+        load(Source(name=str(folder), **options))
     assert "picture (Image), kind (ClassLabel), number (int64)" in str(caught.value)
 
 
@@ -601,12 +585,12 @@ def test_a_wrong_value_is_named_by_column_and_row(
     for split in ("train", "test"):
         datasets.Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}.parquet")
     with pytest.raises(DataError, match=message):
-        load(Source(str(folder), label="label"))
+        load(Source(name=str(folder), label="label"))
 
 
 def test_a_missing_folder_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no such file or folder; give a table"):
-        load(Source(str(tmp_path / "absent")))
+        load(Source(name=str(tmp_path / "absent")))
 
 
 @pytest.mark.parametrize("given", [{"name": "./pictures"}, {"name": "pictures"}, {"name": "pictures", "root": "."}])
@@ -629,31 +613,31 @@ def test_a_missing_split_lists_what_is_there(folder: Path) -> None:
         DataError,
         match=r"no validation\*\.parquet \(or \.csv, \.npz\) for data\.test='validation'; .* contains train\.parquet",
     ):
-        load(Source(str(folder), test="validation"))
+        load(Source(name=str(folder), test="validation"))
 
 
 def test_a_file_that_is_no_parquet_is_named(folder: Path) -> None:
     write_both(folder, pixels(1, (4, 4)), [0])
     (folder / "train.parquet").write_bytes(b"not a table")
     with pytest.raises(DataError, match=r"cannot read .*train\.parquet"):
-        load(Source(str(folder)))
+        load(Source(name=str(folder)))
 
 
 def test_splits_with_different_classes_are_an_error(folder: Path) -> None:
     write_split(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
     write_split(folder, "test", [png(pixels(1, (4, 4))[0])], [0], classes=2)
     with pytest.raises(DataError, match="training split has 3 classes in 'kind', the test split 2"):
-        load(Source(str(folder)))
+        load(Source(name=str(folder)))
 
 
 def test_a_hub_name_without_a_network_is_an_error_that_names_it() -> None:
     with pytest.raises(DataError, match=r"'no-user/no-set' with data\.train='train' cannot be loaded"):
-        load(Source("no-user/no-set"))
+        load(Source(name="no-user/no-set"))
 
 
 def test_an_unknown_name_without_an_owner_is_refused_without_asking_the_hub() -> None:
     with pytest.raises(DataError, match=r"'cifar11': there is no such data set; .*OWNER/NAME.*did you mean 'cifar10'"):
-        load(Source("cifar11"))
+        load(Source(name="cifar11"))
 
 
 def test_real_mnist_loads(shared_data: Path) -> None:
@@ -661,7 +645,7 @@ def test_real_mnist_loads(shared_data: Path) -> None:
     folder = shared_data / "mnist"
     if not folder.is_dir():
         pytest.skip("no mnist/ among the data sets")
-    mnist = load(Source(str(folder), train="test"))
+    mnist = load(Source(name=str(folder), train="test"))
     assert mnist.train.inputs.shape == (10_000, 1, 28, 28)
     assert mnist.classes == 10
     # The published counts of MNIST's test digits.

@@ -74,7 +74,7 @@ def test_own_test_images_are_those_of_the_client_s_domain(data: Path) -> None:
     text = f"{{clients: 4, data: {{name: {data}, partition: {{kind: domain}}}}}}"
     (run,) = read_experiment(parse_yaml(text)).runs
     own = own_test(run.data, 4, 0, "cpu")
-    dataset = load(Source(str(data)))
+    dataset = load(Source(name=str(data)))
     assert dataset.domains is not None
     assert dataset.domains.names == ("farm yard", "sea")
     assert torch.cat(own).sort().values.tolist() == list(range(8))
@@ -84,9 +84,9 @@ def test_own_test_images_are_those_of_the_client_s_domain(data: Path) -> None:
 
 
 def test_rows_by_domain_leave_out_domains_without_test_images(data: Path) -> None:
-    rows = rows_by_domain(load(Source(str(data), domains=["sea", "farm yard"])))
+    rows = rows_by_domain(load(Source(name=str(data), domains=["sea", "farm yard"])))
     assert {name: found.tolist() for name, found in rows.items()} == {"sea": [0, 2, 3, 4, 5], "farm_yard": [1, 6, 7]}
-    assert rows_by_domain(load(Source("digits"))) == {}
+    assert rows_by_domain(load(Source(name="digits"))) == {}
 
 
 def test_a_domain_may_have_the_word_images_in_its_name() -> None:

@@ -15,7 +15,7 @@ from flwr_datasets import partitioner as partitioners
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.data.partition.indices import partition
+from fedbn_flwr.data.partitions import partition
 from fedbn_flwr.errors import DataError
 
 
@@ -33,12 +33,6 @@ def dirichlet(draw: st.DrawFn, clients: int, images: int) -> tuple[str, dict[str
     return "dirichlet", {"alpha": alpha, "min_size": least}, "DirichletPartitioner", options
 
 
-def classes(draw: st.DrawFn, clients: int, images: int) -> tuple[str, dict[str, Any], str, dict[str, Any]]:
-    each, assignment = draw(st.integers(1, 10)), draw(st.sampled_from(["random", "first-deterministic"]))
-    options = {"num_classes_per_partition": each, "class_assignment_mode": assignment}
-    return "classes", {"classes_per_client": each, "assignment": assignment}, "PathologicalPartitioner", options
-
-
 def shards(draw: st.DrawFn, clients: int, images: int) -> tuple[str, dict[str, Any], str, dict[str, Any]]:
     each = draw(st.integers(1, 4))
     options = {"shard_size": -(-images // (clients * each)), "keep_incomplete_shard": True}
@@ -52,7 +46,7 @@ def cases(draw: st.DrawFn, kind: Any) -> tuple[Any, ...]:
     return labels, clients, draw(st.integers(0, 2**31 - 1)), *kind(draw, clients, images)
 
 
-@pytest.mark.parametrize("kind", [dirichlet, classes, shards], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [dirichlet, shards], ids=lambda kind: kind.__name__)
 def test_the_images_are_those_of_flower(kind: Any) -> None:
     compared = 0
 

@@ -48,7 +48,7 @@ def write_domainnet(root: Path, domains: tuple[str, ...] = DOMAINS) -> Path:
 @pytest.mark.parametrize("stream", [False, True])
 def test_domainnet_s_own_lists_make_its_splits(root: Path, stream: bool) -> None:
     write_domainnet(root)
-    data = load(Source("domainnet10", root=str(root), size=4, stream=stream))
+    data = load(Source(name="domainnet10", root=str(root), size=4, stream=stream))
     assert data.class_names == KEPT
     assert (len(data.train.labels), len(data.test.labels)) == (6 * 10 * 2, 6 * 10)
     assert data.domains is not None
@@ -62,7 +62,7 @@ def test_domainnet_s_own_lists_make_its_splits(root: Path, stream: bool) -> None
 
 def test_a_copy_may_have_some_domains_only(root: Path) -> None:
     write_domainnet(root, ("real", "clipart"))
-    data = load(Source("domainnet10", root=str(root), size=4))
+    data = load(Source(name="domainnet10", root=str(root), size=4))
     assert data.domains is not None
     assert data.domains.names == ("clipart", "real")
     assert set(rows_by_domain(data)) == {"clipart", "real"}
@@ -73,7 +73,7 @@ def test_a_folder_of_any_name_with_such_lists_has_all_its_classes(root: Path) ->
     for name in ("aircraft_carrier", "zigzag"):
         for i in range(3):
             picture(folder / f"sketch/{name}/sketch_{NUMBERS[name]:03}_{i:06}.jpg", 0)
-    assert load(Source(str(folder), size=4)).classes == 12
+    assert load(Source(name=str(folder), size=4)).classes == 12
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_a_bad_line_of_a_list_is_named(root: Path, line: str, message: str) -> N
     with (folder / "real_train.txt").open("a") as file:
         file.write(line + "\n")
     with pytest.raises(DataError, match=message):
-        load(Source("domainnet10", root=str(root)))
+        load(Source(name="domainnet10", root=str(root)))
 
 
 def test_half_of_a_pair_of_lists_is_an_error(root: Path) -> None:
     folder = write_domainnet(root, ("real",))
     (folder / "real_test.txt").unlink()
     with pytest.raises(DataError, match=r"cannot read .*real_test\.txt.*No such file"):
-        load(Source("domainnet10", root=str(root)))
+        load(Source(name="domainnet10", root=str(root)))
 
 
 def write_office(root: Path) -> dict[str, int]:
@@ -111,7 +111,7 @@ def test_office_caltech_without_lists_tests_on_every_fifth_image(root: Path) -> 
     counts = write_office(root)
     (run,) = read_experiment(parse_yaml(f"{{clients: 4, data: {{name: office_caltech10, root: {root}}}}}")).runs
     assert run.data.augment == ("flip", "rotate")
-    data = load(Source("office_caltech10", root=str(root), size=4))
+    data = load(Source(name="office_caltech10", root=str(root), size=4))
     assert data.domains is not None
     assert data.domains.test is not None
     assert data.domains.names == tuple(counts)
@@ -133,6 +133,6 @@ def test_each_domain_is_a_client(root: Path) -> None:
 def test_without_a_copy_the_layouts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FEDBN_DATA", raising=False)
     with pytest.raises(DataError, match=r"not on the Hugging Face hub; give data\.root .* leftImg8bit/ and gtFine/"):
-        load(Source("cityscapes"))
+        load(Source(name="cityscapes"))
     with pytest.raises(DataError, match=r"office_caltech10/ with train\*\.parquet and test\*\.parquet, or DOMAIN/"):
-        load(Source("office_caltech10"))
+        load(Source(name="office_caltech10"))

@@ -45,7 +45,7 @@ def write_folders(folder: Path, **splits: dict[str, int]) -> Path:
 
 def values_by_class(name: Path, **options: Any) -> dict[str, dict[str, int]]:
     """The grey value of each class by split; its images have the number of its name."""
-    dataset = load(Source(str(name), **options))
+    dataset = load(Source(name=str(name), **options))
     return {
         split: {
             dataset.class_names[label]: int(images.inputs[images.labels == label].unique())
@@ -60,7 +60,7 @@ def test_test_images_may_lack_a_class_and_training_images_too(tmp_path: Path) ->
     splits = {"train": {"cat": 10, "owl": 30}, "test": {"dog": 20, "owl": 30}}
     folder = write_folders(tmp_path / "folders", **splits)
     assert values_by_class(folder) == splits
-    assert load(Source(str(folder))).class_names == tuple(whole)
+    assert load(Source(name=str(folder))).class_names == tuple(whole)
     for part, labels in splits.items():
         table = {"image": [png(value) for value in labels.values()], "kind": list(labels)}
         pd.DataFrame(table).to_parquet(tmp_path / f"{part}.parquet")
@@ -79,7 +79,7 @@ def test_sites_with_other_classes_number_them_as_all_do(tmp_path: Path) -> None:
         assert dataset.class_names == names
         assert dataset.train.labels.tolist() == labels
     with pytest.raises(DataError, match=r"has the class 'owl' in 'label', which is not in data\.class_names; .*'cow'"):
-        load(Source(str(south), class_names=("dog", "cow")))
+        load(Source(name=str(south), class_names=("dog", "cow")))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_parquet_files_of_other_programs_are_read(form: str, tmp_path: Path) -> 
             "paths": [str(tmp_path / f"{value}.png") for value in (low, high)],
         }[form]
         pd.DataFrame({"photo": column, "label": [0, 1]}).to_parquet(tmp_path / f"{split}.parquet")
-    found = load(Source(str(tmp_path), inputs="photo" if form == "paths" else None, label="label"))
+    found = load(Source(name=str(tmp_path), inputs="photo" if form == "paths" else None, label="label"))
     assert found.train.inputs[:, 0, 0, 0].tolist() == [10, 20]
     assert found.test.inputs[:, 0, 0, 0].tolist() == [30, 40]
 
@@ -132,7 +132,7 @@ def test_a_saved_datasetdict_is_a_folder_of_data(test: str, tmp_path: Path) -> N
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     assert values_by_class(tmp_path / "saved") == {"train": {"cat": 10, "dog": 20}, "test": {"cat": 30, "dog": 40}}
     with pytest.raises(DataError, match=r"no other.* for data\.test='other'; .* contains .*train"):
-        load(Source(str(tmp_path / "saved"), test="other"))
+        load(Source(name=str(tmp_path / "saved"), test="other"))
     shutil.rmtree(tmp_path / "saved" / "train")
     with pytest.raises(DataError, match="cannot read it"):
-        load(Source(str(tmp_path / "saved")))
+        load(Source(name=str(tmp_path / "saved")))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedbn_flwr.data.dataset import Groups
-from fedbn_flwr.data.partition.indices import partition
+from fedbn_flwr.data.partitions import partition
 from fedbn_flwr.errors import DataError
 
 SORTED = torch.arange(10).repeat_interleave(40)  # 400 images of ten classes
@@ -21,7 +21,6 @@ SITES = Groups(("attic", "barn", "cellar"), torch.arange(400) % 3, None)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "shards": ("shards", {"shards_per_client": 2}),
     "unbalanced_shards": ("unbalanced_shards", {"shard_size": 5, "min_shards": 1, "max_shards": 40}),
-    "dirichlet by client": ("dirichlet", {"alpha": 1.0, "by": "client"}),
     "domain": ("domain", {"groups": SITES}),
     "natural": ("natural", {"groups": SITES}),
 }
@@ -123,30 +122,6 @@ def test_fedtan_sweep_client_i_holds_k_classes_from_2i_on(k: int) -> None:
         assert {label for label, n in enumerate(counts) if n} == own
         assert len(part) == 120
         assert [counts[label] for label in sorted(own)] == [60 // (k // 2)] * k
-
-
-# --- Dirichlet ---------------------------------------------------------------
-
-
-def test_by_client_all_are_of_equal_size_and_by_class_they_are_not() -> None:
-    by_client = [len(p) for p in partition(SORTED, 10, 8, 0, "dirichlet", alpha=0.5, by="client")]
-    by_class = [len(p) for p in partition(SORTED, 10, 8, 0, "dirichlet", alpha=0.5)]
-    assert by_client == [50] * 8
-    assert len(set(by_class)) > 4
-
-
-@pytest.mark.parametrize("alpha", [1e-3, 0.1])
-def test_a_small_alpha_by_client_gives_few_classes_and_loses_nothing(alpha: float) -> None:
-    """Here the early clients use up their classes, and the last clients get the remaining examples."""
-    parts = partition(SORTED, 10, 10, 0, "dirichlet", alpha=alpha, by="client")
-    assert [len(part) for part in parts] == [40] * 10
-    assert np.mean([np.count_nonzero(held(part)) for part in parts]) < 4
-
-
-def test_a_large_alpha_by_client_gives_each_the_mix_of_all() -> None:
-    labels = torch.arange(10).repeat_interleave(400)
-    parts = partition(labels, 10, 4, 0, "dirichlet", alpha=1e6, by="client")
-    assert all(40 < n < 160 for part in parts for n in held(part, labels))
 
 
 # --- groups ------------------------------------------------------------------

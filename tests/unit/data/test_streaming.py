@@ -76,7 +76,7 @@ def test_batches_are_those_of_images_in_memory(
 ) -> None:
     """Bit for bit."""
     fill(folder, shapes)
-    memory, stream = load(Source(str(folder), stream=False)), load(Source(str(folder), stream=True))
+    memory, stream = load(Source(name=str(folder), stream=False)), load(Source(name=str(folder), stream=True))
     assert isinstance(memory.train, InMemory)
     assert isinstance(stream.train, Stream)
     assert (stream.channels, stream.size, stream.class_names) == (memory.channels, memory.size, memory.class_names)
@@ -92,7 +92,7 @@ def test_batches_are_those_of_images_in_memory(
 def test_images_of_several_sizes_equal_memory_except_resized_crops(folder: Path) -> None:
     fill(folder, [(20 + i, 30 - i, 3) for i in range(10)])
     for fit in ("stretch", "crop"):
-        memory, stream = (load(Source(str(folder), size=12, fit=fit, stream=how)) for how in (False, True))
+        memory, stream = (load(Source(name=str(folder), size=12, fit=fit, stream=how)) for how in (False, True))
         assert same(epochs(stream, ("flip",)), epochs(memory, ("flip",)))
         assert same(
             list(TestBatches(stream.test, stream.moments, 2)), list(TestBatches(memory.test, stream.moments, 2))
@@ -103,7 +103,7 @@ def test_images_of_several_sizes_equal_memory_except_resized_crops(folder: Path)
 @pytest.mark.parametrize("readers", [1, 5])
 def test_the_number_of_readers_changes_nothing(folder: Path, readers: int) -> None:
     fill(folder, [(20 + i, 30 - i, 3) for i in range(10)])
-    few, many = (load(Source(str(folder), size=12, stream=True, readers=n)) for n in (2, readers))
+    few, many = (load(Source(name=str(folder), size=12, stream=True, readers=n)) for n in (2, readers))
     assert same(epochs(few), epochs(many))
 
 
@@ -111,7 +111,7 @@ def test_a_resized_crop_is_cut_from_the_image_in_its_own_size(folder: Path) -> N
     """As torchvision does it with a PIL image: crop first, then resize; enlarged pixels may differ by one."""
     fill(folder, [(40, 60, 3)] * 4)
     (original,) = pixels(1, (40, 60, 3), 0)
-    split = load(Source(str(folder), size=16, stream=True)).train
+    split = load(Source(name=str(folder), size=16, stream=True)).train
     assert isinstance(split, Stream)
     window = Window.drawn(200, None, torch.Generator().manual_seed(0))
     shrunk = 0
@@ -130,7 +130,7 @@ def test_a_resized_crop_is_cut_from_the_image_in_its_own_size(folder: Path) -> N
 def test_a_centre_crop_is_that_of_torchvision(folder: Path, shape: tuple[int, int]) -> None:
     """Resize(64) and CenterCrop(56), the proportion of ImageNet's 256 and 224; an image of 56x56 is unchanged."""
     fill(folder, [(*shape, 3)] * 4)
-    split = load(Source(str(folder), size=56, fit="crop", stream=True)).train
+    split = load(Source(name=str(folder), size=56, fit="crop", stream=True)).train
     assert isinstance(split, Stream)
     picture = Image.fromarray(pixels(1, (*shape, 3), 0)[0])
     expected = picture if shape == (56, 56) else tv.center_crop(tv.resize(picture, [64]), [56, 56])
@@ -181,18 +181,18 @@ def test_an_epoch_that_ends_early_leaves_no_threads_behind() -> None:
 def test_sets_larger_than_the_budget_stay_on_disk(folder: Path) -> None:
     fill(folder, [(16, 16, 3)] * 20)
     needed = 24 * 16 * 16 * 3 / 2**30
-    assert isinstance(load(Source(str(folder))).train, InMemory)
-    assert isinstance(load(Source(str(folder), memory=1.01 * needed)).train, InMemory)
-    assert isinstance(load(Source(str(folder), memory=0.99 * needed)).train, Stream)
-    assert isinstance(load(Source(str(folder), size=32, memory=1.01 * needed)).train, Stream)
-    assert isinstance(load(Source(str(folder), size=8, memory=0.99 * needed)).train, InMemory)
-    assert isinstance(load(Source(str(folder), memory=1e-9, stream=False)).train, InMemory)
+    assert isinstance(load(Source(name=str(folder))).train, InMemory)
+    assert isinstance(load(Source(name=str(folder), memory=1.01 * needed)).train, InMemory)
+    assert isinstance(load(Source(name=str(folder), memory=0.99 * needed)).train, Stream)
+    assert isinstance(load(Source(name=str(folder), size=32, memory=1.01 * needed)).train, Stream)
+    assert isinstance(load(Source(name=str(folder), size=8, memory=0.99 * needed)).train, InMemory)
+    assert isinstance(load(Source(name=str(folder), memory=1e-9, stream=False)).train, InMemory)
 
 
 def test_moments_of_a_stream_are_those_of_512_images(folder: Path) -> None:
     """Evenly spread: of 1,023 images these are numbers 0, 2, ..., 1,022."""
     fill(folder, [(5, 5, 3)] * 1_023)
-    memory, stream = load(Source(str(folder), stream=False)), load(Source(str(folder), stream=True))
+    memory, stream = load(Source(name=str(folder), stream=False)), load(Source(name=str(folder), stream=True))
     assert isinstance(memory.train, InMemory)
     some = memory.train.inputs[::2].double() / 255
     assert stream.moments[0] == pytest.approx(some.mean((0, 2, 3)).tolist())
@@ -214,7 +214,7 @@ def breaking(folder: Path, bad: int, image: bytes = b"not an image", count: int 
 def test_an_unreadable_image_among_those_tried_is_found_before_training(folder: Path, bad: int) -> None:
     breaking(folder, bad)
     with pytest.raises(DataError, match=f"the image in row {bad} cannot be read"):
-        load(Source(str(folder), stream=True))
+        load(Source(name=str(folder), stream=True))
 
 
 OTHER = {
@@ -226,7 +226,7 @@ OTHER = {
 @pytest.mark.parametrize("message", OTHER)
 def test_an_unfit_image_that_was_not_tried_is_named_when_it_is_read(folder: Path, message: str) -> None:
     breaking(folder, 12, OTHER[message])
-    data = load(Source(str(folder), stream=True))
+    data = load(Source(name=str(folder), stream=True))
     with pytest.raises(DataError, match=f"the image in row 12 {message}"):
         epochs(data, ())
 
@@ -236,7 +236,7 @@ def test_colour_among_grey_is_named(folder: Path) -> None:
     images[12] = png(pixels(1, (6, 6, 3))[0])
     write_split(folder, "train", images, [0] * 40)
     write_split(folder, "test", images[:1], [0])
-    data = load(Source(str(folder), stream=True))
+    data = load(Source(name=str(folder), stream=True))
     assert data.channels == 1
     with pytest.raises(DataError, match=r"the image in row 12 has colour.*data\.stream to false"):
         epochs(data, ())
@@ -245,7 +245,7 @@ def test_colour_among_grey_is_named(folder: Path) -> None:
 def test_images_of_several_sizes_need_a_size(folder: Path) -> None:
     fill(folder, [(6, 6), (6, 6), (7, 6), (6, 6)])
     with pytest.raises(DataError, match=r"images of 2 sizes \(6x6, 7x6, \.\.\.\); set data\.size"):
-        load(Source(str(folder), stream=True))
+        load(Source(name=str(folder), stream=True))
 
 
 def test_training_on_a_broken_image_ends_with_its_row(
@@ -262,7 +262,7 @@ def test_the_embedded_digits_do_not_stream() -> None:
     with pytest.raises(
         DataError, match=r"data\.stream is true, which is for files, but the examples of 'digits' are arrays"
     ):
-        load(Source("digits", stream=True))
+        load(Source(name="digits", stream=True))
 
 
 # --- runs --------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_a_folder_without_classes_says_what_it_should_hold(folder: Path) -> None
     (folder / "train").mkdir()
     (folder / "train" / "1.JPEG").write_bytes(jpeg((5, 5), 0))
     with pytest.raises(DataError, match=r"train/ contains 1 images outside of class folders; expected .*train/CLASS/"):
-        load(Source(str(folder)))
+        load(Source(name=str(folder)))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet, fewer
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.moments import moments_from, sums_of
-from fedbn_flwr.data.partition.indices import partition, share_test
+from fedbn_flwr.data.partitions import partition, share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.data import own_test, partition_of, shape_without_data
@@ -37,7 +37,7 @@ def cancer() -> pd.DataFrame:
 
 
 def opened(file: Path, **options: Any) -> DataSet:
-    return load(Source(str(file), **options))
+    return load(Source(name=str(file), **options))
 
 
 @pytest.fixture(scope="module")

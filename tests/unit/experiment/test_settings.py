@@ -29,8 +29,8 @@ def test_an_unknown_key_two_levels_down() -> None:
 
 
 def test_an_unknown_key_of_a_partition_is_answered_by_its_kind() -> None:
-    found = fault("data: {partition: {kind: classes, classes_per_client: 2, asignment: random}}")
-    assert "unknown key 'data.partition.asignment' (= 'random'); did you mean 'assignment'?" in found
+    found = fault("data: {partition: {kind: classes, class_per_client: 2}}")
+    assert "unknown key 'data.partition.class_per_client' (= 2); did you mean 'classes_per_client'?" in found
     found = fault("data: {partition: {kind: iid, alpha: 1}}")
     assert "unknown key 'data.partition.alpha' (= 1)" in found
     assert "min_size" not in found

@@ -80,7 +80,7 @@ def test_the_command_prints_the_table_and_writes_the_plot(tmp_path: Path, capsys
     words = ["clients=5", "data.partition={kind: classes, classes_per_client: 2}"]
     assert cli.main(["partition", "quick", *words, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "digits: classes, classes_per_client=2, assignment=consecutive, clients=5, seed=0" in printed
+    assert "digits: classes, classes_per_client=2, clients=5, seed=0" in printed
     rows = [line.split() for line in printed.splitlines() if line[:1].isdigit()]
     assert [row[2] for row in rows] == ["2"] * 5
     assert sum(int(row[1]) for row in rows) == 1438

@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
 
 def accuracy(result: Result, model: nn.Module) -> float:
     """On the test examples of the digits, in plain PyTorch."""
-    images, labels, _ = next(iter(load(Source("digits")).test.batches(whole_set())))
+    images, labels, _ = next(iter(load(Source(name="digits")).test.batches(whole_set())))
     with torch.no_grad():
         predicted = model(result.normalise()(images / 255)).argmax(1)
     return float((predicted == labels).float().mean())

@@ -27,7 +27,7 @@ WITHOUT = {
 torch.set_num_threads(1)
 made = environment()
 print(f"# commit {made['commit']}; {made['processor']}; torch {made['versions']['torch']}", flush=True)
-data = load(Source("office_caltech10", size=128))
+data = load(Source(name="office_caltech10", size=128))
 images, labels = data.train.images, data.train.labels
 mean, std = (torch.tensor(values)[:, None, None] for values in data.moments)
 order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))

@@ -116,7 +116,7 @@ def test_a_log_has_a_line_in_ten_seconds_of_a_long_round(
 def drawn(progress: Progress, width: int) -> list[str]:
     console = Console(width=width, legacy_windows=False)
     with console.capture() as captured:
-        console.print(Group(progress.render()))  # print() itself would lose its no_wrap
+        console.print(Group(progress.render()))  # without Group, print() would lose its no_wrap
     return [line.rstrip() for line in captured.get().splitlines() if line.strip()]
 
 

@@ -1,25 +1,29 @@
-"""The kinds of partition: one function each, which assigns rows to clients by labels or groups.
+"""Partitions: which client has which training examples, and which share of the test examples.
 
-To add a kind, write its function. Its keyword-only arguments, with types and defaults, are the settings of the kind;
-the first line of its docstring describes the examples of one client. A kind that Flower has too makes the same draws as
-Flower's partitioner, so both give the same partition for a seed. indices.py checks every partition.
+A kind of partition is a function, which assigns rows to clients by labels or groups. To add one, write its function.
+Its keyword-only arguments, with types and defaults, are the settings of the kind; the first line of its docstring
+describes the examples of one client. A kind that Flower has too makes the same draws as Flower's partitioner, so both
+give the same partition for a seed. `partition` checks every one.
 """
 # Without `from __future__ import annotations`: pydantic needs the types in the signatures, not their names.
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, create_model
+import torch
+from pydantic import ConfigDict, Field, create_model
+from torch import Tensor
 
+from fedbn_flwr import named, seeding
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.schema import Positive, Section
 
-if TYPE_CHECKING:
-    from fedbn_flwr.data.dataset import Groups
+from .dataset import Groups
 
-Positive = Annotated[int, Field(ge=1, le=1_000_000)]
+KEY = "data.partition.kind"
 Labels = np.ndarray  # int64 [N], the class of each example
 Parts = list[np.ndarray]  # the row numbers of each client
 
@@ -30,7 +34,7 @@ class Rows:
 
     labels: Labels
     classes: int  # their number
-    groups: "Groups | None"  # domains, or the groups of a natural partition
+    groups: Groups | None  # domains, or the groups of a natural partition
 
     def by_group(self) -> dict[str, np.ndarray]:
         """The row numbers of each group that has any, in the order of the groups."""
@@ -40,10 +44,8 @@ class Rows:
         return {name: group for name, group in found.items() if len(group)}
 
 
-class Options(BaseModel):
+class Options(Section):
     """`data.partition` of an experiment; each kind is a subclass with its settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     assign: ClassVar[Callable[..., Parts]]  # (rows, clients, seed, **options)
     by_class: ClassVar[bool] = False  # whether each example must have one class
@@ -108,19 +110,14 @@ def dirichlet(
     *,
     alpha: Annotated[float, Field(gt=0)],
     min_size: Annotated[int, Field(ge=0)] = 1,  # smallest number of examples of a client
-    by: Literal["class", "client"] = "class",
 ) -> Parts:
     """Images of all classes in random proportions, more alike with a larger `alpha`.
 
-    `by: class`, as in Flower's `DirichletPartitioner`: for each class, the clients' shares are drawn (Yurochkin et al.
-    2019), so sizes differ too. `by: client`, as in Hsu et al. 2019: each client's class proportions are drawn, with
-    concentration alpha times the overall proportions, and all clients have the same size; `min_size` is ignored.
+    As in Flower's `DirichletPartitioner`, the clients' shares of each class are drawn (Yurochkin et al. 2019), so sizes
+    differ too.
     """
-    labels = rows.labels
-    if by == "client":
-        return _dirichlet_by_client(labels, clients, seed, alpha)
     rng = np.random.default_rng(seed)
-    of_class = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    of_class = [np.flatnonzero(rows.labels == label) for label in np.unique(rows.labels)]
     for _ in range(_DRAWS):
         ends = [np.cumsum(rng.dirichlet(np.full(clients, alpha)))[:-1] * len(images) for images in of_class]
         pieces = [np.split(images, end.astype(int)) for images, end in zip(of_class, ends, strict=True)]
@@ -133,78 +130,26 @@ def dirichlet(
     )
 
 
-def _dirichlet_by_client(labels: Labels, clients: int, seed: int, alpha: float) -> Parts:
-    # Flower's InnerDirichletPartitioner draws example by example and divides zero by zero when no examples of a
-    # client's classes are left, which is likely with a small alpha. Here such a client draws from the remaining ones.
-    rng = np.random.default_rng(seed)
-    classes, counts = np.unique(labels, return_counts=True)
-    rows = [rng.permutation(np.flatnonzero(labels == label)) for label in classes]
-    mixes = rng.dirichlet(alpha * counts / len(labels), size=clients)  # q ~ Dir(alpha p), p the mix of all
-    sizes = [len(part) for part in np.array_split(labels, clients)]
-    left = counts.copy()
-    parts = []
-    for mix, size in zip(mixes, sizes, strict=True):
-        held = np.zeros_like(left)
-        while (need := size - int(held.sum())) > 0:
-            room = left - held
-            share = np.where(room > 0, mix, 0.0)
-            share = share / share.sum() if share.sum() > 1e-12 else room / room.sum()
-            held += np.minimum(rng.multinomial(need, share), room)
-        parts.append(np.concatenate([some[n - k : n] for some, n, k in zip(rows, left, held, strict=True)]))
-        left -= held
-    return parts
-
-
 @kind(by_class=True)
-def classes(
-    rows: Rows,
-    clients: int,
-    seed: int,
-    *,
-    classes_per_client: Positive,
-    assignment: Literal["consecutive", "random", "first-deterministic"] = "consecutive",
-) -> Parts:
+def classes(rows: Rows, clients: int, seed: int, *, classes_per_client: Positive) -> Parts:
     """`classes_per_client` classes; the clients that have a class share it equally.
 
-    `consecutive`: client i starts at class i * classes / clients and wraps around (FedTAN's setting);
-    `first-deterministic` and `random` as in Flower's `PathologicalPartitioner`.
+    Client i starts at class i * classes / clients and wraps around (FedTAN's setting).
     """
-    labels, drawn = rows.labels, assignment != "consecutive"
-    known = np.unique(labels) if drawn else np.arange(rows.classes)
-    if classes_per_client > len(known):
-        raise DataError(
-            f"data.partition.classes_per_client={classes_per_client}, but the data has {len(known)} classes"
-        )
-    rng = np.random.default_rng(seed)
-    if assignment == "random":
-        held = [rng.choice(known, size=classes_per_client, replace=False) for _ in range(clients)]
-    elif drawn:
-        held = [_first_and_drawn(known, client, classes_per_client, rng) for client in range(clients)]
-    else:  # not Flower's "deterministic", which has only six of ten classes for five clients of two each
-        firsts = [client * len(known) // clients for client in range(clients)]
-        held = [(first + np.arange(classes_per_client)) % len(known) for first in firsts]
-    order = np.arange(len(labels)) if drawn else rng.permutation(len(labels))
-    shuffled = labels[order]
+    known = rows.classes
+    if classes_per_client > known:
+        raise DataError(f"data.partition.classes_per_client={classes_per_client}, but the data has {known} classes")
+    # Not Flower's "deterministic", which has only six of ten classes for five clients of two each.
+    firsts = [client * known // clients for client in range(clients)]
+    order = np.random.default_rng(seed).permutation(len(rows.labels))
+    shuffled = rows.labels[order]
     pieces: list[Parts] = [[] for _ in range(clients)]
-    for label in known:
-        of_label = order[shuffled == label]
-        holders = [client for client, own in enumerate(held) if label in own]
-        if drawn and len(of_label) < len(holders):
-            raise DataError(
-                f"data.partition (classes, {assignment}): {len(holders)} clients have drawn class {label}, which has "
-                f"{len(of_label)} examples; use fewer clients or classes per client, or another seed"
-            )
-        for client, piece in zip(holders, np.array_split(of_label, max(1, len(holders))), strict=False):
-            pieces[client].append(piece)
+    for label in range(known):
+        holders = [client for client, first in enumerate(firsts) if (label - first) % known < classes_per_client]
+        shares = np.array_split(order[shuffled == label], max(1, len(holders)))
+        for client, share in zip(holders, shares, strict=False):
+            pieces[client].append(share)
     return [np.concatenate(piece) for piece in pieces]
-
-
-def _first_and_drawn(known: Labels, client: int, count: int, rng: np.random.Generator) -> Labels:
-    own = known[[client % len(known)]]
-    while len(own) < count:
-        one = rng.choice(known, size=1)
-        own = own if one in own else np.append(own, one)
-    return own
 
 
 @kind(by_class=True)
@@ -307,3 +252,126 @@ def natural(rows: Rows, clients: int, seed: int) -> Parts:
             f"{clients}; set clients={len(found)}"
         )
     return list(found.values())
+
+
+# --- a partition -------------------------------------------------------------
+
+
+def partition(
+    labels: Tensor, classes: int, clients: int, seed: int, kind: str, *, groups: Groups | None = None, **options: Any
+) -> list[Tensor]:
+    """Indices of each client's examples, ascending, for a kind of partition with its `options`.
+
+    `kind` may also be `module:callable`, a partition of the user, which may leave examples out, as does the option
+    `examples`. Raises DataError unless each example belongs to exactly one client and each client has examples.
+    """
+    if clients > len(labels):
+        raise DataError(f"clients is {clients}, but the data has {len(labels)} training examples")
+    rows = Rows(labels.numpy(), classes, groups)
+    own = named.is_name(kind)
+    parts = _own(kind, rows, clients, seed, options) if own else KINDS[kind].assign(rows, clients, seed, **options)
+    empty = [str(i) for i, part in enumerate(parts) if len(part) == 0]
+    if empty:
+        shown = ", ".join(empty[:8]) + (", ..." if len(empty) > 8 else "")
+        raise DataError(
+            f"data.partition ({kind}) leaves {len(empty)} of {clients} clients without examples (clients {shown}); "
+            "use fewer clients, more classes per client, a larger alpha, or another seed"
+        )
+    lost = np.setdiff1d(np.arange(len(labels)), np.concatenate(parts))
+    if len(lost) and not own and not options.get("examples"):
+        gone = sorted(set(labels[torch.from_numpy(lost)].tolist()))
+        raise DataError(
+            f"data.partition ({kind}) gives {len(lost)} of {len(labels)} examples to no client (classes {gone[:10]}); "
+            "use more clients, or more classes per client"
+        )
+    return [torch.from_numpy(np.sort(part)) for part in parts]
+
+
+def _own(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str, Any]) -> Parts:
+    """The row numbers of each client that the callable `name` returns for the labels and the number of clients.
+
+    Its random draws are functions of `seed`: it is offered a generator and the seed, and Python's, NumPy's and torch's
+    global generators are seeded. Rows may be left out, but no row may belong to two clients.
+    """
+    drawn = seeding.seed_for(seed, "own partition")
+    first, second = (_called(name, rows, clients, drawn, options) for _ in range(2))
+    if any(not np.array_equal(one, two) for one, two in zip(first, second, strict=True)):
+        raise DataError(
+            f"{KEY}={name!r} returned two different partitions for the same arguments, so processes would not agree on "
+            "it; draw from the argument `generator`, which it gets if its signature names it"
+        )
+    return first
+
+
+def _called(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str, Any]) -> Parts:
+    """The partition as arrays of row numbers; DataError names the client whose rows are wrong."""
+    offered = {
+        "generator": np.random.default_rng(seed),
+        "seed": seed % 2**32,
+        "classes": rows.classes,
+        "domains": None if rows.groups is None else np.array(rows.groups.names)[rows.groups.train.numpy()],
+    }
+    offered = {key: value for key, value in offered.items() if key not in options}
+    with seeding.streams(seed):
+        taken = named.accepted(named.load(KEY, name), offered)
+        found = named.call(KEY, name, rows.labels.copy(), clients, **taken, **options)
+    if isinstance(found, Mapping):
+        found = [found[client] for client in sorted(found)]
+    if not isinstance(found, list | tuple | np.ndarray) or len(found) != clients:
+        size = f" of {len(found)}" if hasattr(found, "__len__") else ""
+        raise DataError(
+            f"{KEY}={name!r} returned a {type(found).__name__}{size}; expected a list of {clients} arrays of row "
+            "numbers, one for each client"
+        )
+    owners: dict[int, int] = {}
+    parts = []
+    for client, given in enumerate(found):
+        part = np.asarray(sorted(given) if isinstance(given, set | frozenset) else given)
+        where = f"{KEY}={name!r}: client {client}"
+        if part.ndim != 1 or (part.size and not np.issubdtype(part.dtype, np.integer)):
+            raise DataError(
+                f"{where} has {part.dtype} values of shape {list(part.shape)}; expected a list of row numbers"
+            )
+        for row in part.tolist():
+            if not 0 <= row < len(rows.labels):
+                raise DataError(
+                    f"{where} has the row {row}; expected 0 to {len(rows.labels) - 1}, the training examples"
+                )
+            if row in owners:
+                raise DataError(
+                    f"{where} has the row {row}, which client {owners[row]} has too; expected each row once"
+                )
+            owners[row] = client
+        parts.append(part.astype(np.int64))
+    return parts
+
+
+def hold_out(rows: Tensor, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
+    """A client's examples for training, and a random share for validation, rounded; at least one is for training."""
+    if not share:
+        return rows, rows[:0]
+    count = min(int(share * len(rows) + 0.5), len(rows) - 1)
+    order = torch.randperm(len(rows), generator=seeding.generator(seed, "validation", client)).to(rows.device)
+    return rows[order[count:].sort().values], rows[order[:count].sort().values]
+
+
+def share_test(parts: Sequence[Tensor], labels: Tensor, test_labels: Tensor, seed: int) -> list[Tensor]:
+    """Indices of each client's own test examples, ascending; `parts` are its training examples, indices of `labels`.
+
+    The test examples of each class are divided in proportion to the clients' training examples of that class, by
+    largest remainders. Test examples of a class without training examples belong to no client. If a class has few test
+    examples, a client may get none.
+    """
+    classes = 1 + int(max(labels.max(), test_labels.max()))
+    held = np.stack([np.bincount(labels[part].numpy(), minlength=classes) for part in parts])  # [clients, classes]
+    order = np.random.default_rng(seeding.seed_for(seed, "own test images")).permutation(len(test_labels))
+    shuffled = test_labels.numpy()[order]
+    pieces: list[list[np.ndarray]] = [[] for _ in parts]
+    for label in np.flatnonzero(held.sum(0)):
+        rows = order[shuffled == label]
+        # In integers, so that rounding errors cannot change a share.
+        counts, remainders = np.divmod(held[:, label] * len(rows), held[:, label].sum())
+        counts[np.argsort(-remainders, kind="stable")[: len(rows) - counts.sum()]] += 1
+        for piece, some in zip(pieces, np.split(rows, np.cumsum(counts)[:-1]), strict=True):
+            piece.append(some)
+    return [torch.from_numpy(np.sort(np.concatenate(piece))) for piece in pieces]

@@ -1,1 +1,0 @@
-"""Partitions: which client trains on which examples."""
