@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
@@ -28,13 +28,11 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, initial_fault
+from fedbn_flwr.messages.aggregate import Arrays, Bounds, initial_fault
 from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
-from fedbn_flwr.messages.bounds import Bounds
 from fedbn_flwr.messages.gate import (
     Reply,
     gate,
-    metrics_of,
     number_problem,
     odd_metrics,
     one_line,
@@ -46,8 +44,6 @@ from fedbn_flwr.messages.gate import (
 )
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.norms.roles import Role, roles
-
-Content = TypeVar("Content")
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,14 +182,11 @@ class Rule(Strategy):
         leaf, sent, names = self.chain[-1], unpack(round.arrays), self.traits.records
         replies = leaf.arrived(replies)
 
-        def read(message: Message) -> Reply:
-            reply = read_reply(message, leaf.arrayrecord_key, names)
-            problem = self._unusable(reply, sent)
+        def problem(reply: Reply) -> str | None:
+            found = self._unusable(reply, sent)
             for rule in self.chain:
-                problem = problem or rule.problem(round, reply)
-            if problem:
-                raise MessageError(problem)
-            return reply
+                found = found or rule.problem(round, reply)
+            return found
 
         def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
             problems = leaf.compare(found, sent)
@@ -201,7 +194,7 @@ class Rule(Strategy):
                 problems |= record_problems(found, name, sent)
             return problems
 
-        return leaf.screen(f"round {round.number}", replies, leaf.asked, read, compare)
+        return leaf.screen(f"round {round.number}", replies, leaf.asked, problem, compare, names)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -263,6 +256,8 @@ class Leaf(Rule):
     weighs: bool = True  # whether replies must have this metric
     arrayrecord_key: str = "arrays"
     bounds: Bounds | None = None  # on the influence of one client
+    # Why a model that tracks statistics is refused, with a place for the first key of theirs; None: it is not.
+    without_statistics: ClassVar[str | None] = None
     min_train_nodes: int = 1  # usable replies that a round needs
     hidden: frozenset[Role] = frozenset()  # what a strategy that is not a rule does not see of the model
     asked: int = 0  # the number of clients that received the model in this round
@@ -276,6 +271,9 @@ class Leaf(Rule):
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         if reason := initial_fault(unpack(arrays)):
             raise SettingsError(f"the initial model cannot be trained: {reason}")
+        tracked = [key for key, role in roles(arrays).items() if role is Role.STATISTICS]
+        if tracked and self.without_statistics:
+            raise SettingsError(self.without_statistics.format(tracked[0]))
         self.memory, self._rounds = self.Memory(), num_rounds
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
@@ -297,7 +295,7 @@ class Leaf(Rule):
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         """The metrics of training, of all clients together."""
 
-    def evaluated(self, server_round: int, replies: Sequence[Message], key: str) -> MetricRecord | None:
+    def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         """The metrics of an evaluation, of all clients together; the metric `key` weights the replies."""
 
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
@@ -311,25 +309,27 @@ class Leaf(Rule):
         known = any(self.weighted_by_key in record for record in records)
         key = self.weighted_by_key if known else protocol.NUM_EXAMPLES
 
-        def read(message: Message) -> Message:
-            if self.weighs and (problem := number_problem(metrics_of(message.content), key)):
-                raise MessageError(problem)
-            return message
+        def problem(reply: Reply) -> str | None:
+            return number_problem(reply.metrics, key) if self.weighs else None
 
         # A missing evaluation must not end the run, so no reply is required.
-        return self.evaluated(server_round, self.screen(f"round {server_round}, evaluation", messages, 0, read), key)
+        found = self.screen(f"round {server_round}, evaluation", messages, 0, problem, records=None)
+        return self.evaluated(server_round, found, key)
 
     def screen(
         self,
         what: str,
         replies: Iterable[Message],
         asked: int,
-        read: Callable[[Message], Content],
-        compare: Callable[[Mapping[int, Content]], Mapping[int, str]] = lambda found: {},
-    ) -> list[Content]:
-        """What `read` returns for each reply, in the order of partitions; a MessageError refuses one. See `admit`."""
-        usable: dict[int, Content] = {}
-        metrics: dict[int, MetricRecord] = {}
+        problem: Callable[[Reply], str | None],
+        compare: Callable[[Mapping[int, Reply]], Mapping[int, str]] = lambda found: {},
+        records: Collection[str] | None = (),
+    ) -> list[Reply]:
+        """The replies that `problem` and `compare` do not refuse, in the order of partitions. See `admit`.
+
+        `records` are the names of additional records of arrays; None: the replies have no arrays at all.
+        """
+        usable: dict[int, Reply] = {}
         answered: dict[int, int | None] = {}
         problems: list[tuple[int, str]] = []  # not a dict: all errors for lost nodes have the SuperLink's node id
         messages = gate(replies)
@@ -339,10 +339,13 @@ class Leaf(Rule):
                 if reply.has_error():
                     raise MessageError(reason_of(reply))
                 answered[node] = partition_of(reply.content)
-                usable[node] = read(reply)
-                metrics[node] = next(iter(metrics_in(reply.content).values()), MetricRecord())
+                found = read_reply(reply, self.arrayrecord_key, records)
+                if reason := problem(found):
+                    raise MessageError(reason)
+                usable[node] = found
             except MessageError as error:
                 problems.append((node, str(error)))
+        metrics = {node: found.metrics for node, found in usable.items()}
         problems += {**odd_metrics(metrics), **compare(usable)}.items()
         left = self.admit(what, answered, problems, asked)
         reasons = dict(problems)
@@ -438,12 +441,6 @@ def require_norm(rule: Rule, needed: Collection[Role], arrays: ArrayRecord, use:
             f"{rule} {use}, and the model has none (no key ends in running_mean); use {instead}, or "
             "a model with model.norm=bn"
         )
-
-
-def refuse_norm(arrays: ArrayRecord, reason: str) -> None:
-    """Refuse a model that tracks statistics; the reason has a place for the first key of theirs."""
-    if tracked := [key for key, role in roles(arrays).items() if role is Role.STATISTICS]:
-        raise SettingsError(reason.format(tracked[0]))
 
 
 # The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.

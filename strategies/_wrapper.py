@@ -26,7 +26,6 @@ from fedbn_flwr.messages.gate import (
     Reply,
     common_metrics,
     fault_problems,
-    metrics_of,
     number_problem,
     overflow,
     with_arrays,
@@ -287,15 +286,15 @@ class Foreign(Leaf):
         with self._drawing("evaluate", server_round):
             return list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
 
-    def evaluated(self, server_round: int, replies: Sequence[Message], key: str) -> MetricRecord | None:
+    def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
+        messages = [reply.message for reply in replies]
         if self.weighs:
-            metrics = [metrics_of(each.content) for each in replies]
-            common = common_metrics([MetricRecord({**each, self.weighted_by_key: each[key]}) for each in metrics])
-            replies = [
+            metrics = [MetricRecord({**reply.metrics, self.weighted_by_key: reply.metrics[key]}) for reply in replies]
+            messages = [
                 with_content(each, RecordDict({**configs_in(each.content), "metrics": numbers}))
-                for each, numbers in zip(replies, common, strict=True)
+                for each, numbers in zip(messages, common_metrics(metrics), strict=True)
             ]
-        return self.strategy.aggregate_evaluate(server_round, [*replies, *self._errors()])
+        return self.strategy.aggregate_evaluate(server_round, [*messages, *self._errors()])
 
     def _errors(self) -> list[Message]:
         """The refused replies, for the strategy: Flower's only log them, and are given none.

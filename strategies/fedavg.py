@@ -27,9 +27,8 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import seeding
 from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, Bounds, as_bounds, fault, weighted_mean
 from fedbn_flwr.messages.arrays import record_of, unpack
-from fedbn_flwr.messages.bounds import Bounds, as_bounds
 from fedbn_flwr.messages.gate import Reply, common_metrics, gate, metrics_of, number_problem, partition_of
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
@@ -173,8 +172,8 @@ class FedAvg(Leaf, FlowerFedAvg):
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
 
-    def evaluated(self, server_round: int, replies: Sequence[Message], key: str) -> MetricRecord | None:
-        return self.evaluate_metrics_aggr_fn([message.content for message in replies], key) if replies else None
+    def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
+        return self.evaluate_metrics_aggr_fn([reply.message.content for reply in replies], key) if replies else None
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""

@@ -31,7 +31,6 @@ from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange import carriers
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.exchange.round import run_exchanges
 from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, exchanged_layers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import normalised, weighted_mean
@@ -121,7 +120,7 @@ class FedTAN(FedAvg):
             pass_on = engine.exchange if self.direct else None
             self._carrier = carriers.ByMessages(grid, messages, self.exchange_timeout, pass_on)
         return self._carrier.run(
-            lambda carrier: run_exchanges(
+            lambda carrier: carriers.run_exchanges(
                 carrier,
                 [message.metadata.dst_node_id for message in messages],
                 f"round {server_round}",

@@ -15,12 +15,11 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
-from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from fedbn_flwr.client.rule import ClientRule, Key
 
-from ._rule import Round, refuse_norm
+from ._rule import Round
 from .fedavg import FedAvg
 
 CLIP = "fedbn.clip"
@@ -37,17 +36,14 @@ class FedWon(FedAvg):
         lambda, the largest ratio of a unit's gradient norm to its weight norm; None or 0 turns clipping off.
     """
 
+    without_statistics = (
+        "FedWon is for networks without normalisation, and the model has batch norm ({!r}); use a model with "
+        "model.norm=won, or convert_norm(model, 'won')"
+    )
+
     def __init__(self, *, clip: Annotated[float, Ge(0)] | None = 0.1, **options: Any) -> None:
         super().__init__(**options)
         self.clip = clip
-
-    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        super().begin(num_rounds, arrays)
-        refuse_norm(
-            arrays,
-            "FedWon is for networks without normalisation, and the model has batch norm ({!r}); use a model with "
-            "model.norm=won, or convert_norm(model, 'won')",
-        )
 
     def instructions(self, round: Round) -> dict[str, Any]:
         return {CLIP: float(self.clip)} if self.clip else {}

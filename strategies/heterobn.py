@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal
 from annotated_types import Gt
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from fedbn_flwr.errors import MessageError, RunFailed
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
-from fedbn_flwr.messages.gate import Reply, fault_problems, number_problem, read_reply
+from fedbn_flwr.messages.gate import Reply, fault_problems, number_problem
 from fedbn_flwr.norms.roles import Role, roles
 
-from ._rule import Round, refuse_norm
+from ._rule import Round
 from .fedavg import FedAvg
 
 
@@ -41,6 +41,11 @@ class HeteroBN(FedAvg):
         The time limit of the query in seconds.
     """
 
+    without_statistics = (
+        "HeteroBN trains static batch norm, but the model tracks statistics ({!r}); use model.norm=sbn, or "
+        "convert_norm(model, 'sbn') on server and clients"
+    )
+
     def __init__(
         self,
         *,
@@ -54,14 +59,6 @@ class HeteroBN(FedAvg):
         if statistics == "query":
             self.lacks = {**self.lacks, "mean": "queries the statistics of each client's data"}
 
-    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        super().begin(num_rounds, arrays)
-        refuse_norm(
-            arrays,
-            "HeteroBN trains static batch norm, but the model tracks statistics ({!r}); use model.norm=sbn, or "
-            "convert_norm(model, 'sbn') on server and clients",
-        )
-
     def global_model(self, round: Round) -> ArrayRecord:
         """The model, with "query" including the statistics of all clients' data under it."""
         if self.statistics == "batch":
@@ -73,14 +70,11 @@ class HeteroBN(FedAvg):
         what = f"round {round.number}, statistics"
         answers = round.grid.send_and_receive(queries, timeout=self.query_timeout)
 
-        def read(message: Message) -> Reply:
-            reply = read_reply(message, self.arrayrecord_key)
-            if problem := number_problem(reply.metrics, self.weighted_by_key):
-                raise MessageError(problem)
+        def problem(reply: Reply) -> str | None:
             of = roles({**round.arrays, **reply.arrays})
-            if wrong := [key for key in reply.arrays if of[key] not in (Role.STATISTICS, Role.COUNTER)]:
-                raise MessageError(f"it sent {wrong[0]!r}; expected only statistics of batch norm")
-            return reply
+            wrong = [key for key in reply.arrays if of[key] not in (Role.STATISTICS, Role.COUNTER)]
+            other = f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
+            return number_problem(reply.metrics, self.weighted_by_key) or other
 
         def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
             problems = fault_problems({node: reply.arrays for node, reply in found.items()})
@@ -91,6 +85,6 @@ class HeteroBN(FedAvg):
                 raise RunFailed(f"{what}: {both} sent statistics of different layers; expected the same model on all")
             return {**problems, **self.compare(left, {})}
 
-        replies = self.screen(what, answers, len(nodes), read, compare)
+        replies = self.screen(what, answers, len(nodes), problem, compare)
         weights = self.bounded(what, self.weights(round, replies))
         return record_of({**round.arrays, **pack(weighted_mean((reply.arrays for reply in replies), weights))})

@@ -57,7 +57,7 @@ def exchange(options: Options) -> Iterator[Figure]:
     from fedbn_flwr.extensions.ray.experiment import connected
     from fedbn_flwr.extensions.ray.grid import RayGrid
 
-    with connected(cores=options.workers), RayGrid(app, 5, workers=options.workers) as actors:
+    with connected(), RayGrid(app, 5, workers=options.workers) as actors:
         yield measured(actors, f"{options.workers} Ray actors", 10.0)
 
 

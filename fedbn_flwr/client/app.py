@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from logging import ERROR
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -116,10 +116,11 @@ class _App(ClientApp):
         config = _config(message)
         make_client: Callable[..., NumPyClient] = self._given[0]
 
-        def make() -> NumPyClient:
+        def make() -> Any:
             client = make_client(*(context, config)[: self._wants])
-            if isinstance(client, BNClient):
-                client.attach(context)
+            if not isinstance(client, BNClient):
+                return _Other(client)
+            client.attach(context)
             return client
 
         return Message(handle(make, message, config, context), reply_to=message)
@@ -130,9 +131,42 @@ def _failed(context: Context, task: str, error: BaseException) -> ClientFailed:
     return ClientFailed(f"client {who} could not {task}: {described(error)}")
 
 
+class _Other:
+    """A NumPyClient that is no BNClient: it honours no key by which strategies change training."""
+
+    def __init__(self, client: NumPyClient) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        raise MessageError(f"{type(self._client).__name__} cannot do this; a BNClient can")
+
+    def honoured(self) -> Collection[str]:
+        return protocol.OF_RUN
+
+    def train_round(self, arrays: Arrays, config: Config, *rest: Any) -> Update:
+        values, num_examples, metrics = self._client.fit(self._positions(arrays, config), dict(config))
+        if len(values) != len(arrays):
+            raise MessageError(
+                f"fit() received {len(arrays)} arrays and returned {len(values)}; expected the same number"
+            )
+        return Update(dict(zip(arrays, values, strict=True)), {protocol.NUM_EXAMPLES: num_examples, **metrics}, {})
+
+    def evaluate_round(self, arrays: Arrays, config: Config) -> Mapping[str, Any]:
+        loss, num_examples, metrics = self._client.evaluate(self._positions(arrays, config), dict(config))
+        return {"loss": loss, protocol.NUM_EXAMPLES: num_examples, **metrics}
+
+    def _positions(self, arrays: Arrays, config: Config) -> list[np.ndarray]:
+        if key := next((key for key in config if key.startswith(protocol.PREFIX) and key not in protocol.OF_RUN), None):
+            raise MessageError(
+                f"the server's message asks for {key!r} (= {config[key]!r}), which a {type(self._client).__name__} "
+                "does not honour; a BNClient of the server's version of fedbn-flwr does"
+            )
+        return [each.copy() for each in arrays.values()]
+
+
 # --- one handler per kind of message -----------------------------------------
 
-Make = Callable[[], NumPyClient]
+Make = Callable[[], Any]  # a BNClient or an _Other
 Handler = Callable[[Make, Message, Config, Context], RecordDict]
 
 
@@ -141,49 +175,20 @@ def _train(make: Make, message: Message, config: Config, context: Context) -> Re
         return _train_by_messages(make, message, config, context)
     if parked_rounds:
         abandon_parked(config, context)  # this message starts another round, so the server has ended the parked one
-    client, record = make(), sent_model(message.content)
-    arrays = unpack(record)
-    if isinstance(client, BNClient):
-        return _reply(client.train_round(arrays, config, _extras(message, record)), context)
-    values, num_examples, extra = client.fit(_positions(client, arrays, config), dict(config))
-    if len(values) != len(arrays):
-        raise MessageError(f"fit() received {len(arrays)} arrays and returned {len(values)}; expected the same number")
-    metrics = {protocol.NUM_EXAMPLES: num_examples, **extra}
-    return _reply(Update(dict(zip(arrays, values, strict=True)), metrics, {}), context)
+    record = sent_model(message.content)
+    return _reply(make().train_round(unpack(record), config, _extras(message, record)), context)
 
 
 def _evaluate(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    client, arrays = make(), unpack(sent_model(message.content))
-    if isinstance(client, BNClient):
-        metrics = client.evaluate_round(arrays, config)
-    else:
-        loss, num_examples, extra = client.evaluate(_positions(client, arrays, config), dict(config))
-        metrics = {"loss": loss, protocol.NUM_EXAMPLES: num_examples, **extra}
+    metrics = make().evaluate_round(unpack(sent_model(message.content)), config)
     return RecordDict({"metrics": _numbers(metrics), **_claim(context)})
-
-
-def _positions(client: NumPyClient, arrays: Arrays, config: Config) -> list[np.ndarray]:
-    """The arrays for a client that is no BNClient: it honours no key by which strategies change training."""
-    if key := next((key for key in config if key.startswith(protocol.PREFIX) and key not in protocol.OF_RUN), None):
-        raise MessageError(
-            f"the server's message asks for {key!r} (= {config[key]!r}), which a {type(client).__name__} "
-            "does not honour; a BNClient of the server's version of fedbn-flwr does"
-        )
-    return [each.copy() for each in arrays.values()]
-
-
-def _bn_client(make: Make) -> BNClient:
-    client = make()
-    if not isinstance(client, BNClient):
-        raise MessageError(f"{type(client).__name__} cannot do this; a BNClient can")
-    return client
 
 
 def _partition(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     own = {protocol.OWN_DATA: True} if {"data-path", "domain"} & {*context.node_config} else {}
     if config.get(protocol.READY):
         client = make()  # raises errors in the site's data or model before any training
-        if own and (allowed := config.get(protocol.COHORT_MIN_BATCH)) and isinstance(client, BNClient):
+        if own and (allowed := config.get(protocol.COHORT_MIN_BATCH)):
             check_batch(client.batch_examples(), allowed=int(allowed), own=client.min_batch)
     return RecordDict({"metrics": _numbers(place_of(context) | own | return_to_round(config, context))})
 
@@ -194,11 +199,11 @@ def _claim(context: Context) -> dict[str, ConfigRecord]:
 
 
 def _statistics(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    return _reply(_bn_client(make).statistics_round(unpack(sent_model(message.content)), config), context)
+    return _reply(make().statistics_round(unpack(sent_model(message.content)), config), context)
 
 
 def _sums(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    if (sums := _bn_client(make).sums) is None:
+    if (sums := make().sums) is None:
         raise MessageError("it has no sums of its columns; the client of an experiment has them")
     return RecordDict({"arrays": pack({"sums": sums()}), **_claim(context)})
 
@@ -222,7 +227,7 @@ def _exchange(context: Context, agreement: Agreement) -> Contribution:
 
 def _train_by_messages(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     extras = _extras(message, sent_model(message.content))
-    outcome = train_by_messages(functools.partial(_bn_client, make), message.content, config, extras, context)
+    outcome = train_by_messages(make, message.content, config, extras, context)
     return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome, context)
 
 

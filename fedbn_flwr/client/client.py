@@ -186,7 +186,9 @@ class BNClient(NumPyClient):
         self.state, self.identity = NodeState(context.state), place_of(context)
         self._number = number_of(context)
 
-    # --- arrays by name, for client_app ---
+    # --- for client_app: the keys of a message, and arrays by name ---
+
+    honoured = staticmethod(known_keys)
 
     def train_round(
         self,
@@ -201,25 +203,24 @@ class BNClient(NumPyClient):
         to the other clients and returns the result.
         """
         wanted = rules_for({**config, "fedbn.momentum": True} if self.keep_momentum else config)
-        with self._parts.exclusive():
-            self._load(arrays, config)
-            extras = {} if extras is None else extras
-            local = LocalRound(config, arrays, extras, self.model, self.state, self, exchange)
-            rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
-            loss, first_batch = self._trained(config, rules, epochs=self.epochs, steps=self.steps)
-            sent, returned = set(arrays), frozenset[Role]()
-            if protocol.RETURN in config:
-                returned = protocol.roles_of(config, protocol.RETURN, frozenset(Role))
-            taken = self._parts.taken([key for key, role in self.roles.items() if key in sent or role in returned])
-            metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: loss}
-            if config.get(protocol.REPORT_BATCH):
-                metrics[protocol.BATCH_EXAMPLES] = first_batch
-            update = Update(taken, metrics, {})
-            # Save state only after everything that can fail: a replay of the round must begin with the same state.
-            self.state.save("local", self._parts.taken([key for key in self.roles if key not in sent]))
-            for rule in rules:
-                rule.finish(update.metrics, update.extras)
-            return update
+        self._load(arrays, config)
+        extras = {} if extras is None else extras
+        local = LocalRound(config, arrays, extras, self.model, self.state, self, exchange)
+        rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
+        loss, first_batch = self._trained(config, rules, epochs=self.epochs, steps=self.steps)
+        sent, returned = set(arrays), frozenset[Role]()
+        if protocol.RETURN in config:
+            returned = protocol.roles_of(config, protocol.RETURN, frozenset(Role))
+        taken = self._parts.taken([key for key, role in self.roles.items() if key in sent or role in returned])
+        metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: loss}
+        if config.get(protocol.REPORT_BATCH):
+            metrics[protocol.BATCH_EXAMPLES] = first_batch
+        update = Update(taken, metrics, {})
+        # Save state only after everything that can fail: a replay of the round must begin with the same state.
+        self.state.save("local", self._parts.taken([key for key in self.roles if key not in sent]))
+        for rule in rules:
+            rule.finish(update.metrics, update.extras)
+        return update
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
         """Loss and accuracy on the client's test data of the model made of `arrays` and the client's own arrays.
@@ -311,7 +312,7 @@ class BNClient(NumPyClient):
                 rule.begin()
 
         adjust: list[Adjust] = [begin, *(rule.adjust for rule in rules)]
-        self._parts.train()
+        self.model.train()
         with ExitStack() as stack:
             seed = seeding.seed_for(self.seed, purpose, server_round, self._number)
             stack.enter_context(seeding.streams(seed, self._parts.device))

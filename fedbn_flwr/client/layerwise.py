@@ -177,6 +177,11 @@ def train_by_messages(
     parked = parked_rounds.take(place, number, step)
     if parked is None:
         parked, agreement = _replayed(make, state, config, extras, number), None
+        if any(other.client.model is parked.client.model for other in parked_rounds.values()):
+            raise MessageError(
+                "another client is in the middle of a round with this very model; the clients of a layer-wise round "
+                "train concurrently, so make_client must return clients with separate models"
+            )
     else:
         parked.client.state.records = context.state
         parked.extras.update(extras)

@@ -21,8 +21,8 @@ from fedbn_flwr.errors import RunFailed
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from flwr.supercore.run import Run  # elsewhere in other versions of Flower
 
+    from fedbn_flwr.exchange.carriers import Answers
     from fedbn_flwr.exchange.codec import Agreement
-    from fedbn_flwr.exchange.round import Answers
     from fedbn_flwr.messages.aggregate import Arrays
 
 

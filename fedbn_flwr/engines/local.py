@@ -36,8 +36,8 @@ from .base import Capabilities, GivenUp, Replied
 from .worker import NodeWorker, Worker
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
+    from fedbn_flwr.exchange.carriers import Answers
     from fedbn_flwr.exchange.codec import Agreement, Contribution
-    from fedbn_flwr.exchange.round import Answers
 
 _FLOWER = "1.41"
 if not (_found := importlib.metadata.version("flwr")).startswith(f"{_FLOWER}."):

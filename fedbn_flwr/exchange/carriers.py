@@ -1,4 +1,8 @@
-"""How the exchanges of a round travel: as Flower's messages, or by a service that an extension has.
+"""The server's side of a round's exchanges: the loop over them, and how they travel.
+
+The loop depends on neither messages nor streams: a `Carrier` sends the agreements and collects the clients'
+contributions, as Flower's messages or by a service that an extension has. A client without a valid contribution is
+excluded from the rest of the round.
 
 By messages, one exchange is a `query.cohort` to each client. An engine that has the clients' parked rounds in its
 processes passes on all exchanges but the first and the last itself: the first message contains the model, and the last
@@ -7,25 +11,62 @@ one is the train message.
 
 from __future__ import annotations
 
-import os
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.extensions import parts
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import configs_in, pack
 from fedbn_flwr.messages.gate import gate, reason_of, sent_model
 
 from .codec import Agreement, Contribution, contribution_from_records, numbers_of
-from .round import Answers, Carrier, ExchangesDone
 
-ADDRESS = "FEDBN_EXCHANGE_ADDRESS"  # the variable by which the environment of a ServerApp names an exchange service
+# The tensors of each kind of contribution.
+_TENSORS = {"moments": {"mean", "var"}, "mean": {"mean"}, "variance": {"var"}, "gradients": {"mean", "var"}}
+_MOST_EXCHANGES = 100_000  # in a round
+_LARGEST = 1e18  # of a contribution's values: their squares and sums are finite in float32
+
+Answers = Mapping[int, Contribution | str]  # by node; a string is the reason why there is no contribution
+Agree = Callable[[str, Sequence[Contribution]], Agreement]  # the name of the exchange in messages, and what to average
+# Returns the nodes that stay in the round, in order. Arguments: the name of the exchange in messages; the partition
+# that each node reports; the reasons for rejecting an answer, with the node; the number of nodes asked. Logs the
+# reasons; raises RunFailed if too few nodes remain.
+Admit = Callable[[str, Mapping[int, int | None], Sequence[tuple[int, str]], int], list[int]]
+# Why tensors are too far from the others, by position.
+Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]
+Report = Callable[[str, int, int], None]  # what is counted, how many are done, of how many
 # An engine's exchange of parked rounds (nodes, agreement, seconds); None: the engine cannot.
 PassOn = Callable[[Sequence[int], Agreement, float], Answers | None]
+
+
+class Carrier(Protocol):
+    """Sends an agreement to nodes and collects their next contributions."""
+
+    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
+        """The contributions to exchange `step` + 1; `agreement` is that of the previous exchange, None at first.
+
+        A node that does not answer in time has no entry.
+        """
+
+
+@dataclass(frozen=True)
+class ExchangesDone:
+    """The end of a round's exchanges."""
+
+    nodes: list[int]  # the nodes that took part in all exchanges
+    steps: int
+    agreement: Agreement  # the last agreement, which the nodes have not received yet
+
+
 Exchanges = Callable[[Carrier], ExchangesDone]  # all exchanges of a round
 
 
@@ -59,16 +100,11 @@ def service_of(direct: Service | bool) -> Service | None:
         return direct
     if not isinstance(direct, bool):
         raise SettingsError(
-            f"direct is {direct!r}; expected true or false (the environment variable {ADDRESS} of the ServerApp has "
-            "the address), or an exchange service such as fedbn_flwr.extensions.streams.config.ExchangeConfig"
+            f"direct is {direct!r}; expected true or false (the environment variable FEDBN_EXCHANGE_ADDRESS of the "
+            "ServerApp has the address), or an exchange service such as "
+            "fedbn_flwr.extensions.streams.config.ExchangeConfig"
         )
     installed: list[type[Service]] = parts("carriers") if direct else []
-    if direct and not installed and (address := os.environ.get(ADDRESS, "").strip()):
-        raise SettingsError(
-            f"the environment names an exchange service ({ADDRESS}={address!r}), and this installation lacks the "
-            "extension 'streams', which opens it; install fedbn-flwr with its extensions, or unset the variable: "
-            "exchanges are then sent as messages"
-        )
     return next(filter(None, (kind.from_environment() for kind in installed)), None)
 
 
@@ -117,3 +153,105 @@ def _answer(reply: Message) -> Contribution | str:
         return contribution_from_records(reply.content)
     except MessageError as error:
         return str(error)
+
+
+# --- the loop ---
+
+
+def run_exchanges(
+    carrier: Carrier,
+    nodes: Sequence[int],
+    what: str,
+    agree: Agree,
+    admit: Admit,
+    *,
+    outliers: Outliers | None = None,
+    report: Report | None = None,
+    per_layer: int = 2,
+) -> ExchangesDone:
+    """All exchanges of a round, `per_layer` for each batch norm; `what` is the round's name in messages."""
+    agreement: Agreement | None = None
+    step, remaining, done = 0, None, Counter[str]()
+    while remaining != 0:
+        answers = carrier.ask(nodes, step, agreement)
+        step += 1
+        exchange = f"{what}, exchange {step}"
+        found = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
+        refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
+        refused |= problems(found, remaining)
+        usable = [node for node in found if node not in refused]
+        if usable and outliers is not None:
+            tensors = [found[node].tensors for node in usable]
+            far = outliers(tensors, sorted(tensors[0]))
+            refused |= {usable[i]: f"{found[usable[i]].kind}: {reason}" for i, reason in far.items()}
+        if step == 1 or len(usable) < len(nodes) or refused:  # otherwise all stay, and are in order
+            partitions = {node: each.partition for node, each in found.items()}
+            nodes = admit(exchange, partitions, list(refused.items()), len(nodes))
+        first = found[nodes[0]]
+        agreement, remaining = agree(exchange, [found[node] for node in nodes]), first.remaining
+        done[first.kind] += 1
+        if report is not None:
+            way = "backward" if first.kind == "gradients" else "forward"
+            report(f"{way} pass, layers", done[first.kind], (step + remaining) // per_layer)
+    assert agreement is not None
+    return ExchangesDone(list(nodes), step, agreement)
+
+
+def problems(found: Mapping[int, Contribution], remaining: int | None) -> dict[int, str]:
+    """Why contributions cannot be used, by node: each one's own problem, or that most clients sent another form.
+
+    `remaining` is the number of exchanges that were to follow the previous one; None before the first.
+    """
+    # As in the gate, which streams do not pass; clients may report equal weights as their numbers of examples.
+    large = {
+        node: f"its batch has {each.batch} examples, and its data set {each.examples}"
+        for node, each in found.items()
+        if each.batch > each.examples
+    }
+    refused = large if 2 * len(large) <= len(found) else {}
+    refused |= {node: why for node, each in found.items() if (why := problem(each, remaining)) is not None}
+    forms = {node: _form(each) for node, each in found.items() if node not in refused}
+    times = Counter(forms.values())
+    # Of equally frequent ones, that of the first partition.
+    most = min(forms, key=lambda node: (-times[forms[node]], found[node].partition or 0), default=0)
+    others = {
+        node: f"it sent {form}, others {forms[most]}; do all clients have the same model?"
+        for node, form in forms.items()
+        if form != forms[most]
+    }
+    return refused | others
+
+
+def problem(contribution: Contribution, remaining: int | None) -> str | None:
+    """Why a contribution cannot be used, or None."""
+    kind, follow = contribution.kind, contribution.remaining
+    if follow > _MOST_EXCHANGES or (remaining is not None and follow != remaining - 1):
+        expected = f"at most {_MOST_EXCHANGES}" if remaining is None else remaining - 1
+        return f"it reports that {follow} exchanges follow, expected {expected}"
+    if not (contribution.batch and contribution.values):
+        return (
+            f"its batch has {contribution.batch} examples and {contribution.values} values per channel, expected both"
+        )
+    if kind not in _TENSORS:
+        return f"it sent {kind!r}, expected one of {', '.join(_TENSORS)}"
+    if set(contribution.tensors) != _TENSORS[kind]:
+        return f"{kind} has {sorted(contribution.tensors)}, expected {sorted(_TENSORS[kind])}"
+    for name, array in contribution.tensors.items():
+        if array.dtype.kind != "f" or array.ndim != 1 or not array.size:
+            return f"{name!r} is {array.dtype} of shape {array.shape}, expected floats, one per channel"
+        most = min(_LARGEST, float(np.finfo(array.dtype).max) / 8)
+        least = -most
+        if kind != "gradients":  # differences of means are squared in the variance of all clients
+            least, most = (0.0, most) if name == "var" else (-math.sqrt(most), math.sqrt(most))
+        low, high = float(array.min()), float(array.max())
+        if not least <= low <= high <= most:  # true for NaN
+            return (
+                f"{name!r} has values from {low:g} to {high:g}, expected {least:g} to {most:g} (the client diverged?)"
+            )
+    return None
+
+
+def _form(contribution: Contribution) -> tuple[Any, ...]:
+    """The properties that all contributions to one exchange must share."""
+    shapes = [(name, array.dtype.str, *array.shape) for name, array in contribution.tensors.items()]
+    return (contribution.kind, contribution.remaining, *shapes)

@@ -270,15 +270,10 @@ def _count(model: nn.Module, inputs: Value) -> int:
 
 def check_batch(examples: int, *, allowed: int, own: int) -> None:
     """Refuse a batch of fewer examples than the strategy (`allowed`) or the client (`own`) allows to exchange."""
-    if examples >= max(allowed, own):
-        return
-    cures = []
-    if examples < own:
-        cures.append(f"min-batch={examples} in this node's config (or BNClient(min_batch={examples}))")
-    if examples < allowed:
-        cures.append(f"min_batch: {examples} of the strategy")
-    raise MessageError(
-        f"the batch of this client has {examples} example{'s' if examples != 1 else ''}, and it refuses to exchange "
-        f"the statistics of fewer than {max(allowed, own)}, because these reveal the examples; use larger batches, or "
-        f"allow it by {' and '.join(cures)}"
-    )
+    if examples < max(allowed, own):
+        raise MessageError(
+            f"the batch of this client has {examples} example{'s' if examples != 1 else ''}, and it refuses to "
+            f"exchange the statistics of fewer than {max(allowed, own)}, because these reveal the examples; use larger "
+            f"batches, or allow it: the strategy's min_batch is {allowed}, and min-batch in this node's config (or "
+            f"BNClient(min_batch=...)) is {own}"
+        )

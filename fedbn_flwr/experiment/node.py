@@ -151,7 +151,7 @@ class ClientParts:
         free = _free_models(kind, str(self.device))
         try:
             tensors = free.pop()  # clients of a FedTAN round are made concurrently
-            tensors.use.client = None  # the values stay until the next client loads its own or reads them
+            tensors.use["client"] = None  # the values stay until the next client loads its own or reads them
         except IndexError:
             tensors = _new_model(run, dataset, self.device)
         made = BNClient(

@@ -140,12 +140,15 @@ class Reply:
         return float(value) if isinstance(value, int | float) else math.nan
 
 
-def read_reply(message: Message, name: str = "arrays", records: Collection[str] = ()) -> Reply:
+def read_reply(message: Message, name: str = "arrays", records: Collection[str] | None = ()) -> Reply:
     """The content of a reply that has passed the gate; `name` is the record of the model's arrays.
 
-    MessageError if it is not a reply with arrays.
+    `records` are the names of additional records of arrays; with None the reply needs no arrays. MessageError if it is
+    another reply.
     """
     content = message.content
+    if records is None:
+        return Reply({}, metrics_of(content), {}, message)
     extras = {key: unpack(record) for key, record in arrays_in(content).items() if key in records}
     arrays = arrays_of(RecordDict({key: content[key] for key in content if key not in extras}), name)
     return Reply(unpack(arrays), metrics_of(content), extras, message)

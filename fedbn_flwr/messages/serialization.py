@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from . import protocol
-from .arrays import FlatArrays, FlowerRecord, pack, unpack
+from .arrays import FlatArrays, pack, unpack
 
 _NAMES = "bool float16 float32 float64 int16 int32 int64 int8 uint16 uint32 uint64 uint8"
 _DTYPES = frozenset(map(np.dtype, _NAMES.split()))  # in native byte order
 _PLAIN = (type(None), bool, int, float, str)  # JSON keeps every bit of them
 _LISTS = {kind.__name__: kind for kind in (list, tuple, set)}
-_RECORDS = {"arrays": FlowerRecord, "metrics": MetricRecord, "config": ConfigRecord, "records": RecordDict}
+_RECORDS = {"arrays": ArrayRecord, "metrics": MetricRecord, "config": ConfigRecord, "records": RecordDict}
 _MADE_BY: dict[str, Any] = {**_RECORDS, "arrays": pack, "dict": dict}
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,17 +57,14 @@ def check_tensors(model: nn.Module) -> None:
             )
     state: dict[str, Any] = model.state_dict()
     for key, value in state.items():
-        if not isinstance(value, Tensor):
+        plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized
+        if not plain or sent_dtype(value.dtype) not in _SENT:
+            found = f"{value.dtype} ({value.layout})" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise SettingsError(
-                f"{key!r} of the model is a {type(value).__name__}; expected a tensor. A quantised module cannot be "
-                "trained: quantise the trained model. Other objects (get_extra_state) do not belong in the state dict"
-            )
-        if value.is_quantized or sent_dtype(value.dtype) not in _SENT or value.layout is not torch.strided:
-            found = f"{value.dtype} ({value.layout})".replace("torch.", "")
-            raise SettingsError(
-                f"{key!r} of the model is {found}, which cannot be averaged; expected a dense tensor of floats of 16 "
-                "to 64 bits, integers or booleans. Store torch.view_as_real(...) of complex numbers, and use "
-                "torch.view_as_complex in forward; quantise the trained model"
+                f"{key!r} of the model is {found.replace('torch.', '')}, which cannot be averaged; expected a dense "
+                "tensor of floats of 16 to 64 bits, integers or booleans. Store torch.view_as_real(...) of complex "
+                "numbers, and use torch.view_as_complex in forward; quantise the trained model. Other objects "
+                "(get_extra_state) do not belong in the state dict"
             )
     by_type, by_name, marked = roles(model), roles(state), (Role.STATISTICS, Role.COUNTER)
     if mistaken := [key for key, role in by_name.items() if role in marked and by_type[key] is not role]:
@@ -78,17 +73,6 @@ def check_tensors(model: nn.Module) -> None:
             "take it for one: names that end in running_mean, and running_var and num_batches_tracked beside it, "
             "belong to buffers of norm layers. Rename it"
         )
-
-
-@dataclass(eq=False)
-class _Use:
-    """Which client has used a model last, and whether it trains now: an attribute of the model, not of copies."""
-
-    client: int | None = None
-    is_training: bool = False
-
-    def __reduce__(self) -> tuple[type[_Use], tuple[()]]:
-        return _Use, ()
 
 
 class ModelTensors:
@@ -107,8 +91,8 @@ class ModelTensors:
         check_tensors(model)
         self.model = model.train() if device is None else model.train().to(device)
         self.roles, self._build = roles(model), build
-        # `client` is None while the model has the values of a client that no longer uses it.
-        self.use: _Use = vars(model).setdefault("_fedbn_use", _Use())
+        # Which client has used the model last; None while it has the values of one that no longer uses it.
+        self.use: dict[str, int | None] = vars(model).setdefault("_fedbn_use", {"client": None})
         state: dict[str, Any] = model.state_dict()
         # The dict that holds a tensor, and its name there: a pass may assign another one, and the owner may move it.
         self._places: dict[str, tuple[dict[str, Any], str]] = {key: (state, key) for key in state} | {
@@ -118,7 +102,6 @@ class ModelTensors:
             for name in table
             if table[name] is not None
         }
-        self._modules = list(model.modules())
         self._parameters = [name for name, _ in model.named_parameters()]
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         self._shapes = {key: tuple(value.shape) for key, value in state.items()}
@@ -138,11 +121,6 @@ class ModelTensors:
         now: Any = zip(self._parameters, self._now(self._parameters), strict=True)
         return {name: parameter for name, parameter in now if parameter.requires_grad}
 
-    def train(self) -> None:
-        """Set the model to training mode, with the layers of a round that was frozen."""
-        if False in [module.training for module in self._modules]:
-            self.model.train()
-
     @torch.no_grad()
     def _now(self, keys: Collection[str]) -> list[Tensor]:
         """The tensors with these keys."""
@@ -154,33 +132,19 @@ class ModelTensors:
                 table[name] = buffer.copy_(now)
         return [table[name] for table, name in map(self._places.__getitem__, keys)]
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Refuses a second client with the same model: the layer-wise rounds of several clients run concurrently."""
-        if self.use.is_training:
-            raise MessageError(
-                "another client is in the middle of a round with this very model; the clients of a layer-wise round "
-                "train concurrently, so make_client must return clients with separate models"
-            )
-        self.use.is_training = True
-        try:
-            yield
-        finally:
-            self.use.is_training = False
-
     def load_all(self, arrays: Arrays, own: Arrays, client: int) -> None:
         """Copy the received arrays and the client's own ones; all other tensors get the values of a new model."""
         given = {*arrays, *own}
         absent = [key for key in self.roles if key not in given]
         self._check(arrays, own, absent)
         kept = [key for key in absent if self.roles[key] is not Role.COUNTER]
-        if kept and self._build is None and self.use.client not in (None, client):
+        if kept and self._build is None and self.use["client"] not in (None, client):
             raise MessageError(
                 f"the server does not send {kept[0]!r}, which stays on the client, and this client's model has that of "
-                f"client {self.use.client}; give each client a model of its own, or share it as "
+                f"client {self.use['client']}; give each client a model of its own, or share it as "
                 "ModelTensors(model, build=build)"
             )
-        self.use.client = client
+        self.use["client"] = client
         self._restore(absent)
         self.load(own)
         self.load(arrays)
@@ -228,7 +192,7 @@ class ModelTensors:
 
     def taken(self, keys: Collection[str]) -> Arrays:
         """Copies of the current values of the tensors with these keys."""
-        if self.use.client is None:
+        if self.use["client"] is None:
             self._restore([*self.roles])
         return copied(dict(zip(keys, self._now(keys), strict=True)))
 

@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -39,17 +40,14 @@ def read_weights(name: str, weights: str) -> dict[str, Tensor]:
 def _torchvision(name: str, weights: str) -> dict[str, Tensor]:
     from torchvision.models import get_model_weights
 
-    try:
-        known: Any = get_model_weights(name)
-    except ValueError:
+    known: Any = ()
+    with suppress(ValueError):  # it has no weights for this network
+        known = get_model_weights(name).__members__
+    if weights not in known:
+        hint = did_you_mean(weights, known) if known else "it has none for this network"
         raise SettingsError(
-            f"model.weights={weights!r}: torchvision has no weights for {name!r}; expected a file that ends in "
-            f"{SUFFIX}, or a network of torchvision such as resnet18"
-        ) from None
-    if weights not in known.__members__:
-        raise SettingsError(
-            f"model.weights={weights!r} are not weights of {name!r}; {did_you_mean(weights, known.__members__)}, or a "
-            f"file that ends in {SUFFIX}"
+            f"model.weights={weights!r}: torchvision has no such weights for {name!r}; {hint}, or a file that ends in "
+            f"{SUFFIX}"
         )
     entry = known[weights]
     try:

@@ -314,5 +314,8 @@ def test_ray_may_start_slowly(seconds: int, limit: int, starts: bool, tmp_path: 
     assert out.exists() == starts
     if not starts:
         assert "Traceback" not in done.stderr
-        assert "fedbn: error: Ray did not start on this machine: The current node timed out" in done.stderr
+        assert (
+            "fedbn: error: Ray cannot be used at engine.address='local': Exception: The current node timed out"
+            in done.stderr
+        )
         assert "set a longer engine.node_timeout (5 s)" in done.stderr

@@ -50,7 +50,7 @@ def test_bounds_that_do_not_suit_are_refused(make: Callable[[], Any], message: s
 
 
 def test_settings_need_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.messages.bounds.declared", lambda kind: {})
+    monkeypatch.setattr("fedbn_flwr.messages.aggregate.declared", lambda kind: {})
     with pytest.raises(SettingsError, match="bounds needs the folder fedbn_flwr/extensions/bounds"):
         FedAvg(bounds={"max_share": 0.2})
     assert "bounds" in extensions.__doc__

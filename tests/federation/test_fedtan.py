@@ -18,7 +18,7 @@ from fedbn_flwr.client.layerwise import ParkedRounds
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.exchange.round import Answers
+from fedbn_flwr.exchange.carriers import Answers
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
@@ -203,17 +203,6 @@ def test_two_runs_in_one_process_take_turns_between_two_exchanges(federation: Fe
     assert same(found, run(fed, fed.grid(), "first"))
     assert len(inside) == 3, "one before each exchange but the first"
     assert all(same(each, run(other, other.grid(), "other")) for each in inside)
-
-
-def test_an_exchange_service_without_the_extension_is_refused(
-    federation: Federations, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fedbn_flwr.exchange.carriers.parts", lambda kind: [])
-    monkeypatch.setenv("FEDBN_EXCHANGE_ADDRESS", "127.0.0.1:0")
-    fed = federation((6, 6), model=two_norms)
-    with pytest.raises(SettingsError, match=r"FEDBN_EXCHANGE_ADDRESS='127\.0\.0\.1:0'.*lacks the extension 'streams'"):
-        last_model(fed, FedTAN(fraction_evaluate=0.0), 1)
-    last_model(fed, FedTAN(fraction_evaluate=0.0, direct=False), 1)
 
 
 def test_a_client_lost_during_a_round_is_left_out_of_the_weights(

@@ -21,7 +21,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.exchange.round import Answers
+from fedbn_flwr.exchange.carriers import Answers
 
 PROJECT = Path(__file__).resolve().parent / "plugin_project"
 PACKAGE = "pytorchexample"

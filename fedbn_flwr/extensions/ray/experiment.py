@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import shutil
 import signal
@@ -34,7 +33,6 @@ from torch import Tensor
 from fedbn_flwr import __version__
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import RunFailed, UserError
 from fedbn_flwr.experiment.data import loaded_data, receive
 from fedbn_flwr.experiment.flower_mods import client_mods
@@ -58,7 +56,7 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
 
         @functools.cache
         def connect() -> None:  # now, when all parts are loaded
-            stack.enter_context(connected(first.address, sent.modules(), _cores(first)))
+            stack.enter_context(connected(first.address, sent.modules()))
             stack.callback(idle.close)
 
         @contextmanager
@@ -81,22 +79,11 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
         yield make_grid
 
 
-def _cores(engine: Engine) -> int | None:
-    """The cores that a cluster of this machine must offer, if that is more than it has."""
-    if engine.workers == "auto":
-        return None
-    return max(cores(), math.ceil(engine.workers * _cpus(engine)))
-
-
-def _cpus(engine: Engine) -> float:
-    return engine.threads if engine.cpus_per_client is None else engine.cpus_per_client
-
-
 def _place(engine: Engine) -> Place:
     gpus = engine.gpus_per_client
     if gpus is None:
         gpus = 1.0 if engine.device != "cpu" and any(each["Resources"].get("GPU") for each in machines()) else 0.0
-    return Place(_cpus(engine), gpus)
+    return Place(engine.threads if engine.cpus_per_client is None else engine.cpus_per_client, gpus)
 
 
 @dataclass
@@ -151,7 +138,7 @@ _NOT_CODE = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info")
 
 
 @contextmanager
-def connected(address: str | None = None, modules: Iterable[str] = (), cores: int | None = None) -> Iterator[None]:
+def connected(address: str | None = None, modules: Iterable[str] = ()) -> Iterator[None]:
     """A connection of this process to a Ray cluster, with the code for its actors.
 
     Parameters
@@ -161,17 +148,13 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
         connection.
     modules
         Names of modules that the actors need.
-    cores
-        The cores that a cluster of this machine offers; None: all.
     """
     if ray.is_initialized():  # the caller's own connection, with its runtime environment
         yield
         return
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     set_ray_defaults(os.environ)
-    own: dict[str, Any] = {}
-    if address == "local":
-        own = {"num_cpus": cores, "include_dashboard": False}
+    own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     with temporary_folder("code") as folder:
         stage(Path(folder), modules)
         before = signal.getsignal(signal.SIGTERM)
@@ -192,12 +175,10 @@ def connected(address: str | None = None, modules: Iterable[str] = (), cores: in
                 "`ray start --head`, or leave the address out and unset RAY_ADDRESS to use this machine"
             ) from None
         except Exception as error:  # as plain Exception, if Ray's processes have not started in time
-            if own:
-                raise RunFailed(
-                    f"Ray did not start on this machine: {in_a_line(error)} If its processes start slowly, because "
-                    f"other programs use the machine, set a longer engine.node_timeout ({os.environ[START]} s)"
-                ) from None
-            raise RunFailed(f"the Ray cluster at {address!r} cannot be used: {in_a_line(error)}") from None
+            raise RunFailed(
+                f"Ray cannot be used at engine.address={address!r}: {in_a_line(error)} If its processes start slowly, "
+                f"because other programs use the machine, set a longer engine.node_timeout ({os.environ[START]} s)"
+            ) from None
         with suppress(ValueError):  # not the main thread, whose handler Ray replaces by one that prints a trace
             signal.signal(signal.SIGTERM, before)
         try:

@@ -23,6 +23,7 @@ from fedbn_flwr.engines.local import LocalGrid, Nodes, identify
 from fedbn_flwr.engines.worker import NodeWorker, Then, keep_freed_memory
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import arrays_in, size_of
+from fedbn_flwr.named import in_a_line
 
 _SHARED = 100_000  # bytes from which a record goes through the object store; Ray sends smaller values directly
 _KEPT = 4  # records whose place in the object store is remembered
@@ -245,8 +246,8 @@ class ActorWorker(NodeWorker):
                 return None, ""
         except RayError as error:
             if not self.is_ready:
-                return None, f"no actor can start on the Ray cluster: {_in_a_line(error)}"
-            how = f"was lost ({type(error).__name__}: {_in_a_line(error)})"
+                return None, f"no actor can start on the Ray cluster: {in_a_line(error)}"
+            how = f"was lost ({in_a_line(error)})"
         return None, f"the client's actor on {self.machine} {how}"
 
     def release(self) -> None:
@@ -258,9 +259,3 @@ class ActorWorker(NodeWorker):
         if self._actor is not None:
             ray.kill(self._actor)
         self._actor, self.waited, self.then, self.node, self.is_ready = None, None, None, "", False
-
-
-def _in_a_line(error: Exception) -> str:
-    """The last line of an error of Ray, which contains a traceback of the other process."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:300]

@@ -247,7 +247,9 @@ class MaskedRound:
         before = self.sent.get(key)
         if before is not None:  # what did not change keeps its bits, also those of -0.0
             change = np.where(change == 0, before, before.astype(np.float64) + change)
-        return _not_negative(change, error) if is_variance(key) else change
+        if is_variance(key):  # rounding may leave zeros below zero
+            change = np.where((change < 0) & (change >= -error), 0.0, change)
+        return change
 
     def _open(self, replies: Iterable[Message]) -> tuple[list[Message], Values, list[Message]]:
         """The usable replies in the order of nodes, their sum, and errors for the other nodes."""
@@ -261,7 +263,10 @@ class MaskedRound:
             node: frozenset((place, each.dtype.str, each.shape) for place, each in of_node.items())
             for node, of_node in values.items()
         }
-        most = max(forms.values(), key=[*forms.values()].count, default=frozenset())
+        given = [*forms.values()]
+        most = max(given, key=given.count, default=frozenset())
+        if given and 2 * given.count(most) <= len(given):
+            raise NotOpened("the replies have different arrays, and most have no common form")
         for node in [node for node, form in forms.items() if form != most]:
             odd = min(most ^ forms[node], key=str)[0]
             errors.append(
@@ -332,7 +337,8 @@ class MaskedRound:
         for node, reason in reasons.items():
             log(WARNING, "%s, secure aggregation, stage %s: without node %d: %s", self._what, stage, node, reason)
             if stage != "unmask":
-                self._failed.append(_error(node, reason))
+                asked = Message(RecordDict(), node, client.QUERY)  # an error as if it were the node's
+                self._failed.append(Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=asked))
         return found
 
     def _check_threshold(self, stage: str, found: int, asked: int, reasons: Mapping[int, str]) -> None:
@@ -349,14 +355,3 @@ class MaskedRound:
 
 def _node_of(reply: Message) -> int:
     return reply.metadata.src_node_id
-
-
-def _error(node: int, reason: str) -> Message:
-    """An error as if it were the node's."""
-    asked = Message(RecordDict(), node, client.QUERY)
-    return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=asked)
-
-
-def _not_negative(values: Array, error: float) -> Array:
-    """Variances, of which rounding may leave zeros below zero."""
-    return np.where((values < 0) & (values >= -error), 0.0, values)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.commands.common import Commands, add_command, parse_pairs
-from fedbn_flwr.errors import SettingsError
 
 if TYPE_CHECKING:
     from .needs import Check
@@ -32,20 +31,14 @@ def add(commands: Commands) -> None:
     parser.add_argument("experiment", nargs="?", metavar="EXPERIMENT", help="check the data for this experiment")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it, such as clients=10")
     parser.add_argument("--superlink", metavar="HOST:PORT", help="address of the SuperLink")
-    parser.add_argument("--root-certificates", type=Path, metavar="FILE", help="ca.crt (the system's certificates)")
+    tls = parser.add_mutually_exclusive_group()
+    tls.add_argument("--root-certificates", type=Path, metavar="FILE", help="ca.crt (the system's certificates)")
     parser.add_argument("--auth-supernode-private-key", type=Path, metavar="FILE", help="the site's key, node.key")
     parser.add_argument("--node-config", metavar="TEXT", help="as for flower-supernode: data-path, domain, state, ...")
-    parser.add_argument("--insecure", action="store_true", help="the SuperLink has no TLS")
-    parser.add_argument("--timeout", type=float, default=5, metavar="S", help="seconds to wait for the server (5)")
+    tls.add_argument("--insecure", action="store_true", help="the SuperLink has no TLS")
 
 
 def check(arguments: argparse.Namespace) -> int:
-    if not 0 < arguments.timeout <= 86400:
-        raise SettingsError(
-            f"--timeout is {arguments.timeout:g}; expected seconds, more than 0 and at most 86400 (a day)"
-        )
-    if arguments.insecure and arguments.root_certificates:
-        raise SettingsError("--insecure and --root-certificates exclude each other; give one")
     counts = {"ok": 0, "warning": 0, "FAILED": 0}
     for found in _checks(arguments):
         counts[found.status] += 1
@@ -73,7 +66,7 @@ def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     experiment = load_experiment(arguments.experiment, arguments.overrides) if arguments.experiment else None
     node = parse_pairs([arguments.node_config or ""], "--node-config")
     key, ca, address = arguments.auth_supernode_private_key, arguments.root_certificates, arguments.superlink
-    server = check_server(address, ca, arguments.timeout, insecure=arguments.insecure) if address else ()
+    server = check_server(address, ca, insecure=arguments.insecure) if address else ()
     given = experiment is not None or "data-path" in node
     folder = Path(str(node.get("state", ""))).expanduser()
     yield from asked("versions", check_versions(), "pip install fedbn-flwr")

@@ -38,6 +38,7 @@ from fedbn_flwr.experiment.parts import choose_device, make_model
 from fedbn_flwr.experiment.prepare import make_rule, try_model
 from fedbn_flwr.experiment.settings import Experiment, Settings
 
+_TIMEOUT = 5  # seconds
 _SOON = 30  # days in which a certificate should be renewed
 _BEHIND = TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE  # seconds that a node's clock may be late
 _NEW_KEY = "give the file node.key that deploy/keys.sh created for this site"
@@ -91,17 +92,17 @@ def check_authority(file: Path) -> Iterator[Check]:
     yield _validity("root certificate", first, str(file), "have the operator of the server create a new authority")
 
 
-def check_server(address: str, authority: Path | None, timeout: float, *, insecure: bool = False) -> Iterator[Check]:
+def check_server(address: str, authority: Path | None, *, insecure: bool = False) -> Iterator[Check]:
     """Whether a SuperLink can be reached at HOST:PORT, and whether its certificate is valid for that host."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
         raise Failed(f"the address is {address!r}", "give HOST:PORT, as fl.example.org:8000")
     if insecure:
-        connection = HTTPConnection(host, int(port), timeout=timeout)
+        connection = HTTPConnection(host, int(port), timeout=_TIMEOUT)
     else:
         context = ssl.create_default_context(cafile=str(authority) if authority else None)
-        connection = HTTPSConnection(host, int(port), timeout=timeout, context=context)
+        connection = HTTPSConnection(host, int(port), timeout=_TIMEOUT, context=context)
     with contextlib.closing(connection):
         try:
             connection.connect()
@@ -109,7 +110,7 @@ def check_server(address: str, authority: Path | None, timeout: float, *, insecu
             raise Failed(f"the name {host!r} is unknown here", "check the name, and DNS at this site") from None
         except TimeoutError:
             cure = f"let this machine connect to port {port}: a firewall drops it, or the server is off"
-            raise Failed(f"{address} does not answer within {timeout:g} s", cure) from None
+            raise Failed(f"{address} does not answer within {_TIMEOUT} s", cure) from None
         except ssl.SSLError as error:
             raise _tls_problem(error, address) from None
         except OSError as error:

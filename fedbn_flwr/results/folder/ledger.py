@@ -20,8 +20,8 @@ from fedbn_flwr.messages.arrays import size_in
 from fedbn_flwr.messages.gate import gate
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
+    from fedbn_flwr.exchange.carriers import Answers
     from fedbn_flwr.exchange.codec import Agreement
-    from fedbn_flwr.exchange.round import Answers
     from fedbn_flwr.messages.aggregate import Arrays
 
 

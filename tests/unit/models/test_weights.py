@@ -118,8 +118,8 @@ def test_the_older_names_of_densenet_s_file_are_understood(torch_home: Path) -> 
         ("cnn", "mlp.safetensors", r'Missing key\(s\) in state_dict: "conv1\.weight", "bn1\.weight"'),
         ("cnn", "more.safetensors", r'Unexpected key\(s\) in state_dict: "head"'),
         ("cnn", "colour.safetensors", r"size mismatch for conv1\.weight: .*\[16, 3, 3, 3\].*\[16, 1, 3, 3\]"),
-        ("cnn", "DEFAULT", "torchvision has no weights for 'cnn'"),
-        ("resnet18", "IMAGENET1K_V2", "are not weights of 'resnet18'; did you mean 'IMAGENET1K_V1'"),
+        ("cnn", "DEFAULT", "torchvision has no such weights for 'cnn'; it has none for this network"),
+        ("resnet18", "IMAGENET1K_V2", "no such weights for 'resnet18'; did you mean 'IMAGENET1K_V1'"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_with_their_keys(

@@ -11,8 +11,7 @@ import pytest
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.extensions.bounds.strategy import Bounds, capped, from_settings
-from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
-from fedbn_flwr.messages.bounds import as_bounds
+from fedbn_flwr.messages.aggregate import Arrays, as_bounds, weighted_mean
 
 Dict = dict[str, np.ndarray]
 STATISTICS = ["bn.running_mean", "bn.running_var"]

@@ -207,8 +207,8 @@ def test_a_server_that_cannot_be_trusted_or_reached_is_named(
     assert "unknown here" in server("no-such-host.invalid:8000")["found"]
     assert "HOST:PORT" in server("localhost")["cure"]
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
-        found = server(f"127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.3")
-        assert "does not answer within 0.3 s" in found["found"], found
+        found = server(f"127.0.0.1:{silent.getsockname()[1]}")
+        assert "does not answer within 5 s" in found["found"], found
 
 
 def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,17 +295,12 @@ def test_a_state_folder_may_be_below_the_home_folder_and_absent(
     assert "min-batch='x'" in found["node config"]["found"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *[[f"--timeout={bad}"] for bad in ("0", "inf", "nan", "1e9", "-1")],
-        ["--insecure", "--root-certificates", "ca.crt"],
-        ["--node-config", "data-path"],
-    ],
-)
-def test_wrong_usage_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", *words]) == 2
-    assert capsys.readouterr().err.startswith("fedbn: error: --")
+def test_wrong_usage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--node-config", "data-path"]) == 2
+    assert capsys.readouterr().err.startswith("fedbn: error: --node-config")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["check", "--insecure", "--root-certificates", "ca.crt"])
+    assert "--root-certificates: not allowed with argument --insecure" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["data-path", "state"])

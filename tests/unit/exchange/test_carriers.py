@@ -12,8 +12,8 @@ import pytest
 from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-untyped]
 
 from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.exchange.carriers import ExchangesDone, problem, run_exchanges
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.exchange.round import ExchangesDone, problem, run_exchanges
 from fedbn_flwr.strategies import FedTAN
 
 
