@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
 
 def partition(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.experiment.file.layers import load_experiment
-    from fedbn_flwr.experiment.trial import count_partitions
+    from fedbn_flwr.experiment.preview import count_partitions
     from fedbn_flwr.results.report.pictures import partitions_plot
     from fedbn_flwr.results.report.tables import partition_table
 

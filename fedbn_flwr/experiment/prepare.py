@@ -34,7 +34,7 @@ from . import trackers
 from .data import Shape, check_labels, try_data
 from .faults import naming
 from .flower_mods import mods_of
-from .parts import Parts, learning_rate, own_loss
+from .parts import Parts, learning_rate, own_loss, plain_loss
 from .settings import Experiment, Settings, name_in, strategy_name
 
 
@@ -129,17 +129,18 @@ def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
 
 def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
     others = [type(layer).__name__ for layer in norm_layers(model).values() if not isinstance(layer, _BatchNorm)]
-    if others and run.evaluate.statistics == "reestimated":
-        raise SettingsError(
+    other = next(iter(others), "")
+    needs_bn = rule.traits.min_batch and not exchanged_layers(model.train())
+    refuse(
+        {
             f"evaluate.statistics is 'reestimated', which measures inputs of batch norms, but {run.model.name!r} with "
-            f"norm {run.model.norm!r} has {others[0]}, whose statistics may be others; leave it out"
-        )
-    if rule.traits.min_batch and not exchanged_layers(model.train()) and others:
-        raise SettingsError(
+            f"norm {run.model.norm!r} has {other}, whose statistics may be others; leave it out": bool(others)
+            and run.evaluate.statistics == "reestimated",
             f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches, but the layers of "
-            f"{run.model.name!r} that track statistics are {others[0]}, which normalises otherwise; use another "
-            "strategy, or a model with batch norm"
-        )
+            f"{run.model.name!r} that track statistics are {other}, which normalises otherwise; use another strategy, "
+            "or a model with batch norm": bool(others) and bool(needs_bn),
+        }
+    )
 
 
 # --- checks ------------------------------------------------------------------
@@ -163,18 +164,8 @@ def check_partition(parts: Parts) -> None:
 def check_training(parts: Parts) -> None:
     """Refuse settings with which training cannot begin or is not what the strategy assumes."""
     run, shape = parts.run, parts.shape
-    train, weights = run.train, run.train.class_weights
+    train = run.train
     _check_strategy(run, parts.rule)
-    check_loss(run, parts.task, shape.classes)
-    if weights == "balanced" and shape.dense:
-        raise SettingsError(
-            "train.class_weights is 'balanced', but segmentation data have masks of labels, which are not "
-            "counted before training; give a list of weights"
-        )
-    if weights not in (None, "balanced") and len(weights) != shape.classes:
-        raise SettingsError(
-            f"train.class_weights has {len(weights)} weights, but the data have {shape.classes} classes"
-        )
     for server_round in (1, run.rounds):
         learning_rate(run, server_round)
     if train.optimizer != "sgd":
@@ -253,6 +244,7 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
     It is tried in eval mode, and a copy of it in training mode, in which some networks return something else, which
     needs a loss of the user.
     """
+    check_loss(run, dataset)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SettingsError(f"model.name={run.model.name!r} has no parameter with requires_grad; expected one to train")
     # Two, because static batch norm cannot compute the variance of one value.
@@ -287,12 +279,17 @@ def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inp
         return
     found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     expected = [2, dataset.outputs, *(size if dataset.dense else ())]
-    if model.training and (loss := own_loss(run)) is not None:
+    of_pixels = isinstance(logits, Tensor) and logits.ndim > 2
+    # A model with one output may leave out its dimension.
+    forms = (expected, [2]) if dataset.outputs == 1 and not dataset.dense else (expected,)
+    is_right = isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) in forms
+    is_right = is_right and of_pixels == dataset.dense
+    if model.training and (is_right or own_loss(run) is not None):
         targets = targets_like(dataset.task, dataset.classes, 2, expected[2:]).to(main(inputs).device)
-        asked = f"train.loss={name_in(run.train.loss or '')!r}, given what model.name={run.model.name!r} returns{mode} "
-        asked += f"({found}) and targets {list(targets.shape)},"
+        given = f"what model.name={run.model.name!r} returns{mode} ({found}) and targets {list(targets.shape)}"
+        asked = f"train.loss={name_in(run.train.loss or dataset.task.losses[0])!r}, given {given},"
         try:
-            value: Any = loss(logits, targets)
+            value: Any = plain_loss(run, dataset.task)(logits, targets)
         except Exception as error:
             raise SettingsError(f"{asked} failed: {type(error).__name__}: {error}") from error
         if not (isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad):
@@ -301,11 +298,7 @@ def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inp
                 f"{asked} returned {other}; expected a differentiable scalar tensor, the mean over the examples"
             )
         return
-    of_pixels = isinstance(logits, Tensor) and logits.ndim > 2
-    # A model with one output may leave out its dimension.
-    forms = (expected, [2]) if dataset.outputs == 1 and not dataset.dense else (expected,)
-    is_right = isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) in forms
-    if is_right and of_pixels == dataset.dense:
+    if is_right:
         return
     advice = ", or a train.loss of your own that takes what the model returns" if model.training else ""
     if of_pixels and not dataset.dense:
@@ -337,9 +330,11 @@ def targets_like(task: Task, count: int, number: int, size: Sequence[int] = ()) 
     return targets[:, 0] if count == 1 else targets
 
 
-def check_loss(run: Settings, task: Task, count: int) -> None:
+def check_loss(run: Settings, shape: DataSet | Shape) -> None:
     """Refuse a loss, or an option of it, that does not suit the targets."""
-    train, found = run.train, f"{run.data.name!r} has {task.targets} ({task.name})"
+    train, task = run.train, shape.task
+    found = f"{run.data.name!r} has {task.targets} ({task.name})"
+    weights, count = train.class_weights, shape.classes
     suited = f"{' or '.join(task.losses)}, or " if task.losses else ""
     name = name_in(train.loss) if train.loss is not None else task.losses[0] if task.losses else "missing"
     refuse(
@@ -351,7 +346,12 @@ def check_loss(run: Settings, task: Task, count: int) -> None:
             and name not in task.losses,
             f"train.label_smoothing is {train.label_smoothing}, but {found}; leave it out": train.label_smoothing > 0
             and "label_smoothing" not in task.options,
-            f"train.class_weights is {train.class_weights}, but {found}; leave it out": train.class_weights is not None
+            f"train.class_weights is {weights}, but {found}; leave it out": weights is not None
             and "class_weights" not in task.options,
+            "train.class_weights is 'balanced', but segmentation data have masks of labels, which are not counted "
+            "before training; give a list of weights": weights == "balanced" and shape.dense,
+            f"train.class_weights has {len(weights or ())} weights, but the data have {count} classes": weights
+            not in (None, "balanced")
+            and len(weights or ()) != count,
         }
     )

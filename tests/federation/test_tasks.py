@@ -199,7 +199,11 @@ def test_every_task_trains(name: str, more: dict[str, Any], keys: set[str], tmp_
             {"train": {"loss": {"name": "huber", "delta": 1}}},
             r"train\.loss is huber, but .* several labels per",
         ),
-        ("diabetes", {"train": {"loss": {"name": "huber", "delta": -1}}}, r"train\.loss='huber' failed .*delta"),
+        (
+            "diabetes",
+            {"train": {"loss": {"name": "huber", "delta": -1}}},
+            r"train\.loss='huber', given .* failed: .*delta",
+        ),
     ],
 )
 def test_what_does_not_suit_the_labels_is_refused(name: str, more: dict[str, Any], words: str) -> None:

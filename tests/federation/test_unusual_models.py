@@ -25,9 +25,9 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.preview import explain
 from fedbn_flwr.experiment.registry import build_strategy
 from fedbn_flwr.experiment.run.loop import run_one
-from fedbn_flwr.experiment.trial import explain
 from fedbn_flwr.messages.aggregate import as_bfloat16
 from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
 from fedbn_flwr.messages.serialization import dump, parse
@@ -337,7 +337,7 @@ engine: {device: cpu, checkpoint_every: 1}
 @pytest.mark.parametrize("rule", ["{name: FixBN, freeze_round: 1}", "{name: FedBN}"])
 def test_an_experiment_in_bfloat16_counts_its_bytes_and_resumes_to_the_same_bits(rule: str, tmp_path: Path) -> None:
     experiment = load_experiment(EXPERIMENT, [f"strategy={rule}"])
-    explained = explain(experiment, trial=False).runs[0].model
+    explained = explain(experiment).runs[0].model
     for name, stop in (("whole", 0), ("parts", 1), ("parts", 0)):
         (prepared,) = prepare(experiment)
         run = RunFolder(tmp_path / name)

@@ -76,7 +76,7 @@ if "Private" in STRATEGIES:
 CASES |= dict.fromkeys(OPTIMISERS, "")
 CHOICES = {
     "early end": "strategy: {name: FedBN}\n"
-    "evaluate: {every: 1, validation: 0.1, patience: 3, unseen: 1, finetune_steps: 2}"
+    "train: {lr: 1.0e-20}\nevaluate: {every: 1, validation: 0.1, patience: 3, unseen: 1, finetune_steps: 2}"
 }
 SHORT = {"short FedBN": "rounds: 3\nstrategy: {name: FedBN}\nevaluate: {every: 3, clients: false}"}  # for real nodes
 

@@ -277,11 +277,11 @@ def test_options_that_change_numbers_are_named_in_the_summary(tmp_path: Path) ->
 
 
 def test_changes_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", "quick", "--no-trial", "rounds=7", "--size", "smoke", "seed=3"]) == 0
+    assert cli.main(["explain", "quick", "rounds=7", "--size", "smoke", "seed=3"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^rounds +7 +command line$", text, re.MULTILINE)
     assert re.search(r"^seed +3 +command line$", text, re.MULTILINE)
-    assert cli.main(["explain", "quick", "--no-trial", "rounds"]) == 2
+    assert cli.main(["explain", "quick", "rounds"]) == 2
     assert "not of the form key=value" in capsys.readouterr().err
     for words in (["explain", "quick", "--all", "--wrong"], ["new", "mine", "rounds=7"]):
         with pytest.raises(SystemExit, match="2"):

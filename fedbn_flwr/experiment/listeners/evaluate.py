@@ -1,6 +1,6 @@
 """Evaluates after a round: the global model on the server's test examples, and the clients' models on the clients.
 
-After the last round, also the global model on clients that never trained.
+Then chooses the best round; after the last one, evaluates the global model also on clients that never trained.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import functools
 import math
 import statistics
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from logging import WARNING
 from typing import Any
 
@@ -26,7 +27,9 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.norms.statistics import reestimate
+from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.clients import is_count, spread
+from fedbn_flwr.tasks import Task, goodness, title_of
 
 from ..data import rows_by_domain
 from ..parts import Parts, plain_loss
@@ -144,6 +147,54 @@ class Evaluate(Listener):
         figures = evaluate(model, examples, self.loss, device, self.metrics, task=self.task, threads=self.threads)
         figures.pop("num-examples")
         return {key.replace("-", "_"): value for key, value in figures.items()}
+
+
+class Best(Listener):
+    """Finds the round with the best main figure on the validation examples, and ends a run that no longer improves.
+
+    Everything follows from the history, so a resumed run continues with the same counts.
+    """
+
+    def __init__(self, folder: RunFolder, task: Task, patience: int | None) -> None:
+        self.folder = folder
+        self.main = task.main
+        self.patience = patience
+        self.best_round = 0
+        self.best: float | None = None
+        self.waited = 0  # evaluations since the best one
+
+    def on_start(self, running: Running, at: Round) -> Round:
+        for line in self.folder.history():
+            self._note(line)
+        return self._ended(at)
+
+    def on_round(self, running: Running, at: Round) -> Round:
+        if self._note(at.line):
+            at = at.with_figures({"best_round": at.number}, {}, is_best=running.prepared.rule.traits.has_global_model)
+        return self._ended(at)
+
+    def _ended(self, at: Round) -> Round:
+        reason = None if at.is_last else self._reason()
+        return at if reason is None else replace(at, ended=reason, is_last=True)
+
+    def _note(self, line: Mapping[str, Any]) -> bool:
+        """Take a line of the history into account; whether its round is the best so far (the first of equal ones)."""
+        figure: float | None = line.get(f"validation_{self.main}")
+        if figure is None:
+            return False
+        before = -math.inf if self.best is None else goodness(self.main, self.best)
+        if is_best := goodness(self.main, figure) > before:
+            self.best, self.best_round, self.waited = figure, line["round"], 0
+        else:
+            self.waited += 1
+        return is_best
+
+    def _reason(self) -> str | None:
+        if self.patience is None or self.waited < self.patience:
+            return None
+        count = "evaluation" if self.waited == 1 else "evaluations"
+        best = "" if self.best is None else f"; its best is {self.best:.4f} in round {self.best_round}"
+        return f"validation {title_of(self.main)} has not improved in {self.waited} {count}{best}"
 
 
 class Final(Listener):

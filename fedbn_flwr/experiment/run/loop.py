@@ -41,9 +41,8 @@ from fedbn_flwr.tasks import Task
 
 from ..file.layers import from_run_config
 from ..flower_mods import client_mods
-from ..listeners.best import Best
 from ..listeners.dynamics import Dynamics
-from ..listeners.evaluate import Evaluate, Final, values_of
+from ..listeners.evaluate import Best, Evaluate, Final, values_of
 from ..listeners.listener import Listener, Round, Running
 from ..listeners.progress import Progress, Reporter, WatchedGrid
 from ..listeners.recording import History, Saving, keep_promises
@@ -221,9 +220,9 @@ def run_experiment(
     folders = open_folders(experiment, out, resume=resume)
     done = [resume and folder.is_finished() for folder in folders]
     jobs = jobs_of(experiment.runs, done.count(False), jobs)
-    labels, rounds = [run.label for run in experiment.runs], [run.rounds for run in experiment.runs]
-    titles = [f"{run.label}, seed {run.seed}" if labels.count(run.label) > 1 else run.label for run in experiment.runs]
-    with Progress(titles, rounds, plain=plain, quiet=quiet) as progress:
+    with Progress(
+        list(experiment.named), [run.rounds for run in experiment.runs], plain=plain, quiet=quiet
+    ) as progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
         prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))

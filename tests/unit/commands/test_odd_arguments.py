@@ -65,7 +65,7 @@ def test_an_error_of_the_system_without_a_file_keeps_its_traceback(monkeypatch: 
 
 
 def test_standard_output_may_be_closed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for code, words in ((0, ["list", "norms"]), (0, ["explain", "quick", "--no-trial"]), (2, ["run", "demoo"])):
+    for code, words in ((0, ["list", "norms"]), (0, ["explain", "quick"]), (2, ["run", "demoo"])):
         with monkeypatch.context() as patch:
             patch.setattr("sys.stdout", None)  # as Python starts after >&-
             assert cli.main(words) == code

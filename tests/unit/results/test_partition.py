@@ -11,7 +11,7 @@ from PIL import Image
 
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_experiment
-from fedbn_flwr.experiment.trial import count_partitions
+from fedbn_flwr.experiment.preview import count_partitions
 from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.report.pictures import class_colours, partitions_plot
 from fedbn_flwr.results.report.tables import partition_table

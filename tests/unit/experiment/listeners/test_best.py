@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from flwr.app import ArrayRecord
 
-from fedbn_flwr.experiment.listeners.best import Best
+from fedbn_flwr.experiment.listeners.evaluate import Best
 from fedbn_flwr.experiment.listeners.listener import Round
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.tasks import CLASSIFICATION, REGRESSION, SEVERAL, Task
