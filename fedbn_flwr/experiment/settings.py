@@ -349,22 +349,21 @@ class Train(Section):
         default=False,
         description=(
             "train with the channels-last memory format: convolutions are faster "
-            "([Performance](performance.md)), but the last bits of a result differ; recorded in the summary"
+            "([Performance](performance.md)), but the last bits of a result differ"
         ),
     )
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description=(
             "`bfloat16` trains under PyTorch's autocast: convolutions and matrix products in bfloat16; "
-            "weights, statistics, SGD's updates, evaluation and FedTAN's first step stay in float32; recorded"
-            " in the summary"
+            "weights, statistics, SGD's updates, evaluation and FedTAN's first step stay in float32"
         ),
     )
     compile: bool = Field(
         default=False,
         description=(
             "compile training passes by PyTorch's compiler ([Performance](performance.md#compiled-passes)); last bits "
-            "differ; recorded in the summary"
+            "differ"
         ),
     )
 

@@ -266,16 +266,6 @@ def test_report_joins_seeds_and_names_a_folder_without_runs(tmp_path: Path, caps
     assert "±" in table
 
 
-def test_options_that_change_numbers_are_named_in_the_summary(tmp_path: Path) -> None:
-    options = ["train.precision=bfloat16", "train.channels_last=true"]
-    sizes = ["clients=2", "rounds=1", "train.steps=1", "engine.workers=0", "engine.device=cpu"]
-    assert cli.main(["run", "{model: {name: resnet20}}", *sizes, *options, "--out", str(tmp_path / "all")]) == 0
-    assert cli.main(["run", "{model: {name: resnet20}}", *sizes, "--out", str(tmp_path / "none")]) == 0
-    found, plain = (json.loads(next((tmp_path / each).rglob("summary.json")).read_text()) for each in ("all", "none"))
-    assert (found["precision"], found["memory_format"]) == ("bfloat16", "channels_last")
-    assert not {"precision", "memory_format"} & plain.keys()
-
-
 def test_changes_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "quick", "rounds=7", "--size", "smoke", "seed=3"]) == 0
     text = capsys.readouterr().out

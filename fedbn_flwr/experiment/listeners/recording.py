@@ -93,10 +93,6 @@ def begin_summary(prepared: Parts) -> Summary:
         accuracy_of=accuracy_of,
         metrics=tuple(name_of(metric) for metric in prepared.metrics),
         size=run.size if run.size != PAPER else None,
-        examples="random examples; figures mean nothing" if run.data.random else None,
-        memory_format="channels_last" if run.train.channels_last else None,
-        precision=run.train.precision if run.train.precision != "float32" else None,
-        compiled=run.train.compile or None,
         task=prepared.task.name if prepared.task is not CLASSIFICATION else None,
     )
 

@@ -39,14 +39,7 @@ class Summary:
     error: str | None = None  # of a run that failed
     stopped_early: str | None = None  # the reason why a finished run has fewer rounds than it might have had
     size: str | None = None  # of the experiment, if not that of the file
-    examples: str | None = None  # of random ones
     task: str | None = None  # if not classification
-
-    # Options in use that make training faster and change results.
-    memory_format: str | None = None
-    precision: str | None = None
-    compiled: bool | None = None
-
     metrics: Sequence[str] = ()  # the names of evaluate.metrics
     rounds: int = 0
     seconds: float = 0.0  # of all rounds

@@ -46,12 +46,11 @@ def global_model(folder: RunFolder, file: str) -> nn.Module:
 def personal_model(folder: RunFolder, client: int) -> nn.Module:
     """The model of a client: the global arrays of the last checkpoint, and the arrays that the client keeps."""
     description = folder.model_description()
-    if not folder.checkpoint.path.exists():
-        raise UserError(f"{str(folder.path)!r} has no checkpoint, which contains the clients' models")
-    states = [state for _, state in sorted(folder.checkpoint.clients(), key=lambda pair: pair[0])]
+    saved = folder.checkpoint.clients() if folder.checkpoint.path.exists() else ()
+    states = [state for _, state in sorted(saved, key=lambda pair: pair[0])]
     if not states:
         raise UserError(
-            f"the checkpoint in {str(folder.path)!r} has no clients' models: the nodes of this engine store them"
+            f"{str(folder.path)!r} has no clients' models in a checkpoint: it has none yet, or the nodes store them"
         )
     if not 0 <= client < len(states):  # the local engine numbers its nodes by their partitions
         raise UserError(f"there is no client {client}; the run has the clients 0 to {len(states) - 1}")
@@ -69,13 +68,8 @@ def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
     moments = folder.model_description()["normalise"]
     if isinstance(moments, str):
         return own_normalisation(moments)
-
-    def normalise(inputs: Value) -> Value:
-        known = tuple(moments["mean"]), tuple(moments["std"])
-        ready: Value = Normaliser(known, main(inputs).device)(inputs)
-        return ready
-
-    return normalise
+    known = tuple(moments["mean"]), tuple(moments["std"])
+    return lambda inputs: Normaliser(known, main(inputs).device)(inputs)
 
 
 def _build(description: Mapping[str, Any], state: Mapping[str, Tensor], file: Path) -> nn.Module:

@@ -26,7 +26,7 @@ AXES = {
 
 # How a figure is called, by the beginning of its key.
 _TITLES = {
-    "clients_own_": "clients' {} on own data",
+    "clients_own_": "{} on own data",
     "clients_": "clients' {}",
     "validation_": "validation {}",
     "unseen_": "new clients' {}",

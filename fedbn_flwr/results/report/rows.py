@@ -226,10 +226,10 @@ class Sweep:
 
 def sweeps(rows: Sequence[Row]) -> list[Sweep]:
     """The sweeps among the rows that were chosen; of several keys with several values the last one is compared."""
-    given = [(row, found) for row in rows if isinstance(found := row.first.cell.get("sweep"), Mapping)]
+    given = [(row, swept) for row in rows if isinstance(swept := row.first.cell.get("sweep"), Mapping)]
     # A wrapped strategy's `strategy.base.fraction_train` is the `strategy.fraction_train` of others.
     own = re.compile(r"^strategy\.(base\.)++(?!name$)")
-    placed = [(row, {own.sub("strategy.", key): value for key, value in found.items()}) for row, found in given]
+    placed = [(row, {own.sub("strategy.", key): value for key, value in swept.items()}) for row, swept in given]
     values: dict[str, dict[str, Any]] = {}
     for _, condition in placed:
         for key, value in condition.items():

@@ -192,9 +192,6 @@ def domain_table(rows: Sequence[Row], prefix: str, names: Sequence[str]) -> Tabl
     return f"{measure.title}, by domain", lines
 
 
-CLIENTS = "clients with equal weights, last evaluated round"
-
-
 def measures_of_clients(run: Run) -> dict[str, Measure]:
     """The main figure and those of `evaluate.metrics`; on the clients' own test examples first."""
     main, summary = run.summary.of_task.main, run.summary
@@ -252,9 +249,6 @@ def candidates_table(choice: Choice) -> Table:
         chosen = "chosen" if values and choice.has(row) else ""
         lines.append((row.label, as_measured(measure, values), _figure_of(row, measure), runs, chosen))
     return f"candidates: the best is chosen by the {word} on held-out training examples, mean over seeds", lines
-
-
-PUBLISHED = "published and measured figures"
 
 
 def published(rows: Sequence[Row]) -> Lines:
@@ -396,8 +390,9 @@ def tables(choice: Choice, form: Form = DEFAULT) -> list[Table]:
     """The tables of a report, with a title each."""
     rows = choice.rows
     found = [("", table(rows, form)), *(domain_table(rows, *each) for each in by_domain(rows).items())]
-    found += [(CLIENTS, client_table(rows)), *map(sweep_table, sweeps(rows))]
-    found += [candidates_table(choice), (PUBLISHED, published(rows))]
+    found += [("clients with equal weights, last evaluated round", client_table(rows))]
+    found += [*map(sweep_table, sweeps(rows)), candidates_table(choice)]
+    found += [("published and measured figures", published(rows))]
     return [(title, lines) for title, lines in found if len(lines) > 1]
 
 

@@ -38,9 +38,9 @@ def broken(logits, labels):
 def loss(logits, labels):
     return 0.5
 
-precision, error, seconds, clients, accuracy, accuracy_top3, f1_std, own_score = [
+error, seconds, clients, accuracy, accuracy_top3, f1_std, own_score = [
     type("Named", (), {"__name__": name, "__call__": lambda self, logits, labels: 0.5})()
-    for name in "precision error seconds clients accuracy accuracy_top3 f1_std own_score".split()
+    for name in "error seconds clients accuracy accuracy_top3 f1_std own_score".split()
 ]
 """
 
@@ -115,7 +115,7 @@ BN = "model: {name: cnn}\nclients: 2\n"
         ),
         *(
             (f"evaluate: {{metrics: ['training_parts:{name}']}}", f"a function is called '{name}'")
-            for name in ("precision", "error", "seconds", "clients", "accuracy", "accuracy_top3", "f1_std", "own_score")
+            for name in ("error", "seconds", "clients", "accuracy", "accuracy_top3", "f1_std", "own_score")
         ),
         ("evaluate: {metrics: [auc, auc]}", "evaluate.metrics has the name 'auc' twice"),
     ],

@@ -51,7 +51,7 @@ def test_the_file_is_flat_and_has_no_figure_that_there_is_not(tmp_path: Path) ->
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["broadcast_mib_per_round"] == 150 / 2**20
     assert (found["bytes_down"], found["accuracy_sea"], found["freeze_round"]) == (400, 0.5, 2)
-    assert not {"error", "precision", "clients_mean_iou", "traffic", "domains", "notes"} & found.keys()
+    assert not {"error", "clients_mean_iou", "traffic", "domains", "notes"} & found.keys()
     folder.write_summary(begun())
     assert "accuracy" not in json.loads((tmp_path / "summary.json").read_text())
 
