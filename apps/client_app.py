@@ -5,8 +5,6 @@ from fedbn_flwr.commands.common import loading
 with loading():  # a SuperNode starts a process for each message
     from fedbn_flwr import client_app
     from fedbn_flwr.experiment.flower_mods import experiment_mods
-    from fedbn_flwr.experiment.logs import log_message, use_json
     from fedbn_flwr.experiment.node import make_client
 
-use_json()
-app = client_app(make_client, mods=[log_message, experiment_mods])
+app = client_app(make_client, mods=[experiment_mods])

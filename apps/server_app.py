@@ -5,8 +5,7 @@ import logging
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedbn_flwr.experiment.logs import OneLine, use_json
-from fedbn_flwr.experiment.run.loop import serve
+from fedbn_flwr.experiment.run.loop import OneLine, serve
 
 app = ServerApp()
 
@@ -17,5 +16,4 @@ def main(grid: Grid, context: Context) -> None:
     # In every round Flower logs figures that the progress lines and the run folders contain.
     log.setLevel(logging.WARNING)
     log.addFilter(OneLine())
-    use_json()
     serve(grid, context.run_config).announce()

@@ -46,8 +46,9 @@ def mu_of(epsilon: float) -> float:
 
 
 def settings(way: str, epsilon: float) -> dict[str, object]:
-    treatment = "keep" if way == "keep" else "noise"
-    chosen: dict[str, object] = {"statistics": treatment, "clip": 1.0, "statistics_clip": 1.0, "noise_seed": 0}
+    chosen: dict[str, object] = {"clip": 1.0, "statistics_clip": 1.0, "noise_seed": 0}
+    if way == "keep":
+        chosen["base"] = {"name": "SiloBN", "global_norm": "initial"}
     if way == "freeze":
         chosen["base"] = {"name": "FixBN", "freeze_round": 0}
     if math.isinf(epsilon):

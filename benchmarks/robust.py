@@ -148,7 +148,7 @@ def measured(case: Mapping[str, Any]) -> dict[str, Any]:
     options = OPTIONS[case["options"]]
     strategy |= {"base": {"name": "FedAvg", **options}} if case["rule"] == "FixBN" else options
     attack = {"name": "robust:Attack", "kind": case["attack"], "clients": case["malicious"]}
-    mods = {"train": [attack], "query": [attack]} if case["malicious"] else {}
+    mods = [attack] if case["malicious"] else []
     settings = {**COMMON, **SETS[case["set"]], "strategy": strategy, "mods": mods}
     with tempfile.TemporaryDirectory() as folder:
         if case["set"] == "cifar10":

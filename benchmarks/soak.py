@@ -185,7 +185,7 @@ def soak(
             run = RunFolder(Path(folder) / "run")
             run.begin(prepared.run.model_dump(mode="json"))
             watch = Watch(rounds, Path(folder))
-            with LocalGrid(app, CLIENTS, workers=workers, state_memory=1e-6) as grid:
+            with LocalGrid(app, CLIENTS, workers=workers) as grid:
                 run_one(prepared, grid, run, watch, 0)
         finally:
             tempfile.tempdir = None

@@ -28,7 +28,6 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.client.node_state import stored_state
-from fedbn_flwr.engines.nodes import Contexts
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.results.folder.checkpoint import CheckpointFile, Snapshot
@@ -51,26 +50,12 @@ def checkpoint(folder: Path, size: tuple[int, int, int]) -> Iterator[tuple[str, 
     file = CheckpointFile(folder / "checkpoint")
     for server_round in range(1, sys.maxsize):
         began = time.perf_counter()
-        file.write(Snapshot(server_round, "ab" * 16, model, model), enumerate(states))
+        file.write(Snapshot(server_round, "ab" * 16, model, dump(model)), enumerate(states))
         yield "write", time.perf_counter() - began
         began = time.perf_counter()
         file.read()
         assert sum(1 for _ in file.clients() or ()) == clients
         yield "read", time.perf_counter() - began
-
-
-def spilled(folder: Path, size: tuple[int, int, int]) -> Iterator[tuple[str, float]]:
-    """Each use of a node writes the state of the other one to a file and reads its own."""
-    floats, arrays, _ = size
-    contexts = {node: Context(1, node, {}, state(floats, arrays, node), {}) for node in (1, 2)}
-    cache = Contexts(contexts, 0)
-    uses = 200 if floats < 10_000 else 4
-    while True:
-        began = time.perf_counter()
-        for use in range(uses):
-            with cache.use(use % 2 + 1):
-                pass
-        yield "spill and recall", (time.perf_counter() - began) / uses
 
 
 def node(folder: Path, size: tuple[int, int, int]) -> Iterator[tuple[str, float]]:
@@ -132,7 +117,6 @@ def sqlite_transaction(path: Path, entries: Entries) -> None:
 def main(repeats: int = 5, folder: str | None = None) -> None:
     ways: dict[str, Callable[[Path, tuple[int, int, int]], Iterator[tuple[str, float]]]] = {
         "checkpoint": checkpoint,
-        "spilled state": spilled,
         "node's state": node,
         "entries, store": partial(entries_with, write_store),
         "entries, sqlite file": partial(entries_with, sqlite_file),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr import run_all
-from fedbn_flwr.norms.masked import MaskedBatchNorm1d
+from fedbn_flwr.norms.variants import MaskedBatchNorm1d
 
 WORDS, LONGEST = 60, 24
 

@@ -18,7 +18,7 @@ import logging
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -30,7 +30,6 @@ class FedbnError(Exception):
 
 class UserError(FedbnError, ValueError):
     exit_code = 2
-    faults: Sequence[str] = ()  # if the message has several
 
     def __init__(self, message: str) -> None:
         """The message repeats values of the user, which may be long: what is above 2 kB is left out of its middle."""

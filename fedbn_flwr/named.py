@@ -57,8 +57,6 @@ def load(key: str, name: str) -> Callable[..., Any]:
             f"{key}={name!r}: cannot import {module!r} ({type(error).__name__}: {error}){hint}"
         ) from error
     _check_folder(f"{key}={name!r}", loaded, here)
-    if loaded.__spec__ is not None and not hasattr(loaded.__spec__, _CHANGED):
-        setattr(loaded.__spec__, _CHANGED, _changed(loaded))
     try:
         found = pkgutil.resolve_name(name)
     except AttributeError as error:
@@ -82,31 +80,6 @@ def _check_folder(what: str, loaded: ModuleType, here: Path) -> None:
             raise SettingsError(
                 f"{what}: {loaded.__name__!r} is already loaded from {found!r}, not of {str(file)!r}; "
                 "start a new process, or give the module another name"
-            )
-
-
-_CHANGED = "fedbn_changed"  # of a module's spec, of which a reload makes another one: when its file had been changed
-
-
-def _changed(module: Any) -> int | None:
-    """When the file of a module was last changed; None without a file."""
-    file = Path(getattr(module, "__file__", None) or "")
-    return file.stat().st_mtime_ns if file.is_file() else None
-
-
-def check_unchanged(settings: Any) -> None:
-    """Refuse settings that name a module whose file was changed after its import.
-
-    It is not loaded again here: objects of its classes could then not be pickled.
-    """
-    for text in sorted(names_in(settings)):
-        name = text.partition(":")[0]
-        module: Any = sys.modules.get(name)
-        changed = _changed(module)
-        if getattr(getattr(module, "__spec__", None), _CHANGED, changed) != changed is not None:
-            raise SettingsError(
-                f"{text!r}: {module.__file__!r} was changed after this process imported it; start a new process, "
-                f"or call importlib.reload({name})"
             )
 
 

@@ -9,6 +9,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,41 +27,35 @@ def generator(seed: int, purpose: str, *where: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_for(seed, purpose, *where))
 
 
-def states() -> list[torch.Tensor]:
-    """The states of torch's global generators: the CPU's, and the current GPU's."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+def states() -> tuple[Any, ...]:
+    """The states of the global generators of Python, NumPy and torch: the CPU's, and the current GPU's."""
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), *on_gpu
 
 
-def set_states(saved: list[torch.Tensor]) -> None:
-    torch.set_rng_state(saved[0])
-    for state in saved[1:]:
+def set_states(saved: tuple[Any, ...]) -> None:
+    python, arrays, on_cpu, *on_gpu = saved
+    random.setstate(python)
+    np.random.set_state(arrays)
+    torch.set_rng_state(on_cpu)
+    for state in on_gpu:
         torch.cuda.set_rng_state(state)
 
 
 @contextmanager
-def all_streams(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy and torch inside the block, for code of the user.
+def streams(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed the global generators of Python, NumPy and torch inside the block; restore them afterwards.
 
-    They are restored afterwards. `device` is the GPU whose generator is seeded, if any.
+    `device` is the GPU whose generator is seeded, if any.
     """
-    python, arrays = random.getstate(), np.random.get_state()
+    saved = states()
     try:
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        with streams(seed, device or torch.device("cpu")):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
-
-
-@contextmanager
-def streams(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators of the CPU and of `device` inside the block; restore them afterwards."""
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng([device] if on_gpu else []):
         # Not torch.manual_seed: it also queues a call for every GPU that was not used yet, which costs 1 ms.
         torch.default_generator.manual_seed(seed)
-        if on_gpu:
+        if device is not None and device.type == "cuda":
             torch.cuda.manual_seed(seed)
         yield
+    finally:
+        set_states(saved)

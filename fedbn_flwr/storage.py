@@ -15,7 +15,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from .errors import StorageError
 
-_VERSION = "fedbn-store2"
+_VERSION = "fedbn-store3"
 
 
 @contextmanager
@@ -92,51 +92,24 @@ def write_store(path: Path, entries: Iterable[tuple[str, bytes]]) -> None:
         archive.comment = _seal(archive)
 
 
-class Store(Mapping[str, bytes]):
-    """A store opened for reading; raises StorageError if the file is missing or damaged."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._stream = open_regular(path)
-        except OSError as error:
-            raise StorageError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-        with self._reading():
-            self._archive = ZipFile(self._stream)
-            if self._archive.comment != _seal(self._archive):
-                raise BadZipFile(f"its end is {self._archive.comment!r:.80}")
-            entries = self._archive.infolist()
+def read_store(path: Path) -> dict[str, bytes]:
+    """The entries of a store, in their order; raises StorageError if the file is missing or damaged."""
+    try:
+        stream = open_regular(path)
+    except OSError as error:
+        raise StorageError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    try:
+        with stream, ZipFile(stream) as archive:
+            if archive.comment != _seal(archive):
+                raise BadZipFile(f"its end is {archive.comment!r:.80}")
+            entries = archive.infolist()
             size = sum(entry.file_size for entry in entries)
             packed = any(entry.compress_type != ZIP_STORED for entry in entries)
-            if packed or size > os.fstat(self._stream.fileno()).st_size:
+            if packed or size > os.fstat(stream.fileno()).st_size:
                 raise BadZipFile("its entries are compressed, or larger than the file")
-
-    def __getitem__(self, name: str) -> bytes:
-        entry = self._archive.getinfo(name)
-        with self._reading():
-            return self._archive.read(entry)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._archive.namelist())
-
-    def __len__(self) -> int:
-        return len(self._archive.namelist())
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stream.close()
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # zipfile raises many kinds for bytes that are no archive
-            self._stream.close()
-            raise StorageError(
-                f"{str(self.path)!r} is damaged: it is no whole {_VERSION} ({str(error)[:300]})"
-            ) from None
+            return {entry.filename: archive.read(entry) for entry in entries}
+    except Exception as error:  # zipfile raises many kinds for bytes that are no archive
+        raise StorageError(f"{str(path)!r} is damaged: it is no whole {_VERSION} ({str(error)[:300]})") from None
 
 
 def _seal(archive: ZipFile) -> bytes:

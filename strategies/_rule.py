@@ -20,14 +20,12 @@ from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any, NoReturn, TypeVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
@@ -42,9 +40,11 @@ from fedbn_flwr.messages.gate import (
     one_line,
     partition_of,
     read_reply,
+    reason_of,
+    record_problems,
     refused,
 )
-from fedbn_flwr.messages.screening import evaluation_key, reason_of, record_problems
+from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.norms.roles import Role, roles
 
 Content = TypeVar("Content")
@@ -306,7 +306,10 @@ class Leaf(Rule):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         messages = gate(replies)
-        key = evaluation_key(messages, self.weighted_by_key)
+        records = [record for each in messages if each.has_content() for record in metrics_in(each.content).values()]
+        # The training loss and the size of the first batch are in no evaluation.
+        known = any(self.weighted_by_key in record for record in records)
+        key = self.weighted_by_key if known else protocol.NUM_EXAMPLES
 
         def read(message: Message) -> Message:
             if self.weighs and (problem := number_problem(metrics_of(message.content), key)):
@@ -404,6 +407,17 @@ class Leaf(Rule):
         return f"node {node}" if partition is None else f"client {partition} (node {node})"
 
 
+def state_of(rule: Rule) -> bytes:
+    """The state of a rule and of those inside it; ValueError names an attribute that cannot be saved."""
+    return dump([{str(each): each._kept()} for each in rule.chain])
+
+
+def restore(rule: Rule, state: bytes) -> None:
+    """The inverse of `state_of`, for a rule that was created with the same arguments and has begun its run."""
+    for each, kept in zip(rule.chain, parse(state, list), strict=True):
+        each._keep(kept[str(each)])
+
+
 def refuse_bounds(rule: Rule) -> None:
     """Raise SettingsError if the rule has bounds that do not bound all that it averages."""
     bounds = rule.chain[-1].bounds
@@ -430,37 +444,6 @@ def refuse_norm(arrays: ArrayRecord, reason: str) -> None:
     """Refuse a model that tracks statistics; the reason has a place for the first key of theirs."""
     if tracked := [key for key, role in roles(arrays).items() if role is Role.STATISTICS]:
         raise SettingsError(reason.format(tracked[0]))
-
-
-_TIMEOUT = 600  # seconds to wait for a node, and for the nodes' answers
-
-
-def check_honoured(rule: Rule, round: Round, key: str) -> None:
-    """Ask the connected nodes whether their clients honour a config key; RunFailed lists those that do not confirm it.
-
-    The rounds before the first message with the key would be lost if a client ignored it.
-    """
-    # The clients of an experiment (which has a name) are this library's, and FedTAN needs a BNClient anyway.
-    if protocol.RUN in round.config or rule.traits.min_batch:
-        return
-    nodes = wait_for_nodes(round.grid, 1, _TIMEOUT, "start SuperNodes")
-    content = RecordDict({"config": ConfigRecord({protocol.ROUND: round.number})})
-    problems = []
-    messages = [Message(content, node, protocol.KEYS_QUERY) for node in nodes]
-    for reply in round.grid.send_and_receive(messages, timeout=_TIMEOUT):
-        who = f"node {reply.metadata.src_node_id}"
-        # A node that is offline, or answers nothing since it cannot make its client, is left to the rounds.
-        if reply.has_error() and reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
-            problems.append(f"{who}: {one_line(str(reply.error.reason))}")
-        elif reply.has_content() and not all(key in honoured for honoured in metrics_in(reply.content).values()):
-            problems.append(f"{who}: its client does not honour it")
-    if problems:
-        listed = "".join(f"\n  - {problem}" for problem in sorted(problems))
-        raise RunFailed(
-            f"the run cannot begin: its later rounds need clients that honour the config key {key!r}, and these do not "
-            f"confirm it. Serve them by fedbn_flwr.client_app with a BNClient, or answer {protocol.KEYS_QUERY!r} "
-            f"as docs/plugin.md shows:{listed}"
-        )
 
 
 # The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.

@@ -1,20 +1,40 @@
-"""Rules compose by wrapping, for instance `FixBN(FedProx(...), freeze_round=50)`, as Flower's privacy strategies do."""
+"""Rules compose by wrapping, for instance `FixBN(FedProx(...), freeze_round=50)`, as Flower's privacy strategies do.
+
+A strategy that is no rule of this package, Flower's own or one of another project, is the innermost rule as `Foreign`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import cast
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy.fedopt import FedOpt
 
-from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.messages.screening import with_records
+from fedbn_flwr import seeding
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays, fault, is_finite
+from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
+from fedbn_flwr.messages.gate import (
+    Reply,
+    common_metrics,
+    fault_problems,
+    metrics_of,
+    number_problem,
+    overflow,
+    with_arrays,
+    with_content,
+)
+from fedbn_flwr.norms.roles import roles, split_by_role
 
-from ._foreign import as_rule
-from ._rule import Round, Rule
+from ._rule import Leaf, Round, Rule, restore, state_of
 
 
 class Wrapper(Rule):
@@ -27,7 +47,7 @@ class Wrapper(Rule):
 
     inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
 
-    def __init__(self, strategy: Strategy, needs: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, strategy: Strategy, needs: Mapping[str, str] = types.MappingProxyType({})) -> None:
         name, given, wrapped = str(self), type(strategy).__name__, cast(object, strategy)
         if not isinstance(wrapped, Strategy):
             old = hasattr(wrapped, "initialize_parameters") and not isinstance(wrapped, type)
@@ -54,7 +74,9 @@ class Wrapper(Rule):
         keys, records = self._additions(round)
         messages = self._inside.configure_train(server_round, arrays, ConfigRecord({**config, **keys}), grid)
         # A wrapped FedTAN has completed its exchanges here: only the last messages of its round carry the records.
-        return with_records(messages, records) if records else messages
+        if not records:
+            return messages
+        return [with_content(message, RecordDict({**message.content, **records})) for message in messages]
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -125,3 +147,176 @@ def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
         inside, why = lacking.get(need, (outer, ""))
         if why:
             raise SettingsError(f"{inside} {why}, and " + reason.format(inside=inside, outer=outer))
+
+
+# --- strategies that are not rules of this package ---------------------------
+
+# Strategies whose result depends on the mean of the replies only.
+_MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)
+_ROBUST = (flower.FedMedian, flower.FedTrimmedAvg, flower.Krum, flower.MultiKrum, flower.Bulyan)
+_NOISED = tuple(kind for name, kind in vars(flower).items() if name.startswith("DifferentialPrivacy"))
+_LACK = (
+    ((FedOpt, flower.FedAvgM, flower.QFedAvg), "statistics", "changes statistics by steps of its optimiser"),
+    ((flower.QFedAvg,), "mean", "weights the clients by the loss of each"),
+    (_ROBUST, "mean", "compares the clients' models"),
+    (_NOISED, "mean", "clips the changes of the clients and adds noise"),
+)
+
+_NOT_SAVED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial, Strategy)
+
+
+class Foreign(Leaf):
+    """A strategy that is not a `Rule`: it chooses the clients and combines their replies.
+
+    With a `seed`, this and the round decide where it chooses clients at random. Its attributes are its state. Functions
+    and classes are not saved, since a new instance receives them as arguments. A strategy that it wraps is saved in the
+    same way. The state of Python's and NumPy's global random generators, which it may use, is not saved.
+
+    Strategies derived from Flower's FedAvg expect one record of arrays and one of metrics in a reply, with the same
+    names and keys in all replies; so they receive such replies.
+    """
+
+    def __init__(self, strategy: Strategy, seed: int | None = None) -> None:
+        super().__init__()
+        self.strategy, self.seed = strategy, seed
+        key = self._of_some("weighted_by_key")  # of a strategy derived from Flower's FedAvg
+        self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
+        self._metrics: MetricRecord | None = None
+        self._first: bytes | None = None  # the state at the first `begin`
+        self.lacks = {"weights": "does not report the weights of its mean"}
+        if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
+            self.lacks["known"] = "is not known to compute with nothing but the mean of the replies"
+        for each in self.strategies():
+            within = "" if each is strategy else f"contains {type(each).__name__}, which "
+            self.lacks |= {need: within + why for kinds, need, why in _LACK if isinstance(each, kinds)}
+
+    def __str__(self) -> str:
+        return type(self.strategy).__name__
+
+    def strategies(self) -> list[Strategy]:
+        """The strategy and those inside it."""
+        found = [self.strategy]
+        for each in found:
+            found += [value for value in vars(each).values() if isinstance(value, Strategy) and value not in found]
+        return found
+
+    def _of_some(self, attribute: str) -> Any:
+        """An attribute of the strategy, or of the outermost one inside it that has it."""
+        return next((getattr(each, attribute) for each in self.strategies() if hasattr(each, attribute)), None)
+
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        """Also reset what an earlier run with this object left in it, such as moments of a server optimiser."""
+        super().begin(num_rounds, arrays)
+        with suppress(ValueError):  # it cannot be saved
+            self._first = self._first or state_of(self)
+            restore(self, self._first)
+
+    def notes(self) -> Mapping[str, Any]:
+        return {} if self.seed is None else {"strategy_of_flower": str(self)}
+
+    # --- the round ---
+
+    def _drawing(self, purpose: str, server_round: int) -> AbstractContextManager[None]:
+        if self.seed is None:
+            return nullcontext()
+        return seeding.streams(seeding.seed_for(self.seed, f"choose-{purpose}", server_round))
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self._round = Round(server_round, arrays, config, grid)
+        self.left_out = []
+        seen = record_of(split_by_role(arrays, roles(arrays), self.hidden)[1]) if self.hidden else arrays
+        with self._drawing("train", server_round):
+            messages = list(self.strategy.configure_train(server_round, seen, config, grid))
+        self.asked = len(messages)
+
+        def whole(sent: ArrayRecord) -> ArrayRecord:
+            return arrays if sent is seen else record_of({**arrays, **sent})
+
+        return [with_arrays(message, whole) for message in messages] if self.hidden else messages
+
+    def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
+        of_form = fault(reply.arrays, sent) if self.hidden else None  # `MeanStatistics` needs all arrays
+        if not self.weighs:
+            return of_form
+        keys = filter(None, (self.weighted_by_key, self._of_some("train_loss_key")))  # QFedAvg weights by the loss too
+        problems = (number_problem(reply.metrics, key) for key in keys)
+        return next(filter(None, problems), None) or overflow(reply.arrays, sent) or of_form
+
+    def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+        if not self.weighs:
+            return {}
+        weights = {node: reply.number(self.weighted_by_key) for node, reply in found.items()}
+        # Krum may choose a reply without examples, and would divide by their sum.
+        empty = [node for node, weight in weights.items() if not weight] if any(weights.values()) else []
+        problems = dict.fromkeys(empty, f"its {self.weighted_by_key} is 0")
+        return problems | fault_problems({node: reply.arrays for node, reply in found.items()}, sent)
+
+    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
+        weights = super().weights(round, replies)
+        # Another strategy may not weight by examples.
+        return weights if self.weighs or sum(weights) > 0 else [1.0] * len(replies)
+
+    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
+        metrics = common_metrics([reply.metrics for reply in replies])
+        messages = []
+        for reply, numbers in zip(replies, metrics, strict=True):
+            of, sent = roles(reply.arrays), reply.arrays
+            # QFedAvg takes arrays by their place.
+            keys = (key for key in {**round.arrays, **sent} if key in sent and of[key] not in self.hidden)
+            arrays = pack({key: sent[key] for key in keys})
+            configs = configs_in(reply.message.content)
+            content = RecordDict({**configs, self.arrayrecord_key: arrays, "metrics": numbers})
+            messages.append(with_content(reply.message, content))
+        model, self._metrics = self.strategy.aggregate_train(round.number, [*messages, *self._errors()])
+        values = unpack(round.arrays if model is None else model)
+        if key := next((key for key, value in values.items() if not is_finite(value)), None):
+            reason = f"{type(self.strategy).__name__} made a model whose {key!r} is not finite"
+            raise RunFailed(f"round {round.number}: {reason}; bound the replies, or use another strategy")
+        return values
+
+    def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
+        return self._metrics
+
+    # --- evaluation ---
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        with self._drawing("evaluate", server_round):
+            return list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
+
+    def evaluated(self, server_round: int, replies: Sequence[Message], key: str) -> MetricRecord | None:
+        if self.weighs:
+            metrics = [metrics_of(each.content) for each in replies]
+            common = common_metrics([MetricRecord({**each, self.weighted_by_key: each[key]}) for each in metrics])
+            replies = [
+                with_content(each, RecordDict({**configs_in(each.content), "metrics": numbers}))
+                for each, numbers in zip(replies, common, strict=True)
+            ]
+        return self.strategy.aggregate_evaluate(server_round, [*replies, *self._errors()])
+
+    def _errors(self) -> list[Message]:
+        """The refused replies, for the strategy: Flower's only log them, and are given none.
+
+        One around them (for privacy) aggregates nothing if there is an error.
+        """
+        return [] if hasattr(self.strategy, "weighted_by_key") else self.refused
+
+    def summary(self) -> None:
+        self.strategy.summary()
+
+    def _kept(self) -> Any:
+        """The attributes of the strategy and of those inside it."""
+        attributes = [vars(each).items() for each in self.strategies()]
+        return [{name: value for name, value in each if not isinstance(value, _NOT_SAVED)} for each in attributes]
+
+    def _keep(self, values: Any) -> None:
+        for strategy, attributes in zip(self.strategies(), values, strict=True):
+            vars(strategy).update(attributes)
+
+
+def as_rule(strategy: Strategy, seed: int | None = None) -> Rule:
+    """The strategy itself if it is a rule; otherwise a rule that forwards every call to it."""
+    return strategy if isinstance(strategy, Rule) else Foreign(strategy, seed)

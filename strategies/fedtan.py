@@ -208,7 +208,7 @@ class FedTANClient(ClientRule):
                 "batch norm (instance norm has no statistics of a batch); use FedAvg, or a model with batch norm"
             )
         backward = bool(config.get(protocol.COHORT_BACKWARD, True))
-        if backward and not (isinstance(local.optimizer, SGD) and local.client.clip is None):
+        if backward and not (isinstance(local.optimizer.torch, SGD) and local.client.clip is None):
             raise MessageError(
                 f"{protocol.COHORT_BACKWARD!r} makes the mean of the clients' first steps the step on the union of "
                 "their batches, which holds only for SGD without clipping; expected optimizer sgd and no clip"

@@ -23,10 +23,10 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, same_values
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import Reply
-from fedbn_flwr.norms.freeze import frozen_norm
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
+from fedbn_flwr.norms.statistics import frozen_norm
 
-from ._rule import Round, check_honoured, require_norm
+from ._rule import Round, require_norm
 from ._wrapper import Wrapper
 
 FREEZE = "fedbn.freeze"
@@ -75,11 +75,9 @@ class FixBN(Wrapper):
             require_norm(self, self.freeze, arrays, "freezes batch norm", instead="its base strategy")
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        if not self._is_free(round):  # a rule around it may freeze other roles
-            return {FREEZE: protocol.join(self.freeze | frozen_roles(round.config))}
-        if round.number == 1 and self.memory.switch_round != (self._rounds or 0) + 1:
-            check_honoured(self, round, FREEZE)
-        return {}
+        if self._is_free(round):
+            return {}
+        return {FREEZE: protocol.join(self.freeze | frozen_roles(round.config))}  # a rule around it may freeze others
 
     def problem(self, round: Round, reply: Reply) -> str | None:
         """Refuse the reply of a client that ignored the freeze: it trained a different model."""

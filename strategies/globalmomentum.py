@@ -29,6 +29,7 @@ from ._wrapper import Wrapper
 
 MOMENTUM = "fedbn.momentum"
 MOMENTUM_RECORD = "momentum"
+SLOT = "momentum_buffer/"  # how the state of torch.optim.SGD names the momentum of a parameter
 
 
 class GlobalMomentum(Wrapper):
@@ -73,13 +74,14 @@ class GlobalMomentumClient(ClientRule):
     def begin(self) -> None:
         optimizer, state = self.local.optimizer, dict(self.local.state.load("momentum"))
         if self.local.config.get(MOMENTUM):
-            if not (isinstance(optimizer, SGD) and optimizer.momentum):
-                how = "without it (momentum is 0)" if isinstance(optimizer, SGD) else "by another optimizer"
+            if not (isinstance(optimizer.torch, SGD) and optimizer.torch.defaults["momentum"]):
+                how = "without it (momentum is 0)" if isinstance(optimizer.torch, SGD) else "by another optimizer"
                 raise MessageError(
                     f"the server averages the momentum of SGD ({MOMENTUM!r}), but this client trains {how}; expected "
                     "optimizer sgd and a momentum above zero"
                 )
-            state.update(self.local.records.get(MOMENTUM_RECORD, {}))
+            received = self.local.records.get(MOMENTUM_RECORD, {})
+            state |= {f"{SLOT}{name}": value for name, value in received.items()}
         optimizer.load_state(state)
 
     def finish(self, metrics: dict[str, Any], records: dict[str, Arrays]) -> None:
@@ -87,6 +89,8 @@ class GlobalMomentumClient(ClientRule):
         if self.local.config.get(MOMENTUM):  # the momentum of a parameter that stays on the client stays there too
             sent = {name: p for name, p in self.local.optimizer.parameters.items() if name in self.local.received}
             # Zero if a parameter has had no gradient yet.
-            zeros = copied({name: torch.zeros_like(p) for name, p in sent.items() if name not in new})
-            records[MOMENTUM_RECORD] = {name: new.pop(name) if name in new else zeros[name] for name in sent}
+            zeros = copied({name: torch.zeros_like(p) for name, p in sent.items() if f"{SLOT}{name}" not in new})
+            records[MOMENTUM_RECORD] = {
+                name: zeros[name] if name in zeros else new.pop(f"{SLOT}{name}") for name in sent
+            }
         self.local.state.save("momentum", new)

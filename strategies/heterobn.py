@@ -20,8 +20,7 @@ from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
-from fedbn_flwr.messages.gate import Reply, number_problem, read_reply
-from fedbn_flwr.messages.screening import fault_problems
+from fedbn_flwr.messages.gate import Reply, fault_problems, number_problem, read_reply
 from fedbn_flwr.norms.roles import Role, roles
 
 from ._rule import Round, refuse_norm

@@ -54,7 +54,7 @@ def exchange(options: Options) -> Iterator[Figure]:
             yield measured(grid, where, most)
     if importlib.util.find_spec("ray") is None:
         return
-    from fedbn_flwr.extensions.ray.cluster import connected
+    from fedbn_flwr.extensions.ray.experiment import connected
     from fedbn_flwr.extensions.ray.grid import RayGrid
 
     with connected(cores=options.workers), RayGrid(app, 5, workers=options.workers) as actors:

@@ -150,7 +150,7 @@ def samples_of_runs(folders: Iterable[Path]) -> Iterator[Sample]:
 
 
 def _samples_of_run(state: RunState, labels: dict[str, str]) -> Iterator[Sample]:
-    summary, last = state.run.summary, state.run.history[-1] if state.run.history else {}
+    summary, last = state.run.summary, state.run.lines[-1] if state.run.lines else {}
     for status in STATES:
         yield "fedbn_run_status", {**labels, "status": status}, float(state.status == status)
     for direction, count in (("down", summary.traffic.bytes_down), ("up", summary.traffic.bytes_up)):

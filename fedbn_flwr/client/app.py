@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from logging import ERROR
 from numbers import Integral, Real
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,19 +20,19 @@ from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.gate import sent_model
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, record_of, unpack
+from fedbn_flwr.messages.gate import arrays_of, sent_model, with_arrays, without_norm_state
 
 from .client import BNClient, Config, Update
 from .layerwise import abandon_parked, continue_parked, parked_rounds, train_by_messages
 from .node_state import place_of, return_to_round, stored_state
-from .rule import known_keys
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
 
-MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]
+    Mods = Sequence[Mod] | Mapping[str, Sequence[Mod]]
 
+MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]
 
 _ONLY_LOGGED = (
     ". The server receives an error reply; Flower's strategies only log it and continue, even if no client succeeds"
@@ -47,8 +46,7 @@ class ClientFailed(FedbnError, RuntimeError):
 def client_app(
     make_client: MakeClient,
     *,
-    mods: Sequence[Mod] | Mapping[str, Sequence[Mod]] = (),
-    metric_names: Mapping[str, str] = MappingProxyType({}),
+    mods: Mods = (),
 ) -> ClientApp:
     """A ClientApp that handles the messages of Flower's and this project's strategies.
 
@@ -59,33 +57,28 @@ def client_app(
     `mods` are Flower's mods: functions of (message, context, call_next) around the handling of each message, the first
     one outermost. A dict has them by kind of message, for instance {"train": [fixedclipping_mod]}; the kinds are
     "train", "evaluate" and "query".
-
-    `metric_names` renames metrics in replies, for instance {"train-loss": "train_loss"} for a server that expects this
-    name.
     """
-    return _App(make_client, mods, dict(metric_names))
+    return _App(make_client, mods)
 
 
 class _App(ClientApp):
     # Continues the parked round of a node without a message. Absent if there are mods of queries, which must see all.
     exchange: Callable[[Context, Agreement], Contribution]
 
-    def __init__(
-        self,
-        make_client: MakeClient,
-        mods: Sequence[Mod] | Mapping[str, Sequence[Mod]],
-        metric_names: Mapping[str, str],
-    ) -> None:
+    def __init__(self, make_client: MakeClient, mods: Mods) -> None:
         super().__init__()
-        self._given = make_client, mods, metric_names
+        self._given = make_client, mods
         self._wants = len(inspect.signature(make_client).parameters)
-        around = _mods_by_kind(mods)
+        kinds = ("train", "evaluate", "query")
+        around = mods if isinstance(mods, Mapping) else dict.fromkeys(kinds, mods)
+        if unknown := sorted(around.keys() - {*kinds}):
+            raise ValueError(f"mods has the key {unknown[0]!r}; {did_you_mean(unknown[0], kinds)}")
         of_extensions = {f"query.{action}": (f"answer query.{action}", _extension) for action in declared("queries")}
         for kind, (task, handle) in (_HANDLERS | of_extensions).items():
             category, _, action = kind.partition(".")
-            register = getattr(self, category)(action or "default", mods=around[category])
+            register = getattr(self, category)(action or "default", mods=[*around.get(category, ())])
             register(functools.partial(self._answer, task, handle))
-        if not around["query"]:
+        if not around.get("query"):
             self.exchange = _exchange
 
     def __call__(self, message: Message, context: Context) -> Message:
@@ -120,36 +113,16 @@ class _App(ClientApp):
             raise _failed(context, task, error) from error
 
     def _handled(self, handle: Handler, message: Message, context: Context) -> Message:
-        names, config = self._given[2], _config(message)
+        config = _config(message)
         make_client: Callable[..., NumPyClient] = self._given[0]
 
         def make() -> NumPyClient:
             client = make_client(*(context, config)[: self._wants])
-            if isinstance(client, BNClient) and not client.has_context:
+            if isinstance(client, BNClient):
                 client.attach(context)
             return client
 
-        content = handle(make, message, config, context)
-        for key, metrics in metrics_in(content).items() if names else ():
-            content[key] = MetricRecord({names.get(name, name): value for name, value in metrics.items()})
-        return Message(content, reply_to=message)
-
-
-_KINDS = ("train", "evaluate", "query")
-
-
-def _mods_by_kind(mods: Sequence[Mod] | Mapping[str, Sequence[Mod]]) -> dict[str, list[Mod]]:
-    by_kind = mods if isinstance(mods, Mapping) else dict.fromkeys(_KINDS, mods)
-    for kind, some in by_kind.items():
-        if kind not in _KINDS:
-            raise ValueError(f"mods has the key {kind!r}; {did_you_mean(str(kind), _KINDS)}")
-        for mod in some:
-            if not callable(mod) or isinstance(mod, type):
-                raise TypeError(
-                    f"mods has {mod!r}; expected functions of (message, context, call_next), or instances such as "
-                    "flwr.clientapp.mod.LocalDpMod(...)"
-                )
-    return {kind: list(by_kind.get(kind, ())) for kind in _KINDS}
+        return Message(handle(make, message, config, context), reply_to=message)
 
 
 def _failed(context: Context, task: str, error: BaseException) -> ClientFailed:
@@ -220,14 +193,6 @@ def _claim(context: Context) -> dict[str, ConfigRecord]:
     return {"client": ConfigRecord(place)} if (place := place_of(context)) else {}
 
 
-def _keys(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    try:
-        honoured = known_keys() if isinstance(make(), BNClient) else protocol.OF_RUN
-    except Exception:  # the rounds report it, and other clients may suffice
-        return RecordDict({**_claim(context)})
-    return RecordDict({"metrics": MetricRecord(dict.fromkeys(sorted(honoured), 1)), **_claim(context)})
-
-
 def _statistics(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     return _reply(_bn_client(make).statistics_round(unpack(sent_model(message.content)), config), context)
 
@@ -268,7 +233,6 @@ _HANDLERS: dict[str, tuple[str, Handler]] = {
     protocol.STATISTICS_QUERY: ("report its statistics", _statistics),
     protocol.PARTITION_QUERY: ("report its partition", _partition),
     protocol.SUMS_QUERY: ("send the sums of its columns", _sums),
-    protocol.KEYS_QUERY: ("report the config keys that it honours", _keys),
 }
 
 
@@ -298,3 +262,31 @@ def _numbers(metrics: Mapping[str, Any]) -> MetricRecord:
             if isinstance(value, Real | np.bool_)
         }
     )
+
+
+# --- mods ---
+
+
+def weights_only(mod: Mod) -> Mod:
+    """`mod`, which sees messages and replies without the statistics and counters of batch norm.
+
+    These travel unchanged: the mod neither clips them nor adds noise to them, so it does not protect them either.
+    `fedbn_flwr.strategies.Private` does. A counter of batch norm can exceed Flower's clipping norm, which is over the
+    change of all arrays, and noise can make a variance negative.
+    """
+
+    def outer(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        received, replied = arrays_of(message.content), ArrayRecord()
+
+        def inner(shown: Message, context: Context) -> Message:
+            nonlocal replied
+            reply = call_next(with_arrays(shown, lambda part: record_of({**received, **part})), context)
+            if reply.has_error():
+                return reply
+            replied = arrays_of(reply.content)
+            return with_arrays(reply, without_norm_state)
+
+        reply = mod(with_arrays(message, without_norm_state), context, inner)
+        return reply if reply.has_error() else with_arrays(reply, lambda part: record_of({**replied, **part}))
+
+    return outer

@@ -21,7 +21,7 @@ from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
-from fedbn_flwr.batch import each
+from fedbn_flwr.batch import Split, each, split_batch
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.extensions import declared, part
@@ -35,18 +35,14 @@ from fedbn_flwr.tasks import Task, task_named
 from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
 from .node_state import NodeState, number_of, place_of, run_of
-from .pairs import Split, split_batch
 from .rule import ALWAYS_KNOWN, BY_KEY, ClientRule, LocalRound, known_keys, rule_of
 from .training import (
-    SGD,
     Adjust,
     Batch,
     Epochs,
-    LocalOptimizer,
     Loss,
     OptimizerSpec,
     backpropagate,
-    decay_of,
     local_batches,
     make_optimizer,
     size_of,
@@ -97,8 +93,6 @@ class BNClient(NumPyClient):
     momentum, weight_decay
         Arguments of the optimiser. Without `weight_decay` it has the default of torch.optim, which is 0.01 for AdamW
         and zero for most others.
-    norm_weight_decay, bias_weight_decay
-        Another weight decay for the parameters of normalisers, and for the biases of other layers.
     keep_momentum
         Keep the optimiser's state (momentum, Adam's moments) from round to round, in the client's state.
     clip
@@ -133,8 +127,7 @@ class BNClient(NumPyClient):
     device
         The device for training; by default that of the model's parameters.
     context
-        The node's Flower context, which has the client's `partition-id` and state; `client_app` adds it if it is
-        missing.
+        The node's Flower context, which has the client's `partition-id` and state; `client_app` sets it.
     """
 
     def __init__(
@@ -150,8 +143,6 @@ class BNClient(NumPyClient):
         optimizer: OptimizerSpec = "sgd",
         momentum: float = 0.0,
         weight_decay: float | None = None,
-        norm_weight_decay: float | None = None,
-        bias_weight_decay: float | None = None,
         keep_momentum: bool = False,
         clip: float | None = None,
         task: Task | str | None = None,
@@ -182,22 +173,16 @@ class BNClient(NumPyClient):
         self.model, self.roles = self._parts.model, self._parts.roles
         self.train_data, self.eval_data, self.batch, self.lr = train_data, eval_data, batch, lr
         self.epochs, self.steps = 1 if epochs is None and steps is None else epochs, steps
-        self._optimizer: Callable[..., LocalOptimizer] = (
-            functools.partial(SGD, momentum=momentum, weight_decay=weight_decay or 0.0)
-            if optimizer == "sgd"
-            else functools.partial(make_optimizer, optimizer, momentum=momentum, weight_decay=weight_decay)
-        )
-        self._other_decay = {"norm": norm_weight_decay, "bias": bias_weight_decay}
+        self._optimizer = functools.partial(make_optimizer, optimizer, momentum=momentum, weight_decay=weight_decay)
         self.keep_momentum, self.clip, self.compile = keep_momentum, clip, compile
         self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
         self.channels_last, self.precision = channels_last, precision
         self.seed, self.min_batch = seed, min_batch
         self.sums: Callable[[], np.ndarray] | None = None  # the answer to query.sums, of experiments
-        self.has_context = context is not None
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
     def attach(self, context: Context) -> None:
-        """Use the state and number of this node; `client_app` does so for a client that was made without a context."""
+        """Use the state and number of this node."""
         self.state, self.identity = NodeState(context.state), place_of(context)
         self._number = number_of(context)
 
@@ -304,10 +289,7 @@ class BNClient(NumPyClient):
         return size_of(self.train_data, self._pairs)
 
     def _pairs(self, batches: Iterable[Any]) -> Iterator[Batch]:
-        for batch in batches:
-            # This test is also in split_batch: a module that rounds of our own experiments do not need to execute.
-            is_pair = type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[1], torch.Tensor)
-            yield batch if is_pair and self.batch is None else split_batch(batch, self.batch)
+        return (split_batch(batch, self.batch) for batch in batches)
 
     def _trained(
         self,
@@ -322,7 +304,6 @@ class BNClient(NumPyClient):
         """Train the model that is loaded; the mean loss, and the size of the first batch. `purpose` separates draws."""
         server_round = int(config.get(protocol.ROUND, 1))
         rate = self.lr(server_round) if callable(self.lr) else self.lr
-        decays = {} if {*self._other_decay.values()} == {None} else decay_of(self.model, **self._other_decay)
         not_begun, compiled = iter(rules), None
 
         def begin() -> None:
@@ -338,7 +319,7 @@ class BNClient(NumPyClient):
                 stack.enter_context(rule.around())
             # The server scales the rate after the round in which its strategy switched.
             lr = lr or rate * float(config.get(protocol.LR_FACTOR, 1.0))
-            optimizer = self._optimizer(self._parts.trained, lr, other_decay=decays)
+            optimizer = self._optimizer(self._parts.trained, lr)
             for rule in rules:
                 rule.local.optimizer = optimizer
             if self.clip is not None:

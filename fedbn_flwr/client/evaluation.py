@@ -181,18 +181,14 @@ class Measurement:
         self._counts: list[Counts | None] = []
         self._examples: list[tuple[Any, Any]] = []
 
-    def counts(self, outputs: Any, targets: Any) -> Counts | None:
-        """The counts of a batch; None if there are none of such outputs and targets."""
+    def add(self, outputs: Any, targets: Any) -> Counts | None:
+        """Add a batch; returns its counts, None if there are none of such outputs and targets."""
         found = answers(self.task, outputs, targets)
-        if found is None or self.task.form == "numbers":
-            return None
-        return counts_of(self.task, *found, by_class=self._by_class)
-
-    def add(self, outputs: Any, targets: Any, counts: Counts | None) -> None:
-        """A batch, with its counts."""
-        self._counts.append(counts)
+        countable = found if self.task.form != "numbers" else None
+        self._counts.append(countable and counts_of(self.task, *countable, by_class=self._by_class))
         if self._needs_all:
             self._examples.append((each(Tensor.cpu, logits_of(outputs)), each(Tensor.cpu, targets)))
+        return self._counts[-1]
 
     def values(self, *, strict: bool = False) -> dict[str, float]:
         """The values by their keys in messages, without those that are NaN.
@@ -232,10 +228,6 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 # --- the evaluation ---
 
-# Of a batch: the sum of the losses over its examples, or over the pixels of a segmentation model, and their number;
-# what the model returned, the targets, and counts of its predictions.
-_Sums = tuple[Tensor, int, Any, Any, Counts | None]
-
 
 @torch.no_grad()
 def evaluate(
@@ -263,21 +255,18 @@ def evaluate(
     measurement = Measurement(own, metrics)
 
     @torch.no_grad()  # a setting of the thread
-    def sums_of(model: nn.Module, batch: Batch) -> _Sums:
+    def outputs_of(model: nn.Module, batch: Batch) -> tuple[Any, Any]:
         inputs, targets = (each(lambda tensor: tensor.to(device), part) for part in batch)
-        outputs = model(inputs)
-        loss, counts = loss_fn(outputs, targets).double(), measurement.counts(outputs, targets)
-        number = count(targets) if counts is None or own.form != "classes" else counts[0]
-        return loss * number, number, outputs, targets, counts
+        return model(inputs), targets
 
     was_training = model.training
     model.eval()
     total, numbers, examples = torch.zeros((), dtype=torch.float64, device=device), 0, 0
-    for loss, number, outputs, targets, counts in map_batches(
-        sums_of, model, itertools.chain([first], batches), threads
-    ):
-        total, numbers, examples = total + loss, numbers + number, examples + count(targets)
-        measurement.add(outputs, targets, counts)
+    for outputs, targets in map_batches(outputs_of, model, itertools.chain([first], batches), threads):
+        counts = measurement.add(outputs, targets)
+        number = count(targets) if counts is None or own.form != "classes" else counts[0]
+        total += loss_fn(outputs, targets).double() * number
+        numbers, examples = numbers + number, examples + count(targets)
     model.train(was_training)
     if not numbers:
         raise ValueError(f"all pixels of the examples have the label {IGNORED}, which is left out")

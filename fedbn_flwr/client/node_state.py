@@ -30,7 +30,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.storage import Store, write_store, writing
+from fedbn_flwr.storage import read_store, write_store, writing
 
 _RUN = "fedbn.run"  # the record that names the training run, and in a folder the round
 ARRAYS = "fedbn.arrays."
@@ -150,8 +150,7 @@ class StateFolder:
             return  # the context has this state; reloading it would delete the data of a layer-wise round in progress
         if wanted:
             try:
-                with Store(stored[wanted]) as store:
-                    records = parse(store["state"])
+                records = parse(read_store(stored[wanted])["state"])
             except StorageError as error:
                 raise MessageError(
                     f"the node's state {error}; restore the folder from a copy, or start a new run"

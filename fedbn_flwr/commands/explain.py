@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from fedbn_flwr.results.text import duration, size_text
+from fedbn_flwr.results.text import size_text
 
 from .common import Commands, add_command, add_experiment, loading, overrides_of
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fedbn_flwr.experiment.file.layers import Setting
+    from fedbn_flwr.experiment.settings import Experiment
     from fedbn_flwr.experiment.trial import Costs, ExplainedRun, Explanation
 
 
@@ -22,39 +23,36 @@ def add(commands: Commands) -> None:
         commands,
         "explain",
         explain,
-        summary="what an experiment sends, who has which examples, how long it takes",
+        summary="what an experiment will do: settings, data, model, traffic",
         description=(
             "Explain an experiment without running it: its settings and where each was given, the examples of each "
-            "client, the arrays that travel and their bytes, and the time it takes. For the last two, two clients "
-            "train a few steps of a few rounds on this machine."
+            "client, the arrays that travel and their bytes. For the last, two clients train one step of a few "
+            "rounds on this machine."
         ),
         epilog="Example: fedbn explain demo clients=10 strategy=FedTAN only=FixBN",
     )
     add_experiment(parser, "rounds=10")
     parser.add_argument("--all", action="store_true", help="settings with default values too")
-    parser.add_argument("--no-trial", action="store_true", help="train nothing: no bytes and no time")
+    parser.add_argument("--no-trial", action="store_true", help="train nothing: no bytes")
 
 
 def explain(arguments: argparse.Namespace) -> None:
     import logging
 
     with loading():
-        from fedbn_flwr.experiment.faults import Faults
         from fedbn_flwr.experiment.file.layers import load_experiment
         from fedbn_flwr.experiment.trial import explain
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    experiment, faults = load_experiment(arguments.experiment, overrides_of(arguments)), Faults()
-    explanation = explain(experiment, trial=not arguments.no_trial, faults=faults)
-    print("\n\n".join(_pages(explanation, every=arguments.all)))
-    faults.refuse()
+    experiment = load_experiment(arguments.experiment, overrides_of(arguments))
+    explanation = explain(experiment, trial=not arguments.no_trial)
+    print("\n\n".join(_pages(experiment, explanation, every=arguments.all)))
 
 
-def _pages(explanation: Explanation, *, every: bool) -> list[str]:
+def _pages(experiment: Experiment, explanation: Explanation, *, every: bool) -> list[str]:
     from fedbn_flwr.results.report.tables import partition_table
 
-    experiment, runs = explanation.experiment, explanation.runs
-    first, *others = runs
+    first, *others = runs = explanation.runs
     shared = [each for each in first.settings if all(each in other.settings for other in others)]
     pages = [f"{experiment.name}: {experiment.description}" if experiment.description else experiment.name]
     pages.append(_settings("settings", shared, every))
@@ -64,10 +62,8 @@ def _pages(explanation: Explanation, *, every: bool) -> list[str]:
     pages += [f"data {partition_table(each)}" for each in explanation.partitions]
     pages += list(dict.fromkeys(_model(run) for run in runs))
     pages += [_costs(run, run.costs) for run in runs if run.costs is not None]
-    if seconds := sum(len(run.seeds) * run.costs.run for run in runs if run.costs is not None):
-        pages.append(f"all {len(experiment.runs)} runs, one after another: about {duration(seconds)} on this machine")
     if not explanation.partitions:
-        pages.append("The data are at the sites (evaluate.server: false); bytes and time are not measured.")
+        pages.append("The data are at the sites (evaluate.server: false); bytes are not measured.")
     return pages
 
 
@@ -105,14 +101,9 @@ def _costs(run: ExplainedRun, costs: Costs) -> str:
         of_all = (size_text(costs.clients * size) for size in of_each)
         rows.append((f"{when}: each client", *map(size_text, of_each), _what(run, traffic.exchanges)))
         rows.append((f"{' ' * len(when)}  all {costs.clients} clients", *of_all, ""))
-    rows.append((f"all {costs.rounds} rounds", *map(size_text, costs.total()), "training only"))
     seeds = "" if len(run.seeds) == 1 else f", for each of {len(run.seeds)} seeds"
-    at_once = f"{costs.workers} client{'s' if costs.workers > 1 else ''} at a time"
-    return (
-        f"{as_text(rows)}\ntime:   about {duration(costs.run)} on this machine, {at_once}{seeds}\n"
-        f"        a round {duration(costs.train)}: {costs.steps} steps at {duration(costs.step)}; "
-        f"an evaluation {duration(costs.evaluate)}"
-    )
+    rows.append((f"all {costs.rounds} rounds", *map(size_text, costs.total()), "training only" + seeds))
+    return as_text(rows)
 
 
 def _what(run: ExplainedRun, exchanges: int) -> str:

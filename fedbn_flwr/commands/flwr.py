@@ -67,7 +67,7 @@ def flwr(arguments: argparse.Namespace) -> int:
         from fedbn_flwr.experiment.file.layers import from_run_config
         from fedbn_flwr.experiment.prepare import prepare
         from fedbn_flwr.experiment.run.loop import open_folders
-        from fedbn_flwr.results.folder import default_out
+        from fedbn_flwr.results.folder import out_folder
 
         defaults = project["tool"]["flwr"]["app"]["config"]
         for key, value in run_config.items():
@@ -77,11 +77,10 @@ def flwr(arguments: argparse.Namespace) -> int:
                 expected = "true or false" if key == "resume" else "text, in quotes"
                 raise SettingsError(f"--run-config: {key} is {value!r}; expected {expected}")
         experiment = from_run_config({**defaults, **run_config})
-        if run_config.get("resume") and not run_config.get("out"):
-            raise SettingsError("resume is true, but out is empty; set it to the folder of the runs to continue")
-        out = Path(run_config.get("out") or default_out(experiment.name)).expanduser().resolve()
+        resume = bool(run_config.get("resume"))
+        out = out_folder(experiment.name, run_config.get("out"), resume=resume).resolve()
         prepare(experiment, own_data=True)
-        open_folders(experiment, out, resume=bool(run_config.get("resume")))
+        open_folders(experiment, out, resume=resume)
         more = " ".join(["resume=true"] * ("resume" not in run_config) + [f"out='{out}'"] * ("out" not in run_config))
         run_config["out"] = str(out)  # Flower's processes run in another folder
         federation = federation or federation_config(experiment.runs[0].clients)

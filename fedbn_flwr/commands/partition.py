@@ -24,14 +24,14 @@ def add(commands: Commands) -> None:
 
 
 def partition(arguments: argparse.Namespace) -> None:
-    from fedbn_flwr.experiment.counting import count_partitions
     from fedbn_flwr.experiment.file.layers import load_experiment
-    from fedbn_flwr.results.report.pictures import partitions_plot, save
+    from fedbn_flwr.experiment.trial import count_partitions
+    from fedbn_flwr.results.report.pictures import partitions_plot
     from fedbn_flwr.results.report.tables import partition_table
 
     out = arguments.out or Path("partition.png")
     if out.is_dir() or not out.suffix:
         raise SettingsError(f"--out is {str(out)!r}; expected a file, such as partition.png")
     counts = count_partitions(load_experiment(arguments.experiment, overrides_of(arguments)))
-    save(partitions_plot(counts), out)
+    partitions_plot(counts).write(out)
     print("\n\n".join(map(partition_table, counts)) + f"\n\nplot: {out}")

@@ -6,8 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from fedbn_flwr.errors import SettingsError
-
 from .common import Commands, add_command, add_experiment, continued_by, loading, overrides_of
 
 
@@ -45,17 +43,13 @@ def run(arguments: argparse.Namespace) -> None:
     with loading():
         from fedbn_flwr.engines.worker import keep_freed_memory
         from fedbn_flwr.experiment.file.layers import load_experiment
-        from fedbn_flwr.experiment.logs import use_json
         from fedbn_flwr.experiment.run.loop import carry_out
-        from fedbn_flwr.results.folder import default_out
+        from fedbn_flwr.results.folder import out_folder
 
-    if arguments.resume and arguments.out is None:
-        raise SettingsError("--resume needs --out: the folder of the runs to continue")
     overrides = overrides_of(arguments)
     experiment = load_experiment(arguments.experiment, overrides)
-    out = arguments.out or default_out(experiment.name)
+    out = out_folder(experiment.name, arguments.out, resume=arguments.resume)
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    use_json()
     keep_freed_memory()
     jobs = [] if arguments.jobs is None else ["--jobs", str(arguments.jobs)]
     with continued_by(out, "run", arguments.experiment, *overrides, "--out", str(out), *jobs, "--resume"):

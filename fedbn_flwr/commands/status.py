@@ -59,9 +59,9 @@ def _as_json(state: RunState) -> dict[str, object]:
     from fedbn_flwr.results.read.runs import size_of
 
     run, summary = state.run, state.run.summary
-    last: dict[str, object] = run.history[-1] if run.history else {}
+    last: dict[str, object] = run.lines[-1] if run.lines else {}
     found = {
-        "folder": str(run.path),
+        "folder": str(run.folder),
         "name": summary.name,  # of the experiment
         "label": summary.label,
         "strategy": summary.strategy,
@@ -78,7 +78,7 @@ def _as_json(state: RunState) -> dict[str, object]:
         "changed": state.changed,
         "traffic": dataclasses.asdict(summary.traffic),
         "error": summary.error,
-        "size": size_of(run.path),
+        "size": size_of(run.folder),
     }
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in found.items()
@@ -98,7 +98,7 @@ def _table(states: list[RunState]) -> str:
         figure = "" if summary.main is None else f"{named}{summary.main:.4f}"
         left = "" if state.seconds_left is None else duration(state.seconds_left)
         rounds, ago = f"{summary.rounds}/{state.rounds}", f"{duration(max(1.0, now - state.changed))} ago"
-        rows.append((str(run.path), state.status, rounds, figure, ago, left, size_text(size_of(run.path))))
+        rows.append((str(run.folder), state.status, rounds, figure, ago, left, size_text(size_of(run.folder))))
     head, rule, *lines = as_text(rows).splitlines()
     errors = [state.run.summary.error for state in states]
     below = (f"\n  {shorten(printable(error), 110)}" if error else "" for error in errors)

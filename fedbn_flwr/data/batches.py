@@ -91,7 +91,7 @@ def own_augmentation(name: str, **options: Any) -> Augmentation:
                 changed = function(images, **masks, generator=generator)
             else:
                 seed = int(torch.randint(2**62, (), generator=generator))
-                with seeding.all_streams(seed, images.device):
+                with seeding.streams(seed, images.device):
                     changed = torch.stack([function(image) for image in images])
         except Exception as error:
             raise DataError(f"{key}: {name!r} failed: {named.in_a_line(error)}") from error

@@ -81,7 +81,7 @@ def _returned(source: Source, parts: Sequence[str]) -> Mapping[str, Any]:
     """What the callable returns, checked to have both splits. Random draws in it are the same in every process."""
     name = source.name
     offered = {} if source.root is None or "root" in source.options else {"root": source.root}
-    with seeding.all_streams(seeding.seed_for(0, "own data")):
+    with seeding.streams(seeding.seed_for(0, "own data")):
         found = named.call(KEY, name, **named.accepted(named.load(KEY, name), offered), **source.options)
         if not isinstance(found, Mapping) or not all(part in found for part in parts):
             keys = f" with {', '.join(map(repr, found))}" if isinstance(found, Mapping) else ""

@@ -53,6 +53,9 @@ class Options(Section):
     kind: str = ""
     bins: Positive | None = None  # of a number to predict, which are then the classes; by default 10
 
+    def model_post_init(self, _: Any) -> None:
+        self.model_fields_set.add("kind")  # for a dump of what is set
+
 
 class OwnOptions(Options):
     """The options of a partition of the user, which are passed on as they are."""
@@ -309,7 +312,7 @@ def _called(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str
         "domains": None if rows.groups is None else np.array(rows.groups.names)[rows.groups.train.numpy()],
     }
     offered = {key: value for key, value in offered.items() if key not in options}
-    with seeding.all_streams(seed):
+    with seeding.streams(seed):
         taken = named.accepted(named.load(KEY, name), offered)
         found = named.call(KEY, name, rows.labels.copy(), clients, **taken, **options)
     if isinstance(found, Mapping):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
@@ -30,14 +30,6 @@ Replied = Callable[[Message], object]  # gets a reply when it arrives
 GivenUp = Callable[[], Collection[int]]  # the nodes whose replies the grid should stop waiting for
 
 
-class NodeStates(Protocol):
-    """Access to every node's `Context.state`, only while no message is being processed."""
-
-    def read_state(self, node: int) -> RecordDict: ...
-
-    def write_state(self, node: int, records: RecordDict) -> None: ...
-
-
 class Capabilities:
     """The capabilities of an engine beyond Flower's `Grid`; a method that is not overridden suits any grid."""
 
@@ -48,8 +40,11 @@ class Capabilities:
     def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
         """Call `replied` with each reply of the next `send_and_receive` as it arrives, if the engine can."""
 
-    def node_states(self) -> NodeStates | None:
-        """The nodes' states; None if the server cannot access them."""
+    def contexts(self) -> Mapping[int, Context] | None:
+        """The nodes' contexts, by node: between rounds the server may read and replace their states.
+
+        None if it cannot access them.
+        """
         return None
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:

@@ -13,12 +13,16 @@ import functools
 import importlib.metadata
 import itertools
 import math
+import os
+import sys
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
@@ -26,10 +30,9 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MissingPackage, RunFailed
 from fedbn_flwr.messages.gate import shown
+from fedbn_flwr.messages.protocol import COHORT_QUERY
 
-from .base import Capabilities, GivenUp, NodeStates, Replied
-from .nodes import Contexts, Nodes
-from .schedule import Schedule
+from .base import Capabilities, GivenUp, Replied
 from .worker import NodeWorker, Worker
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
@@ -49,6 +52,64 @@ from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 _LOOK = 1.0  # seconds of waiting for results, after which lost workers and those that do not start are looked for
 
 UserConfig = Mapping[str, Any]
+
+
+@dataclass
+class Nodes:
+    """The nodes that a process serves: all of them, or in a worker those whose layer-wise rounds are parked there."""
+
+    client_app: ClientApp
+    threads: int | None
+    contexts: dict[int, Context] = field(default_factory=dict)
+
+    def serve(self, message: Message, context: Context | None) -> tuple[Message, RecordDict | None]:
+        """In a worker: the reply, and the node's new state. None instead of context or state: the worker has it."""
+        node = message.metadata.dst_node_id
+        context = self.contexts.pop(node) if context is None else context
+        reply = self.answer(message, context)
+        if message.metadata.message_type != COHORT_QUERY:  # after one, a layer-wise round is parked here
+            return reply, context.state
+        self.contexts[node] = context
+        return reply, None
+
+    def exchange(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
+        """Continue the nodes' rounds, which are parked in this process; the reason in place of each that fails."""
+        answers: dict[int, Contribution | str] = {}
+        for node in nodes:
+            try:
+                answers[node] = self.client_app.exchange(self.contexts[node], agreement)  # type: ignore[attr-defined]
+            except (Exception, SystemExit) as error:
+                answers[node] = _reason(error)
+        return answers
+
+    def answer(self, message: Message, context: Context) -> Message:
+        """The ClientApp's reply, or an error reply."""
+        if self.threads is not None and torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        asked = message.metadata
+        try:
+            # The messages of a round share their content; a change by one client must not reach the next.
+            own = RecordDict({key: record.copy() for key, record in message.content.items()})
+            reply = self.client_app(Message(content=own, metadata=asked), context)  # type: ignore[call-overload]
+            if not isinstance(reply, Message):  # a handler returned nothing
+                reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"  # type: ignore[unreachable]
+            # Flower's SuperLink refuses such replies too.
+            elif (given := reply.metadata).reply_to_message_id != asked.message_id:
+                reason = f"it replied to message {given.reply_to_message_id!r} instead of {asked.message_id!r}"
+            elif given.src_node_id != asked.dst_node_id:
+                reason = f"its reply says that it is from node {given.src_node_id} instead of {asked.dst_node_id}"
+            else:
+                return reply
+        except (Exception, SystemExit) as error:
+            reason = _reason(error)
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def _reason(error: BaseException) -> str:
+    """The text of the exception that is being handled, for the server."""
+    if os.environ.get("FEDBN_DEBUG"):
+        traceback.print_exc(file=sys.stderr)
+    return str(error) or type(error).__name__
 
 
 class LocalGrid(Capabilities, Grid):
@@ -72,9 +133,6 @@ class LocalGrid(Capabilities, Grid):
         The configs in the ClientApp's context; `node_config` is one mapping for all nodes, or one per node.
     node_ids
         Node ids, 1 to `num_nodes` by default.
-    state_memory
-        GiB that the nodes' states (FedBN's batch norms, for instance) may take in memory; beyond it the states of the
-        least recently served nodes are written to a temporary folder.
     """
 
     def __init__(
@@ -88,7 +146,6 @@ class LocalGrid(Capabilities, Grid):
         run_config: UserConfig | None = None,
         node_config: UserConfig | Sequence[UserConfig] | None = None,
         node_ids: Sequence[int] | None = None,
-        state_memory: float = math.inf,
     ) -> None:
         if num_nodes < 1:
             raise ValueError(f"num_nodes is {num_nodes}; a grid needs at least one")
@@ -103,7 +160,7 @@ class LocalGrid(Capabilities, Grid):
                 raise ValueError(f"{name} has {len(each)} entries for {num_nodes} nodes")
         self._run = Run.create_empty(run_id=1)
         identify()
-        contexts = {
+        self._contexts = {
             node: Context(
                 run_id=1,
                 node_id=node,
@@ -113,15 +170,15 @@ class LocalGrid(Capabilities, Grid):
             )
             for i, node in enumerate(ids)
         }
-        self._contexts = Contexts(contexts, state_memory * 2**30)
         self._nodes = Nodes(client_app, threads, self._contexts)  # that this process serves, if there are no workers
         self._next_id = itertools.count(1)
         self._replies: dict[str, Message] = {}
         self._awaited: set[str] = set()  # the ids of messages to workers, until their replies are kept or given up
         self._observers: list[Replied] = []
-        copied, count = Nodes(client_app, threads or 1, Contexts({})), min(workers, num_nodes)
+        copied, count = Nodes(client_app, threads or 1), min(workers, num_nodes)
         self._workers: Sequence[Any] = self._make_workers(copied, count) if workers else ()  # each is a NodeWorker
-        self._schedule = Schedule(dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
+        self._waiting: list[Message] = []  # for workers, the longest first
+        self._work = dict(zip(ids, work or [1.0] * num_nodes, strict=True))
 
     def _make_workers(self, nodes: Nodes, count: int) -> Sequence[NodeWorker]:
         """Workers, not started, that each serve a copy of `nodes`."""
@@ -130,9 +187,9 @@ class LocalGrid(Capabilities, Grid):
             raise ValueError(f"threads is {nodes.threads}; worker processes train with one, or give workers=0")
         return [Worker(nodes) for _ in range(count)]
 
-    def _wait(self, timeout: float) -> list[int]:
-        """The numbers of the workers whose job has a result; waits up to `timeout` seconds for the first."""
-        busy = {worker.channel: number for number, worker in enumerate(self._workers) if worker.then}
+    def _wait(self, timeout: float) -> list[Any]:
+        """The workers whose job has a result; waits up to `timeout` seconds for the first."""
+        busy = {worker.channel: worker for worker in self._workers if worker.then}
         return [busy[channel] for channel in wait(list(busy), timeout)] if busy else []
 
     # --- Flower's interface ---
@@ -158,7 +215,7 @@ class LocalGrid(Capabilities, Grid):
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        message_ids, waiting = [], []
+        message_ids = []
         for message in messages:
             message_id = str(next(self._next_id))
             message.metadata.__dict__["_message_id"] = message_id
@@ -169,13 +226,13 @@ class LocalGrid(Capabilities, Grid):
                 error = Error(ErrorCode.NODE_UNAVAILABLE, absent)
                 self._replies[message_id] = Message(error, reply_to=message)
             elif self._workers:
-                waiting.append(message)
+                self._waiting.append(message)
                 self._awaited.add(message_id)
             else:
-                with self._contexts.use(node) as context:
-                    self._received(message_id, self._nodes.answer(message, context))
-        if waiting:
-            self._schedule.add(waiting, [number for number, worker in enumerate(self._workers) if not worker.problem])
+                self._received(message_id, self._nodes.answer(message, self._contexts[node]))
+        if self._workers:
+            self._waiting.sort(key=lambda each: -self._work[each.metadata.dst_node_id])  # those of a node stay in order
+            self._deal()
             self._serve_workers(0)
         return message_ids
 
@@ -198,7 +255,9 @@ class LocalGrid(Capabilities, Grid):
         message_ids = list(self.push_messages(messages))
         while missing := [key for key in message_ids if key not in self._replies]:
             if (left := deadline - time.monotonic()) <= 0:
-                self._schedule.drop(missing)
+                self._waiting = [each for each in self._waiting if each.metadata.message_id not in missing]
+                for worker in self._workers:
+                    worker.held = {node: here for node, here in worker.held.items() if here or node == worker.serving}
                 self._awaited.difference_update(missing)
                 break
             self._serve_workers(left)
@@ -216,11 +275,28 @@ class LocalGrid(Capabilities, Grid):
     def _serve_workers(self, timeout: float) -> None:
         """Collect replies and send queued messages; waits up to `timeout` seconds for the first reply."""
         self._receive(timeout)
-        for number, worker in enumerate(self._workers):
-            if worker.is_free and (message := self._schedule.take(number)) is not None:
-                node, then = message.metadata.dst_node_id, functools.partial(self._handled, message, number)
-                with self._contexts.use(node) as context:
-                    worker.send(then, "serve", message, None if self._schedule.is_kept(node) else context)
+        for worker in self._workers:
+            if worker.is_free and (message := self._next(worker)) is not None:
+                worker.serving = message.metadata.dst_node_id
+                context = None if worker.held.get(worker.serving) else self._contexts[worker.serving]
+                worker.send(functools.partial(self._handled, message, worker), "serve", message, context)
+
+    def _deal(self) -> None:
+        """Deal out the nodes whose layer-wise rounds wait to begin: the workers need equal times for an exchange."""
+        able = [worker for worker in self._workers if not worker.problem]
+        free = [worker for worker in able if worker.serving is None] or able  # not one that is late with a message
+        held = {node for worker in self._workers for node in (worker.serving, *worker.held)}
+        nodes = [each.metadata.dst_node_id for each in self._waiting if each.metadata.message_type == COHORT_QUERY]
+        for node, worker in zip(dict.fromkeys(node for node in nodes if node not in held), itertools.cycle(free)):
+            worker.held[node] = False
+
+    def _next(self, worker: NodeWorker) -> Message | None:
+        """Remove and return the next message for a worker; a node has one worker at a time."""
+        elsewhere = {node for other in self._workers if other is not worker for node in (other.serving, *other.held)}
+        for place, message in enumerate(self._waiting):
+            if message.metadata.dst_node_id not in elsewhere:
+                return self._waiting.pop(place)
+        return None
 
     def _receive(self, timeout: float) -> None:
         """Start the workers that are not, and collect results; waits up to `timeout` seconds for the first."""
@@ -228,21 +304,24 @@ class LocalGrid(Capabilities, Grid):
             worker.begin()  # all at once, because a process can take seconds until it is ready
         if all(worker.problem for worker in self._workers):
             raise RunFailed(self._workers[0].problem)
-        for number in self._wait(min(timeout, _LOOK)):
-            self._workers[number].proceed()
+        for worker in self._wait(min(timeout, _LOOK)):
+            worker.proceed()
 
-    def _handled(self, message: Message, worker: int, result: tuple[Message, RecordDict | None], lost: str) -> None:
-        """Keep the reply to a message that a worker has handled, and the node's state."""
+    def _handled(
+        self, message: Message, worker: NodeWorker, result: tuple[Message, RecordDict | None], lost: str
+    ) -> None:
+        """Keep the reply to a message that a worker has handled, and the node's state if the worker does not."""
+        node, worker.serving = message.metadata.dst_node_id, None
         if lost:
-            self._schedule.release(worker)
             reason = f"{lost}; its node has the state from before this message"
             reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
         else:
-            self._schedule.done(message, worker)
             reply, state = result
-            if state is not None:
-                with self._contexts.use(message.metadata.dst_node_id) as context:
-                    context.state = state
+            if state is None:
+                worker.held[node] = True
+            else:
+                worker.held.pop(node, None)
+                self._contexts[node].state = state
         if message.metadata.message_id in self._awaited:
             self._awaited.remove(message.metadata.message_id)
             self._received(message.metadata.message_id, reply)
@@ -256,47 +335,29 @@ class LocalGrid(Capabilities, Grid):
             return self._nodes.exchange(nodes, agreement)
         answers: dict[int, Contribution | str] = {}
 
-        def answered(worker: int, kept: Sequence[int], result: Answers, lost: str) -> None:
-            if lost:
-                self._schedule.release(worker)
+        def answered(kept: Sequence[int], result: Answers, lost: str) -> None:
             answers.update(dict.fromkeys(kept, lost) if lost else result)
 
-        waiting = self._schedule.keepers(nodes)
+        waiting = {worker: [node for node in nodes if worker.held.get(node)] for worker in self._workers}
         expected = sum(map(len, waiting.values()))
         deadline = time.monotonic() + timeout
         while len(answers) < expected and (left := deadline - time.monotonic()) > 0:
-            for number in [each for each in waiting if self._workers[each].is_free]:  # others are late with a message
-                kept = waiting.pop(number)
-                self._workers[number].send(functools.partial(answered, number, kept), "exchange", kept, agreement)
+            for worker in [each for each in waiting if each.is_free]:  # others are late with a message
+                if kept := waiting.pop(worker):
+                    worker.send(functools.partial(answered, kept), "exchange", kept, agreement)
             self._receive(left)
         return answers.copy()  # a worker that is late with this exchange adds its answers
 
-    # --- the nodes' states, between rounds ---
-
-    def node_states(self) -> NodeStates:
-        return self
-
-    def read_state(self, node: int) -> RecordDict:
-        """A node's `Context.state`; that of before the message or the layer-wise round that a worker has not ended."""
-        with self._between_rounds(node) as context:
-            return context.state
-
-    def write_state(self, node: int, records: RecordDict) -> None:
-        """Replace a node's `Context.state`."""
-        with self._between_rounds(node) as context:
-            context.state = records
-
-    def _between_rounds(self, node: int) -> AbstractContextManager[Context]:
-        if self._awaited:
-            raise RuntimeError(f"node {node} is busy; its state can be read and written only between rounds")
-        self._schedule.let_go(node)
-        return self._contexts.use(node)
+    def contexts(self) -> Mapping[int, Context]:
+        """The nodes' contexts; a state is that of before the message or the round that a worker has not ended."""
+        for worker in self._workers:
+            worker.held.clear()
+        return self._contexts
 
     def close(self) -> None:
-        """End the workers, and remove the folder of states."""
+        """End the workers."""
         for worker in self._workers:
             worker.close()
-        self._contexts.close()
 
     def __enter__(self) -> Self:
         return self

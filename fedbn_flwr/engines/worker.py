@@ -28,14 +28,13 @@ from flwr.common import log
 
 from fedbn_flwr import seeding
 
-from .nodes import Nodes
-
 START_TIMEOUT = 10.0  # seconds until a forked worker has taken the locks that it will need
 _STARTS = 3  # attempts to start a worker
 _TOO_SLOW = (
     f"worker processes cannot start: one did nothing for {START_TIMEOUT:g} s, because other threads of this process "
     "use PyTorch's random numbers or its output; use workers=0"
 )
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _WATCH = 2  # seconds between two looks whether the parent lives
 _IDLE = 1  # seconds without a job, after which a worker returns freed memory to the system
 _KEPT, _ALL = 256 << 20, -1  # bytes
@@ -50,6 +49,8 @@ class NodeWorker(ABC):
     then: Then | None = None  # gets the result of the current job, of which the first one is its start
     is_ready = False
     problem = ""  # why it is not started again
+    serving: int | None = None  # the node that the current message is for
+    held: dict[int, bool]  # the nodes whose layer-wise rounds it is to run; true: they are parked there, with the state
     _failures = 0  # to start, one after the other
 
     @property
@@ -77,6 +78,7 @@ class NodeWorker(ABC):
         result, lost = self.receive()
         if lost:
             self.close()
+            self.held.clear()
         assert then is not None
         then(result, lost)
 
@@ -85,7 +87,7 @@ class NodeWorker(ABC):
 
     @abstractmethod
     def send(self, then: Then, call: str, *arguments: Any) -> None:
-        """Call a method of `Nodes` there."""
+        """Call a method of what it serves, `local.Nodes`."""
 
     @abstractmethod
     def receive(self) -> tuple[Any, str]:
@@ -135,8 +137,8 @@ class Worker(NodeWorker):
     channel: Channel
     _began: float
 
-    def __init__(self, nodes: Nodes) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: object) -> None:
+        self.nodes, self.held = nodes, {}
 
     def begin(self) -> None:
         if self.process is not None and not self.is_ready and time.monotonic() - self._began > START_TIMEOUT:
@@ -149,8 +151,8 @@ class Worker(NodeWorker):
         self.channel, self._began = Channel(here), time.monotonic()
         fork = multiprocessing.get_context("fork")
         self.process = fork.Process(target=_serve, args=(self.nodes, there), daemon=True)
-        # It receives Ctrl-C only when it has decided what to do with it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # It receives signals only when it has decided what to do with them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             self.process.start()
         finally:
@@ -171,7 +173,7 @@ class Worker(NodeWorker):
             self.process.join(5)
             code = self.process.exitcode
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            return None, f"the client's process died ({how})"
+            return None, f"its process died ({how})"
 
     def close(self) -> None:
         if self.process is not None:
@@ -202,7 +204,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _serve(nodes: Nodes, end: socket.socket) -> None:
+def _serve(nodes: object, end: socket.socket) -> None:
     """In the new process: take the locks that other threads may hold, and answer until the parent ends it."""
     seeding.states()  # takes the lock of PyTorch's generator
     sys.stdout.flush()
@@ -213,14 +215,14 @@ def _serve(nodes: Nodes, end: socket.socket) -> None:
     # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is not for this process
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
         channel.send(problem)
         while True:
             _serve_next(nodes, channel)
 
 
-def _serve_next(nodes: Nodes, channel: Channel) -> None:
+def _serve_next(nodes: object, channel: Channel) -> None:
     """Do a job. A function, so that no message or reply stays in memory while the worker waits."""
     if not wait([channel], _IDLE):  # type: ignore[list-item]  # it has a descriptor
         return_freed_memory()  # the server aggregates or evaluates now, and needs memory too

@@ -18,8 +18,7 @@ from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.extensions import parts
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import configs_in, pack
-from fedbn_flwr.messages.gate import gate, sent_model
-from fedbn_flwr.messages.screening import reason_of
+from fedbn_flwr.messages.gate import gate, reason_of, sent_model
 
 from .codec import Agreement, Contribution, contribution_from_records, numbers_of
 from .round import Answers, Carrier, ExchangesDone

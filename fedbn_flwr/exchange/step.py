@@ -11,7 +11,7 @@ this weight in mu and var. Among all values client i then has the share q_i, and
     q_i = p_i v_i / (B_i r)      r = sum_i p_i v_i / B_i      mu = sum_i q_i mu_i
 
 If all clients have examples of one size, r is that size, q_i is p_i, and B_i r is v_i. In padded series, of which
-only the real positions count (norms.masked), it is not: v_i depends on the lengths in the batch.
+only the real positions count (norms.variants), it is not: v_i depends on the lengths in the batch.
 
 The model stays unchanged: only during the step, each batch norm has another `forward`. Per layer
 
@@ -47,8 +47,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batch import Value, count, each, first
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.models.tensors import as_array
-from fedbn_flwr.norms.masked import at_real_positions
 from fedbn_flwr.norms.roles import batch_norms, computes_as_batch_norm
+from fedbn_flwr.norms.variants import at_real_positions
 
 from .codec import Agreement, Contribution
 

@@ -4,58 +4,30 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import ConfigDict, TypeAdapter
 
 from fedbn_flwr.errors import SettingsError, UserError
-from fedbn_flwr.results.folder import default_out
-from fedbn_flwr.results.folder.files import check_types
+from fedbn_flwr.results.folder import out_folder
 from fedbn_flwr.results.result import Result, Results
+from fedbn_flwr.results.text import shorten
 
 from .data import forget_data
 from .file.content import extended, read_content
 from .file.layers import read_experiment
 from .run.loop import carry_out, check_failures, run_folders
-from .settings import Data, Engine, Evaluate, Experiment, Model, Settings, Train
+from .settings import Experiment, Settings
 
 Source = str | Path | Mapping[str, Any] | Settings
+_JSON = TypeAdapter[Any](Any, config=ConfigDict(ser_json_inf_nan="constants"))  # else infinity were null
 NodeConfig = Mapping[str, str | int | float | bool]
-
-
-class Changes(TypedDict, total=False):
-    """Changes to an experiment, by the keys of docs/experiments.md.
-
-    A section is a dict with the keys to change, an object of its class, such as `Train(lr=0.05)`, or where it has a
-    name, that name: `strategy="FedTAN"`.
-    """
-
-    name: str
-    label: str
-    rounds: int
-    clients: int
-    seed: int
-    seeds: Sequence[int]
-    data: str | Mapping[str, Any] | Data
-    model: str | Callable[..., Any] | Mapping[str, Any] | Model
-    train: Mapping[str, Any] | Train
-    strategy: str | Callable[..., Any] | Mapping[str, Any]
-    evaluate: Mapping[str, Any] | Evaluate
-    engine: Literal["local", "ray"] | Mapping[str, Any] | Engine
-    track: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
-    published: Mapping[str, Any]
-    mods: str | Sequence[str] | Mapping[str, str | Sequence[str]]
-    runs: Mapping[str, Mapping[str, Any]]
-    size: str
-    sweep: Mapping[str, Any]
-    tune: Mapping[str, Any]
 
 
 def run(
@@ -66,7 +38,7 @@ def run(
     resume: bool = False,
     progress: bool = True,
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
-    **changes: Unpack[Changes],
+    **changes: Any,
 ) -> Result:
     """Carry out an experiment that consists of one run.
 
@@ -86,7 +58,9 @@ def run(
         The config of each node, or one for all, as SuperNodes get it by `--node-config`, to rehearse a deployment on
         the local engine: `[{"data-path": "site-a"}, {"data-path": "site-b"}]`.
     **changes
-        Changes to the settings, see `Changes`: `rounds=5, train={"lr": 0.05}`.
+        Changes to the settings, by the keys of an experiment file: `rounds=5, train={"lr": 0.05}`. A section is a dict
+        with the keys to change, an object of its class, such as `Train(lr=0.05)`, or where it has a name, that name:
+        `strategy="FedTAN"`.
 
     Returns
     -------
@@ -119,7 +93,7 @@ def run_all(
     progress: bool = True,
     jobs: int | None = None,
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
-    **changes: Unpack[Changes],
+    **changes: Any,
 ) -> Results:
     """Carry out all runs of an experiment; the arguments are those of `run`.
 
@@ -141,7 +115,7 @@ def run_all(
     return _carry_out(_planned(experiment, only, changes), out, resume, progress, node_config, jobs)
 
 
-def _planned(source: Source, only: str | Sequence[str] | None, changes: Changes) -> Experiment:
+def _planned(source: Source, only: str | Sequence[str] | None, changes: Mapping[str, Any]) -> Experiment:
     if isinstance(source, Settings):
         source = source.model_dump(mode="json")
     if isinstance(source, Mapping):
@@ -159,33 +133,20 @@ def _planned(source: Source, only: str | Sequence[str] | None, changes: Changes)
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A value of the settings as JSON has it."""
-    if isinstance(value, float | np.floating) and not math.isfinite(value):
-        raise SettingsError(f"{key} is {value}; expected a finite number")
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, BaseModel):  # a section: what it sets; the kind of a partition is a default of its class
-        given = [name for name in type(value).model_fields if name in value.model_fields_set or name == "kind"]
-        return {name: _plain(f"{key}.{name}", getattr(value, name)) for name in given}
-    if isinstance(value, Mapping):
-        return {str(name): _plain(f"{key}.{name}" if key else str(name), each) for name, each in value.items()}
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, np.generic | np.ndarray):
-        return _plain(key, value.tolist())
-    if isinstance(value, list | tuple | range):
-        return [_plain(key, each) for each in value]
-    name = getattr(value, "__qualname__", None) if callable(value) else None  # a generator has one too
-    if isinstance(name, str) and "<" not in name:
+    """A value of the settings as JSON has it; of a section what it sets."""
+
+    def other(value: Any) -> Any:
+        if isinstance(value, np.generic | np.ndarray | range):
+            return list(value) if isinstance(value, range) else value.tolist()
+        name = getattr(value, "__qualname__", "<locals>")
+        if not callable(value) or "<" in name:
+            raise SettingsError(
+                f"{key} has a {type(value).__name__} ({shorten(repr(value), 100)}); expected numbers, texts, lists, "
+                "dicts, or functions and classes at the top of a module or a notebook cell"
+            )
         return f"{value.__module__}:{name}"
-    if name is not None:
-        raise SettingsError(
-            f"{key} is {name}, a function that other processes cannot import by name; define it at the top of a module "
-            "or a notebook cell"
-        )
-    raise SettingsError(
-        f"{key} is a {type(value).__name__}; expected a number, a text, a list, a dict, a function or a class"
-    )
+
+    return _JSON.dump_python(value, mode="json", exclude_unset=True, fallback=other)
 
 
 def _carry_out(
@@ -197,14 +158,11 @@ def _carry_out(
     jobs: int | None = None,
 ) -> Results:
     first = planned.runs[0]
-    if resume and out is None:
-        raise SettingsError("resume is True, but out is missing; set it to the folder of the runs to continue")
     if node_config is not None and first.engine.name != "local":
         raise SettingsError(f"node_config is for the local engine, found engine.name={first.engine.name!r}")
-    if node_config is not None:
-        _check_node_config(node_config, first.clients)
-    folder = default_out(planned.name) if out is None else Path(out).expanduser()
-    folder = folder.resolve()  # the caller may change the working directory
+    if node_config is not None and not isinstance(node_config, Mapping) and len(node_config) != first.clients:
+        raise SettingsError(f"node_config has {len(node_config)} entries, but there are {first.clients} clients")
+    folder = out_folder(planned.name, out, resume=resume).resolve()  # the caller may change the working directory
     resume = resume and any(each.config() for each in run_folders(planned, folder))
     with _settings_of_the_process():
         forget_data()  # files may have changed since the last run
@@ -218,16 +176,6 @@ def _carry_out(
     except UserError:
         check_failures(outcome.failures)  # of runs that wrote nothing
         raise
-
-
-def _check_node_config(given: Any, clients: int) -> None:
-    nodes = list(given) if isinstance(given, list | tuple) else [given]
-    try:
-        check_types({"node_config": nodes}, {"node_config": list[dict[str, str | int | float | bool]]})
-    except ValueError as error:
-        raise SettingsError(str(error)) from None
-    if not isinstance(given, Mapping) and len(nodes) != clients:
-        raise SettingsError(f"node_config has {len(nodes)} entries, but there are {clients} clients")
 
 
 @contextmanager

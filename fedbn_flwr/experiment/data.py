@@ -26,7 +26,7 @@ from fedbn_flwr.schema import refuse
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, TASKS, Task
 
 from . import settings
-from .settings import AUGMENTATIONS, Part, Settings
+from .settings import AUGMENTATIONS, Settings, name_in, options_in
 
 _kept: dict[tuple[str, str, str], DataSet] = {}  # by settings, device and working directory
 _received: dict[tuple[str, str], DataSet] = {}
@@ -178,7 +178,7 @@ def client_batches(
     batch_size: int | None = None,
 ) -> ClientBatches:
     """A client's training batches, with the augmentations of the settings."""
-    parts = [Part(name=part) if isinstance(part, str) else part for part in run.data.augment or ()]
+    parts = run.data.augment or ()
     return ClientBatches(
         dataset.train,
         indices,
@@ -186,16 +186,16 @@ def client_batches(
         batch_size=batch_size or run.train.batch_size,
         client=client,
         seed=run.seed,
-        augment=[part.name for part in parts if not named.is_name(part.name)],
+        augment=[name_in(part) for part in parts if not named.is_name(name_in(part))],
         pad=run.data.pad,
         cut=run.data.crop if dataset.dense else None,
-        own=[own_augmentation(part.name, **(part.model_extra or {})) for part in parts if named.is_name(part.name)],
+        own=[own_augmentation(name_in(part), **options_in(part)) for part in parts if named.is_name(name_in(part))],
     )
 
 
 def try_data(run: Settings, dataset: DataSet, indices: Tensor) -> None:
     """Take a batch of two examples twice: what the user's own parts do wrong is reported before training."""
-    names = [run.data.normalise, *(part if isinstance(part, str) else part.name for part in run.data.augment or ())]
+    names = [run.data.normalise, *map(name_in, run.data.augment or ())]
     if not (own := [name for name in names if name is not None and named.is_name(name)]):
         return
     batches = client_batches(run, dataset, indices[:2], client=0, batch_size=2)

@@ -1,6 +1,6 @@
 """Checks the settings of a run.
 
-The first faults are reported together, each with its key, the value found and the value expected.
+The first faults of a run are reported together, each with its key, the value found and the value expected.
 """
 
 from __future__ import annotations
@@ -39,41 +39,13 @@ KEYS_OF_A_FILE = {  # beside those of a run
 _FAULTS = 10  # explained; each may list the known keys
 
 
-class Faults:
-    """What is wrong with the runs of an experiment, for one message."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, list[str]] = {}  # the labels of the runs that have a fault
-        self.runs: set[str] = set()
-        self.error: UserError | None = None  # the first one
-
-    @contextmanager
-    def of(self, label: str) -> Iterator[None]:
-        """Around the check of a run, after whose fault other runs can be checked."""
-        self.runs.add(label)
-        try:
-            yield
-        except UserError as error:
-            self.error = self.error or error
-            for fault in error.faults or [str(error)]:
-                self.found.setdefault(fault, []).append(label)
-
-    def has(self, label: str) -> bool:
-        return any(label in labels for labels in self.found.values())
-
-    def refuse(self, name: str = "") -> None:
-        """Raise the faults, if there are any: each once, and with the run that has it if others do not."""
-        if self.error is not None:
-            words = [
-                fault if self.runs == {*labels} else f"run {labels[0]!r}: {fault}"
-                for fault, labels in self.found.items()
-            ]
-            raise type(self.error)((f"{name}: " if name else "") + _listed(words)) from self.error
-
-
-def _listed(faults: Sequence[str]) -> str:
-    more = [f"and {len(faults) - _FAULTS} further faults"] if len(faults) > _FAULTS else []
-    return "; ".join([*faults[:_FAULTS], *more])
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Around the check of a run, whose error then says where the fault is."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{where}: {error}") from error
 
 
 def check_settings(settings: Mapping[str, Any]) -> Settings:
@@ -81,9 +53,8 @@ def check_settings(settings: Mapping[str, Any]) -> Settings:
         return Settings.model_validate(dict(settings))
     except ValidationError as error:
         faults = list(map(_explain, error.errors()))
-        refusal = SettingsError(_listed(faults))
-        refusal.faults = faults
-        raise refusal from None
+        more = [f"and {len(faults) - _FAULTS} further faults"] if len(faults) > _FAULTS else []
+        raise SettingsError("; ".join([*faults[:_FAULTS], *more])) from None
 
 
 # Where pydantic's words are not those of an experiment file.

@@ -1,25 +1,21 @@
-"""The mods of an experiment: Flower's by name, or `module:callable`, around each message that a client handles."""
+"""The mods of an experiment, by `module:callable`, around each message that a client handles."""
 
 from __future__ import annotations
 
 import functools
 import json
 from collections.abc import Callable
-from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message
 from flwr.client.mod.utils import make_ffn
-from flwr.clientapp import mod as flower_mods
 from flwr.clientapp.typing import Mod
 
 from fedbn_flwr import named
-from fedbn_flwr.client.mods import weights_only
-from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages.arrays import configs_in
 
 from .file.layers import from_run_config
 from .node import run_of
-from .settings import Experiment, Settings
+from .settings import Experiment, Settings, name_in, options_in
 
 
 def experiment_mods(
@@ -32,7 +28,7 @@ def experiment_mods(
     """A mod that applies those of the run that the message names; `experiment` is by default that of the run config."""
     config = next(iter(configs_in(message.content).values()), ConfigRecord())
     run = run_of(experiment or from_run_config(context.run_config), config)
-    return make_ffn(call_next, mods_of(run, message.metadata.message_type.partition(".")[0]))(message, context)
+    return make_ffn(call_next, mods_of(run))(message, context)
 
 
 def client_mods(experiment: Experiment) -> list[Mod]:
@@ -41,25 +37,15 @@ def client_mods(experiment: Experiment) -> list[Mod]:
 
 
 def check_mods(run: Settings) -> None:
-    for kind in run.mods:
-        mods_of(run, kind)
+    mods_of(run)
 
 
-def mods_of(run: Settings, kind: str) -> list[Mod]:
-    return [_made(json.dumps(part)) for of, parts in run.mods.items() if of == kind for part in parts]
+def mods_of(run: Settings) -> list[Mod]:
+    return [_made(json.dumps(part)) for part in run.mods]
 
 
 @functools.lru_cache(maxsize=32)  # a process keeps the state of a mod from message to message
 def _made(text: str) -> Mod:
-    part = json.loads(text)
-    options = {"name": part} if isinstance(part, str) else part
-    name, hides = options.pop("name"), options.pop("weights_only", False)
-    if ":" not in name and name not in flower_mods.__all__:
-        raise SettingsError(f"mods has {name!r}; {did_you_mean(name, flower_mods.__all__)}, or module:callable")
-    found: Any = named.load("mods", name) if ":" in name else getattr(flower_mods, name)
-    if isinstance(found, type) or options:
-        try:
-            found = found(**options)
-        except (TypeError, ValueError) as error:
-            raise SettingsError(f"mods: {name} with {options}: {error}") from None
-    return weights_only(found) if hides else found
+    name, options = name_in(json.loads(text)), options_in(json.loads(text))
+    made: Mod = named.call("mods", name, **options) if options else named.load("mods", name)
+    return made

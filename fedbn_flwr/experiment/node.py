@@ -164,8 +164,6 @@ class ClientParts:
             optimizer=train.optimizer,
             momentum=train.momentum,
             weight_decay=train.weight_decay,
-            norm_weight_decay=train.norm_weight_decay,
-            bias_weight_decay=train.bias_weight_decay,
             keep_momentum=train.keep_momentum,
             clip=train.clip,
             loss=self.losses[0],

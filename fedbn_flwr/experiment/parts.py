@@ -21,10 +21,11 @@ from fedbn_flwr.data.batches import Normalise
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
+from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.tasks import Task
 
 from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data, validation_rows
-from .settings import Settings, name_in
+from .settings import Settings, name_in, options_in
 
 if TYPE_CHECKING:  # clients need no strategies
     from fedbn_flwr.strategies import Rule
@@ -107,6 +108,20 @@ def _in_words(run: Settings, normalise: Normalise) -> Any:
     return run.data.normalise if callable(normalise) else dict(zip(("mean", "std"), normalise, strict=True))
 
 
+def counts_of(run: Settings, dataset: DataSet, partition: Sequence[Tensor]) -> PartitionCounts:
+    """The numbers of examples of a run's clients, which have these rows of the data set."""
+    strata, options = dataset.strata(run.data.partition.bins), run.data.partition.model_dump(exclude_none=True)
+    parts = [part.cpu() for part in partition]
+    # A segmentation example has many classes: only the examples are counted.
+    counts = [torch.bincount(strata.train[part], minlength=len(strata.names)).tolist() for part in parts]
+    kind = options.pop("kind")
+    words = [kind, *(f"{key}={value}" for key, value in options.items())]
+    title = f"{run.data.name}: {', '.join(words)}, clients={run.clients}, seed={run.seed}"
+    groups = {"domain": dataset.domains, "natural": dataset.groups}.get(kind)  # after which clients are named
+    names = () if groups is None else tuple(groups.names[int(groups.train[int(part[0])])] for part in parts)
+    return PartitionCounts(title, strata.names, tuple(map(tuple, counts)), names)
+
+
 # --- device and model ---
 
 
@@ -126,7 +141,7 @@ def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
             f"model.classes is {outputs}, but {run.data.name!r} has {dataset.classes} classes, for which the model "
             f"needs {dataset.outputs} outputs"
         )
-    with seeding.streams(seeding.seed_for(run.seed, "initial model"), torch.device("cpu")):
+    with seeding.streams(seeding.seed_for(run.seed, "initial model")):
         return build_model(**model_arguments(run, dataset), weights=run.model.weights)
 
 
@@ -199,7 +214,7 @@ def plain_loss(run: Settings, task: Task) -> Loss:
     """The loss that evaluations report, without label smoothing and class weights."""
     if (own := own_loss(run)) is not None:
         return own
-    return make_loss(name_in(run.train.loss or task.losses[0]), **_options(run))
+    return make_loss(name_in(run.train.loss or task.losses[0]), **options_in(run.train.loss))
 
 
 def own_loss(run: Settings) -> Loss | None:
@@ -207,16 +222,11 @@ def own_loss(run: Settings) -> Loss | None:
     name = name_in(run.train.loss or "")
     if not named.is_name(name):
         return None
-    options, function = _options(run), named.load("train.loss", name)
+    options, function = options_in(run.train.loss), named.load("train.loss", name)
     if isinstance(function, type):
         made: Loss = named.call("train.loss", name, **options)
         return made
     return functools.partial(function, **options) if options else function
-
-
-def _options(run: Settings) -> dict[str, Any]:
-    loss = run.train.loss
-    return {key: value for key, value in loss.items() if key != "name"} if isinstance(loss, Mapping) else {}
 
 
 def metrics_of(run: Settings) -> Sequence[Metric]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr import named, seeding
+from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, each
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
-from fedbn_flwr.client.training import Loss, check_optimizer, decay_of
+from fedbn_flwr.client.training import check_optimizer
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.data.partitions import hold_out
@@ -30,58 +31,37 @@ from fedbn_flwr.strategies import Rule, as_rule
 from fedbn_flwr.tasks import SEVERAL, Task
 
 from . import trackers
-from .data import Shape, check_labels, partition_of, try_data
-from .faults import Faults
+from .data import Shape, check_labels, try_data
+from .faults import naming
 from .flower_mods import check_mods
-from .parts import Parts, learning_rate, own_loss, plain_loss
+from .parts import Parts, learning_rate, own_loss
 from .settings import Experiment, Settings, name_in, strategy_name
 
 
-def prepare(
-    experiment: Experiment,
-    places: Sequence[int] | None = None,
-    *,
-    own_data: bool = False,
-    faults: Faults | None = None,
-) -> list[Parts]:
-    """Prepare and check all runs, or those at these places of the experiment; first the strategies, which is quick.
+def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_data: bool = False) -> list[Parts]:
+    """Prepare and check all runs, or those at these places of the experiment.
 
-    With `own_data`, nodes may have data of their own, so that the sizes of the partitions do not matter. What is wrong
-    is raised, or added to `faults` if they are given.
+    With `own_data`, nodes may have data of their own, so that the sizes of the partitions do not matter.
     """
     named = [(run, name) for name, run in experiment.named.items()]
     chosen = named if places is None else [named[place] for place in places]
-    runs = [run for run, _ in chosen]
-    found = Faults() if faults is None else faults
-    for entry in (entry for run in runs for entry in run.track):
-        trackers.check(entry)
-    rules: dict[str, Rule] = {}
-    for run, name in chosen:
-        with found.of(run.label):
-            check_mods(run)
-            rules[name] = make_rule(run)
-    if faults is None:
-        found.refuse()
+    several = len({run.label for run, _ in chosen}) > 1
     prepared: list[Parts] = []
-    seeds: dict[str, list[int]] = {}
-    for run in runs:
-        seeds.setdefault(run.label, []).append(run.seed)
     for run, name in chosen:
-        with found.of(run.label):
-            if name not in rules:
-                continue
-            prepared.append(prepare_run(run, name, rules[name]))
+        with naming(f"run {run.label!r}") if several else nullcontext():
+            prepared.append(prepare_run(run, name, make_rule(run)))
             if len(chosen) > 1:
                 prepared[-1].release()  # a sweep has many models
             if prepared[-1].dataset is not None and not own_data:
-                check_partition(prepared[-1], seeds.pop(run.label, ()))
-    if faults is None:
-        found.refuse()
+                check_partition(prepared[-1])
     return prepared
 
 
 def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
     """The parts of a run, which suit each other."""
+    for tracker in run.track:
+        trackers.check(name_in(tracker))
+    check_mods(run)
     parts = Parts(run, name, rule)
     if parts.dataset is not None:
         check_labels(run, parts.dataset)
@@ -93,7 +73,7 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
     if parts.dataset is not None and run.evaluate.validation:
         parts.held_out  # noqa: B018
     _check_norm(run, parts.model, rule)
-    try_model(run, parts.model, parts.shape, parts.device, own_loss(run))
+    try_model(run, parts.model, parts.shape, parts.device)
     check_training(parts)
     logging.disable(logging.WARNING)  # the run calls it again, and warns then
     try:
@@ -165,22 +145,18 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
 # --- checks ------------------------------------------------------------------
 
 
-def check_partition(parts: Parts, seeds: Sequence[int]) -> None:
+def check_partition(parts: Parts) -> None:
     """Refuse clients with so few examples that they would not exchange the statistics of their batches."""
-    run, least, device = parts.run, parts.rule.traits.min_batch, str(parts.device)
-    small: dict[str, int] = {}
-    for seed in seeds if least > 1 else ():
-        with_seed = f" with seed {seed}" if len(seeds) > 1 else ""
-        for client, part in enumerate(partition_of(run.data, run.clients, seed, device)[: run.trained]):
-            if (size := len(hold_out(part, run.evaluate.validation, seed, client)[0])) < least:
-                small[f"{client}{with_seed} ({size})"] = size
-    if small:
+    run, least = parts.run, parts.rule.traits.min_batch
+    trained = enumerate(parts.partition[: run.trained] if least > 1 else ())
+    sizes = {client: len(hold_out(part, run.evaluate.validation, run.seed, client)[0]) for client, part in trained}
+    if small := [f"{client} ({size})" for client, size in sizes.items() if size < least]:
         raise SettingsError(
-            f"{len(small)} of {len(seeds) * run.trained} clients have fewer than {least} training examples: "
-            f"{', '.join([*small][:5])}{', ...' if len(small) > 5 else ''}; with strategy "
+            f"{len(small)} of {len(sizes)} clients have fewer than {least} training examples with seed {run.seed}: "
+            f"{', '.join(small[:5])}{', ...' if len(small) > 5 else ''}; with strategy "
             f"{strategy_name(run.strategy)} they refuse to exchange the statistics of so small batches, because these "
             "reveal the examples; change clients or data.partition, or allow it with strategy.min_batch: "
-            f"{min(small.values())}"
+            f"{min(sizes.values())}"
         )
 
 
@@ -202,14 +178,12 @@ def check_training(parts: Parts) -> None:
     for server_round in (1, run.rounds):
         learning_rate(run, server_round)
     if train.optimizer != "sgd":
-        decays = decay_of(parts.model, norm=train.norm_weight_decay, bias=train.bias_weight_decay)
         try:
             check_optimizer(
                 train.optimizer,
                 {name: parameter for name, parameter in parts.model.named_parameters() if parameter.requires_grad},
                 momentum=train.momentum,
                 weight_decay=train.weight_decay,
-                other_decay=decays,
             )
         except SettingsError as error:
             raise SettingsError(f"train.{error}") from None
@@ -219,7 +193,6 @@ def check_training(parts: Parts) -> None:
         targets = targets_like(parts.task, shape.classes, 2 * shape.classes, (2, 2) if shape.dense else ())
         size = targets.shape[1:] if shape.dense else ()
         outputs = torch.randn(len(targets), shape.outputs, *size, generator=torch.Generator().manual_seed(0))
-        _check_loss(run, plain_loss(run, parts.task), outputs.clone().requires_grad_(), targets)
         _check_metrics(parts.task, parts.metrics, outputs, targets)
 
 
@@ -246,22 +219,6 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
     )
 
 
-def _check_loss(run: Settings, loss: Loss, outputs: Tensor, targets: Tensor) -> None:
-    name = name_in(run.train.loss or "")
-    try:
-        value: Any = loss(outputs, targets)
-    except Exception as error:
-        raise SettingsError(
-            f"train.loss={name!r} failed for outputs {list(outputs.shape)} and targets {list(targets.shape)}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not (isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad):
-        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise SettingsError(
-            f"train.loss={name!r} returned {found}; expected a differentiable scalar tensor, the mean over the examples"
-        )
-
-
 def _check_names(task: Task, metrics: Sequence[Metric]) -> None:
     try:
         check_metrics(task, metrics)
@@ -280,7 +237,7 @@ def _check_names(task: Task, metrics: Sequence[Metric]) -> None:
 
 def _check_metrics(task: Task, metrics: Sequence[Metric], outputs: Tensor, targets: Tensor) -> None:
     measurement = Measurement(task, metrics)
-    measurement.add(outputs, targets, measurement.counts(outputs, targets))
+    measurement.add(outputs, targets)
     try:
         measurement.values(strict=True)
     except Exception as error:
@@ -290,43 +247,33 @@ def _check_metrics(task: Task, metrics: Sequence[Metric], outputs: Tensor, targe
         ) from error
 
 
-def try_model(
-    run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device, loss: Loss | None
-) -> None:
+def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:
     """Run two examples through the model, so that a wrong size is reported before training.
 
     It is tried in eval mode, and a copy of it in training mode, in which some networks return something else, which
-    needs a `loss` of the user.
+    needs a loss of the user.
     """
-    named.check_unchanged(run.model_dump())
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SettingsError(f"model.name={run.model.name!r} has no parameter with requires_grad; expected one to train")
-    model.eval()
     # Two, because static batch norm cannot compute the variance of one value.
     tried = [each(lambda part: part.to(device), dataset.blank(2))]
     if run.data.crop is not None:
         tried.insert(0, tried[0].new_zeros(2, dataset.channels, run.data.crop, run.data.crop))
     for inputs in tried:
-        _try_examples(run, model, dataset, inputs)
+        _try_examples(run, model.eval(), dataset, inputs)
     try:
         copied = copy.deepcopy(model).train()
     except Exception:  # a module of the user; clients try it
         return
-    with seeding.all_streams(0, device):  # dropout draws
-        _try_examples(run, copied, dataset, tried[0], loss)
+    with seeding.streams(0, device):  # dropout draws
+        _try_examples(run, copied, dataset, tried[0])
 
 
-def _try_examples(
-    run: Settings,
-    model: nn.Module,
-    dataset: DataSet | Shape,
-    inputs: Value,
-    loss: Loss | None = None,
-) -> None:
+def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inputs: Value) -> None:
     size = main(inputs).shape[2:]
     mode = " in training mode" if model.training else ""
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(model.training):
             logits = model(inputs)
     except Exception as error:  # the network may be the user's
         reason = " ".join(str(error).split())[:200]
@@ -336,41 +283,38 @@ def _try_examples(
             f"model.name={run.model.name!r} does not take the {_described(inputs)} examples of "
             f"{run.data.name!r}{mode}: {reason}"
         ) from None
+    if dataset.task is SEVERAL:  # only the user knows the outputs and targets
+        return
+    found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     expected = [2, dataset.outputs, *(size if dataset.dense else ())]
+    if model.training and (loss := own_loss(run)) is not None:
+        targets = targets_like(dataset.task, dataset.classes, 2, expected[2:]).to(main(inputs).device)
+        asked = f"train.loss={name_in(run.train.loss or '')!r}, given what model.name={run.model.name!r} returns{mode} "
+        asked += f"({found}) and targets {list(targets.shape)},"
+        try:
+            value: Any = loss(logits, targets)
+        except Exception as error:
+            raise SettingsError(f"{asked} failed: {type(error).__name__}: {error}") from error
+        if not (isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad):
+            other = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise SettingsError(
+                f"{asked} returned {other}; expected a differentiable scalar tensor, the mean over the examples"
+            )
+        return
     of_pixels = isinstance(logits, Tensor) and logits.ndim > 2
     # A model with one output may leave out its dimension.
     forms = (expected, [2]) if dataset.outputs == 1 and not dataset.dense else (expected,)
     is_right = isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) in forms
-    if dataset.task is SEVERAL or (is_right and of_pixels == dataset.dense):
+    if is_right and of_pixels == dataset.dense:
         return
-    found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-    if loss is not None:
-        targets = targets_like(dataset.task, dataset.classes, 2, expected[2:]).to(main(inputs).device)
-        try:
-            value: Any = loss(logits, targets)
-            problem = None if isinstance(value, Tensor) and value.ndim == 0 else "it did not return a scalar tensor"
-        except Exception as error:  # the user's
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
-            raise SettingsError(
-                f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples, which "
-                f"train.loss={name_in(run.train.loss or '')!r} does not take: {problem}"
-            )
-        return
+    advice = ", or a train.loss of your own that takes what the model returns" if model.training else ""
     if of_pixels and not dataset.dense:
-        raise SettingsError(
-            f"model.name={run.model.name!r} is a segmentation network (one output per pixel), but "
-            f"{run.data.name!r} has one label per example; use a classifier, such as resnet18, or segmentation data"
-        )
-    if isinstance(logits, Tensor) and logits.ndim == 2 and dataset.dense:
-        raise SettingsError(
-            f"model.name={run.model.name!r} is a classifier (one output per example), but {run.data.name!r} has one "
-            "label per pixel; use a segmentation network, such as deeplabv3plus_mobilenet_v2"
-        )
-    other = ", or a train.loss of your own that takes what the model returns" if model.training else ""
+        advice = " and one label per example; use a classifier, such as resnet18, or segmentation data"
+    elif isinstance(logits, Tensor) and logits.ndim == 2 and dataset.dense:
+        advice = " and one label per pixel; use a segmentation network, such as deeplabv3plus_mobilenet_v2"
     raise SettingsError(
         f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples; expected shape {expected}, as "
-        f"{run.data.name!r} has {dataset.classes} {_COUNTED[dataset.task.form]}{other}"
+        f"{run.data.name!r} has {dataset.classes} {_COUNTED[dataset.task.form]}{advice}"
     )
 
 

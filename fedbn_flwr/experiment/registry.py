@@ -9,7 +9,6 @@ value.
 from __future__ import annotations
 
 import inspect
-import re
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -196,12 +195,8 @@ def _built(cls: type[Any], name: str, options: dict[str, Any], section: str, def
     options = {key: value for key, value in defaults.items() if key in known} | options
     try:
         made = cls(*positional, **options)
-    except SettingsError as error:
-        argument = re.match(r"\w+", str(error))  # most errors of constructors begin with it
-        where = f"{section}." if argument and argument[0] in options else f"{section} {name}: "
-        raise SettingsError(f"{where}{error}") from None
     except (TypeError, ValueError) as error:
-        raise SettingsError(f"{section} {name} with {options}: {error}") from None
+        raise SettingsError(f"{section}: {error}") from None
     if of_flower is None:
         return made
     statistics: Any = "median" if of_flower.robust else "mean"

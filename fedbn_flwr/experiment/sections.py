@@ -21,8 +21,8 @@ class Evaluate(Section):
     clients: bool | None = Field(
         default=None,
         description=(
-            "clients evaluate their models too; on by default for `FedBN`, `SiloBN`, `Standalone` and "
-            "`Private` with `statistics: keep`, which personalise, and if the server does not evaluate"
+            "clients evaluate their models too; on by default for `FedBN`, `SiloBN` and "
+            "`Standalone`, which personalise, and if the server does not evaluate"
         ),
     )
     server: bool = Field(
@@ -72,14 +72,6 @@ class Evaluate(Section):
     patience: Positive | None = Field(
         default=None, description="end the run after this many evaluations without a better validation figure"
     )
-    min_delta: float = Field(
-        default=0.0,
-        ge=0,
-        description=(
-            "for `patience`: a validation figure counts as better if it is better than the best one that counted "
-            "before by more than this"
-        ),
-    )
     unseen: int = Field(
         default=0,
         ge=0,
@@ -104,8 +96,6 @@ class Evaluate(Section):
             f"metrics has {unknown!r}; {did_you_mean(str(unknown), METRICS)}, or module:function": unknown is not None,
             f"patience is {self.patience}, but validation is 0: a run ends by its validation figure, never by the "
             "test examples; set validation, for instance to 0.1": self.patience is not None and not self.validation,
-            f"min_delta ({self.min_delta:g}) has no effect without patience; set patience too": self.min_delta > 0
-            and self.patience is None,
             "finetune_lr has no effect without unseen clients and finetune_steps; set unseen too": self.finetune_lr
             is not None
             and not (self.unseen and self.finetune_steps),
@@ -168,14 +158,6 @@ class Engine(Section):
         description=(
             "seconds to wait for all nodes before the first round, and for `min_train_nodes` (2) before every"
             " other; on Ray, for an actor to start"
-        ),
-    )
-    state_memory: float = Field(
-        default=4,
-        gt=0,
-        description=(
-            "GiB of memory for the clients' state in the local engine (FedBN's batch norms, for instance); "
-            "beyond it, the state of the least recently used clients is moved to a temporary folder"
         ),
     )
     checkpoint_every: Positive | None = Field(

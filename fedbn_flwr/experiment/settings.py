@@ -10,17 +10,17 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     PlainSerializer,
     PlainValidator,
     Tag,
+    model_validator,
 )
 
 from fedbn_flwr.data.catalogue import CATALOGUE
@@ -39,7 +39,6 @@ from .file.expansion import PAPER, Cell
 from .file.figures import Published
 from .sections import Engine as Engine
 from .sections import Evaluate as Evaluate
-from .trackers import Track
 
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
@@ -65,37 +64,62 @@ else:  # one of the registered kinds, chosen by `kind`, or one of the user
     ]
 
 
-class Part(Section):
-    """A part of the user with arguments: `{name: module:callable, ...}`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str
-
-
-def _augmentation(value: Any) -> str | Part:
-    """Parse both forms with one error message."""
-    part = Part.model_validate(value) if isinstance(value, Mapping) else value
-    name = part.name if isinstance(part, Part) else part
-    if not isinstance(name, str) or not (is_name(name) or (name in AUGMENTATIONS and part is name)):
-        known = did_you_mean(str(name), AUGMENTATIONS)
-        raise ValueError(f"{name!r} is not an augmentation; {known}, or module:callable for your own")
-    return part
+def _named(value: Any) -> str | Mapping[str, Any]:
+    name = value.get("name") if isinstance(value, Mapping) else value
+    if isinstance(name, str):
+        return name if value == {"name": name} else value
+    raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
 
 
-Augmentation = Annotated[str | Part, PlainValidator(_augmentation), PlainSerializer(lambda part: part)]
-Augment = Annotated[tuple[Augmentation, ...], Field(strict=False)]
+# A part by its name, or by a mapping of its name and options.
+Named = Annotated[str | Mapping[str, Any], PlainValidator(_named), PlainSerializer(lambda value: value)]
+# One part or several; `{}`, as configs of earlier versions have it, is none.
+Parts = Annotated[
+    tuple[Named, ...],
+    Field(strict=False),
+    BeforeValidator(lambda value: [value] if value and isinstance(value, str | Mapping) else value or ()),
+]
 
 
-def _normalisation(name: Any) -> str:
-    if not isinstance(name, str) or not (name in NORMALISATIONS or is_name(name)):
-        known = did_you_mean(str(name), NORMALISATIONS)
-        raise ValueError(f"{name!r} is not a normalisation; {known}, or module:callable for your own")
-    return name
+def name_in(part: str | Mapping[str, Any]) -> str:
+    return part if isinstance(part, str) else str(part["name"])
 
 
-NORMALISATIONS = ("moments", "unit", "official")
-Normalise = Annotated[str, PlainValidator(_normalisation)]
+def options_in(part: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key != "name"} if isinstance(part, Mapping) else {}
+
+
+def _one_of(known: Sequence[str], what: str) -> AfterValidator:
+    """Accepts these names without options, and the user's own parts."""
+
+    def check(part: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+        if not is_name(name_in(part)) and part not in known:
+            hint = did_you_mean(name_in(part), known)
+            raise ValueError(f"{name_in(part)!r} is not {what}; {hint}, or module:callable for your own")
+        return part
+
+    return AfterValidator(check)
+
+
+Augment = Annotated[
+    tuple[Annotated[Named, _one_of(AUGMENTATIONS, "an augmentation")], ...],
+    Field(strict=False),
+]
+Normalise = Annotated[str, _one_of(("moments", "unit", "official"), "a normalisation")]
+
+
+def of_catalogue(name: str) -> dict[str, Any]:
+    """What the catalogue gives for settings of a data set that are left out."""
+    if (entry := CATALOGUE.get(name)) is None:
+        return {"normalise": "moments", "augment": (), "fit": None if is_name(name) else "stretch"}
+    return {
+        # The embedded digits are not resized; nor are a site's own images, if the experiment names no data set.
+        "size": None if entry.embedded else entry.size,
+        "normalise": "moments" if entry.moments is None else "official",
+        "augment": entry.augment,
+        "fit": entry.fit,
+        "crop": entry.crop,
+    }
 
 
 class Data(Source):
@@ -123,6 +147,22 @@ class Data(Source):
     partition: Partition = Field(
         default=KINDS["iid"](), description="who has which examples: see `fedbn list partitions`"
     )
+
+    @model_validator(mode="after")
+    def _has_values_of_the_catalogue(self) -> Self:
+        for key, value in of_catalogue(self.name).items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, value)  # not among the keys that are set
+        return self
+
+    def faults(self) -> dict[str, bool]:
+        official = [name for name, entry in CATALOGUE.items() if entry.moments is not None]
+        return {
+            **super().faults(),
+            f"normalise is 'official', but {self.name!r} has no official mean and standard deviation; use moments or "
+            f"unit (official values are known for {', '.join(official)})": self.normalise == "official"
+            and self.name not in official,
+        }
 
 
 class Renorm(Section):
@@ -189,31 +229,6 @@ class Model(Section):
             "strides; `auto`, small for images of up to 64 pixels"
         ),
     )
-
-
-def _named(value: Any) -> str | Mapping[str, Any]:
-    name = value.get("name") if isinstance(value, Mapping) else value
-    if isinstance(name, str):
-        return name if value == {"name": name} else value
-    raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
-
-
-# A part by its name, or by a mapping of its name and options.
-Named = Annotated[str | Mapping[str, Any], PlainValidator(_named), PlainSerializer(lambda value: value)]
-
-
-def name_in(part: str | Mapping[str, Any]) -> str:
-    return part if isinstance(part, str) else str(part["name"])
-
-
-_Message = Literal["train", "evaluate", "query"]
-
-
-def _by_message(value: Any) -> Any:
-    return dict.fromkeys(get_args(_Message), value) if isinstance(value, list | tuple) else value
-
-
-Mods = Annotated[Mapping[_Message, Annotated[tuple[Named, ...], Field(strict=False)]], BeforeValidator(_by_message)]
 
 
 Weights = Annotated[
@@ -300,12 +315,6 @@ class Train(Section):
         ge=0,
         description="weight decay; by default that of `torch.optim`, 0.01 for AdamW and 0 for most others",
     )
-    norm_weight_decay: float | None = Field(
-        default=None, ge=0, description="weight decay of the parameters of normalisers"
-    )
-    bias_weight_decay: float | None = Field(
-        default=None, ge=0, description="weight decay of the biases of other layers"
-    )
     clip: float | None = Field(
         default=None,
         gt=0,
@@ -363,7 +372,7 @@ class Train(Section):
 
     def faults(self) -> dict[str, bool]:
         loss, own = name_in(self.loss or ""), is_name(name_in(self.loss or ""))
-        options = self.loss.keys() - {"name", *LOSSES.get(loss, ())} if isinstance(self.loss, Mapping) else set()
+        options = options_in(self.loss).keys() - {*LOSSES.get(loss, ())}
         option = next((key for key in ("label_smoothing", "class_weights") if getattr(self, key)), "")
         return {
             f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one": self.epochs is not None
@@ -414,7 +423,7 @@ class Settings(Section):
     )
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
-    track: Track = Field(
+    track: Parts = Field(
         default=(),
         description=(
             "trackers that record the run too: `tensorboard`, `module:callable`, a mapping with `name` and settings, "
@@ -427,11 +436,11 @@ class Settings(Section):
             "figures of a paper by label of their run, shown in the report, see [Report](report.md#published-figures)"
         ),
     )
-    mods: Mods = Field(
-        default_factory=dict,
+    mods: Parts = Field(
+        default=(),
         description=(
-            "[Flower's mods](plugin.md#flowers-mods) around the messages that clients handle: a list of "
-            "names, or lists by kind of message, `{train: [...], evaluate: [...], query: [...]}`"
+            "[mods](plugin.md#flowers-mods) around the messages that clients handle: a list of `module:callable`, or "
+            "of `{name: module:callable, ...}` with arguments"
         ),
     )
     cell: Cell = Cell()
@@ -454,32 +463,6 @@ class Settings(Section):
             and self.train.steps is not None
             and of_brn >= steps,
         }
-
-
-def resolve(run: Settings) -> Settings:
-    """The run with the catalogue's values for the data settings that the experiment leaves out."""
-    return run.model_copy(update={"data": run.data.model_copy(update=of_catalogue(run.data))})
-
-
-def of_catalogue(data: Data) -> dict[str, Any]:
-    """What the catalogue gives for settings that are left out."""
-    entry = CATALOGUE.get(data.name)
-    moments = entry is not None and entry.moments is not None
-    if data.normalise == "official" and not moments:
-        known = ", ".join(name for name, each in CATALOGUE.items() if each.moments is not None)
-        raise SettingsError(
-            f"data.normalise is 'official', but {data.name!r} has no official mean and standard deviation; use moments "
-            f"or unit (official values are known for {known})"
-        )
-    found = {
-        # The embedded digits are not resized; nor are a site's own images, if the experiment names no data set.
-        "size": entry.size if entry and not entry.embedded else None,
-        "normalise": "official" if moments else "moments",
-        "augment": entry.augment if entry else (),
-        "fit": entry.fit if entry else None if is_name(data.name) else "stretch",
-        "crop": entry.crop if entry else None,
-    }
-    return {key: value for key, value in found.items() if value is not None and getattr(data, key) is None}
 
 
 @dataclass(frozen=True)

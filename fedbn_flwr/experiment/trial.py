@@ -1,26 +1,17 @@
-"""What an experiment will do, for `fedbn explain`: settings, data, model, what it sends and how long it takes.
+"""What an experiment will do, for `fedbn explain` and `fedbn partition`: settings, data, model, and what it sends.
 
-For the last two, the run's own strategy, clients and messages are tried on the local engine: rounds of a few steps, in
+For the last, the run's own strategy, clients and messages are tried on the local engine: rounds of a single step, in
 which only a few of the clients take part. All clients send and receive messages of the same size.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
-from flwr.app import Context
 from torch import Tensor
 
 from fedbn_flwr.client.app import client_app
-from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.data.batches import TestBatches
-from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.partitions import Options
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
@@ -29,19 +20,17 @@ from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 
-from .counting import count_partitions
-from .faults import Faults
+from .data import examples_of, load_data, partition_of
 from .file.layers import Setting, settings_of
 from .listeners.listener import Round, Running
 from .node import Clients
-from .parts import Parts, plain_loss
+from .parts import Parts, counts_of
 from .prepare import prepare
 from .run.cohort import TrainedNodes
-from .run.loop import train_round, workers_of
-from .settings import Experiment
+from .run.loop import train_round
+from .settings import Experiment, Settings
 
-_LR = 1e-12  # of the trial: in rounds that follow another schedule, the model could diverge
-_SECONDS = 2.0  # that the timed steps may take, if one step does not take longer
+_LR = 1e-12  # of the trial: without the schedule of the rounds between, the model could diverge
 
 
 @dataclass(frozen=True)
@@ -64,17 +53,11 @@ class RoundTraffic:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run sends, and the seconds that it takes on the local engine of this machine."""
+    """What a run sends."""
 
     clients: int  # that train in a round
     traffic: tuple[tuple[int, RoundTraffic], ...]  # each with the first of the rounds that have it
     rounds: int
-    workers: int  # processes that train at the same time
-    steps: int  # of all clients of a round; of an average choice if not all take part
-    step: float  # of one client
-    train: float  # a round of training
-    evaluate: float  # an evaluation
-    run: float  # the whole run
 
     def total(self) -> tuple[int, int]:
         """Bytes down and up of all clients in all rounds."""
@@ -97,42 +80,50 @@ class ExplainedRun:
 
 @dataclass(frozen=True)
 class Explanation:
-    experiment: Experiment
     partitions: tuple[PartitionCounts, ...]  # empty if the server has no data
-    runs: tuple[ExplainedRun, ...]  # those without a fault; those of further seeds are not repeated
+    runs: tuple[ExplainedRun, ...]  # those of further seeds are not repeated
 
 
-def explain(experiment: Experiment, *, trial: bool = True, faults: Faults | None = None) -> Explanation:
-    """Prepare all runs as `fedbn run` does, and try them out: a few rounds of a few steps on some of the clients.
-
-    What is wrong with some of the runs is raised, or added to `faults`; the explanation is then of the others.
-    """
+def explain(experiment: Experiment, *, trial: bool = True) -> Explanation:
+    """Prepare all runs as `fedbn run` does, and try them out: a few rounds of one step on some of the clients."""
     first: dict[str, Parts] = {}
-    for prepared in prepare(experiment, faults=faults):
-        if faults is None or not faults.has(prepared.run.label):
-            first.setdefault(prepared.run.label, prepared)
-    if not first and faults is not None:
-        faults.refuse()
-    sound = replace(experiment, runs=tuple(run for run in experiment.runs if run.label in first))
+    for prepared in prepare(experiment):
+        first.setdefault(prepared.run.label, prepared)
     has_data = all(prepared.dataset is not None for prepared in first.values())
     explained = []
     for label in list(first):
         prepared = first.pop(label)  # with its model, so that it is not in memory with those of the next runs
-        dataset, traits = prepared.dataset, prepared.rule.traits
-        model = _parts_of(prepared)
+        traits, model = prepared.rule.traits, _parts_of(prepared)
         more = (traits.traffic,) if traits.traffic else ()
         explained.append(
             ExplainedRun(
                 label,
                 tuple(run.seed for run in experiment.runs if run.label == label),
-                tuple(settings_of(experiment, next(run for run in experiment.runs if run.label == label))),
+                tuple(settings_of(experiment, prepared.run)),
                 model,
                 (*(role for role in model if role not in {Role.COUNTER, *traits.kept}), *more),
                 (*(role for role in model if role not in {Role.COUNTER, *traits.unsent}), *more),
-                try_out(prepared, dataset) if trial and dataset is not None else None,
+                try_out(prepared) if trial and prepared.dataset is not None else None,
             )
         )
-    return Explanation(experiment, tuple(count_partitions(sound) if has_data else ()), tuple(explained))
+    return Explanation(tuple(count_partitions(experiment) if has_data else ()), tuple(explained))
+
+
+def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
+    """The numbers of examples of each different partition of the runs, with the first seed that uses it."""
+    users: dict[tuple[str, Options, int], list[Settings]] = {}
+    for run in experiment.runs:
+        users.setdefault((examples_of(run.data), run.data.partition, run.clients), []).append(run)
+    counted = []
+    for runs in users.values():
+        parts = partition_of(runs[0].data, runs[0].clients, runs[0].seed, "cpu")
+        found = counts_of(runs[0], load_data(runs[0].data, "cpu"), parts)
+        if len(users) > 1:
+            names = list(dict.fromkeys(run.label for run in runs))
+            title = f"{found.title} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+            found = replace(found, title=title)
+        counted.append(found)
+    return counted
 
 
 def _parts_of(prepared: Parts) -> dict[str, Part]:
@@ -149,89 +140,32 @@ def _parts_of(prepared: Parts) -> dict[str, Part]:
     }
 
 
-# --- the trial ----------------------------------------------------------------
+def try_out(prepared: Parts) -> Costs:
+    """Train rounds of one step on the clients with most examples: others may have smaller batches.
 
-
-def try_out(prepared: Parts, dataset: DataSet) -> Costs:
-    """Train some rounds of one to twenty steps on the clients with most examples: others may have smaller batches."""
+    Tried are the first two rounds, of which the second may have the state of the first, and those from which a strategy
+    is another one (FixBN, FedTANII).
+    """
     run, rule = prepared.run, prepared.rule
-    parts = prepared.partition[: run.trained]
-    largest = sorted(range(run.trained), key=lambda client: -len(parts[client]))
+    largest = sorted(range(run.trained), key=lambda client: -len(prepared.partition[client]))
     leaf = getattr(rule.chain[-1], "strategy", rule.chain[-1])  # Flower's own, if it is one
     needed = max(2, *(int(getattr(leaf, key, 1)) for key in ("min_train_nodes", "min_available_nodes")))
-    chosen = [client + 1 for client in largest[:needed]]
-    trial = _Trial(prepared)
-    with LocalGrid(client_app(trial.client), run.clients, threads=run.engine.threads) as grid:
-        trial.begin(MeteredGrid(TrainedNodes(grid, {*grid.get_node_ids()} - {*chosen})))
-        traffic = trial.traffic_by_round()
-        second = min(2, run.rounds)
-        _, one = trial.round(second)
-        several = max(1, min(20, int(_SECONDS / max(one, 1e-3))))
-        _, longer = trial.round(second, steps=1 + several)
-    step = max(longer - one, 0.05 * longer) / several / len(chosen)  # of one client
-    message = max(one / len(chosen) - step, 0.0)  # of its round besides the steps
+    chosen = {client + 1 for client in largest[:needed]}
+    train = run.train.model_copy(update={"steps": 1, "epochs": None, "lr": _LR})
+    short = Experiment(name=run.name, runs=(run.model_copy(update={"train": train}),), run_config={})
+    arrays, traffic = pack(initial_arrays(prepared.model)), list[tuple[int, RoundTraffic]]()
+    with LocalGrid(client_app(Clients(short)), run.clients, threads=run.engine.threads) as grid:
+        ledger = MeteredGrid(TrainedNodes(grid, {*grid.get_node_ids()} - chosen))
+        running = Running(prepared, ledger, {protocol.RUN: next(iter(short.named)), protocol.TOKEN: "trial"})
+        rule.begin(run.rounds, arrays)
+        rounds = {1, 2, *(each.memory.switch_round or 1 for each in rule.chain)}
+        for number in sorted(number for number in rounds if number <= run.rounds):
+            at = train_round(running, Round(number - 1, arrays, arrays))
+            arrays, counted = at.arrays, ledger.take()
+            clients = len(at.trained) or 1  # a strategy may train none
+            exchanges = max(0, counted.communication_rounds - 1)
+            found = RoundTraffic(counted.bytes_down // clients, counted.bytes_up // clients, exchanges)
+            if not traffic or found != traffic[-1][1]:
+                traffic.append((number, found))
     share, least = getattr(leaf, "fraction_train", 1.0), getattr(leaf, "min_train_nodes", 1)
-    clients = min(run.trained, max(int(run.trained * share), least))
-    workers = min(workers_of(run) or 1, clients)
-    sizes = [len(part) - round(run.evaluate.validation * len(part)) for part in parts]
-    of_all = sum(run.train.steps or (run.train.epochs or 1) * math.ceil(size / run.train.batch_size) for size in sizes)
-    steps = round(of_all * clients / len(parts))
-    train = (steps * step + clients * message) / workers
-    # On the server, and by clients, each of which tests on all examples and on its own.
-    by_clients = bool(rule.traits.kept) if run.evaluate.clients is None else run.evaluate.clients
-    examples = len(dataset.test.labels)
-    domains = 2 if dataset.domains is not None and dataset.domains.test is not None else 1
-    tested = domains * examples + (run.clients + 1) * examples / workers * by_clients
-    evaluation = tested * (_time_of_test_example(prepared, dataset) if rule.traits.has_global_model else 0.0)
-    whole = run.rounds * train + math.ceil(run.rounds / run.evaluate.every) * evaluation
-    return Costs(clients, traffic, run.rounds, workers, steps, step, train, evaluation, whole)
-
-
-class _Trial:
-    def __init__(self, prepared: Parts) -> None:
-        self.prepared, self.steps = prepared, 1
-
-    def client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
-        run = self.prepared.run
-        train = run.train.model_copy(update={"steps": self.steps, "epochs": None, "lr": _LR})
-        short = Experiment(name=run.name, runs=(run.model_copy(update={"train": train}),), run_config={})
-        return Clients(short)(context, {})  # without the name of the run: there is one
-
-    def begin(self, ledger: MeteredGrid) -> None:
-        self.ledger = ledger
-        self.running = Running(self.prepared, ledger, {protocol.RUN: self.prepared.name, protocol.TOKEN: "trial"})
-        self.arrays = pack(initial_arrays(self.prepared.model))
-        self.prepared.rule.begin(self.prepared.run.rounds, self.arrays)
-
-    def traffic_by_round(self) -> tuple[tuple[int, RoundTraffic], ...]:
-        """The traffic of the first two rounds, and that of the last ones if it is different (FedTANII)."""
-        last = self.prepared.run.rounds
-        found = [(1, self.round(1)[0])]
-        if last > 1 and (second := self.round(2)[0]) != found[-1][1]:
-            found.append((2, second))
-        if last > 2 and (final := self.round(last)[0]) != found[-1][1]:
-            low, high = found[-1][0], last
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (low, middle) if self.round(middle)[0] == final else (middle, high)
-            found.append((high, final))
-        return tuple(found)
-
-    def round(self, number: int, *, steps: int = 1) -> tuple[RoundTraffic, float]:
-        """A round of training: what one client receives and sends, and the seconds that it takes."""
-        self.steps, began = steps, time.perf_counter()
-        at = train_round(self.running, Round(number - 1, self.arrays, self.arrays))
-        seconds, counted = time.perf_counter() - began, self.ledger.take()
-        self.arrays = at.arrays
-        clients = len(at.trained) or 1  # a strategy may train none
-        exchanges = max(0, counted.communication_rounds - 1)
-        return RoundTraffic(counted.bytes_down // clients, counted.bytes_up // clients, exchanges), seconds
-
-
-def _time_of_test_example(prepared: Parts, dataset: DataSet) -> float:
-    run = prepared.run
-    rows = torch.arange(min(run.evaluate.batch_size, len(dataset.test.labels)))
-    examples = TestBatches(dataset.test, prepared.normalise, run.evaluate.batch_size, rows)
-    loss, began = plain_loss(run, prepared.task), time.perf_counter()
-    evaluate(prepared.model, examples, loss, prepared.device, task=prepared.task)
-    return (time.perf_counter() - began) / len(rows)
+    return Costs(min(run.trained, max(int(run.trained * share), least)), tuple(traffic), run.rounds)

@@ -17,19 +17,21 @@ import copy
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.errors import MessageError
+from fedbn_flwr.norms.roles import Role, roles, split_by_role
 from fedbn_flwr.tasks import SHARES
 
 from . import protocol
-from .aggregate import Arrays
-from .arrays import arrays_in, configs_in, held, metrics_in, unpack
+from .aggregate import Arrays, fault
+from .arrays import arrays_in, configs_in, held, metrics_in, record_of, unpack
 
 MOST_EXAMPLES = 2**31
 _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
@@ -240,6 +242,79 @@ def number_problem(metrics: Mapping[str, Any], key: str) -> str | None:
     return None
 
 
+def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dict[int, str]:
+    """The reasons why the record `name` of replies is unusable, by node.
+
+    The record must have an array for each parameter that clients train. The server does not know these parameters,
+    since it cannot distinguish buffers and frozen parameters, so it expects the set of keys that most replies have.
+    """
+    like = split_by_role(model, roles(model), {Role.WEIGHTS, Role.AFFINE})[0]
+    missing = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
+    problems = {node: missing for node, reply in found.items() if name not in reply.records}
+    read = {node: reply.records[name] for node, reply in found.items() if name in reply.records}
+    votes = Counter(frozenset(arrays) for arrays in read.values() if arrays.keys() <= like.keys())
+    keys = max(votes, key=lambda keys: (votes[keys], len(keys)), default=frozenset(like))
+    problems |= {node: problem for node, arrays in read.items() if (problem := fault(arrays, like, keys)) is not None}
+    return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
+
+
+def fault_problems(arrays: Mapping[int, Arrays], sent: Arrays | None = None) -> dict[int, str]:
+    """The reasons why the arrays of replies are unusable, by node, where the server does not know what to expect.
+
+    It expects the keys, shapes and dtypes that most replies have; of equally frequent ones those of `sent`, the arrays
+    in its messages. If no two replies are alike, only their values are checked.
+    """
+
+    def form(values: Arrays) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        return tuple(sorted((key, value.dtype.str, value.shape) for key, value in values.items()))
+
+    forms = {node: form(values) for node, values in arrays.items()}
+    votes, of_sent = Counter(forms.values()), None if sent is None else form(sent)
+    most = max(votes, key=lambda each: (votes[each], each == of_sent), default=None)
+    differ = most is not None and votes[most] == 1 and most != of_sent
+    like = next((values for node, values in arrays.items() if forms[node] == most), {})
+    found = {node: fault(values, values if differ else like) for node, values in arrays.items()}
+    return {node: problem for node, problem in found.items() if problem is not None}
+
+
+def overflow(arrays: Arrays, sent: Arrays) -> str | None:
+    """The reason why a strategy that squares the clients' changes cannot use a reply, or None.
+
+    Flower's optimisers and robust strategies do: from one infinite square FedYogi's model is never finite again.
+    """
+    for key, value in arrays.items():
+        if value.dtype.kind != "f" or not value.size:
+            continue
+        with np.errstate(over="ignore"):
+            change = value - sent[key] if key in sent and sent[key].shape == value.shape else value
+        most, limit = float(np.abs(change).max()), math.sqrt(np.finfo(value.dtype).max) / 10
+        if not most <= limit:
+            return f"{key!r} changed by up to {most:.2g}; expected at most {limit:.2g}, whose squares can be added"
+    return None
+
+
+# --- errors, and changed messages --------------------------------------------
+
+
+# What Flower's errors mean for ClientApps without a handler, by a part of their text.
+_NO_HANDLER = {
+    # KeyError for 'fitins.parameters' or 'evaluateins.parameters'
+    "ins.parameters'": (
+        "its ClientApp was made with a client_fn, which serves servers of Flower's old API only; make it by "
+        'fedbn_flwr.client_app (docs/plugin.md, "From Flower\'s old API")'
+    ),
+    "No query function registered with name 'cohort'": (
+        "its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app"
+    ),
+}
+
+
+def reason_of(reply: Message) -> str:
+    """The reason of an error reply that has passed the gate."""
+    reason = str(reply.error.reason)
+    return next((cure for text, cure in _NO_HANDLER.items() if text in reason), reason)
+
+
 def refused(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECONDITION) -> Message:
     """The reply as an error with this reason; the original keeps its content."""
     # Not Message(error, reply_to=...), which would change the reply's metadata.
@@ -247,9 +322,22 @@ def refused(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECON
 
 
 def with_content(message: Message, content: RecordDict) -> Message:
+    """A copy of the message with other content."""
     changed = copy.copy(message)
     changed.content = content
     return changed
+
+
+def with_arrays(message: Message, change: Callable[[ArrayRecord], ArrayRecord]) -> Message:
+    """A copy of the message with changed arrays of the model; the original keeps its content."""
+    arrays = arrays_of(message.content)
+    name = next(name for name, record in message.content.items() if record is arrays)
+    return with_content(message, RecordDict({**message.content, name: change(arrays)}))
+
+
+def without_norm_state(arrays: ArrayRecord) -> ArrayRecord:
+    """The arrays without statistics and counters of batch norm."""
+    return record_of(split_by_role(arrays, roles(arrays), {Role.STATISTICS, Role.COUNTER})[1])
 
 
 def shown(value: object) -> str:

@@ -93,11 +93,10 @@ EXCHANGES_LEFT = "exchanges-left"  # exchanges of a layer-wise step that follow 
 # with a state folder, state-round.
 PARTITION_QUERY = "query.partition"
 COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
-KEYS_QUERY = "query.keys"  # reply: a metric for each config key that the client honours, if it can be made
 SUMS_QUERY = "query.sums"  # reply: sums of the columns of the client's data, see fedbn_flwr.data.moments
 STATISTICS_QUERY = "query.statistics"  # reply: statistics of the client's data under the model in the message
 
-QUERIES = frozenset({PARTITION_QUERY, KEYS_QUERY, SUMS_QUERY, STATISTICS_QUERY})  # outside of training
+QUERIES = frozenset({PARTITION_QUERY, SUMS_QUERY, STATISTICS_QUERY})  # outside of training
 
 
 def check_known(config: Mapping[str, Any], known: Collection[str]) -> None:

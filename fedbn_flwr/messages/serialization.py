@@ -1,76 +1,90 @@
-"""Converts a Flower RecordDict to bytes and back, bit for bit and without pickle.
+"""Converts values to bytes and back, bit for bit and without pickle.
 
-The bytes are a safetensors file. Its tensors are the arrays; those of record i have the names "i/key". Its metadata has
-`records` (JSON: the name, kind, and keys or values of each record, in order). A store (storage.py) adds a checksum.
+A value is a number, a text, bytes, an array, a record of Flower, or a list, tuple, set or dict of values. The bytes
+are a safetensors file: its tensors are the arrays, and its metadata has everything else as JSON. There a value that
+JSON does not know is the pair of its kind and its content. A store (storage.py) adds a checksum.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from . import protocol
-from .arrays import pack, unpack
+from .arrays import FlatArrays, FlowerRecord, pack, unpack
 
 _NAMES = "bool float16 float32 float64 int16 int32 int64 int8 uint16 uint32 uint64 uint8"
-_DTYPES = frozenset(np.dtype(name) for name in _NAMES.split())  # in native byte order
-_KINDS: dict[str, type[MetricRecord] | type[ConfigRecord]] = {"metrics": MetricRecord, "config": ConfigRecord}
+_DTYPES = frozenset(map(np.dtype, _NAMES.split()))  # in native byte order
+_PLAIN = (type(None), bool, int, float, str)  # JSON keeps every bit of them
+_LISTS = {kind.__name__: kind for kind in (list, tuple, set)}
+_RECORDS = {"arrays": FlowerRecord, "metrics": MetricRecord, "config": ConfigRecord, "records": RecordDict}
+_MADE_BY: dict[str, Any] = {**_RECORDS, "arrays": pack, "dict": dict}
 
 
-def dump(records: RecordDict) -> bytes:
-    """The bytes of the records; ValueError if safetensors does not support the dtype of an array.
+def dump(value: Any) -> bytes:
+    """The bytes of a value; ValueError names what cannot be saved.
 
     Volatile records are left out: they stay in memory.
     """
     from safetensors.numpy import save
 
     tensors: dict[str, np.ndarray] = {}
-    entries: list[list[Any]] = []
-    stored = [(name, record) for name, record in records.items() if not name.startswith(protocol.VOLATILE)]
-    for number, (name, record) in enumerate(stored):
-        if isinstance(record, ArrayRecord):
-            for key, value in unpack(record).items():
-                tensors[f"{number}/{key}"] = _storable(value, f"{name}, {key}")
-            entries.append([name, "arrays", list(record)])
-        else:
-            kind = "metrics" if isinstance(record, MetricRecord) else "config"
-            entries.append([name, kind, [*record.items()]])
-    return save(tensors, metadata={"records": json.dumps(entries, default=_coded)})
+    text = json.dumps(_coded(value, "", tensors))
+    return save(tensors, metadata={"value": text})
 
 
-def parse(data: bytes) -> RecordDict:
-    """The records from bytes that `dump` returned; ValueError, and no other exception, for other bytes."""
+def parse(data: bytes, kind: type = RecordDict) -> Any:
+    """The value of this kind from bytes that `dump` returned; ValueError, and no other exception, for other bytes."""
     from safetensors.numpy import load
 
     try:
-        tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        entries = json.loads(header["__metadata__"]["records"], object_hook=_decoded)
-        records = RecordDict()
-        for number, (name, kind, content) in enumerate(entries):
-            if kind == "arrays":
-                records[name] = pack({key: tensors[f"{number}/{key}"] for key in content})
-            else:
-                records[name] = _KINDS[kind](dict(content))
+        value = _value(json.loads(header["__metadata__"]["value"]), load(data))
+        if type(value) is not kind:
+            raise TypeError(f"found a {type(value).__name__}, expected a {kind.__name__}")
     except Exception as error:  # of safetensors, JSON and Flower
         raise ValueError(f"these are not the bytes of records: {str(error)[:300]}") from None
-    return records
+    return value
 
 
-def _storable(value: np.ndarray, what: str) -> np.ndarray:
-    if value.dtype not in _DTYPES:
-        raise ValueError(f"{what} is of dtype {value.dtype}; expected one of {_NAMES}")
-    return np.asarray(value, order="C")
+def _coded(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
+    """What JSON has for a value; its arrays are added to `tensors`, and the keys of these represent them."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is bytes:
+        return "bytes", base64.b64encode(value).decode()
+    if isinstance(value, np.ndarray | np.generic) and value.dtype in _DTYPES:
+        tensors[key := str(len(tensors))] = np.asarray(value, order="C")
+        return "array" if kind is np.ndarray else "scalar", key
+    if kind in _LISTS.values():
+        return kind.__name__, [_coded(each, name, tensors) for each in value]
+    record = next((name for name, base in _RECORDS.items() if isinstance(value, base)), None)
+    if record or kind in (dict, FlatArrays):
+        items = (unpack(value) if record == "arrays" else value).items()
+        lasting = [(key, each) for key, each in items if not str(key).startswith(protocol.VOLATILE)]
+        pairs = [(_coded(key, name, tensors), _coded(each, f"{name}.{key}", tensors)) for key, each in lasting]
+        return record or "dict", pairs
+    found = getattr(value, "dtype", kind.__name__)
+    raise ValueError(
+        f"{name.removeprefix('.')} is a {found}, which cannot be saved; expected numbers, texts, arrays of numbers, "
+        "records, or lists and dicts of these"
+    )
 
 
-def _coded(value: bytes) -> dict[str, str]:
-    """What JSON has no form for: numbers, strings and booleans are JSON values, which keep every bit."""
-    return {"base64": base64.b64encode(value).decode()}
-
-
-def _decoded(coded: dict[str, str]) -> bytes:
-    return base64.b64decode(coded["base64"])
+def _value(coded: Any, tensors: Mapping[str, np.ndarray]) -> Any:
+    if not isinstance(coded, list):
+        return coded
+    kind, content = coded
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind in ("array", "scalar"):
+        return tensors[content] if kind == "array" else tensors[content][()]
+    if kind in _LISTS:
+        return _LISTS[kind](_value(each, tensors) for each in content)
+    return _MADE_BY[kind]({_value(key, tensors): _value(each, tensors) for key, each in content})

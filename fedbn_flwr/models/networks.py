@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.data import Size
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.norms.fixup import ResidualParts
-from fedbn_flwr.norms.masked import MaskedBatchNorm1d
+from fedbn_flwr.norms.fixup import ResidualBlock
+from fedbn_flwr.norms.variants import MaskedBatchNorm1d
 
 
 def cnn(num_classes: int, in_channels: int = 1) -> nn.Module:
@@ -98,12 +98,8 @@ class ResNet20(nn.Module):
         x = self.stages(x)  # [N, 64, 8, 8]
         return self.classify(x.mean((2, 3)))  # type: ignore[no-any-return]
 
-    def residual_parts(self) -> ResidualParts:
-        blocks = {f"stages.{name}": block for name, block in self.stages.named_children()}
-        return ResidualParts("conv", "bn", "classify", blocks)
 
-
-class _BasicBlock(nn.Module):
+class _BasicBlock(ResidualBlock):
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)

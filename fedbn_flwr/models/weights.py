@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
-from fedbn_flwr.norms.roles import Role, roles
 
 SUFFIX = ".safetensors"
-_SHOWN = 4  # keys in an error
 
 # The published files of DenseNet have older names: `norm.1` for `norm1`.
 _OLDER = re.compile(r"^(.*denselayer\d+\.(?:norm|conv))\.([12]\.\w+)$")
@@ -29,20 +27,12 @@ def read_weights(name: str, weights: str) -> dict[str, Tensor]:
     """The state dict that `weights` refers to: a file, or weights that torchvision has for the network `name`."""
     if not weights.endswith(SUFFIX):
         return _torchvision(name.removeprefix("torchvision.models:"), weights)
-    try:
-        file = named.path_of(weights).absolute()
-        if not file.is_file():
-            raise SettingsError(f"model.weights={weights!r}: there is no file {str(file)!r}")
-        return _file(file, file.stat().st_mtime_ns)
-    except (RuntimeError, OSError, SafetensorError) as error:  # also no such user, or a folder that cannot be read
-        raise SettingsError(f"model.weights={weights!r} cannot be read: {error}") from None
-
-
-@functools.lru_cache(maxsize=2)
-def _file(file: Path, changed: int) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(file)
+    try:
+        return load_file(named.path_of(weights).absolute())
+    except (RuntimeError, OSError, SafetensorError) as error:  # also no such user, or a folder that cannot be read
+        raise SettingsError(f"model.weights={weights!r} cannot be read: {error}") from None
 
 
 @functools.lru_cache(maxsize=2)
@@ -80,25 +70,20 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) ->
     are errors that name the keys.
     """
     own = model.state_dict()
-    wanted = [key for key, role in roles(model).items() if role is not Role.COUNTER]
-    absent, extra = [key for key in wanted if key not in state], [key for key in state if key not in own]
-    if keys := absent or extra:
-        how, count = ("lacks", len(wanted)) if absent else ("also has", len(state))
-        shown = ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
+    last = next(reversed(own), "").rpartition(".")[0]
+    drawn = {
+        key: value
+        for key, value in own.items()
+        if key in state and key.rpartition(".")[0] == last
+        if state[key].shape != value.shape and state[key].shape[1:] == value.shape[1:]
+    }
+    try:
+        model.load_state_dict({**state, **drawn})
+    except RuntimeError as error:
         raise SettingsError(
-            f"model.weights={weights!r} does not fit the network: the file {how} {len(keys)} of {count} keys: {shown}"
-        )
-    different = [key for key in wanted if state[key].shape != own[key].shape]
-    last = wanted[-1].rpartition(".")[0] if wanted else ""
-    for key in different:
-        if key.rpartition(".")[0] != last or state[key].shape[1:] != own[key].shape[1:]:
-            raise SettingsError(
-                f"model.weights={weights!r} does not fit the network: {key!r} has shape {list(state[key].shape)}, the "
-                f"network {list(own[key].shape)}; for another image size or number of channels, set model.stem or "
-                "data.channels"
-            )
-    if different:
-        before, now = state[different[0]].shape[0], own[different[0]].shape[0]
-        outputs = f"has {before} outputs and the data {now} classes"
+            f"model.weights={weights!r} does not fit the network: {named.in_a_line(error)} For another image size or "
+            "number of channels, set model.stem or data.channels"
+        ) from None
+    for key in [*drawn][:1]:
+        outputs = f"has {len(state[key])} outputs and the data {len(drawn[key])} classes"
         log_once(logging.WARNING, f"model.weights={weights!r} {outputs}: {last!r} keeps its initial values")
-    model.load_state_dict({key: state[key] for key in state if key not in different}, strict=False)

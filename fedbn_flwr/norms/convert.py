@@ -15,12 +15,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import accepted, call, is_name, load
 
-from .fixup import convolutions, fixup, residual_parts
-from .masked import MaskedBatchNorm1d
-from .renorm import BatchRenorm
+from .fixup import convolutions, fixup, residual_blocks
 from .roles import AFFINE, batch_norms, computes_as_batch_norm
-from .static import StaticBatchNorm
-from .wsconv import STANDARDS, check_stored, standardised
+from .variants import BatchRenorm, MaskedBatchNorm1d, StaticBatchNorm
+from .wsconv import STANDARDS, check_stored, standardise
 
 Convert = Callable[..., nn.Module]  # of a batch norm, its name, and the options that the signature names
 
@@ -128,33 +126,35 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     if kind == "fixup":  # needs the residual branches, so it converts the whole model
         return fixup(model)
     scale = options.pop("branch_scale", 1.0)
-    blocks = residual_parts(model, kind).blocks if scale != 1 else {}
-    norms = {*batch_norms(model, f"norm {kind!r}").values()}
-    layers = [module for module in model.modules() if isinstance(module, _ConvNd | nn.Linear | _BatchNorm)]
+    blocks = residual_blocks(model, kind) if scale != 1 else {}
+    norms = batch_norms(model, f"norm {kind!r}")
+    layers = {
+        layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd | nn.Linear | _BatchNorm)
+    }
     # The layers that are standardised; in a network without convolutions, for tables, its linear ones.
     weighted = _ConvNd if any(isinstance(layer, _ConvNd) for layer in layers) else nn.Linear
+    weights = [layer for layer in layers if kind in STANDARDS and isinstance(layer, weighted)]
+    # Without a norm after it, a last layer keeps its weights: that of a segmentation model's classifier.
+    if weights[-1:] == [*layers][-1:] and (kind != "won" or weighted is nn.Linear):
+        weights = weights[:-1]
+    for layer in weights:
+        standardise(layer, layers[layer] or "the model itself", kind)
     replaced: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
-    for name, layer in list(model.named_modules(remove_duplicate=False)):
-        if layer not in replaced:
-            if layer in norms:
-                replaced[layer] = _replace(layer, name or "the model itself", kind, partial(convert, **options))
-            # Without a norm after it, a last layer keeps its weights: that of a segmentation model's classifier.
-            elif (
-                kind in STANDARDS
-                and isinstance(layer, weighted)
-                and (layers[-1:] != [layer] or (kind == "won" and weighted is _ConvNd))
-            ):
-                replaced[layer] = standardised(layer, name or "the model itself", kind)
-        if layer in replaced and name:
-            model.set_submodule(name, replaced[layer])
+    for name, norm in norms.items():
+        if norm not in replaced:
+            replaced[norm] = _replace(norm, name or "the model itself", kind, partial(convert, **options))
+        if name:
+            model.set_submodule(name, replaced[norm])
     for block in blocks.values():
         convolutions(block)[-1].gamma *= scale
     # `won` also removes batch norm, so a model without convolutions has a use for it.
-    needed = {"gn+ws": (weighted, _BatchNorm), "won": (nn.Module,), "none": ()}.get(kind, (_BatchNorm,))
-    for each in needed:
-        if not any(isinstance(layer, each) for layer in replaced):
-            what = "batch norm to replace" if each is _BatchNorm else "convolution or linear layer to standardise"
-            raise SettingsError(f"norm {kind!r}: the model has no {what}; use 'bn', which leaves the model as it is")
+    if not {"gn+ws": weights and replaced, "won": weights or replaced, "none": True}.get(kind, replaced):
+        what = (
+            "convolution or linear layer to standardise"
+            if kind in STANDARDS and not weights
+            else "batch norm to replace"
+        )
+        raise SettingsError(f"norm {kind!r}: the model has no {what}; use 'bn', which leaves the model as it is")
     return replaced.get(model, model)
 
 

@@ -15,7 +15,6 @@ is the image, has no bias before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,48 +23,37 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import SettingsError
 
-from .wsconv import check_stored, remade
+from .wsconv import check_stored
 
 
-@dataclass(frozen=True)
-class ResidualParts:
-    """The parts of a residual network: names of children of the network, and its residual blocks by name.
+class ResidualBlock(nn.Module):
+    """A block whose branch is `conv1`, `bn1`, ReLU, `conv2`, `bn2` (and so on), as those of torchvision's ResNets.
 
-    A block computes its branch with `conv1`, `bn1`, ReLU, `conv2`, `bn2` (and so on), and its shortcut with
-    `downsample`, a convolution and a batch norm, if it has one.
+    Its shortcut is `downsample`, a convolution and a batch norm, if it has one.
     """
 
-    convolution: str  # the stem's
-    norm: str  # the stem's
-    classifier: str
-    blocks: dict[str, Any]  # by their names in the network, as `layer1.0`
+
+def residual_blocks(model: nn.Module, kind: str) -> dict[str, Any]:
+    """The blocks of a residual network by name, for a norm of this kind; SettingsError if it has none."""
+    from torchvision.models.resnet import BasicBlock, Bottleneck
+
+    blocks = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in (BasicBlock, Bottleneck) or isinstance(module, ResidualBlock)
+    }
+    if not blocks:
+        raise SettingsError(
+            f"norm {kind!r}: {type(model).__name__} is not a residual network with known branches, such as resnet20 "
+            "and torchvision's resnet18, 34, 50 and deeper"
+        )
+    return blocks
 
 
 def convolutions(block: Any) -> list[Any]:
     """The convolutions of a block's branch, in the order in which they compute; None for one that is missing."""
     names = ("conv1", "conv2", "conv3") if hasattr(block, "conv3") else ("conv1", "conv2")
     return [getattr(block, name, None) for name in names]
-
-
-def residual_parts(model: Any, kind: str) -> ResidualParts:
-    """The parts of a network for a norm of this kind; SettingsError if its branches are unknown."""
-    if hasattr(model, "residual_parts"):
-        return model.residual_parts()  # type: ignore[no-any-return]
-    from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
-
-    if type(model) is not ResNet:
-        raise SettingsError(
-            f"norm {kind!r}: {type(model).__name__} is not a residual network with known branches, such as resnet20 "
-            "and torchvision's resnet18, 34, 50 and deeper"
-        )
-    stages = [(name, stage) for name, stage in model.named_children() if name.startswith("layer")]
-    blocks = {f"{name}.{child}": block for name, stage in stages for child, block in stage.named_children()}
-    for name, block in blocks.items():
-        if type(block) not in (BasicBlock, Bottleneck):
-            raise SettingsError(
-                f"norm {kind!r}: {name} is a {type(block).__name__}; expected a BasicBlock or a Bottleneck"
-            )
-    return ResidualParts("conv1", "bn1", "fc", blocks)
 
 
 class _Biased:
@@ -102,64 +90,56 @@ class Scalars(nn.Module):
 def fixup(model: nn.Module) -> nn.Module:
     """`model` without batch norm and with Fixup's initialisation.
 
-    The model is a ResNet of torchvision or has a method `residual_parts() -> ResidualParts`.
+    Outside its residual blocks it has one batch norm, the stem's, and its last linear layer is the classifier.
     """
-    parts = residual_parts(model, "fixup")
-    _check(model, parts)
-    blocks = parts.blocks
-    for block in blocks.values():
-        branch = convolutions(block)
-        m = len(branch)
-        for number, plain in enumerate(branch, start=1):
-            conv, last = _biased(plain), number == m
+    blocks = residual_blocks(model, "fixup")
+    for name, block in blocks.items():
+        m = len(convolutions(block))
+        for number in range(1, m + 1):
+            conv, last = _biased(_layer(model, f"{name}.conv{number}", nn.Conv2d)), number == m
             if last:
                 conv.weight.zero_()
             else:
                 conv.weight.mul_(len(blocks) ** (-1 / (2 * m - 2)))
-            setattr(block, f"conv{number}", conv)
-            setattr(block, f"bn{number}", _scalars(conv, scaled=last))
-        shortcut = getattr(block, "downsample", None)
-        if shortcut is not None:
-            shortcut[0], shortcut[1] = _biased(shortcut[0]), nn.Identity().train(block.training)
-    setattr(model, parts.norm, _scalars(getattr(model, parts.convolution)))
-    classifier = _biased(getattr(model, parts.classifier))
+            _replace(model, f"{name}.bn{number}", _scalars(conv, scaled=last))
+        if getattr(block, "downsample", None) is not None:
+            _biased(_layer(model, f"{name}.downsample.0", nn.Conv2d))
+            _replace(model, f"{name}.downsample.1", nn.Identity().train(block.training))
+    norms = [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    if len(norms) != 1 or not linear:
+        found = f"the batch norms {norms} and the linear layers {linear}"
+        raise SettingsError(
+            f"norm 'fixup': outside of residual blocks are {found}; expected the stem's and a classifier"
+        )
+    classifier = _biased(_layer(model, linear[-1], nn.Linear))
     for parameter in classifier.parameters():
         parameter.zero_()
-    setattr(model, parts.classifier, classifier)
+    _replace(model, norms[0], _scalars(classifier))
     return model
 
 
-def _check(model: nn.Module, parts: ResidualParts) -> None:
-    """Refuse a model that cannot be converted before any of it changes."""
-    expected: dict[str, type[nn.Module]] = {
-        parts.convolution: nn.Conv2d,
-        parts.norm: _BatchNorm,
-        parts.classifier: nn.Linear,
-    }
-    for name, block in parts.blocks.items():
-        for number in range(1, len(convolutions(block)) + 1):
-            expected |= {f"{name}.conv{number}": nn.Conv2d, f"{name}.bn{number}": _BatchNorm}
-        if getattr(block, "downsample", None) is not None:
-            expected |= {f"{name}.downsample.0": nn.Conv2d, f"{name}.downsample.1": _BatchNorm}
-    found = dict(model.named_modules(remove_duplicate=False))
-    for name, kind in expected.items():
-        layer = found.get(name)
-        if not isinstance(layer, kind) or (kind is nn.Conv2d and type(layer) is not nn.Conv2d):
-            wanted = {nn.Conv2d: "plain convolution", _BatchNorm: "batch norm"}.get(kind, "linear layer")
-            is_what = "nothing" if layer is None else f"a {type(layer).__name__}"
-            raise SettingsError(f"norm 'fixup': {name} is {is_what}; expected a {wanted}")
-        check_stored(layer, name, "fixup")
-    known = {found[name] for name in expected}
-    for name, layer in found.items():
-        if isinstance(layer, _BatchNorm) and layer not in known:
-            raise SettingsError(f"norm 'fixup': {name} is a batch norm outside the residual branches and the stem")
+def _layer(model: nn.Module, name: str, kind: type[nn.Module]) -> Any:
+    """The layer of this name, which must be of this kind."""
+    layer = dict(model.named_modules(remove_duplicate=False)).get(name)
+    if not isinstance(layer, kind) or (kind is nn.Conv2d and type(layer) is not nn.Conv2d):
+        wanted = {nn.Conv2d: "plain convolution", _BatchNorm: "batch norm"}.get(kind, "linear layer")
+        is_what = "nothing" if layer is None else f"a {type(layer).__name__}"
+        raise SettingsError(f"norm 'fixup': {name} is {is_what}; expected a {wanted}")
+    check_stored(layer, name, "fixup")
+    return layer
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    _layer(model, name, _BatchNorm)
+    model.set_submodule(name, new)
 
 
 def _biased(layer: Any) -> Any:
-    """The convolution or linear layer with a scalar bias before it, and the same parameter objects."""
-    new: Any = remade(layer, BiasedConv2d if isinstance(layer, nn.Conv2d) else BiasedLinear)
-    new.input_bias = nn.Parameter(layer.weight.new_zeros(1), layer.weight.requires_grad)
-    return new
+    """The convolution or linear layer with a scalar bias before it."""
+    layer.__class__ = BiasedConv2d if isinstance(layer, nn.Conv2d) else BiasedLinear
+    layer.input_bias = nn.Parameter(layer.weight.new_zeros(1), layer.weight.requires_grad)
+    return layer
 
 
 def _scalars(like: Any, scaled: bool = False) -> nn.Module:

@@ -114,7 +114,7 @@ def computes_as_batch_norm(layer: nn.Module) -> bool:
     """
     from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-    from .masked import MaskedBatchNorm1d
+    from .variants import MaskedBatchNorm1d
 
     # SyncBatchNorm differs only if torch.distributed has several processes, which models.tensors.check_tensors refuses.
     return type(layer).forward in (_BatchNorm.forward, SyncBatchNorm.forward, MaskedBatchNorm1d.forward)

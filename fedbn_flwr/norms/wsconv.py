@@ -11,7 +11,6 @@ convolutions, for tables, the linear layers but the last are standardised, which
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -80,13 +79,6 @@ def check_stored(layer: nn.Module, where: str, kind: str) -> None:
             )
 
 
-def remade(layer: nn.Module, kind: type[nn.Module]) -> Any:
-    """`layer` as a layer of a subclass of its class, with the same parameter objects."""
-    new = copy.copy(layer)
-    new.__class__, new._parameters = kind, {**layer._parameters}
-    return new
-
-
 _STANDARDISED: dict[type[nn.Module], type[Standardised]] = {
     nn.Conv1d: StdConv1d,
     nn.Conv2d: StdConv2d,
@@ -97,15 +89,15 @@ _STANDARDISED: dict[type[nn.Module], type[Standardised]] = {
 STANDARDS: dict[str, tuple[float, float | None]] = {"won": (1e-6, RELU_GAMMA), "gn+ws": (1e-5, None)}
 
 
-def standardised(layer: nn.Module, where: str, kind: str) -> Any:
-    """A convolution or linear layer with its weights standardised, as this kind of norm needs it.
+def standardise(layer: Any, where: str, kind: str) -> None:
+    """Standardise the weights of a convolution or linear layer, as this kind of norm needs it.
 
     With `won`, a layer without a bias gets one, initially zero, in place of the beta of the batch norm after it; the
     convolutions of NF-Nets have a bias.
     """
     own, (eps, gamma) = type(layer), STANDARDS[kind]
     if isinstance(layer, Standardised) and layer.eps == eps:
-        return layer
+        return
     plain = next((each for each in _STANDARDISED if isinstance(layer, each)), None)
     if plain is None:
         raise SettingsError(
@@ -116,10 +108,8 @@ def standardised(layer: nn.Module, where: str, kind: str) -> Any:
             f"norm {kind!r}: {where} is a {own.__name__}, a {plain.__name__} of another kind, and cannot be replaced"
         )
     check_stored(layer, where, kind)
-    new = remade(layer, _STANDARDISED[plain])
-    new.eps, new.gamma = eps, gamma
-    if new.weight[0].numel() == 1:
+    if layer.weight[0].numel() == 1:
         raise SettingsError(f"norm {kind!r}: a filter of {where} is a single weight, which cannot be standardised")
-    if kind == "won" and new.bias is None:
-        new.bias = nn.Parameter(new.weight.new_zeros(len(new.weight)), new.weight.requires_grad)
-    return new
+    layer.__class__, layer.eps, layer.gamma = _STANDARDISED[plain], eps, gamma
+    if kind == "won" and layer.bias is None:
+        layer.bias = nn.Parameter(layer.weight.new_zeros(len(layer.weight)), layer.weight.requires_grad)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, overload
 from fedbn_flwr.errors import UserError, did_you_mean, needs
 from fedbn_flwr.tasks import title_of
 
-from .folder.summary import Summary
 from .read.runs import Run, find_runs
 from .report.pictures import Look, plot
 from .report.rows import Choice, choose, group
@@ -24,56 +23,33 @@ if TYPE_CHECKING:
     from .report.figure import Plot
 
 
-class Result:
+class Result(Run):
     """One run: its settings, its figures by round, and its model.
 
     It has the figures of the moment when it was read; `Result.read(result.folder)` reads them again.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
     @classmethod
     def read(cls, folder: str | Path) -> Result:
         """The run in a folder, or in the only run folder below it."""
-        results = Results.read(folder)
-        if len(results) > 1:
+        found = Results.read(folder)
+        if len(found) > 1:
             raise UserError(
-                f"{str(folder)!r} holds {len(results)} runs: {', '.join(run.folder.name for run in results)}; give the "
+                f"{str(folder)!r} holds {len(found)} runs: {', '.join(run.folder.name for run in found)}; give the "
                 "folder of one, or use Results.read"
             )
-        return results[0]
-
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return self._run.path
-
-    @property
-    def label(self) -> str:
-        """The run's name in tables and plots."""
-        return self._run.label
-
-    @property
-    def summary(self) -> Summary:
-        """The content of summary.json, for instance `summary.accuracy`; `summary.to_json()` is a dict."""
-        return self._run.summary
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """All settings; `run(result.config, rounds=20)` repeats the run with a change."""
-        return self._run.config
+        return found[0]
 
     @cached_property
     def history(self) -> pd.DataFrame:
         """A row per round, with the columns of history.jsonl."""
-        frame = _frame("Result.history", self._run.history)
+        frame = frame_of("Result.history", self.lines)
         return frame if frame.empty else frame.set_index("round")
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, in the order of the model's outputs; empty if the server had no data."""
-        return tuple(self._run.folder.model_description()["classes"] or ())
+        return tuple(self.files.model_description()["classes"] or ())
 
     def model(self, client: int | None = None, *, file: str = "model.safetensors") -> nn.Module:
         """The network with its trained weights, in evaluation mode, on the CPU.
@@ -88,7 +64,7 @@ class Result:
         """
         from .read.trained import global_model, personal_model
 
-        folder = self._run.folder
+        folder = self.files
         return global_model(folder, file) if client is None else personal_model(folder, client)
 
     def normalise(self) -> Callable[[Any], Any]:
@@ -98,7 +74,7 @@ class Result:
         """
         from .read.trained import normalisation
 
-        return normalisation(self._run.folder)
+        return normalisation(self.files)
 
     def plot(self, **look: Unpack[Look]) -> Plot:
         """The main figure of the task against rounds, communication rounds and bytes; a notebook shows it.
@@ -128,7 +104,8 @@ class Results(tuple[Result, ...]):
         """The runs in the folders and their subfolders."""
         if not folders:
             raise UserError("Results.read() needs a folder, for instance Results.read('runs')")
-        return cls(Result(run) for run in find_runs([Path(folder).expanduser() for folder in folders]))
+        found = find_runs([Path(folder).expanduser() for folder in folders])
+        return cls(Result(run.folder, run.summary, run.lines) for run in found)
 
     @overload
     def __getitem__(self, key: SupportsIndex | str) -> Result: ...
@@ -155,13 +132,13 @@ class Results(tuple[Result, ...]):
     @property
     def summaries(self) -> pd.DataFrame:
         """A row per run, with the columns of summary.json."""
-        return _frame("Results.summaries", [result.summary.to_json() for result in self])
+        return frame_of("Results.summaries", [result.summary.to_json() for result in self])
 
     @property
     def history(self) -> pd.DataFrame:
         """A row per run and round: label, seed, and the columns of history.jsonl."""
-        seeds = [({"label": result.label, "seed": result.summary.seed}, result._run.history) for result in self]
-        return _frame("Results.history", [{**names, **line} for names, history in seeds for line in history])
+        seeds = [({"label": result.label, "seed": result.summary.seed}, result.lines) for result in self]
+        return frame_of("Results.history", [{**names, **line} for names, history in seeds for line in history])
 
     def table(self) -> str:
         """The tables of `fedbn report`: a row per label, with mean and standard deviation over seeds."""
@@ -178,7 +155,7 @@ class Results(tuple[Result, ...]):
             The label of a row, with which the others are compared in the first column by a paired t test over seeds.
         """
         found = numbers(self._choice.rows, Form(tuple(columns), baseline))
-        return _frame("Results.frame()", found).set_index("run")
+        return frame_of("Results.frame()", found).set_index("run")
 
     def plot(self, **look: Unpack[Look]) -> Plot:
         """The plot of `fedbn report`: the main figure of the task against what was spent; a notebook shows it.
@@ -190,7 +167,7 @@ class Results(tuple[Result, ...]):
 
     @property
     def _choice(self) -> Choice:
-        return choose(group([result._run for result in self]))
+        return choose(group(self))
 
     def __repr__(self) -> str:
         return self.table()
@@ -199,7 +176,7 @@ class Results(tuple[Result, ...]):
         return "".join(as_html(*table) for table in tables(self._choice))
 
 
-def _frame(what: str, lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def frame_of(what: str, lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     with needs("data", what):
         import pandas as pd
     return pd.DataFrame(lines)

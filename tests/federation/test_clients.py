@@ -230,7 +230,6 @@ def test_a_resumed_run_ends_in_the_same_round_with_the_same_files(workers: int, 
     ("text", "words"),
     [
         ("evaluate: {patience: 5}", "evaluate: patience is 5, but validation is 0"),
-        ("evaluate: {validation: 0.1, min_delta: 0.1}", "min_delta (0.1) has no effect without patience"),
         ("evaluate: {finetune_lr: 0.1}", "finetune_lr has no effect without unseen clients"),
         ("evaluate: {validation: 0.6}", "evaluate.validation is 0.6: expected less than or equal to 0.5"),
         ("clients: 3\nevaluate: {unseen: 3}", "evaluate.unseen is 3, but there are 3 clients; expected at most 2"),

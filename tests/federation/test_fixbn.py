@@ -10,7 +10,7 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional as F
@@ -19,8 +19,6 @@ from fedbn_flwr import BNClient, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.strategies import FedAvg, FixBN, MeanStatistics
 from tests.support.federations import Arrays, models_of
-from tests.support.foreign import Foreign
-from tests.support.plugin import RecordingGrid
 
 Federations = Callable[..., Any]
 STATISTICS = {"1.running_mean", "1.running_var"}
@@ -210,7 +208,6 @@ def ignoring(fed: Any, partition: int) -> ClientApp:
             message.content["config"].pop("fedbn.freeze", None)
         return inner(message, context)
 
-    app.query("keys")(inner)  # its answer is not true
     return app
 
 
@@ -273,57 +270,6 @@ def test_a_fraction_needs_to_know_the_number_of_rounds(federation: Federations) 
     fed = federation()
     with pytest.raises(SettingsError, match=r"freeze_round=0\.5 depends on the number of rounds"):
         FixBN(FedAvg(), freeze_round=0.5).configure_train(1, fed.arrays(), ConfigRecord(), fed.grid())
-
-
-# --- before the first round --------------------------------------------------
-
-
-def honours(message: Message, context: Context) -> Message:
-    """The answer to query.keys of a client that honours the freeze."""
-    return Message(RecordDict({"metrics": MetricRecord({"fedbn.freeze": 1})}), reply_to=message)
-
-
-def without_answer(fed: Any) -> ClientApp:
-    """Honours the freeze and has no answer to the query."""
-    app = ClientApp()
-    app.train()(fed.app())
-    return app
-
-
-def other_answer(fed: Any) -> ClientApp:
-    """A NumPyClient of another project, which knows no key."""
-    return client_app(lambda context: Foreign())
-
-
-@pytest.mark.parametrize("freeze_round", [2, 0.5])
-@pytest.mark.parametrize(
-    ("app", "problem"),
-    [
-        (without_answer, r"node 1: No query function registered with name 'keys'"),
-        (other_answer, "node 1: its client does not honour it"),
-    ],
-)
-def test_no_round_is_lost_with_clients_that_cannot_freeze(
-    federation: Federations, app: Any, problem: str, freeze_round: Any
-) -> None:
-    fed = federation()
-    grid = RecordingGrid(app(fed), 2)
-    with pytest.raises(RunFailed, match=rf"^the run cannot begin: .*'fedbn\.freeze'(.|\n)*{problem}"):
-        FixBN(FedAvg(), freeze_round=freeze_round).start(grid, fed.arrays(), num_rounds=4)
-    assert grid.count("train") == 0
-
-
-def test_clients_are_asked_once_and_only_if_a_later_round_freezes(federation: Federations) -> None:
-    fed = federation()
-    for strategy, queries in [
-        (FixBN(FedAvg(), freeze_round=2), 2),
-        (FixBN(FedAvg(), freeze_round=0), 0),
-        (FixBN(FedAvg(), freeze_round=4), 0),
-    ]:
-        grid = RecordingGrid(fed.app(), 2)
-        strategy.start(grid, fed.arrays(), num_rounds=4)
-        assert grid.errors() == []
-        assert grid.count("query.keys") == queries
 
 
 def test_a_client_that_cannot_be_made_does_not_prevent_the_run(federation: Federations) -> None:

@@ -222,8 +222,8 @@ def test_around_fedbn_the_momentum_of_batch_norm_stays_local(federation: Federat
     models_of(fed, GlobalMomentum(FedBN(fraction_evaluate=0.0)), 2, between(client_app(make), look))
     assert ups == [{"0.weight", "4.weight", "4.bias"}] * 4
     own = [states[i].load("momentum") for i in (0, 1)]
-    assert set(own[0]) == {"1.weight", "1.bias"}
-    assert (own[0]["1.bias"] != own[1]["1.bias"]).any()
+    assert set(own[0]) == {"momentum_buffer/1.weight", "momentum_buffer/1.bias"}
+    assert (own[0]["momentum_buffer/1.bias"] != own[1]["momentum_buffer/1.bias"]).any()
 
 
 # --- refusals ----------------------------------------------------------------
@@ -314,8 +314,9 @@ def test_each_client_keeps_its_own(federation: Federations) -> None:
         return fed.make_client(context)
 
     local = models_of(fed, fedavg(), 3, client_app(make))
-    assert set(states[0].load("momentum")) == {name for name, _ in fed.model.named_parameters()}
-    assert (states[0].load("momentum")["4.bias"] != states[1].load("momentum")["4.bias"]).any()
+    assert set(states[0].load("momentum")) == {f"momentum_buffer/{name}" for name, _ in fed.model.named_parameters()}
+    own = [states[i].load("momentum")["momentum_buffer/4.bias"] for i in (0, 1)]
+    assert (own[0] != own[1]).any()
     fed.options["keep_momentum"] = False
     for other in (fedavg(), GlobalMomentum(fedavg())):
         assert any(models_of(fed, other, 3)[-1][key].tobytes() != value.tobytes() for key, value in local[-1].items())

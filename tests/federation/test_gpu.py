@@ -105,7 +105,7 @@ def test_the_host_waits_for_no_step(momentum: float) -> None:
     data = ClientBatches(
         images(GPU), torch.arange(60), MOMENTS, batch_size=8, client=0, seed=0, augment=("crop", "flip", "rotate")
     )
-    optimizer = SGD(dict(model.named_parameters()), 0.01, momentum)
+    optimizer = SGD(model.parameters(), 0.01, momentum)
 
     def checked() -> Iterator[Batch]:
         torch.cuda.set_sync_debug_mode("error")

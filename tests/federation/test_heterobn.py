@@ -18,7 +18,7 @@ from fedbn_flwr import BNClient, LocalGrid, Role, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import roles
-from fedbn_flwr.norms.static import StaticBatchNorm
+from fedbn_flwr.norms.variants import StaticBatchNorm
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FixBN, HeteroBN, Round
 from tests.support.fixtures import small_net
@@ -216,7 +216,7 @@ def test_the_query_keeps_the_clients_states_and_names_the_run(federation: Federa
     grid = fed.grid(client_app(make))
     strategy = HeteroBN(statistics="query", fraction_evaluate=0.0)
     strategy.start(grid, fed.arrays(), num_rounds=1, train_config=ConfigRecord({"fedbn.run": "a"}))
-    state = grid.read_state(1)
+    state = grid.contexts()[1].state
     before = unpack(state["fedbn.arrays.momentum"])
     strategy.global_model(Round(1, fed.arrays(), {"fedbn.run": "a"}, grid))
     assert seen == [("a", 1)] * 4

@@ -37,7 +37,7 @@ def resume(out: Path) -> None:
     ("other", "words"),
     [
         ("FedProx", r"checkpoint': it is of another run: label was 'FedProx' and is 'Scaffold'; restore the file"),
-        ("again", r"checkpoint': it is of another run: the token was '[0-9a-f]{32}' and is '[0-9a-f]{32}' in environ"),
+        ("again", r"checkpoint': it is of another run: token was '[0-9a-f]{32}' and is '[0-9a-f]{32}'; restore"),
     ],
 )
 def test_the_checkpoint_of_another_run_is_refused(
@@ -143,7 +143,7 @@ def readers(folder: Path) -> dict[str, Any]:
         "rest": lambda: [
             run.read("environment.json"),
             run.promises(),
-            run.checkpoint.state(),
+            run.checkpoint.path.exists() and run.checkpoint.read(),
             run.lines("norms.jsonl"),
         ],
     }

@@ -21,7 +21,6 @@ from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.gate import partition_of
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.norms.convert import convert_norm
 from fedbn_flwr.strategies import (
@@ -238,17 +237,6 @@ def test_buffers_outside_of_the_state_dict_do_not_pass_to_another_client() -> No
         for make in (shared, separate)
     )
     assert same(*both)
-
-
-def test_the_answer_about_keys_has_the_partition() -> None:
-    found: list[int | None] = []
-
-    def noted(replies: list[Message]) -> list[Message]:
-        found.extend(partition_of(reply.content) for reply in replies)
-        return replies
-
-    trained(FixBN(FedAvg(**NO_EVALUATION), freeze_round=1), Changed(grid(4), protocol.KEYS_QUERY, noted), 2)
-    assert set(found) == {0, 1, 2, 3}
 
 
 ABANDONED = """

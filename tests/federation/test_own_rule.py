@@ -23,7 +23,6 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum, restore, state_of
 from tests.support.command import PATIENCE, ROOT
@@ -89,7 +88,7 @@ def test_it_composes_and_is_saved(federation: Federations, fed_nova: Any) -> Non
     assert models[1]["1.running_mean"].tobytes() == models[2]["1.running_mean"].tobytes()
     other = GlobalMomentum(FixBN(fed_nova(), freeze_round=1))
     other.begin(2, fed.arrays())
-    restore(other, parse(dump(state_of(rule))))
+    restore(other, state_of(rule))
     assert other.notes() == rule.notes() == {"freeze_round": 1, "frozen": ["statistics"], "tau": 2.0}
 
 

@@ -100,7 +100,7 @@ def test_a_regression_is_judged_by_its_lowest_error(tmp_path: Path) -> None:
     evaluate = {"validation": 0.2, "metrics": ["own_data:relative_error"], "unseen": 1, "finetune_steps": 2}
     given = settings("diabetes", clients=3, train={"lr": 0.002}, evaluate=evaluate)
     result = run(given, out=tmp_path / "out", progress=False)
-    figures, history = result.summary.to_json(), result._run.history
+    figures, history = result.summary.to_json(), result.lines
     assert figures["task"] == "regression"
     errors = [line["rmse"] for line in history]
     held_out = [line["validation_rmse"] for line in history]

@@ -26,6 +26,7 @@ def write_run(
     files: Mapping[str, Any] | None = None,
     status: Any = "finished",
     task: str | None = None,
+    metrics: Sequence[str] = (),
     **figures: Any,
 ) -> None:
     """`lines` have the measures of each round; without them there are three rounds with `figures`.
@@ -38,7 +39,7 @@ def write_run(
     history = [{"round": number, **TRAFFIC, **line} for number, line in enumerate(lines, start=1)]
     write_lines(folder / "history.jsonl", history)
     summary = Summary("name", label, label, "cnn", "bn", seed, 10, "cpu", "2026-01-01", "the global model", status)
-    summary.task = task
+    summary.task, summary.metrics = task, metrics
     for line in history:
         summary.account(line)
     RunFolder(folder).write_summary(summary)
@@ -53,8 +54,8 @@ def write_run(
 
 def saved_round(folder: Path) -> int:
     """The round of the checkpoint in a run folder; 0 if there is none."""
-    saved = RunFolder(folder).checkpoint.state()
-    return 0 if saved is None else saved.round
+    checkpoint = RunFolder(folder).checkpoint
+    return checkpoint.read().round if checkpoint.path.exists() else 0
 
 
 def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.norms.masked import MaskedBatchNorm1d
+from fedbn_flwr.norms.variants import MaskedBatchNorm1d
 
 Batch = tuple[dict[str, Tensor], Tensor]
 

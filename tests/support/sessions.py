@@ -72,11 +72,11 @@ OPTIMISERS: dict[str, Callable[[], Rule]] = {
 }
 CASES = {name: SPECIAL.get(name, f"strategy: {{name: {name}}}") for name in sorted(STRATEGIES)} | MORE
 if "Private" in STRATEGIES:
-    CASES["Private, keep"] = "strategy: {name: Private, noise_seed: 1, statistics: keep}"
+    CASES["Private, keep"] = "strategy: {name: Private, noise_seed: 1, base: {name: SiloBN, global_norm: initial}}"
 CASES |= dict.fromkeys(OPTIMISERS, "")
 CHOICES = {
     "early end": "strategy: {name: FedBN}\n"
-    "evaluate: {every: 1, validation: 0.1, patience: 3, min_delta: 0.5, unseen: 1, finetune_steps: 2}"
+    "evaluate: {every: 1, validation: 0.1, patience: 3, unseen: 1, finetune_steps: 2}"
 }
 SHORT = {"short FedBN": "rounds: 3\nstrategy: {name: FedBN}\nevaluate: {every: 3, clients: false}"}  # for real nodes
 
@@ -152,5 +152,5 @@ class Elsewhere(MeteredGrid):
         )
         super().__init__(self.local)
 
-    def node_states(self) -> None:
+    def contexts(self) -> None:
         return None

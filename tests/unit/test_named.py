@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -85,20 +83,6 @@ def test_a_file_with_the_name_of_a_module_of_python_is_refused(tmp_path: Path, m
     (tmp_path / "token.py").write_text("def net():\n    return 1")
     with pytest.raises(SettingsError, match=r"'token' is already loaded from .*, not of '.*token.py'"):
         named.load("model.name", "token:net")
-
-
-def test_a_file_that_was_changed_after_its_import_is_refused_until_it_is_reloaded(write: Write, tmp_path: Path) -> None:
-    settings = {"model": {"name": write("parts_edited", "def one():\n    return 1") + ":one"}, "mods": ["a:b"]}
-    named.load("model.name", "parts_edited:one")
-    named.check_unchanged(settings)
-    write("parts_edited", "def one():\n    return 'two'")
-    os.utime(tmp_path / "parts_edited.py", ns=(1, 1))
-    assert named.load("model.name", "parts_edited:one")() == 1  # a run that has begun continues
-    with pytest.raises(SettingsError, match=r"'parts_edited:one': '.*parts_edited.py' was changed after this process"):
-        named.check_unchanged(settings)
-    importlib.reload(sys.modules["parts_edited"])
-    named.check_unchanged(settings)
-    assert named.load("model.name", "parts_edited:one")() == "two"
 
 
 def test_a_file_of_the_folder_does_not_replace_a_module_that_is_not_asked_for(write: Write) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -13,12 +13,12 @@ from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.schema import expects
 
-from .expansion import Cell, Lists, values_in_words
+from .expansion import Cell, values_in_words
 
 AVERAGE = "average"  # of the domains of a figure that is given by domain
 
 # Settings that a paper's figure does not depend on, or that it has no word on.
-FREE = ("name", "label", "cell", "size", "seed", "track", "published", "engine", "evaluate", "mods")
+FREE = ("name", "label", "cell", "size", "seed", "seeds", "track", "published", "engine", "evaluate", "mods")
 FREE_KEYS = ("data.root", "data.revision", "data.stream", "data.memory", "data.readers", "train.compile")
 
 
@@ -64,18 +64,15 @@ def condition(cell: Cell) -> str:
     return ", ".join([cell.row, *values_in_words(cell)[: len(cell.sweep)]])
 
 
-def figures_by_label(figures: Any, rows: Mapping[str, Lists], name: str) -> dict[str, Any]:
+def figures_by_label(figures: Any, rows: Sequence[str], conditions: Iterable[str], name: str) -> Mapping[str, Any]:
     """The figures by the label of a row or of one of its conditions, of those that the file has."""
-    if figures is None:
-        return {}
-    if list(rows) == [""]:
+    if figures is None or rows == [""]:
         return {"": figures}
     if not isinstance(figures, Mapping):
         raise SettingsError(f"{name}: published is {figures!r}; expected the figures by the labels of their runs")
-    labels = dict.fromkeys([*rows, *(condition(cell) for row, lists in rows.items() for cell in lists.cells(row))])
-    for label in figures:
-        if str(label) not in labels:
-            raise SettingsError(f"{name}: published has {label!r}, which is no run; {did_you_mean(str(label), labels)}")
+    known = dict.fromkeys([*rows, *conditions])
+    if unknown := next((str(label) for label in figures if str(label) not in known), None):
+        raise SettingsError(f"{name}: published has {unknown!r}, which is no run; {did_you_mean(unknown, known)}")
     return {str(label): content for label, content in figures.items()}
 
 

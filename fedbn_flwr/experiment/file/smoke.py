@@ -14,7 +14,7 @@ from fedbn_flwr.data.load import has_form
 from fedbn_flwr.named import is_name
 
 from ..registry import STRATEGIES, arguments
-from ..settings import MILESTONES, Settings, resolve
+from ..settings import MILESTONES, Settings
 
 ROUNDS, STEPS, BATCH = 2, 2, 4
 CLIENTS = 10  # at most
@@ -72,7 +72,7 @@ def _strategy(spec: Mapping[str, Any], clients: int) -> dict[str, Any]:
 
 
 def _smaller_images(run: Settings) -> dict[str, Any]:
-    data, side = resolve(run).data, _LARGER.get(run.model.name, _SIDE)
+    data, side = run.data, _LARGER.get(run.model.name, _SIDE)
     if data.crop is not None:
         return {"size": 2 * side, "crop": min(data.crop, side)}
     longest = max(data.size) if isinstance(data.size, tuple) else data.size or 0

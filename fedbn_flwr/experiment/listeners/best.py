@@ -17,15 +17,13 @@ from .listener import Listener, Round, Running
 
 
 class Best(Listener):
-    def __init__(self, folder: RunFolder, task: Task, patience: int | None, min_delta: float) -> None:
+    def __init__(self, folder: RunFolder, task: Task, patience: int | None) -> None:
         self.folder = folder
         self.main = task.main
         self.patience = patience
-        self.min_delta = min_delta
         self.best_round = 0
         self.best: float | None = None
-        self.reference = -math.inf  # the goodness that the next ones must exceed by more than min_delta
-        self.waited = 0  # evaluations since then
+        self.waited = 0  # evaluations since the best one
 
     def on_start(self, running: Running, at: Round) -> Round:
         for line in self.folder.history():
@@ -46,19 +44,16 @@ class Best(Listener):
         figure: float | None = line.get(f"validation_{self.main}")
         if figure is None:
             return False
-        found = goodness(self.main, figure)
-        if found > self.reference + self.min_delta:
-            self.reference, self.waited = found, 0
+        before = -math.inf if self.best is None else goodness(self.main, self.best)
+        if is_best := goodness(self.main, figure) > before:
+            self.best, self.best_round, self.waited = figure, line["round"], 0
         else:
             self.waited += 1
-        if is_best := found > (-math.inf if self.best is None else goodness(self.main, self.best)):
-            self.best, self.best_round = figure, line["round"]
         return is_best
 
     def _reason(self) -> str | None:
         if self.patience is None or self.waited < self.patience:
             return None
         count = "evaluation" if self.waited == 1 else "evaluations"
-        more = f" by more than {self.min_delta:g}" if self.min_delta else ""
         best = "" if self.best is None else f"; its best is {self.best:.4f} in round {self.best_round}"
-        return f"validation {title_of(self.main)} has not improved{more} in {self.waited} {count}{best}"
+        return f"validation {title_of(self.main)} has not improved in {self.waited} {count}{best}"

@@ -1,8 +1,7 @@
 """Shows the progress of runs, within a round too, and stops them on Ctrl-C.
 
 On a terminal and in a notebook: how many runs have ended and the time left, and a bar of each run's rounds with how far
-its current round is. Elsewhere: a line after rounds, at most every two seconds, and within a long round or with runs
-side by side every ten.
+its current round is. Elsewhere: a line after rounds, at most every two seconds, and within a long round every ten.
 
 The first Ctrl-C stops the runs after their current round, so that no work is lost. The second one, SIGTERM and
 SIGHUP stop them immediately; a resumed run then repeats the rounds after the last checkpoint.
@@ -19,19 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from fedbn_flwr.engines.base import GridAround
-from fedbn_flwr.experiment.logs import is_json, write_json
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
@@ -49,7 +45,7 @@ class News:
     round: int = 0
     figures: str = ""  # of that round
     within: str = ""  # how far the next round is
-    message: str = ""  # an event, to be shown as a line
+    message: str = ""  # an event, to be shown as a line; the first one, that it begins
 
 
 class Reporter(Listener):
@@ -64,7 +60,8 @@ class Reporter(Listener):
         self._sent = 0.0
 
     def on_start(self, running: Running, at: Round) -> Round:
-        self._send(News(at.number, within="starting"))
+        self._latest = News(at.number, within="starting")
+        self.message(counted(running.run.rounds) + (f", continuing after round {at.number}" if at.number else ""))
         return at
 
     def stops_after(self, at: Round) -> bool:
@@ -122,8 +119,7 @@ class WatchedGrid(GridAround):
 class _Running:
     began: float
     last_round: float  # when it ended
-    news: News = field(default_factory=News)  # the latest
-    has_news: bool = False  # it has reported the round that it begins with
+    news: News = News()  # the latest; it is frozen
 
 
 class Progress:
@@ -137,17 +133,15 @@ class Progress:
         labels: Sequence[str],
         rounds: Sequence[int],
         *,
-        several: bool = False,  # at the same time
         plain: bool = False,
         quiet: bool = False,
     ) -> None:
         self.console = Console(highlight=False)
-        can_draw = (self.console.is_terminal or self.console.is_jupyter) and not is_json()
-        self._draws = can_draw and not (quiet or plain)
-        self._quiet, self._several = quiet, several
+        self._draws = (self.console.is_terminal or self.console.is_jupyter) and not (quiet or plain)
+        self._quiet = quiet
         self._labels, self._rounds = labels, rounds
         self._running: dict[int, _Running] = {}  # by place
-        self._left_over = set(range(len(labels)))  # the places of runs that have not ended
+        self._left_over = dict(enumerate(rounds))  # the rounds that are left of the runs that have not ended, by place
         self._counted = 0  # rounds of this session
         self._within = ""  # the activity between runs
         self._began = self._printed = self._last_round = time.monotonic()
@@ -201,7 +195,8 @@ class Progress:
 
     def skip(self, places: Sequence[int]) -> None:
         """These runs are finished already."""
-        self._left_over -= {*places}
+        for place in places:
+            del self._left_over[place]
         if places:
             self.message(f"{len(places)} of {len(self._labels)} runs are finished already")
 
@@ -209,27 +204,21 @@ class Progress:
         """A run begins in this process, unless its news come from another one."""
         now = time.monotonic()
         self._training_began = self._training_began or now  # from now on, Ctrl-C lets rounds finish
-        self._running[place] = _Running(now, now)
+        self._running[place], self._printed = _Running(now, now), now
         return Reporter(lambda news: self.news(place, news), lambda: self.stop_asked)
 
     def news(self, place: int, news: News) -> None:
         run, now, rounds = self._running[place], time.monotonic(), self._rounds[place]
+        before, run.news = run.news.round, replace(news, message="")
+        self._left_over[place] = rounds - news.round
         if news.message:
             self._say_of(place, news.message)
-            return
-        is_first, more = not run.has_news, news.round - run.news.round
-        run.news, run.has_news = news, True
-        if is_first:
-            self._printed = now
             self._show()
-            continued = f", continuing after round {news.round}" if news.round else ""
-            if not self._draws:
-                self._say_of(place, f"{counted(rounds)}{continued}")
             return
-        if more:
-            self._counted += more
+        if news.round > before:
+            self._counted += 1
             self._last_round = run.last_round = now
-        between = _DRAWN if self._draws else _WITHIN_ROUND if news.within or self._several else _AFTER_ROUND
+        between = _DRAWN if self._draws else _WITHIN_ROUND if news.within else _AFTER_ROUND
         if now - self._printed < between:
             return
         self._printed = now
@@ -246,19 +235,15 @@ class Progress:
         run = self._running[place]
         took = f"{counted(run.news.round)} in {duration(time.monotonic() - run.began)}  {run.news.figures}".rstrip()
         self._say_of(place, problem or took)
-        del self._running[place]
-        self._left_over.discard(place)
+        del self._running[place], self._left_over[place]
         self._show()
 
-    def message(self, text: str, **fields: Any) -> None:
+    def message(self, text: str) -> None:
         if self._draws and self.console.is_terminal:
             self.console.print(text, markup=False, soft_wrap=True)
         elif not self._quiet:
             try:
-                if is_json():
-                    write_json("INFO", text, **fields)
-                else:  # not with rich, which wraps lines at 80 columns if there is no terminal
-                    print(text, file=sys.stdout, flush=True)
+                print(text, file=sys.stdout, flush=True)  # rich would wrap it at 80 columns without a terminal
             except BrokenPipeError:  # its reader has ended, for instance `| head`; the run continues
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 self._quiet = True
@@ -269,37 +254,26 @@ class Progress:
         return f"[{place + 1}/{len(self._labels)}] {self._labels[place]}"
 
     def _say_of(self, place: int, text: str) -> None:
-        self.message(f"{self._title(place)}: {text}", run=self._labels[place], round=self._running[place].news.round)
+        self.message(f"{self._title(place)}: {text}")
 
     def _left(self) -> str:
         """The time to the end of all runs; empty before the first round of this session."""
         if not self._counted or self._training_began is None:
             return ""
         each = (self._last_round - self._training_began) / self._counted
-        rounds = sum(self._rounds[place] for place in self._left_over)
-        rounds -= sum(run.news.round for run in self._running.values())
-        left = each * rounds - (time.monotonic() - self._last_round)
+        left = each * sum(self._left_over.values()) - (time.monotonic() - self._last_round)
         return f"  about {duration(max(0.0, left))} left"
 
-    def render(self) -> Table:
+    def render(self) -> Text:
         """How far all runs are, and a bar of each that is running."""
-        bars, shown = Table.grid(padding=(0, 1, 0, 0)), Table.grid()
+        passed = duration(time.monotonic() - self._began)
+        ended = f"{len(self._labels) - len(self._left_over)} of {len(self._labels)} runs ended"
+        lines = [f"{ended}  {passed}{self._left()}" if self._running else f"{self._within}  {passed}"]
         for place, run in sorted(self._running.items()):
             news, total = run.news, self._rounds[place]
-            counts = f"{news.round}/{total}  {news.within or news.figures}"
-            bars.add_row(
-                Text(self._title(place), overflow="ellipsis", no_wrap=True),
-                ProgressBar(total=total, completed=news.round, width=_BAR),
-                Text(counts, overflow="ellipsis", no_wrap=True),
-            )
-        all_runs = f"{len(self._labels) - len(self._left_over)} of {len(self._labels)} runs ended"
-        passed = duration(time.monotonic() - self._began)
-        what = all_runs if self._running else self._within
-        shown.add_row(
-            Text(f"{what}  {passed}{self._left() if self._running else ''}", overflow="ellipsis", no_wrap=True)
-        )
-        shown.add_row(bars)
-        return shown
+            bar = "━" * (_BAR * news.round // total)
+            lines.append(f"{self._title(place)} {bar:─<{_BAR}} {news.round}/{total}  {news.within or news.figures}")
+        return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
 
 def counted(rounds: int) -> str:

@@ -17,7 +17,7 @@ from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary
-from fedbn_flwr.strategies import CannotSave, Rule, state_of
+from fedbn_flwr.strategies import Rule, state_of
 from fedbn_flwr.tasks import CLASSIFICATION
 
 from ..file.expansion import PAPER
@@ -122,7 +122,7 @@ class Saving(Listener):
     def on_end(self, running: Running, error: BaseException | None) -> None:
         if self.latest is None:
             return
-        if running.grid.node_states() is None:  # the nodes store their state of this round themselves
+        if running.grid.contexts() is None:  # the nodes store their state of this round themselves
             self._write(running, *self.latest)
         else:  # the engine's nodes may be in the middle of a round
             self._write_models(self.latest[1])
@@ -135,17 +135,15 @@ class Saving(Listener):
 
     def _write(self, running: Running, snapshot: Snapshot, model: ArrayRecord) -> None:
         self._write_models(model)
-        states, nodes = running.grid.node_states(), running.grid.get_node_ids()
-        clients = ((node, states.read_state(node)) for node in nodes) if states is not None else ()
-        self.folder.write_checkpoint(snapshot, clients)
+        contexts = running.grid.contexts() or {}
+        self.folder.write_checkpoint(snapshot, ((node, context.state) for node, context in contexts.items()))
 
 
 def _snapshot(running: Running, at: Round) -> Snapshot:
-    strategy: RecordDict | None = None
-    unsaved = None
+    strategy, unsaved = None, None
     try:
         strategy = state_of(running.prepared.rule)
-    except CannotSave as error:
+    except ValueError as error:
         unsaved = str(error)
     arrays = RecordDict({"arrays": at.arrays})
     settings = deciding(running.run.model_dump(mode="json"))

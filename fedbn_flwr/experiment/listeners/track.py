@@ -18,6 +18,7 @@ from fedbn_flwr.results.folder import RunFolder, flat_settings
 from fedbn_flwr.results.text import file_name
 from fedbn_flwr.storage import replacing
 
+from ..settings import name_in, options_in
 from ..trackers import Session, TrackedRun, begin
 from .listener import Listener, Round, Running
 
@@ -25,9 +26,9 @@ LAST_FIGURES = 30  # seconds that a run waits for its tracker at the end
 
 
 class Track(Listener):
-    def __init__(self, entry: Mapping[str, Any], folder: RunFolder) -> None:
-        self.entry, self.folder = entry, folder
-        self._id_file = folder.path / f"{file_name(entry['name'])}.id"
+    def __init__(self, part: str | Mapping[str, Any], folder: RunFolder) -> None:
+        self.name, self.options, self.folder = name_in(part), options_in(part), folder
+        self._id_file = folder.path / f"{file_name(self.name)}.id"
         self._calls: queue.SimpleQueue[Callable[[Session], None] | None] = queue.SimpleQueue()
 
     def on_start(self, running: Running, at: Round) -> Round:
@@ -65,7 +66,7 @@ class Track(Listener):
     def _work(self, run: TrackedRun) -> None:
         """The thread: pass calls to the tracker until the run or the tracker ends."""
         try:
-            session = begin(self.entry, run)
+            session = begin(self.name, self.options, run)
             if session.id is not None and session.id != run.id:
                 with replacing(self._id_file, durable=False) as file:
                     file.write_text(f"{session.id}\n", encoding="utf-8")
@@ -78,7 +79,7 @@ class Track(Listener):
 
     def _warn(self, reason: str) -> None:
         text = "%s: tracking by %s ended: %s; the run folder has all figures"
-        log(WARNING, text, self.folder.path.name, self.entry["name"], reason)
+        log(WARNING, text, self.folder.path.name, self.name, reason)
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,8 @@ from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import fault
 from fedbn_flwr.messages.arrays import metrics_in, unpack
-from fedbn_flwr.messages.gate import arrays_of, number_of, partition_of
-from fedbn_flwr.messages.screening import reason_of
-from fedbn_flwr.norms.renorm import BatchRenorm
+from fedbn_flwr.messages.gate import arrays_of, number_of, partition_of, reason_of
+from fedbn_flwr.norms.variants import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.schema import refuse
 
@@ -202,9 +201,9 @@ def restore_clients(
     `trained` is the last round that each partition trained in, `folders` the round of the state in its node's folder.
     """
     restored = False
-    if (states := grid.node_states()) is not None:
+    if (contexts := grid.contexts()) is not None:
         for node, records in folder.checkpoint.clients():
-            states.write_state(node, records)
+            contexts[node].state = records
             restored = True
     if restored:
         return

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,14 @@ from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.network import PollingGrid, poll_often
-from fedbn_flwr.errors import MissingPackage, RunFailed, SettingsError, StorageError, UserError, needs
-from fedbn_flwr.experiment.logs import is_json, write_json
+from fedbn_flwr.errors import FedbnError, MissingPackage, RunFailed, SettingsError, StorageError, UserError, needs
 from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.models.tensors import initial_arrays
-from fedbn_flwr.results.folder import RunFolder, default_out, mark_interrupted
+from fedbn_flwr.results.folder import RunFolder, mark_interrupted, out_folder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.report.write import write_report
@@ -39,7 +39,6 @@ from fedbn_flwr.results.text import shorten
 from fedbn_flwr.strategies import restore
 from fedbn_flwr.tasks import Task
 
-from ..counting import counts_of
 from ..file.layers import from_run_config
 from ..flower_mods import client_mods
 from ..listeners.best import Best
@@ -50,7 +49,7 @@ from ..listeners.progress import Progress, Reporter, WatchedGrid
 from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.track import Track
 from ..node import Clients, trains
-from ..parts import Parts, choose_device
+from ..parts import Parts, choose_device, counts_of
 from ..prepare import check_partition, prepare
 from ..settings import Experiment, Settings
 from .cohort import TrainedNodes, agree, agreed_before, check_nodes, restore_clients
@@ -88,7 +87,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
             running = replace(running, identity=identity)
         folder.write("model.json", prepared.model_description, indent=2)
         if prepared.dataset is not None and not nodes.own_data:
-            check_partition(prepared, [run.seed])
+            check_partition(prepared)
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
         if unseen := {client: node for client, node in nodes.ids.items() if not trains(run, client)}:
             running = replace(running, grid=TrainedNodes(ledger, frozenset(unseen.values())), unseen=unseen)
@@ -110,31 +109,20 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         error = raised
         raise
     finally:
-        end(begun, running, error)
+        with ExitStack() as ends:  # all of them end, also if one cannot write its file because the disk is full
+            for listener in reversed(begun):
+                ends.callback(listener.on_end, running, error)
 
 
 def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progress: Reporter) -> list[Listener]:
     """Those that measure a round, choose the best one and the last one, show and record it, in this order."""
     run = prepared.run
     dynamics = [Dynamics(folder)] if run.evaluate.dynamics else []
-    patience, least = run.evaluate.patience, run.evaluate.min_delta
-    best = [Best(folder, prepared.task, patience, least)] if run.evaluate.validation else []
+    best = [Best(folder, prepared.task, run.evaluate.patience)] if run.evaluate.validation else []
     final = [Final()] if run.evaluate.unseen else []  # after the last round, which is chosen now
     trackers = [Track(entry, folder) for entry in run.track]
     evaluate = Evaluate(prepared, threads=workers_of(run))
     return [*dynamics, evaluate, *best, *final, progress, History(folder, ledger), Saving(folder), *trackers]
-
-
-def end(listeners: Sequence[Listener], running: Running, error: BaseException | None) -> None:
-    """All listeners end, also if one cannot write its file because the disk is full."""
-    failed: StorageError | None = None
-    for listener in listeners:
-        try:
-            listener.on_end(running, error or failed)
-        except StorageError as full:
-            failed = failed or full
-    if failed is not None and error is None:  # otherwise it would replace the error that ended the run
-        raise failed
 
 
 def train_round(running: Running, before: Round, listeners: Sequence[Listener] = ()) -> Round:
@@ -187,10 +175,7 @@ class Outcome:
         """Print the table and the paths of the files; raise RunFailed if a run failed."""
         page = self.page.with_suffix(".html")
         plot = f"plot:  {self.picture}\n" if self.picture else ""
-        if is_json():
-            write_json("INFO", f"report: {page}")
-        else:
-            print(f"\n{self.table}\n\ntable: {self.page}\n{plot}page:  {page}", flush=True)
+        print(f"\n{self.table}\n\ntable: {self.page}\n{plot}page:  {page}", flush=True)
         check_failures(self.failures)
 
 
@@ -238,7 +223,7 @@ def run_experiment(
     jobs = jobs_of(experiment.runs, done.count(False), jobs)
     labels, rounds = [run.label for run in experiment.runs], [run.rounds for run in experiment.runs]
     titles = [f"{run.label}, seed {run.seed}" if labels.count(run.label) > 1 else run.label for run in experiment.runs]
-    with Progress(titles, rounds, several=jobs > 1, plain=plain, quiet=quiet) as progress:
+    with Progress(titles, rounds, plain=plain, quiet=quiet) as progress:
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
         prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
@@ -337,21 +322,34 @@ def carry_out(
         return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
 
 
-@contextmanager
 def _local_grid(
     experiment: Experiment, node_config: UserConfig | Sequence[UserConfig] | None, parts: Parts
-) -> Iterator[Grid]:
+) -> LocalGrid:
     run = parts.run
-    with LocalGrid(
+    return LocalGrid(
         client_app(Clients(experiment), mods=client_mods(experiment)),
         run.clients,
         workers=workers_of(run),
         work=parts.work(),
         threads=run.engine.threads,
         node_config=node_config,
-        state_memory=run.engine.state_memory,
-    ) as grid:
-        yield grid
+    )
+
+
+class OneLine(logging.Filter):
+    """Replaces the traceback of a FedbnError by its message, unless FEDBN_DEBUG is set.
+
+    Flower's next record, which calls the error an unhandled exception and refers to a web page, is left out.
+    """
+
+    has_failed = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, FedbnError) and not os.environ.get("FEDBN_DEBUG"):
+            record.msg, record.args, record.exc_info = "%s", (str(error),), None
+            self.has_failed = True
+        return not (self.has_failed and record.getMessage().startswith("Exit Code: "))
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
@@ -362,12 +360,5 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
         raise SettingsError(f"the runs have {sorted(counts)} clients; under flwr run all must have the same number")
     grid = poll_often(grid)
     resume = bool(run_config.get("resume"))
-    if resume and not run_config.get("out"):
-        raise SettingsError("resume is true, but out is empty; set it to the folder of the runs to continue")
-    out = Path(str(run_config.get("out") or "") or default_out(experiment.name)).resolve()
-
-    @contextmanager
-    def make_grid(parts: Parts) -> Iterator[Grid]:
-        yield grid
-
-    return run_experiment(experiment, make_grid, out, resume=resume, plain=True, own_data=True)
+    out = out_folder(experiment.name, str(run_config.get("out") or ""), resume=resume).resolve()
+    return run_experiment(experiment, lambda parts: nullcontext(grid), out, resume=resume, plain=True, own_data=True)

@@ -1,4 +1,4 @@
-"""Carries out runs side by side, each in a process that is forked after the data are loaded.
+"""Carries out runs side by side, each in a worker process that is forked after the data are loaded.
 
 The processes share the memory of the data. A run in a process has no workers, and is the same bit for bit as a run
 whose clients are shared out among workers.
@@ -7,31 +7,24 @@ whose clients are shared out among workers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
-import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 
-from fedbn_flwr import seeding
 from fedbn_flwr.cores import cores
-from fedbn_flwr.engines.worker import fork_problem, keep_freed_memory
+from fedbn_flwr.engines.worker import Worker
 from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
 from fedbn_flwr.results.text import shorten
 
 from ..listeners.progress import News, Progress, Reporter
 from ..parts import choose_device
 from ..settings import Settings
-
-_FORKS = 3  # attempts to start a process
-_START_TIMEOUT = 10  # seconds until it has taken the locks that it needs
-_END_TIMEOUT = 20  # seconds that it may take to exit after its run
-_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 CarryOut = Callable[[int, Reporter], None]
 
@@ -66,10 +59,24 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress
     `carry_out(place, reporter)` is called in a process of its own. After Ctrl-C or an error such as a full disk no run
     begins, and those that have begun end after their round; this function then raises it.
     """
-    todo, running = list(places), dict[Connection, tuple[int, BaseProcess]]()
-    stop = multiprocessing.get_context("fork").RawValue("b", 0)  # without a lock, which a killed process would keep
+    todo, running = list(places), dict[int, Worker]()
+    fork = multiprocessing.get_context("fork")
+    stop = fork.RawValue("b", 0)  # without a lock, which a killed process would keep
+    news, sent = fork.Pipe(duplex=False)  # of all runs: the system does not mix so short messages
     problems: dict[int, str] = {}
     fatal: StorageError | None = None
+
+    def end(place: int, found: BaseException | None, lost: str) -> None:
+        nonlocal fatal
+        running.pop(place).close()
+        problem = f"{lost}; continue with --resume" if lost else str(found or "")
+        is_stopped = isinstance(found, KeyboardInterrupt)
+        progress.end(place, "stopped" if is_stopped else problem and failed_because(problem))
+        if isinstance(found, StorageError):
+            fatal = found
+        elif problem:
+            problems[place] = problem
+
     try:
         while todo or running:
             if fatal or progress.stop_asked:
@@ -77,28 +84,22 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress
                 todo.clear()
             while todo and len(running) < jobs:
                 place = todo.pop(0)
-                connection, process = _started(place, carry_out, stop)
-                running[connection] = place, process
+                running[place] = Worker(_Run(place, carry_out, sent, stop))
                 progress.begin(place)
-            for ready in wait(list(running), timeout=0.2):
-                assert isinstance(ready, Connection)
-                place, process = running[ready]
-                found = _received(ready, process)
-                if isinstance(found, News):
-                    progress.news(place, found)
-                    continue
-                del running[ready]
-                _end(process)
-                is_stopped, problem = isinstance(found, KeyboardInterrupt), str(found or "")
-                progress.end(place, "stopped" if is_stopped else problem and failed_because(problem))
-                if isinstance(found, StorageError):
-                    fatal = found
-                elif problem:
-                    problems[place] = problem
+            for place, worker in running.items():
+                worker.begin()
+                if worker.problem:
+                    raise RunFailed(worker.problem)
+                if worker.is_free:
+                    worker.send(functools.partial(end, place), "carry_out")
+            ready = wait([news, *(worker.channel for worker in running.values())], timeout=0.2)  # type: ignore[list-item]
+            while news.poll():  # before the end of the run that sent them
+                progress.news(*news.recv())
+            for worker in [worker for worker in running.values() if worker.channel in ready]:
+                worker.proceed()
     finally:
-        for _, process in running.values():
-            process.kill()
-            _end(process)
+        for worker in running.values():
+            worker.close()
     if fatal:
         raise fatal
     if progress.stop_asked:
@@ -106,75 +107,30 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress
     return problems
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What a worker serves: a run, once."""
+
+    place: int
+    call: CarryOut
+    news: Connection
+    stop: Any
+
+    def carry_out(self) -> BaseException | None:
+        """Returns what ended the run: None if it is finished."""
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent decides when a run ends
+        torch.set_num_threads(1)  # a forked process has no pool of threads
+        try:
+            self.call(self.place, Reporter(self._send, lambda: bool(self.stop.value)))
+        except (FedbnError, KeyboardInterrupt) as error:
+            return error
+        return None
+
+    def _send(self, news: News) -> None:
+        with contextlib.suppress(OSError):  # the parent has ended
+            self.news.send((self.place, news))
+
+
 def failed_because(problem: str) -> str:
     """A line: the reasons of clients are in lines of their own, of which the first is shown."""
     return "failed: " + shorten(" ".join(line.strip(" -") for line in problem.splitlines()[:2]), 300)
-
-
-def _started(place: int, carry_out: CarryOut, stop: Any) -> tuple[Connection, BaseProcess]:
-    fork = multiprocessing.get_context("fork")
-    for _ in range(_FORKS):
-        connection, other = fork.Pipe(duplex=False)
-        process = fork.Process(target=_serve, args=(place, carry_out, other, stop, os.getpid()), daemon=True)
-        # It receives signals only when it has decided what to do with them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            other.close()
-        if connection.poll(_START_TIMEOUT):  # where this process has other threads, one may have held a lock
-            connection.recv()
-            return connection, process
-        process.kill()
-        _end(process)
-    raise RunFailed(
-        f"processes for runs cannot start: {_FORKS} of them did nothing for {_START_TIMEOUT} s, because other "
-        "threads of this process use PyTorch's random numbers or its output; end them, or use --jobs 1"
-    )
-
-
-def _received(connection: Connection, process: BaseProcess) -> News | BaseException | None:
-    """The news of a run, or what ended it: None if it is finished."""
-    try:
-        found: News | BaseException | None = connection.recv()
-    except (EOFError, OSError):
-        process.join(_END_TIMEOUT)
-        return RunFailed(f"its process died (exit code {process.exitcode}); continue with --resume")
-    return found
-
-
-def _end(process: BaseProcess) -> None:
-    process.join(_END_TIMEOUT)
-    process.kill()
-    process.join()
-
-
-def _serve(place: int, carry_out: CarryOut, connection: Connection, stop: Any, parent: int) -> None:
-    # Ctrl-C and the end of a terminal reach every process; the parent decides when a run ends.
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    keep_freed_memory()
-    seeding.states()  # takes the lock of PyTorch's generator
-    torch.set_num_threads(1)  # a forked process has no pool of threads
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-    def send(found: object) -> None:
-        with contextlib.suppress(OSError):  # the parent has ended
-            connection.send(found)
-
-    def stop_asked() -> bool:
-        return bool(stop.value) or os.getppid() != parent
-
-    send("started")
-    ended: BaseException | None = None
-    try:
-        if (problem := fork_problem()) is not None:
-            raise RunFailed(problem)
-        carry_out(place, Reporter(send, stop_asked))
-    except (FedbnError, KeyboardInterrupt) as error:
-        ended = error
-    send(ended)

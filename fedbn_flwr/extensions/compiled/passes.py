@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, count, each
 from fedbn_flwr.client.training import Loss
-from fedbn_flwr.norms.masked import MaskedBatchNorm1d
+from fedbn_flwr.norms.variants import MaskedBatchNorm1d
 
 # The graphs of a process: models of an experiment file, with and without frozen layers. PyTorch's limit is 8, for all
 # models together, since they share the function below; it trains further ones without compiling them.

@@ -1,8 +1,8 @@
 """Differential privacy of clients (McMahan et al. 2018, https://arxiv.org/abs/1710.06963) that knows batch norm.
 
 The change of each client's model is clipped to a norm, the changes are added, and Gaussian noise is added to the sum.
-Weights, gamma and beta have one norm; the statistics of batch norm have a norm of their own (`statistics: noise`) or
-stay on the client (`keep`). Counters are neither sent nor part of a norm. What a rule inside freezes has no noise.
+Weights, gamma and beta have one norm, and the statistics of batch norm another. Counters are in none of them, and do
+not change. What a rule inside freezes, or does not send, has no noise.
 
 The wrapped strategy sees only the private mean: it receives one and the same model from every client, and the weight 1
 for each. What it does with them, for instance a step of FedAdam, cannot cost more privacy.
@@ -18,13 +18,11 @@ for each. What it does with them, for instance a step of FedAdam, cannot cost mo
 
 from __future__ import annotations
 
-import fnmatch
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from logging import INFO
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -33,26 +31,22 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import seeding
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, fault
-from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
+from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.arrays import configs_in, pack, unpack
 from fedbn_flwr.messages.gate import Reply, arrays_of, with_content
-from fedbn_flwr.messages.screening import with_arrays
-from fedbn_flwr.norms.roles import Role, roles, split_by_role
+from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import Round, Wrapper
 from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-untyped]
 
 from .noise import Change, Parts, applied, change_of, clipped, epsilon_of, gaussian, parts_of
 
-# By `statistics`: the properties that the strategy inside must have (`check_composition` in `strategies/_wrapper.py`).
-_MEAN = {
+# The properties that the strategy inside must have (`check_composition` in `strategies/_wrapper.py`).
+_NEEDS = {
     "inside": "{outer} must clip or check the change of each client; use one of the two",
     "mean": "{outer} does not account for this",
-}
-_NEEDS = {
-    "noise": _MEAN | {"statistics": "{outer} noises them; wrap it: {outer}(MeanStatistics({inside}(...)), ...)"},
-    "keep": _MEAN,
+    "statistics": "{outer} noises them; wrap it: {outer}(MeanStatistics({inside}(...)), ...)",
 }
 _Norm = Annotated[float, Gt(0), Lt(math.inf), "a norm above zero"]
 # Epsilon is above 5000 with less than 0.01.
@@ -67,8 +61,7 @@ class _Asked:
     """What the messages of a round ask for."""
 
     nodes: tuple[int, ...]
-    expected: tuple[str, ...]  # the keys that the wrapped strategy expects in a reply
-    received: tuple[str, ...]  # those that clients send
+    keys: tuple[str, ...]  # of the arrays that clients send
     parts: Parts  # what is released
     cost: float  # 1 / noise^2, of weights and statistics together
 
@@ -85,22 +78,17 @@ class Private(Wrapper):
     noise : float (default: 1.0)
         z: the noise in the sum of the changes has the standard deviation z * C. With 0 changes are only clipped, and
         nothing is private.
-    statistics : "noise" | "keep" (default: "noise")
-        The statistics of batch norm: "noise" clips and noises the change of mean and log variance; "keep" leaves the
-        statistics on the client, as SiloBN does. `FixBN(..., freeze_round=0)` inside leaves them at the initial
-        model's values.
     statistics_clip : float (default: 1.0)
-        With "noise": the largest norm of a client's change of statistics. Means are in units of the standard deviation.
+        The largest norm of a client's change of statistics: of means in units of the standard deviation, and of
+        logarithms of variances.
     statistics_noise : float | None (default: None)
-        With "noise": the noise multiplier of the statistics; None means that of `noise`.
+        The noise multiplier of the statistics; None means that of `noise`. With `SiloBN(global_norm="initial")` inside
+        they stay on the clients, with `FixBN(..., freeze_round=0)` they keep the initial model's values.
     delta : float (default: 1e-5)
         The delta for which epsilon is reported. It should be well below 1 / number of clients.
     noise_seed : int | None (default: None)
         None draws the noise from the system's random numbers; with a number the run can be repeated exactly, and is
         not private, since the noise can be subtracted again.
-    constants : sequence of str (default: ())
-        Buffers that no client changes, such as a table of positions, by name or pattern ("*.positions"): they get no
-        noise. The server cannot distinguish them from weights.
     metrics : bool (default: False)
         Report the mean of the clients' metrics of training, for instance the loss, which is not accounted for.
     """
@@ -123,64 +111,27 @@ class Private(Wrapper):
         *,
         clip: _Norm = 1.0,
         noise: _Multiple = 1.0,
-        statistics: Literal["noise", "keep"] = "noise",
         statistics_clip: _Norm = 1.0,
         statistics_noise: _Multiple | None = None,
         delta: Annotated[float, Gt(0), Lt(1), "a number between 0 and 1"] = 1e-5,
         noise_seed: Annotated[int | None, "an integer, or None for secret noise"] = None,
-        constants: Sequence[str] = (),
         metrics: bool = False,
     ) -> None:
-        super().__init__(strategy, _NEEDS[statistics])
-        self._check_sent()
+        super().__init__(strategy, _NEEDS)
+        # What clients would release without noise.
+        if self.traits.traffic is not None or self.traits.min_batch:
+            raise SettingsError(f"{self._inside} also sends what Private does not account for: {self.traits.traffic}")
+        if not self.traits.has_global_model:
+            raise SettingsError(f"{self._inside} sends no model, so there is nothing to make private")
         statistics_noise = noise if statistics_noise is None else statistics_noise
         self.clips = {"weights": float(clip), "statistics": float(statistics_clip)}  # by part of a change
         self.noises = {"weights": float(noise), "statistics": float(statistics_noise)}
-        self.parts = tuple(self.clips) if statistics == "noise" else ("weights",)  # which have noise
-        self.statistics, self.delta, self.noise_seed = statistics, float(delta), noise_seed
-        self.constants = (constants,) if isinstance(constants, str) else tuple(constants)
-        self.metrics = metrics
-        self.unsent = frozenset({Role.COUNTER, Role.STATISTICS} if statistics == "keep" else {Role.COUNTER})
+        self.delta, self.noise_seed, self.metrics = float(delta), noise_seed, metrics
         # A round that is repeated after a stop is a release of its own, unless its noise is the same.
         self.promised = ("total", "releases") if noise_seed is None else ()
-        if statistics == "keep":
-            memory = self.traits.client_memory or "their own statistics"
-            kept = {**self.traits.kept, **dict.fromkeys(self.unsent, False)}
-            self.traits = replace(self.traits, client_memory=memory, kept=kept)
         self._asked: _Asked | None = None
 
-    def _check_sent(self) -> None:
-        """Refuse a strategy whose clients would release something without noise."""
-        traits, name = self.traits, self._inside
-        if traits.traffic is not None or traits.min_batch:
-            raise SettingsError(f"{name} also sends what Private does not account for: {traits.traffic}")
-        if not traits.has_global_model:
-            raise SettingsError(f"{name} sends no model, so there is nothing to make private")
-
     # --- the hooks ---
-
-    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        super().begin(num_rounds, arrays)
-        for name in self.constants:
-            if not fnmatch.filter(arrays, name):
-                raise SettingsError(
-                    f"constants has {name!r}, which no array of the model has; {did_you_mean(name, arrays)}"
-                )
-        seen: dict[tuple[Any, ...], str] = {}
-        for key, value in unpack(arrays).items():
-            if value.dtype.kind != "f" or roles(arrays)[key] is not Role.WEIGHTS or not (value != value.flat[:1]).any():
-                continue  # constant ones may be equal, as biases of zero are
-            other = seen.setdefault((value.shape, hashlib.sha256(value.tobytes()).digest()), key)
-            if other != key:
-                raise SettingsError(
-                    f"{other!r} and {key!r} have the same values, so they may be one parameter with two names, and "
-                    "Private would add other noise to each name; expected a model without shared parameters"
-                )
-
-    def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
-        """A reply has the arrays that the clients were asked for; numbers of examples are not used."""
-        assert self._asked is not None
-        return fault(reply.arrays, sent, self._asked.received)
 
     def _accepted(self, round: Round, replies: Iterable[Message]) -> list[Reply]:
         """From every client the private mean, with the weight 1."""
@@ -188,7 +139,7 @@ class Private(Wrapper):
         assert asked is not None
         self._charge(asked)
         mean = {**before, **applied(asked.parts, self._mean(round.number, asked, before, found), before)}
-        arrays = {key: mean[key] for key in asked.expected}
+        arrays = {key: mean[key] for key in asked.keys}
         return [self._shown(reply, arrays) for reply in found]
 
     def notes(self) -> dict[str, Any]:
@@ -203,16 +154,13 @@ class Private(Wrapper):
         messages, self._asked = list(super().configure_train(server_round, arrays, config, grid)), None
         if not messages:
             return messages
-        before, expected = unpack(arrays), _answered(messages[0], arrays)  # the messages of a round are equal
-        messages = self._without_unsent(messages)
-        received = _answered(messages[0], arrays)
-        constant = {key for name in self.constants for key in fnmatch.filter(arrays, name)}
+        keys = _answered(messages[0], arrays)  # the messages of a round are equal
         released = frozenset(Role) - frozen_roles(next(iter(configs_in(messages[0].content).values())))
-        parts = parts_of({key: before[key] for key in received if key not in constant}, roles(arrays), released)
+        parts = parts_of({key: unpack(arrays)[key] for key in keys}, roles(arrays), released)
         nodes = tuple(message.metadata.dst_node_id for message in messages)
         # Without noise the report has no epsilon.
         cost = math.fsum(1 / self.noises[part] ** 2 for part, some in parts.items() if some and self.noises[part])
-        self._asked = _Asked(nodes, expected, received, parts, cost)
+        self._asked = _Asked(nodes, keys, parts, cost)
         self.memory.total += cost
         self.memory.releases += 1
         return messages
@@ -222,19 +170,7 @@ class Private(Wrapper):
     ) -> Iterable[Message]:
         messages = list(super().configure_evaluate(server_round, arrays, config, grid))
         self.memory.evaluated |= bool(messages)
-        return self._without_unsent(messages)
-
-    def _without_unsent(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages without these arrays, which do not ask clients for them either."""
-        given = {id(each): each for each in (arrays_of(message.content) for message in messages)}  # most share one
-        reduced = {at: record_of(split_by_role(each, roles(each), self.unsent)[1]) for at, each in given.items()}
-        changed = [with_arrays(message, lambda record: reduced[id(record)]) for message in messages]
-        for message in changed:
-            for name, config in configs_in(message.content).items():
-                if protocol.RETURN in config:
-                    rest = protocol.roles_of(config, protocol.RETURN, frozenset(Role)) - self.unsent
-                    message.content[name] = ConfigRecord({**config, protocol.RETURN: protocol.join(rest)})
-        return changed
+        return messages
 
     def _shown(self, reply: Reply, arrays: Arrays) -> Reply:
         shown = reply.metrics if self.metrics else {}
@@ -272,7 +208,7 @@ class Private(Wrapper):
         # rounds that were not finished are among them.
         most = min(memory.total, max(memory.spent.values(), default=0.0) + memory.total - memory.known)
         unprotected, mu = "", math.sqrt(most)
-        if not all(self.noises[part] for part in self.parts):
+        if not all(self.noises.values()):
             unprotected, mu = "there is no noise", math.inf
         elif self.noise_seed is not None:
             unprotected = f"the noise can be repeated: noise_seed is {self.noise_seed}"
@@ -284,7 +220,6 @@ class Private(Wrapper):
         words = f"privacy: {words} at delta {self.delta:g} against {against}"
         words += f"; NOT PRIVATE: {unprotected}" if unprotected else ""
         words += f"; not accounted for: {', '.join(unaccounted)}" if unaccounted else ""
-        of_statistics = {"statistics_clip": self.clips["statistics"], "statistics_noise": self.noises["statistics"]}
         return {
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "delta": self.delta,
@@ -294,10 +229,10 @@ class Private(Wrapper):
             "private": not unprotected,
             "clip": self.clips["weights"],
             "noise": self.noises["weights"],
-            "norm_statistics": self.statistics,
+            "statistics_clip": self.clips["statistics"],
+            "statistics_noise": self.noises["statistics"],
             "releases": memory.releases,
             **({"not_private_because": unprotected} if unprotected else {}),
-            **(of_statistics if self.statistics == "noise" else {}),
             **({"not_accounted": unaccounted} if unaccounted else {}),
             "in_words": words,
         }

@@ -2,40 +2,49 @@
 
 The data set is loaded once, here, and put into Ray's object store, from which all actors of a machine read it without a
 copy of their own. Data sets that are streamed from files are not sent: each machine opens its own files.
+
+The code consists of this package and of the modules that the experiment names, with the loaded modules beside them. Ray
+sends it to each machine once, and puts its folder first on the actors' path. So the machines need Python and the
+dependencies only, and every actor has the code of this process.
 """
 
 from __future__ import annotations
 
 import functools
-import io
+import logging
 import math
-import pickle
+import os
+import shutil
+import signal
+import socket
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedbn_flwr import named
+from fedbn_flwr import __version__
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.cores import cores
-from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.errors import RunFailed, UserError
 from fedbn_flwr.experiment.data import loaded_data, receive
 from fedbn_flwr.experiment.flower_mods import client_mods
 from fedbn_flwr.experiment.node import Clients, run_of
 from fedbn_flwr.experiment.parts import Parts, choose_device
+from fedbn_flwr.experiment.ray_settings import START, set_ray_defaults
 from fedbn_flwr.experiment.settings import Engine, Experiment
+from fedbn_flwr.named import in_a_line, names_in
+from fedbn_flwr.storage import temporary_folder
 
-from .cluster import connected
 from .grid import Actors, Place, RayGrid, machines
 
 
@@ -66,7 +75,6 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
                 idle=idle,
                 work=parts.work(),
                 threads=engine.threads,
-                state_memory=engine.state_memory,
             ) as grid:
                 yield grid
 
@@ -98,29 +106,29 @@ class Sent:
     experiment: Experiment
     sent: list[tuple[str, Any]] = field(default_factory=list)  # data sets, with their place in the object store
     main: dict[str, Any] = field(default_factory=dict)  # parts that a script or a notebook defines
-    _received: set[tuple[str, str]] = field(default_factory=set)  # in an actor: the data sets on its devices
 
     def __post_init__(self) -> None:
         self.clients = Clients(self.experiment)
 
     def modules(self) -> list[str]:
-        """The modules that the experiment names, which are loaded; parts of this program itself are kept in `main`."""
-        found = []
-        for name in sorted(named.names_in([run.model_dump(mode="json") for run in self.experiment.runs])):
+        """The modules that the experiment names; parts of this program itself are kept in `main`."""
+        names = names_in([run.model_dump(mode="json") for run in self.experiment.runs])
+        for name in names:
             module, _, path = name.partition(":")
-            top = path.partition(".")[0]
-            if module == "__main__" and hasattr(sys.modules[module], top):
+            if module == "__main__":
+                top = path.partition(".")[0]
                 self.main[top] = getattr(sys.modules[module], top)
-            elif module in sys.modules:
-                found.append(module)
-        return found
+        return [name.partition(":")[0] for name in names if not name.startswith("__main__:")]
 
     def send_data(self, parts: Parts) -> None:
         if parts.dataset is None:
             return
         loaded = loaded_data(parts.run.data, str(parts.device))
         if loaded is not None and all(loaded[0] != other for other, _ in self.sent):
-            self.sent.append((loaded[0], ray.put(_flat(loaded[1].to(torch.device("cpu"))))))
+            # As NumPy arrays, which the actors of a machine read without a copy.
+            ray.util.register_serializer(Tensor, serializer=Tensor.numpy, deserializer=torch.from_numpy)
+            self.sent.append((loaded[0], ray.put(loaded[1].to(torch.device("cpu")))))
+            ray.util.deregister_serializer(Tensor)
 
     def make_client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         """The client of a node, in an actor."""
@@ -128,36 +136,101 @@ class Sent:
             setattr(sys.modules["__main__"], name, part)
         device = str(choose_device(run_of(self.experiment, config).engine.device))
         for examples, place in self.sent:
-            if (examples, device) not in self._received:
-                receive(examples, device, _dataset(ray.get(place)).to(torch.device(device)))
-                self._received.add((examples, device))
+            _receive(examples, device, place)
         return self.clients(context, config)
 
 
-# --- data sets in the object store -------------------------------------------
+@functools.cache
+def _receive(examples: str, device: str, place: Any) -> None:
+    """In an actor: use the data set at this place in the object store."""
+    receive(examples, device, ray.get(place).to(torch.device(device)))
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as NumPy arrays, whose memory need not be copied."""
-
-    def reducer_override(self, value: Any) -> Any:
-        return (_tensor, (value.numpy(),)) if isinstance(value, Tensor) else NotImplemented
+_PACKAGE = Path(__file__).resolve().parents[2]
+_NOT_CODE = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info")
 
 
-def _tensor(values: np.ndarray) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nothing writes to it
-        return torch.from_numpy(values)
+@contextmanager
+def connected(address: str | None = None, modules: Iterable[str] = (), cores: int | None = None) -> Iterator[None]:
+    """A connection of this process to a Ray cluster, with the code for its actors.
+
+    Parameters
+    ----------
+    address
+        The address of a running cluster; None: that in $RAY_ADDRESS, else a cluster of this machine that ends with the
+        connection.
+    modules
+        Names of modules that the actors need.
+    cores
+        The cores that a cluster of this machine offers; None: all.
+    """
+    if ray.is_initialized():  # the caller's own connection, with its runtime environment
+        yield
+        return
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    set_ray_defaults(os.environ)
+    own: dict[str, Any] = {}
+    if address == "local":
+        own = {"num_cpus": cores, "include_dashboard": False}
+    with temporary_folder("code") as folder:
+        stage(Path(folder), modules)
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            host, _, port = address.rpartition(":")
+            if port.isdecimal() and "://" not in address:  # otherwise Ray tries for minutes
+                socket.create_connection((host, int(port)), timeout=10).close()
+            ray.init(
+                address,
+                runtime_env={"working_dir": folder},
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                **own,
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(  # not SettingsError, after which the next run would be tried
+                f"no Ray cluster answers at engine.address={address!r} ({in_a_line(error)}); start one with "
+                "`ray start --head`, or leave the address out and unset RAY_ADDRESS to use this machine"
+            ) from None
+        except Exception as error:  # as plain Exception, if Ray's processes have not started in time
+            if own:
+                raise RunFailed(
+                    f"Ray did not start on this machine: {in_a_line(error)} If its processes start slowly, because "
+                    f"other programs use the machine, set a longer engine.node_timeout ({os.environ[START]} s)"
+                ) from None
+            raise RunFailed(f"the Ray cluster at {address!r} cannot be used: {in_a_line(error)}") from None
+        with suppress(ValueError):  # not the main thread, whose handler Ray replaces by one that prints a trace
+            signal.signal(signal.SIGTERM, before)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
-def _flat(dataset: DataSet) -> list[Any]:
-    buffers: list[pickle.PickleBuffer] = []
-    file = io.BytesIO()
-    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(dataset)
-    return [file.getvalue(), *(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)]
+def stage(folder: Path, modules: Iterable[str]) -> None:
+    """Copy this package, and `modules` that are not installed with the loaded modules beside them, into `folder`."""
+    roots = {source.parent for name in modules if (source := _source(name.partition(".")[0])) is not None}
+    loaded = [_source(name) for name in list(sys.modules) if "." not in name and name != "__main__"]
+    for source in {_PACKAGE, *(each for each in loaded if each is not None and each.parent in roots)}:
+        if source.is_dir():
+            shutil.copytree(source, folder / source.name, ignore=_NOT_CODE)
+        else:
+            shutil.copy(source, folder)
+    # As in a wheel; in a checkout this folder is beside the package.
+    strategies = _PACKAGE.parent / "strategies"
+    if strategies.is_dir() and not _is_installed(strategies):
+        shutil.copytree(strategies, folder / _PACKAGE.name / "strategies", ignore=_NOT_CODE)
+    # Otherwise the version is that of an installation.
+    (folder / "pyproject.toml").write_text(f'[project]\nname = "fedbn-flwr"\nversion = "{__version__}"\n')
 
 
-def _dataset(flat: list[Any]) -> DataSet:
-    dataset = pickle.loads(flat[0], buffers=flat[1:])  # noqa: S301  # of our own server
-    assert isinstance(dataset, DataSet)
-    return dataset
+def _source(name: str) -> Path | None:
+    """The file or folder of a loaded module or package; None for a part of Python, and for an installed one."""
+    module = sys.modules.get(name)
+    paths = [*getattr(module, "__path__", []), getattr(module, "__file__", None)]
+    source = Path(paths[0] or "").resolve()
+    return None if paths[0] is None or _is_installed(source) else source
+
+
+def _is_installed(source: Path) -> bool:
+    paths = sysconfig.get_paths()
+    return any(source.is_relative_to(Path(paths[key]).resolve()) for key in ("stdlib", "purelib", "platlib"))

@@ -17,10 +17,9 @@ from typing import Any
 import ray
 from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import RayError
 
-from fedbn_flwr.engines.local import LocalGrid, identify
-from fedbn_flwr.engines.nodes import Nodes
+from fedbn_flwr.engines.local import LocalGrid, Nodes, identify
 from fedbn_flwr.engines.worker import NodeWorker, Then, keep_freed_memory
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import arrays_in, size_of
@@ -137,16 +136,16 @@ class RayGrid(LocalGrid):
         if self._ends_actors:
             self._idle.close()
 
-    def _wait(self, timeout: float) -> list[int]:
-        waited = {actor.waited: number for number, actor in enumerate(self._workers) if actor.then}
+    def _wait(self, timeout: float) -> list[Any]:
+        waited = {actor.waited: actor for actor in self._workers if actor.then}
         found = ray.wait(list(waited), num_returns=1, timeout=timeout)[0] if waited else []
         if found or not timeout:
             return [waited[ref] for ref in found]
         # Ray can take minutes to report for each result that its machine is lost.
         alive = {"", *(str(node["NodeID"]) for node in machines())}
-        lost = [number for number in waited.values() if self._workers[number].node not in alive]
-        for number in lost:
-            self._workers[number].waited = None
+        lost = [actor for actor in waited.values() if actor.node not in alive]
+        for actor in lost:
+            actor.waited = None
         return lost
 
     def _receive(self, timeout: float) -> None:
@@ -205,7 +204,7 @@ class _Actor:
         return pickle.dumps(getattr(self._nodes, call)(*arguments), protocol=5)
 
 
-@dataclass
+@dataclass(eq=False)
 class ActorWorker(NodeWorker):
     """An actor, on any machine that has room."""
 
@@ -216,6 +215,7 @@ class ActorWorker(NodeWorker):
     waited: Any = None  # the reference of the result of the current job; None: its machine is lost
     machine: str = ""  # its address
     node: str = ""  # Ray's name of the machine; empty until the actor is ready
+    held: dict[int, bool] = field(default_factory=dict)
     _actor: Any = None
 
     def launch(self) -> None:
@@ -246,10 +246,7 @@ class ActorWorker(NodeWorker):
         except RayError as error:
             if not self.is_ready:
                 return None, f"no actor can start on the Ray cluster: {_in_a_line(error)}"
-            if isinstance(error, RayTaskError):
-                how = f"failed: {_in_a_line(error)}"
-            elif not isinstance(error, ActorDiedError | ActorUnavailableError):
-                how = f"was lost with its reply ({type(error).__name__})"
+            how = f"was lost ({type(error).__name__}: {_in_a_line(error)})"
         return None, f"the client's actor on {self.machine} {how}"
 
     def release(self) -> None:

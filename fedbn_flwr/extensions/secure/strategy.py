@@ -16,7 +16,6 @@ Which client is at fault is not known: the masks hide it.
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
@@ -34,8 +33,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
-from fedbn_flwr.messages.gate import Reply, gate, read_reply, refused, sent_model, with_content
-from fedbn_flwr.messages.screening import reason_of
+from fedbn_flwr.messages.gate import Reply, gate, read_reply, reason_of, refused, sent_model, with_content
 from fedbn_flwr.norms.roles import is_variance
 from fedbn_flwr.strategies import Round, Wrapper
 
@@ -129,6 +127,8 @@ class Secure(Wrapper):
                 )
         self.threshold, self.timeout = threshold, timeout
         self.ranges = float(update_range), float(statistics_range), float(max_examples)
+        # The records in whose mean all clients count equally.
+        self.equal = frozenset(name for name, is_equal in self.traits.records.items() if is_equal)
         masked = "replies of 8 bytes per value, keys and shares for each pair of clients"
         traffic = "; ".join(filter(None, [self.traits.traffic, masked]))
         self.traits = replace(self.traits, traffic=traffic)
@@ -139,11 +139,6 @@ class Secure(Wrapper):
         return {**super().notes(), "secure_threshold": self.threshold, **skipped}
 
     # --- a round ---
-
-    @property
-    def equal(self) -> frozenset[str]:
-        """The records in whose mean all clients count equally."""
-        return frozenset(name for name, is_equal in self.traits.records.items() if is_equal)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -233,7 +228,7 @@ class MaskedRound:
 
     def means(self, replies: Iterable[Message], whole: Arrays) -> list[Message]:
         """The mean reply from each client in the sum, and errors from the others; `whole` is the global model."""
-        found, sums, errors = self._open(replies, whole)
+        found, sums, errors = self._open(replies)
         like = {(name, key): whole.get(key, value) for (name, key), value in sums.items()}
         means = self._fixed.means(sums, self._fixed.kinds(like), len(found))
         # Counts and weights too are means, so that they add up to the total.
@@ -254,7 +249,7 @@ class MaskedRound:
             change = np.where(change == 0, before, before.astype(np.float64) + change)
         return _not_negative(change, error) if is_variance(key) else change
 
-    def _open(self, replies: Iterable[Message], model: Arrays) -> tuple[list[Message], Values, list[Message]]:
+    def _open(self, replies: Iterable[Message]) -> tuple[list[Message], Values, list[Message]]:
         """The usable replies in the order of nodes, their sum, and errors for the other nodes."""
         arrived = sorted(gate(replies), key=_node_of)
         errors = self._failed + [reply for reply in arrived if reply.has_error()]
@@ -266,9 +261,7 @@ class MaskedRound:
             node: frozenset((place, each.dtype.str, each.shape) for place, each in of_node.items())
             for node, of_node in values.items()
         }
-        (most, count), *others = Counter(forms.values()).most_common() or [(frozenset(), 0)]
-        if others and 2 * count <= len(forms):
-            raise NotOpened("the replies have different arrays, and most have no common form")
+        most = max(forms.values(), key=[*forms.values()].count, default=frozenset())
         for node in [node for node, form in forms.items() if form != most]:
             odd = min(most ^ forms[node], key=str)[0]
             errors.append(
@@ -277,18 +270,9 @@ class MaskedRound:
         reasons = {_node_of(error): reason_of(error) for error in errors}
         self._check_threshold("masked replies", len(found), len(self._peers), reasons)
         like = values[next(iter(found))]
-        self._check_masked(like, model)
         total: Array = sum((to_vector(values[node]) for node in found), np.zeros(1, np.uint64))
         self._unmask(total, list(found))
         return list(found.values()), from_vector(total, like), errors
-
-    def _check_masked(self, values: Values, model: Arrays) -> None:
-        """NotOpened if the form of most replies, here the first one's, is not that of masked ones."""
-        arrays = {place: model.get(place[1], value).shape for place, value in values.items()}
-        metrics = {place for place in values if place[0] == TOTALS} | {(TOTALS, self.rule.chain[-1].weighted_by_key)}
-        for place, shape in {**arrays, **dict.fromkeys(metrics, ())}.items():
-            if place not in values or values[place].dtype != np.uint64 or values[place].shape != shape:
-                raise NotOpened(f"most replies have no masked {place} of shape {shape}")
 
     def _unmask(self, total: Array, survivors: Sequence[int]) -> None:
         """Remove all masks from the sum of the survivors, who reveal what is necessary."""
@@ -314,12 +298,9 @@ class MaskedRound:
                     shares[sender, which][1 + place] = int.from_bytes(share, "little")
         found = {}
         for (node, which), some in shares.items():
-            if len(some) >= self.threshold:
-                secret = join(dict(list(some.items())[: self.threshold]))
-                if public_key(secret) == self._public(node, which):
-                    found[node, which] = secret
-        if missing := len(wanted) - len(found):
-            raise NotOpened(f"the shares of the secrets of {missing} of {len(wanted)} clients do not give the secret")
+            found[node, which] = join(dict(list(some.items())[: self.threshold]))
+            if len(some) < self.threshold or public_key(found[node, which]) != self._public(node, which):
+                raise NotOpened("the shares of a client's secret do not give it")
         return found
 
     def _public(self, node: int, which: int) -> bytes:
@@ -333,20 +314,20 @@ class MaskedRound:
         sent = RecordDict({"config": ConfigRecord({**self._config, client.STAGE: stage}), "secure": pack(arrays)})
         messages = [Message(RecordDict({**sent}), node, client.QUERY) for node in nodes]
         found: dict[int, Array] = {}
-        without = dict.fromkeys(nodes, f"it did not answer in {self.rule.timeout:g} s")
+        reasons = dict.fromkeys(nodes, f"it did not answer in {self.rule.timeout:g} s")
         for reply in gate(self.grid.send_and_receive(messages, timeout=self.rule.timeout)):
             node = _node_of(reply)
             if reply.has_error():
-                without[node] = reason_of(reply)
+                reasons[node] = reason_of(reply)
                 continue
             value = next(iter(client.values_in(reply.content).values()), np.zeros(0))
             if value.dtype != np.uint8 or value.shape != shape:
-                without[node] = f"its answer is {value.dtype} of shape {value.shape}, expected bytes of shape {shape}"
+                reasons[node] = f"its answer is {value.dtype} of shape {value.shape}, expected bytes of shape {shape}"
             elif stage == "keys" and not all(is_usable(each.tobytes()) for each in value.reshape(-1, KEY_BYTES)):
-                without[node] = "with one of its public keys no client can agree on a secret"
+                reasons[node] = "with one of its public keys no client can agree on a secret"
             else:
                 found[node] = value
-        reasons = {node: reason for node, reason in without.items() if node not in found}
+                del reasons[node]
         self._check_threshold(f"stage {stage}", len(found), len(nodes), reasons)
         for node, reason in reasons.items():
             log(WARNING, "%s, secure aggregation, stage %s: without node %d: %s", self._what, stage, node, reason)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +11,7 @@ from fedbn_flwr.commands.common import Commands, add_command, parse_pairs
 from fedbn_flwr.errors import SettingsError
 
 if TYPE_CHECKING:
-    from .connection import Check
+    from .needs import Check
 
 
 def add(commands: Commands) -> None:
@@ -39,7 +37,6 @@ def add(commands: Commands) -> None:
     parser.add_argument("--node-config", metavar="TEXT", help="as for flower-supernode: data-path, domain, state, ...")
     parser.add_argument("--insecure", action="store_true", help="the SuperLink has no TLS")
     parser.add_argument("--timeout", type=float, default=5, metavar="S", help="seconds to wait for the server (5)")
-    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -49,26 +46,29 @@ def check(arguments: argparse.Namespace) -> int:
         )
     if arguments.insecure and arguments.root_certificates:
         raise SettingsError("--insecure and --root-certificates exclude each other; give one")
-    checks: list[Check] = []
-    marks = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
+    counts = {"ok": 0, "warning": 0, "FAILED": 0}
     for found in _checks(arguments):
-        checks.append(found)
-        if not arguments.json:  # at once, since reading data can take long
-            cure = f"\n         {'':16}   -> {found.cure}" if found.cure else ""
-            print(f"{marks[found.status]}  {found.name.ljust(18)} {found.found}{cure}", flush=True)
-    counts = {status: sum(each.status == status for each in checks) for status in marks}
-    if arguments.json:
-        print(json.dumps({"checks": [dataclasses.asdict(each) for each in checks], **counts}, indent=2))
-    else:
-        print(f"\n{counts['ok']} ok, {counts['warning']} warnings, {counts['failed']} failed")
-    return 1 if counts["failed"] else 0
+        counts[found.status] += 1
+        cure = f"\n         {'':16}   -> {found.cure}" if found.cure else ""
+        print(f"{found.status.ljust(7)}  {found.name.ljust(18)} {found.found}{cure}", flush=True)
+    print(f"\n{counts['ok']} ok, {counts['warning']} warnings, {counts['FAILED']} failed")
+    return 1 if counts["FAILED"] else 0
 
 
 def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     from fedbn_flwr.experiment.file.layers import load_experiment
 
-    from .connection import asked, check_authority, check_key, check_server
-    from .needs import check_data, check_gpu, check_node_config, check_state, check_versions
+    from .needs import (
+        asked,
+        check_authority,
+        check_data,
+        check_gpu,
+        check_key,
+        check_node_config,
+        check_server,
+        check_state,
+        check_versions,
+    )
 
     experiment = load_experiment(arguments.experiment, arguments.overrides) if arguments.experiment else None
     node = parse_pairs([arguments.node_config or ""], "--node-config")

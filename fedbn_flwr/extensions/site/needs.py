@@ -1,31 +1,179 @@
-"""Checks what a site needs to train: versions, data and GPU. `fedbn check` prints them."""
+"""Checks what a site needs: its key, the certificates, the server, versions, data and GPU. `fedbn check` prints them.
+
+A check is an iterator of answers; `asked` makes an answer of its error. Each wait has a bound.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import importlib.metadata
-import math
 import platform
+import socket
+import ssl
+import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Context, RecordDict
+from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 from torch import Tensor
 
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.errors import needs
+from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of
-from fedbn_flwr.experiment.parts import choose_device, make_model, own_loss
+from fedbn_flwr.experiment.parts import choose_device, make_model
 from fedbn_flwr.experiment.prepare import make_rule, try_model
-from fedbn_flwr.experiment.settings import Data, Experiment, Settings, resolve
-from fedbn_flwr.named import is_name
+from fedbn_flwr.experiment.settings import Experiment, Settings
 
-from .connection import Check, Failed, asked
+_SOON = 30  # days in which a certificate should be renewed
+_BEHIND = TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE  # seconds that a node's clock may be late
+_NEW_KEY = "give the file node.key that deploy/keys.sh created for this site"
 
-_SHOWN_CLASSES = 12
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    status: Literal["ok", "warning", "FAILED"]
+    found: str
+    cure: str = ""  # what to do, unless the status is ok
+
+
+class Failed(Exception):
+    """The end of a check: what was found, and perhaps a cure of its own."""
+
+
+def asked(name: str, answers: Iterable[Check], cure: str) -> Iterator[Check]:
+    """The answers; an error is the last one, with this cure."""
+    try:
+        yield from answers
+    except Failed as failed:
+        found, *own = failed.args
+        yield Check(name, "FAILED", found, *own or [cure])
+    except (OSError, FedbnError) as error:
+        yield Check(name, "FAILED", str(error), cure)
+
+
+def check_key(file: Path) -> Iterator[Check]:
+    """Whether a node's private key can be used, and by this user only."""
+    try:
+        key = load_ssh_private_key(file.read_bytes(), password=None)  # as the SuperNode reads it
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        reason = str(error).split(". ")[0].split("\n")[0]
+        raise Failed(f"{file}: no private key of ssh-keygen without a passphrase ({reason})", _NEW_KEY) from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise Failed(f"{file}: not an elliptic-curve key, which the SuperNode needs", _NEW_KEY)
+    if stat.S_IMODE(mode := file.stat().st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
+        cure = f"chmod 600 {file}; if others may have read it, have the node's key replaced"
+        raise Failed(f"{file}: other users have rights to it ({stat.filemode(mode)})", cure)
+    yield Check("key", "ok", f"{file}: {key.curve.name}, of its owner only")
+
+
+def check_authority(file: Path) -> Iterator[Check]:
+    """Whether the certificates of a file with root certificates are valid, and for how long."""
+    try:
+        certificates = x509.load_pem_x509_certificates(file.read_bytes())
+    except ValueError:
+        raise Failed(f"{file}: not a PEM certificate") from None
+    first = min(certificates, key=lambda each: each.not_valid_after_utc)
+    yield _validity("root certificate", first, str(file), "have the operator of the server create a new authority")
+
+
+def check_server(address: str, authority: Path | None, timeout: float, *, insecure: bool = False) -> Iterator[Check]:
+    """Whether a SuperLink can be reached at HOST:PORT, and whether its certificate is valid for that host."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
+        raise Failed(f"the address is {address!r}", "give HOST:PORT, as fl.example.org:8000")
+    if insecure:
+        connection = HTTPConnection(host, int(port), timeout=timeout)
+    else:
+        context = ssl.create_default_context(cafile=str(authority) if authority else None)
+        connection = HTTPSConnection(host, int(port), timeout=timeout, context=context)
+    with contextlib.closing(connection):
+        try:
+            connection.connect()
+        except (socket.gaierror, UnicodeError):  # the latter for what cannot be a name: a..b
+            raise Failed(f"the name {host!r} is unknown here", "check the name, and DNS at this site") from None
+        except TimeoutError:
+            cure = f"let this machine connect to port {port}: a firewall drops it, or the server is off"
+            raise Failed(f"{address} does not answer within {timeout:g} s", cure) from None
+        except ssl.SSLError as error:
+            raise _tls_problem(error, address) from None
+        except OSError as error:
+            raise Failed(f"{address}: {error.strerror or error}", "start the SuperLink; check the port") from None
+        if insecure:
+            warning = f"{address} accepts connections", "use TLS unless this is the same machine"
+            yield Check("server", "warning", *warning)
+            return
+        certificate = x509.load_der_x509_certificate(connection.sock.getpeercert(binary_form=True))  # type: ignore[union-attr]
+        yield from _health(address, connection)
+    renew = "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink"
+    yield _validity("server certificate", certificate, f"of {address}", renew)
+
+
+def _health(address: str, connection: HTTPConnection) -> Iterator[Check]:
+    begin = time.time()
+    try:
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+    except (OSError, HTTPException) as error:
+        found = f"{address} has TLS, but answers no HTTP request ({error})"
+        cure = "check that this is the SuperLink's port (8000), not that of the exchange service"
+        yield Check("server", "warning", found, cure)
+        return
+    # A reverse proxy may offer only the paths of sites, which are below /v1/fleet/.
+    what = "a SuperLink, with TLS" if answer.status == 200 else f"TLS, and an HTTP server (status {answer.status})"
+    yield Check("server", "ok", f"{address}: {what}")
+    with contextlib.suppress(TypeError, ValueError):  # without a date
+        yield _clock(begin - parsedate_to_datetime(answer.headers["Date"]).timestamp())
+
+
+def _clock(ahead: float) -> Check:
+    """Whether a SuperLink accepts the times that the node signs; `ahead` is up to 2 s too large, as dates are late."""
+    found = f"this machine's clock is about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
+    if -_BEHIND < ahead < SYSTEM_TIME_TOLERANCE:
+        return Check("clock", "ok", found)
+    rejected = ahead - 2 >= SYSTEM_TIME_TOLERANCE or ahead <= -_BEHIND
+    limits = f"a SuperLink rejects a node {SYSTEM_TIME_TOLERANCE} s ahead or {_BEHIND} s behind"
+    return Check("clock", "FAILED" if rejected else "warning", f"{found}; {limits}", "set both clocks by NTP")
+
+
+def _tls_problem(error: ssl.SSLError, address: str) -> Failed:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        cure = (
+            "connect by a name in the certificate, or have the operator add it or renew the certificate "
+            "(deploy/keys.sh --add NAME, then restart the SuperLink); or get ca.crt again"
+        )
+        return Failed(f"the certificate of {address} is refused: {error.verify_message}", cure)
+    if "WRONG_VERSION_NUMBER" in str(error) or "record layer" in str(error):
+        return Failed(f"{address} has no TLS", "check the port; the SuperLink needs its certificates (deploy/keys.sh)")
+    return Failed(f"{address}: TLS failed ({str(error).split('] ')[-1]})", "check that this is the SuperLink's address")
+
+
+def _validity(name: str, certificate: x509.Certificate, where: str, cure: str) -> Check:
+    now = datetime.datetime.now(datetime.UTC)
+    end, begin = certificate.not_valid_after_utc, certificate.not_valid_before_utc
+    if begin > now:
+        clock = f"set this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC"
+        raise Failed(f"{where}: valid only from {begin:%Y-%m-%d %H:%M} UTC", clock)
+    if end < now:
+        raise Failed(f"{where}: expired on {end:%Y-%m-%d}", cure)
+    days = (end - now).days
+    found = f"{where}: valid until {end:%Y-%m-%d} ({days} days)"
+    return Check(name, "warning", found, cure) if days < _SOON else Check(name, "ok", found)
 
 
 def check_versions() -> Iterator[Check]:
@@ -48,7 +196,7 @@ def check_state(folder: Path) -> Iterator[Check]:
 
 def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterator[Check]:
     """Whether the data of the site's client can be read, what they are, and whether they suit the experiment."""
-    runs = experiment.runs if experiment is not None else (resolve(Settings()),)
+    runs = experiment.runs if experiment is not None else (Settings(),)
     checks: list[Check] = []
     for run in runs:
         for check in _data_of_run(run, node, expected=experiment is not None):
@@ -60,7 +208,6 @@ def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterat
 def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> Iterator[Check]:
     run = run.model_copy(update={"engine": run.engine.model_copy(update={"device": "cpu"})})
     parts = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={}))
-    yield from _columns(parts.run.data)
     dataset, (train, test) = parts.dataset, parts.part
     where = str(node.get("data-path", run.data.name))
     yield Check("data", "ok", f"{where}: {_content(dataset, train, test)}")
@@ -70,46 +217,11 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
         )
     if not expected:
         return
-    try_model(run, make_model(run, dataset), dataset, torch.device("cpu"), own_loss(run))
+    try_model(run, make_model(run, dataset), dataset, torch.device("cpu"))
     yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these examples")
     if allowed := make_rule(run).traits.min_batch:
         exchange = _exchange(min(run.train.batch_size, len(parts.split[0])), allowed, parts.min_batch)
         yield from asked("exchange", exchange, "have more examples, or allow smaller batches")
-
-
-def _columns(data: Data) -> Iterator[Check]:
-    """How the columns of a table differ from those that the experiment names, all at once and without values."""
-    if not data.inputs or is_name(data.name):
-        return
-    with needs("data", f"data.name={data.name!r}"):
-        from fedbn_flwr.data.folders import open_splits
-    splits, _ = open_splits(data, None)
-    categories, ranges = dict(data.categories), dict(data.ranges)
-    used = [*data.inputs, *data.label, *filter(None, (data.domain, data.group))]
-    problems = [f"there is no column {name!r}" for name in used if name not in splits["train"].features]
-    for part, split in splits.items():
-        for name in filter(split.features.__contains__, used):
-            rows = split.to_pandas()[name]
-            if name in data.inputs and name not in categories and rows.dtype.kind in "OSU":
-                problems.append(f"{part}: {name!r} has texts, expected numbers")
-            if (absent := int(rows.isna().sum())) and not (data.missing and name in data.inputs):
-                problems.append(f"{part}: {absent} of {len(rows)} rows have no value in {name!r}")
-            low, high = ranges.get(name, (-math.inf, math.inf))
-            if rows.dtype.kind in "iuf" and (outside := int(((rows < low) | (rows > high)).sum())):
-                problems.append(
-                    f"{part}: {outside} of {len(rows)} rows have a value of {name!r} outside of data.ranges, "
-                    f"{low:g} to {high:g}"
-                )
-            known = categories.get(name, data.class_names if (name,) == data.label else ())
-            if other := int((~rows.dropna().astype(str).isin(known)).sum()) if known else 0:
-                problems.append(
-                    f"{part}: {other} of {len(rows)} rows have a value in {name!r} other than {list(known)}"
-                )
-    if problems:
-        raise Failed(f"{data.name}: {'; '.join(problems)}", "correct the files, or the experiment")
-    unused = [name for name in splits["train"].features if name not in used]
-    more = f"; not used: {', '.join(unused)}" if unused else ""
-    yield Check("columns", "ok", f"{data.name}: {', '.join(used)}{more}")
 
 
 def _exchange(examples: int, allowed: int, own: int) -> Iterator[Check]:
@@ -119,12 +231,7 @@ def _exchange(examples: int, allowed: int, own: int) -> Iterator[Check]:
 
 
 def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
-    what = f"examples of shape {list(dataset.shape)}"
-    if dataset.is_image:
-        height, width = dataset.size
-        channels = {1: "grey", 3: "RGB"}.get(dataset.channels, f"{dataset.channels} channels")
-        what = f"images of {height}x{width} pixels, {channels}"
-    parts = [f"{len(train):,} training and {len(test):,} test {what}"]
+    parts = [f"{len(train):,} training and {len(test):,} test examples of shape {list(dataset.shape)}"]
     if dataset.task.form != "classes":
         parts.append(f"{dataset.task.targets}: {', '.join(dataset.class_names)}")
     elif dataset.dense:
@@ -132,10 +239,7 @@ def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
     else:
         counts = torch.bincount(dataset.train.labels[train].cpu(), minlength=dataset.classes).tolist()
         named = [f"{name}: {count}" for name, count in zip(dataset.class_names, counts, strict=True)]
-        more = f", ... ({len(named)} classes)" if len(named) > _SHOWN_CLASSES else ""
-        parts.append(f"classes: {', '.join(named[:_SHOWN_CLASSES])}{more}")
-        if absent := counts.count(0):
-            parts.append(f"no training examples of {absent} of the {len(counts)} classes")
+        parts.append(f"classes: {', '.join(named)}")
     if (domains := dataset.domains) is not None:
         here = sorted({domains.names[number] for number in domains.train[train.cpu()].tolist()})
         parts.append(f"domain{'s' if len(here) > 1 else ''}: {', '.join(here)}")

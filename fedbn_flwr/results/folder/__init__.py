@@ -36,7 +36,7 @@ from fedbn_flwr.errors import SettingsError, StorageError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
 from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
-from fedbn_flwr.storage import Store, replacing, to_json, write_store, writing
+from fedbn_flwr.storage import read_store, replacing, to_json, write_store, writing
 
 from ..text import file_name
 from .checkpoint import CheckpointFile, Snapshot
@@ -53,6 +53,13 @@ def default_out(name: str) -> Path:
     folder = Path(os.environ.get("FEDBN_OUT") or "runs") / f"{file_name(name)}-{stamp}"
     repeats = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([folder], repeats) if not path.exists())
+
+
+def out_folder(name: str, out: str | Path | None, *, resume: bool) -> Path:
+    """The folder that is asked for, or a new one."""
+    if resume and not out:
+        raise SettingsError("to resume runs, give their folder: --out, or out in Python and in a run config")
+    return Path(out).expanduser() if out else default_out(name)
 
 
 class RunFolder:
@@ -105,10 +112,15 @@ class RunFolder:
         for file in self.path.glob("*"):
             if file.is_fifo():
                 raise damaged(file, "it is a FIFO")
-        saved, first = self.checkpoint.state(), (self.read("environment.json") or {}) if self.config() else {}
-        done = 0 if saved is None else saved.round
+        first = (self.read("environment.json") or {}) if self.config() else {}
+        saved = self.checkpoint.read() if self.checkpoint.path.exists() else None
+        done = 0
         if saved is not None:
-            self._check(saved, config, first.get("token", saved.token))
+            done, now = saved.round, {**deciding(config), "token": first.get("token", saved.token)}
+            if saved.unsaved is not None:
+                raise SettingsError(f"{str(self.path)!r} cannot be resumed: {saved.unsaved}")
+            if different := _difference({**saved.settings, "token": saved.token}, now):
+                raise damaged(self.checkpoint.path, f"it is of another run: {different}")
         kept = {name: [line for line in self.lines(name) if line["round"] <= done] for name in LINES}
         if (rounds := [line["round"] for line in kept["history.jsonl"]]) != list(range(1, done + 1)):
             raise SettingsError(
@@ -129,16 +141,6 @@ class RunFolder:
         if summary is not None:  # of the lines that are left, should the run not begin
             self.write_summary(summary.of(kept["history.jsonl"]))
         return done
-
-    def _check(self, saved: Snapshot, config: Mapping[str, Any], token: str) -> None:
-        """Refuse a checkpoint that cannot be continued, or that of another run."""
-        if saved.unsaved is not None:
-            raise SettingsError(f"{str(self.path)!r} cannot be resumed: {saved.unsaved}")
-        different = _difference(saved.settings, deciding(config))
-        if not different and saved.token != token:
-            different = f"the token was {saved.token!r} and is {token!r} in environment.json"
-        if different:
-            raise damaged(self.checkpoint.path, f"it is of another run: {different}")
 
     def _write_environment(self, first: dict[str, Any], now: dict[str, Any], done: int, saved: Snapshot | None) -> None:
         """Of the first session, and what is different in each that continues it."""
@@ -244,8 +246,7 @@ class RunFolder:
         file = self.path / "promises"
         if not file.exists():
             return {}
-        with Store(file) as store:
-            found: dict[str, float] = json.loads(store["promises"])
+        found: dict[str, float] = json.loads(read_store(file)["promises"])
         return found
 
     @property
@@ -260,7 +261,7 @@ class RunFolder:
 
 
 # Settings of the engine that may differ when a run is resumed, because they do not affect results.
-_FREE = ("workers", "gpus", "timeout", "node_timeout", "state_memory", "checkpoint_every")
+_FREE = ("workers", "timeout", "node_timeout", "checkpoint_every")
 
 
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from flwr.app import RecordDict
 
 from fedbn_flwr.errors import SettingsError, StorageError
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.storage import Store, write_store
+from fedbn_flwr.storage import read_store, write_store
 
 _CLIENT = "clients/"
 
@@ -31,7 +31,7 @@ class Snapshot:
     round: int
     token: str  # of the run; nodes store their state of it under this name
     model: RecordDict
-    strategy: RecordDict | None  # None if it cannot be saved
+    strategy: bytes | None  # its state; None if it cannot be saved
     unsaved: str | None = None  # the reason
     trained: Mapping[int, int] = field(default_factory=dict)  # partition -> the last round in which it trained
     settings: Mapping[str, Any] = field(default_factory=dict)  # that affect results
@@ -41,13 +41,6 @@ class CheckpointFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def state(self) -> Snapshot | None:
-        """Without its records; None if there is no checkpoint."""
-        if not self.path.exists():
-            return None
-        with self._opened() as store:
-            return _snapshot(store)
-
     def write(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] = ()) -> None:
         """`clients` yields the state of one node at a time; none if the nodes store it."""
         try:
@@ -56,22 +49,30 @@ class CheckpointFile:
             raise StorageError(f"{error}; the previous checkpoint is unchanged") from None
 
     def read(self) -> Snapshot:
+        """Without the clients."""
         with self._opened() as store:
-            strategy = parse(store["strategy"]) if "strategy" in store else None
-            return replace(_snapshot(store), model=parse(store["model"]), strategy=strategy)
+            state, is_saved = json.loads(store["state"]), "strategy" in store
+            return Snapshot(
+                round=int(state["round"]),
+                token=str(state["token"]),
+                model=parse(store["model"]),
+                strategy=store.get("strategy"),
+                unsaved=None if is_saved else str(state["unsaved"]),
+                trained={int(partition): int(last) for partition, last in state["trained"].items()},
+                settings=dict(state["settings"]),
+            )
 
     def clients(self) -> Iterator[tuple[int, RecordDict]]:
         """The state of one node at a time; none if the nodes store it."""
         with self._opened() as store:
-            for name in store:
+            for name, state in store.items():
                 if name.startswith(_CLIENT):
-                    yield int(name.removeprefix(_CLIENT)), parse(store[name])
+                    yield int(name.removeprefix(_CLIENT)), parse(state)
 
     @contextmanager
-    def _opened(self) -> Iterator[Store]:
+    def _opened(self) -> Iterator[dict[str, bytes]]:
         try:
-            with Store(self.path) as store:
-                yield store
+            yield read_store(self.path)
         except (StorageError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             what = str(error)
             if not isinstance(error, StorageError):  # whole, but with other content
@@ -92,14 +93,6 @@ def _entries(snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]]) -> I
     yield "state", json.dumps(state).encode()
     yield "model", dump(snapshot.model)
     if snapshot.strategy is not None:
-        yield "strategy", dump(snapshot.strategy)
+        yield "strategy", snapshot.strategy
     for node, records in clients:
         yield f"{_CLIENT}{node}", dump(records)
-
-
-def _snapshot(store: Store) -> Snapshot:
-    state = json.loads(store["state"])
-    trained = {int(partition): int(last) for partition, last in state["trained"].items()}
-    unsaved = None if "strategy" in store else str(state["unsaved"])
-    token, settings = str(state["token"]), dict(state["settings"])
-    return Snapshot(int(state["round"]), token, RecordDict(), None, unsaved, trained, settings)

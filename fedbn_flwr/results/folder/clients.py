@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedbn_flwr.tasks import is_lower_better
 
@@ -33,8 +33,7 @@ class PartitionCounts:
         return [sum(row) for row in self.counts]
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     mean: float
     deviation: float
     worst_tenth: float  # the mean of the worst tenth of the clients, rounded up to whole clients

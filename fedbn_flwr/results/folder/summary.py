@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, get_type_hints
 
 from fedbn_flwr.storage import to_json
-from fedbn_flwr.tasks import CLASSIFICATION, TASKS, Task, goodness, title_of
+from fedbn_flwr.tasks import CLASSIFICATION, METRICS, TASKS, Task, goodness
 
 from .files import check_keys, check_types
 from .ledger import Traffic
@@ -95,7 +95,7 @@ class Summary:
         return [key for key in line if key in known or _is_spread(key) or self._is_of_domain(key)]
 
     def _is_of_domain(self, key: str) -> bool:
-        return key.startswith(tuple(domain_keys(self.of_task))) and not _is_spread(key)
+        return key.startswith(domain_keys(self.of_task)) and not _is_spread(key)
 
     def to_json(self) -> dict[str, Any]:
         """One flat mapping, in which traffic, figures and notes are not nested."""
@@ -152,20 +152,17 @@ def _best(task: Task) -> list[str]:
     return ["best_round", *(f"best_{of}_{task.main}" for of in ("test", "round", "validation"))]
 
 
-def domain_keys(task: Task) -> dict[str, str]:
-    """Figures by domain: the beginning of the key, which ends with the domain's name, and a description."""
-    title = title_of(task.main)
-    return {
-        f"{task.main}_": f"{title} of the global model, by domain",
-        f"clients_own_{task.main}_": f"{title} of clients on test examples of their own, by domain",
-    }
+def domain_keys(task: Task) -> tuple[str, ...]:
+    """The beginnings of the keys of figures by domain, which end with the domain's name."""
+    return f"{task.main}_", f"clients_own_{task.main}_"
 
 
 def is_taken(name: str, task: Task) -> bool:
     """Whether a metric of the user with this name would have the key of another figure in history or summary."""
     keys = {"round", "clients", "num_examples", "broadcast_mib_per_round", *_LATEST, *keys_of(task, ()), *_best(task)}
     keys |= {item.name for of in (Summary, Traffic) for item in fields(of)}
-    prefixes = (f"{task.main}_", "clients_", "own_", "train_", "validation_", "unseen_", "tuned_")
+    of_domains = (f"{metric}_" for metric in METRICS)
+    prefixes = (*of_domains, "clients_", "own_", "train_", "validation_", "unseen_", "tuned_")
     return name in keys or name.startswith(prefixes) or name.endswith((*SPREAD, "examples"))
 
 

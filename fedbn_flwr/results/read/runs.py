@@ -21,25 +21,27 @@ from ..folder.summary import Summary
 from ..text import printable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
-    path: Path
-    summary: Summary
-    history: list[dict[str, Any]]
+    """One run, with the figures of the moment when it was read."""
 
-    @classmethod
-    def read(cls, path: Path) -> Run | None:
-        """None if there is no summary, for instance since the folder was deleted meanwhile."""
-        found = RunFolder(path).progress()
-        return found and cls(path, *found)
-
-    @property
-    def folder(self) -> RunFolder:
-        return RunFolder(self.path)
+    folder: Path
+    summary: Summary  # the content of summary.json, for instance `summary.accuracy`; `summary.to_json()` is a dict
+    lines: list[dict[str, Any]]  # of history.jsonl
 
     @property
     def label(self) -> str:
+        """The run's name in tables and plots."""
         return self.summary.label
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """All settings; `run(result.config, rounds=20)` repeats the run with a change."""
+        return self.files.config()
+
+    @property
+    def files(self) -> RunFolder:
+        return RunFolder(self.folder)
 
     @cached_property
     def figures(self) -> dict[str, Any]:
@@ -48,12 +50,7 @@ class Run:
     @cached_property
     def clients(self) -> dict[str, dict[str, float]]:
         """The values by metric and client, of the last evaluated round."""
-        return last_values(self.folder.lines("clients.jsonl"))
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """All settings."""
-        return self.folder.config()
+        return last_values(self.files.lines("clients.jsonl"))
 
     @property
     def cell(self) -> Mapping[str, Any]:
@@ -65,7 +62,7 @@ class Run:
         """What the runs of a folder are sorted by: their experiment, and their place in its file."""
         found = self.cell.get("place")
         place = found if isinstance(found, list) and all(type(each) is int for each in found) else []
-        return str(self.path.parent), place, self.summary.seed, self.summary.began, str(self.path)
+        return str(self.folder.parent), place, self.summary.seed, self.summary.began, str(self.folder)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -92,6 +89,12 @@ class Run:
         return figures
 
 
+def read_run(folder: Path) -> Run | None:
+    """None if there is no summary, for instance since the folder was deleted meanwhile."""
+    found = RunFolder(folder).progress()
+    return found and Run(folder, *found)
+
+
 def is_number(value: object) -> bool:
     """Whether a value can be drawn: figures of a run that diverged are not finite."""
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
@@ -104,7 +107,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     for folder in folders:
         if not any(path.is_relative_to(folder) for path in found):
             raise UserError(f"{str(folder)!r} holds no run (there is no summary.json in it or its subfolders)")
-    read = [(number, run) for path, number in found.items() if (run := Run.read(path)) is not None]
+    read = [(number, run) for path, number in found.items() if (run := read_run(path)) is not None]
     return [run for _, run in sorted(read, key=lambda each: (each[0], *each[1].place))]
 
 
@@ -132,11 +135,11 @@ def read_state(path: Path) -> RunState | None:
     """None if the folder has no summary and settings that this project has written."""
     now = time.time()
     try:
-        if (run := Run.read(path)) is None:
+        if (run := read_run(path)) is None:
             return None
         files = (file for name in ("summary.json", "history.jsonl") if (file := path / name).exists())
         changed, rounds = max(file.stat().st_mtime for file in files), int(run.config["rounds"])
-        seconds = [float(line["seconds"]) for line in run.history]
+        seconds = [float(line["seconds"]) for line in run.lines]
         timeout = float(run.config.get("engine", {}).get("timeout", 3600))
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -154,7 +157,7 @@ def stopped_runs(out: Path) -> str:
     """The unfinished runs below `out` and their rounds, in words; empty if there are none."""
     states = filter(None, map(read_state, find_folders([out]) if out.is_dir() else ()))
     words = [
-        f"{printable(state.run.path.name)} stopped after round {state.run.summary.rounds} of {state.rounds}"
+        f"{printable(state.run.folder.name)} stopped after round {state.run.summary.rounds} of {state.rounds}"
         for state in states
         if state.status != "finished"
     ]

@@ -81,7 +81,7 @@ def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
 def _build(description: Mapping[str, Any], state: Mapping[str, Tensor], file: Path) -> nn.Module:
     build = description["build"].items()
     arguments: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in build}
-    with seeding.streams(0, torch.device("cpu")):  # building draws weights, which must not change the caller's draws
+    with seeding.streams(0):  # building draws weights, which must not change the caller's draws
         model = build_model(**arguments)
     kinds = roles(model)
     counters = {key: value for key, value in model.state_dict().items() if kinds[key] is Role.COUNTER}  # never sent

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fedbn_flwr.tasks import MAINS, METRICS, SHARES, title_of
+from fedbn_flwr.tasks import METRICS, SHARES, title_of
 
 from ..folder.ledger import Traffic
 from ..read.runs import is_number
@@ -24,115 +24,92 @@ AXES = {
     "seconds": "seconds",
 }
 
-_OF = {
-    "clients_own_": "clients, own test examples",
-    "clients_": "clients, all test examples",
-    "validation_": "held-out training examples",
-    "unseen_": "new clients, own test examples",
-    "train_": "training",
-    "best_test_": "global model",
-    "best_round_": "global model",
-    "best_validation_": "held-out training examples",
-    "": "global model",
+# How a figure is called, by the beginning of its key.
+_TITLES = {
+    "clients_own_": "clients' {} on own data",
+    "clients_": "clients' {}",
+    "validation_": "validation {}",
+    "unseen_": "new clients' {}",
+    "train_": "training {}",
+    "best_test_": "best {} on test",
+    "best_round_": "{} of the best round",
+    "best_validation_": "best validation {}",
+    "": "{}",
 }
+_OF_OTHERS = tuple(filter(None, _TITLES))
 _ENDINGS = {"_worst_tenth": "mean of the worst tenth", "_std": "deviation over clients", "_tuned": "fine-tuned"}
+_SPENT = {"bytes_down": ("MiB down", 1 / MIB, 2), "bytes_up": ("MiB up", 1 / MIB, 2), "seconds": ("seconds", 1, 1)}
 _NO_MEASURES = {"round", "clients", "seconds", *(field.name for field in fields(Traffic))}
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A key of the history, in words."""
+    """A key of the history or of the summary in words, and how its values are shown."""
 
     key: str
-    group: str  # the models and examples that it is of
     title: str
-    is_fraction: bool
+    scale: float = 1  # what a value is multiplied by; fractions are in percent
+    unit: str = ""
+    places: int | None = None  # digits after the point; by default those that the values need
 
     @classmethod
-    def of(cls, key: str, keys: Collection[str] = ()) -> Measure:
-        """`auc_sea` is the AUC of a domain if the main figure of a task has that domain too, `accuracy_sea` among the
-        other `keys`, else a metric of the user."""
-        prefix = next(prefix for prefix in _OF if key.startswith(prefix))
+    def of(cls, key: str) -> Measure:
+        """Without a beginning it is of the global model; what follows the name of a known figure is a domain."""
+        if key in _SPENT:
+            title, scale, places = _SPENT[key]
+            return cls(key, title, scale, "", places)
+        prefix = next(prefix for prefix in _TITLES if key.startswith(prefix))
         rest = key.removeprefix(prefix)
         ending = next((ending for ending in _ENDINGS if rest.endswith(ending)), "")
         name = rest.removesuffix(ending)
-
-        def is_of(base: str) -> bool:
-            mains = [f"{prefix}{main}{name.removeprefix(base)}" for main in MAINS]
-            return name == base or (name.startswith(f"{base}_") and not {key, *keys}.isdisjoint(mains))
-
-        base = next(filter(is_of, METRICS), "")
-        domain = name.removeprefix(f"{base}_") if base and name != base else ""
-        words = title_of(base or name)
-        details = [part for part in (f"domain {domain}" if domain else "", _ENDINGS.get(ending, "")) if part]
-        before = "training " if prefix == "train_" else prefix.replace("_", " ") if prefix.startswith("best_") else ""
-        title = ", ".join([before + words, *details])
-        return cls(key, _OF[prefix], title, base in SHARES)
+        base = next((base for base in METRICS if f"{name}_".startswith(f"{base}_")), name)
+        domain = name.removeprefix(base).removeprefix("_")
+        words = [_TITLES[prefix].format(title_of(base)), domain and f"domain {domain}", _ENDINGS.get(ending, "")]
+        title = ", ".join(filter(None, words))
+        return cls(key, title, 100, "%", 2) if base in SHARES else cls(key, title)
 
     @classmethod
-    def of_client(cls, key: str, keys: Iterable[str] = ()) -> Measure:
+    def of_client(cls, key: str) -> Measure:
         """A key of `clients.jsonl`."""
-        return cls.of(_in_history(key), set(map(_in_history, keys)))
+        return cls.of(key if key.startswith(("train_", "validation_", "unseen_")) else f"clients_{key}")
 
     @property
-    def scale(self) -> float:
-        """What a value is multiplied by to be shown; fractions in percent."""
-        return 100 if self.is_fraction else 1
-
-    @property
-    def unit(self) -> str:
-        return "%" if self.is_fraction else ""
+    def is_fraction(self) -> bool:
+        return self.unit == "%"
 
     @property
     def axis(self) -> str:
         """The title of an axis of values."""
-        return self.full_title + (", %" if self.is_fraction else "")
+        return self.title + (", %" if self.is_fraction else "")
 
     def in_words(self, value: float) -> str:
         return f"{self.scale * value:.4g}{self.unit}"
 
-    def digits(self, values: Iterable[float], of_share: int = 2) -> int:
-        """The digits after the point with which values are shown: so many of a percentage, of others about five in all.
-
-        Of values below 10 they are four.
-        """
+    def digits(self, values: Collection[float]) -> int:
+        """The digits after the point with which values are shown: about five digits in all, four after a point."""
+        if self.places is not None:
+            return self.places
+        if values and all(type(value) is int for value in values):
+            return 0
         largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
-        if self.is_fraction or not largest:
-            return of_share if self.is_fraction else 4
-        size = math.floor(math.log10(largest))
+        size = math.floor(math.log10(largest)) if largest else 0
         return max(0, min(4, 4 - size), min(2 - size, 8))
-
-    @property
-    def full_title(self) -> str:
-        return self.title if self.group == "training" else f"{self.title} ({self.group})"
-
-    @property
-    def of_clients(self) -> str:
-        """The title where it is clear that the figure is of clients."""
-        return self.full_title.replace("(clients, ", "(")
-
-
-def _in_history(key: str) -> str:
-    return key if key.startswith(("train_", "validation_", "unseen_")) else f"clients_{key}"
 
 
 def measures(histories: Iterable[Sequence[Mapping[str, Any]]]) -> list[Measure]:
     """All measures of the runs: those of the global model first, those of single domains after all others."""
     lines = (line for history in histories for line in history)
     keys = dict.fromkeys(key for line in lines for key, value in line.items() if type(value) in (int, float))
-    found = [Measure.of(key, keys) for key in keys if key not in _NO_MEASURES]
-    groups = ["global model", *(group for group in _OF.values() if group != "global model")]
-    return sorted(found, key=lambda measure: (", domain " in measure.title, groups.index(measure.group)))
+    found = [Measure.of(key) for key in keys if key not in _NO_MEASURES]
+    return sorted(found, key=lambda measure: (", domain " in measure.title, measure.key.startswith(_OF_OTHERS)))
 
 
 def spent(history: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
-    """For each line of a history: rounds, communication rounds, MiB and seconds up to its end."""
-    rounds, size, seconds = 0, 0, 0.0
+    """For each line of a history: its round, and communication rounds, bytes, MiB and seconds up to its end."""
+    total = dict.fromkeys(("communication_rounds", "bytes_down", "bytes_up", "seconds"), 0)
     for line in history:
-        rounds += int(line["communication_rounds"])
-        size += int(line["bytes_down"]) + int(line["bytes_up"])
-        seconds += float(line["seconds"])
-        yield {"round": line["round"], "communication_rounds": rounds, "mib": size / MIB, "seconds": seconds}
+        total = {key: before + line[key] for key, before in total.items()}
+        yield {"round": line["round"], **total, "mib": (total["bytes_down"] + total["bytes_up"]) / MIB}
 
 
 def curve(

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.errors import needs
+from fedbn_flwr.errors import UserError, needs
 from fedbn_flwr.storage import writing
 
 from ..text import in_html
@@ -38,8 +38,13 @@ class Plot(Figure):
         self._tips += [(panel, *point, text) for point, text in zip(points, words, strict=True)]
 
     def write(self, file: Path) -> None:
-        """In the format that the file's name ends in."""
+        """Into a folder that may not exist yet, in the format that the file's name ends in."""
+        if file.suffix[1:] not in (known := self.canvas.get_supported_filetypes()):
+            raise UserError(
+                f"the plot {str(file)!r} has no known format; expected a name that ends in {', '.join(known)}"
+            )
         with writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(self.svg.encode() if file.suffix == ".svg" else self._drawn(file.suffix[1:], dpi=130))
 
     @cached_property

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+import numpy as np
+
 from fedbn_flwr.errors import UserError, did_you_mean
-from fedbn_flwr.storage import writing
 
 from ..folder.clients import PartitionCounts
 from ..text import in_plot
 from .curves import AXES, Measure, curve, measures, thinned
-from .rows import Row, Sweep, deviation, headline, mean, repetitions, runs_of
-from .tables import Domains, by_domain, measures_of_clients
+from .rows import Row, Sweep, deviation, headline, mean, runs_of
+from .tables import as_measured, by_domain, in_domains, measures_of_clients, set_up
 
 if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
@@ -39,7 +39,6 @@ _BOX: dict[str, Any] = {
     "medianprops": {"color": "black"},
     "meanprops": {"marker": "D", "markersize": 4, "markerfacecolor": "black", "markeredgecolor": "black"},
 }
-_UNFINISHED = "not finished"
 
 
 class Look(TypedDict, total=False):
@@ -88,31 +87,28 @@ def plot(rows: Sequence[Row], **look: Unpack[Look]) -> Plot:
     measure = look.get("measure") or headline(runs_of(rows))
     if single := look.get("axis"):
         return curve_panel(rows, measure, single, size=look.get("size") or (6, 4.2), band=band)
-    kinds, own = by_domain(rows), f"clients_own_{measure}"
+    domains, own = by_domain(rows), f"clients_own_{measure}"
     keys = [measure, *([own] if any(row.figures(own) for row in rows) else [])]
-    lines = [line for row in rows for run in row.counted for line in run.history]
+    lines = [line for row in rows for run in row.counted for line in run.lines]
     within = any(line["communication_rounds"] != 1 for line in lines)  # a round exchanges more than a model
     axes = [axis for axis in _PANELS if axis != "communication_rounds" or within]
-    places: list[Any] = [[f"{key} {axis}" for axis in axes] for key in keys] + [
-        [kind.title] * len(axes) for kind in kinds
-    ]
-    heights = [4.2] * len(keys) + [2.8] * len(kinds)
+    places: list[Any] = [[f"{key} {axis}" for axis in axes] for key in keys]
+    places += [[prefix] * len(axes) for prefix in domains]
+    heights = [4.2] * len(keys) + [2.8] * len(domains)
     figure = Plot(figsize=tuple(look.get("size") or (15, 0.5 + sum(heights))))
-    figure.suptitle(in_plot(_title(rows, band), 150), fontsize="medium")
+    note = " Band: ± one standard deviation over seeds." if band and len(rows) < len(runs_of(rows)) else ""
+    figure.suptitle(in_plot(set_up(rows) + note, 150), fontsize="medium")
     panels = figure.subplot_mosaic(places, height_ratios=heights)
     handles: dict[int, Any] = {}
     for key in keys:
         # A row without a global model has its clients in the panels of `own` only.
         shown = {i: row for i, row in enumerate(rows) if not (key == measure and own in keys and row.accuracy_of)}
         for axis in axes:
-            panel, first = panels[f"{key} {axis}"], panels[f"{key} {axes[0]}"]
-            handles |= _curves(figure, panel, shown, len(rows), key, axis, band)
-            if panel is not first:
-                panel.sharey(first)
-                panel.set_ylabel("")
-                panel.tick_params(labelleft=False)
-    for kind in kinds:
-        _domains(figure, panels[kind.title], rows, kind)
+            handles |= _curves(figure, panels[f"{key} {axis}"], shown, len(rows), key, axis, band)
+    for prefix, names in domains.items():
+        kind, found = Measure.of(prefix.removesuffix("_")), {row.title: in_domains(row, prefix, names) for row in rows}
+        _side_by_side(figure, panels[prefix], kind, [*names, "average"], found)
+        _finish(panels[prefix], f"{kind.title}, by domain", grid="y", ylabel=kind.unit)
     _legend(figure, figure, rows, handles, loc="outside right upper", fontsize="small", handlelength=4)
     return figure
 
@@ -141,22 +137,12 @@ def curve_panel(
 
 
 def _check(rows: Sequence[Row], look: Look) -> None:
-    known = [measure.key for measure in measures(run.history for run in runs_of(rows))]
+    known = [measure.key for measure in measures(run.lines for run in runs_of(rows))]
     for name, found, names in (("measure", look.get("measure"), known), ("axis", look.get("axis"), AXES)):
         if found is not None and found not in names:
             raise UserError(f"the plot has no {name} {found!r}; {did_you_mean(found, names)}")
     if (size := look.get("size")) is not None and (len(size) != 2 or not all(0 < each <= _LARGEST for each in size)):
         raise UserError(f"the size of the plot is {size}; expected width and height, up to {_LARGEST} inches")
-
-
-def _title(rows: Sequence[Row], band: bool) -> str:
-    names = list(dict.fromkeys(run.summary.name for run in runs_of(rows)))
-    text = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    if all(len(row.runs) == 1 for row in rows):
-        return f"{text}: one run per curve"
-    words = list(dict.fromkeys(repetitions(row) for row in rows))
-    note = "; band: ± one standard deviation" if band else ""
-    return f"{text}: mean over {' or '.join(words)}{note}"
 
 
 def _legend(figure: Plot, where: Any, rows: Sequence[Row], handles: Mapping[int, Any], **options: Any) -> None:
@@ -173,7 +159,7 @@ def _curves(
 
     measure, handles = Measure.of(key), {}
     for number, row in shown.items():
-        places, found = curve([run.history for run in row.counted], key, axis)
+        places, found = curve([run.lines for run in row.counted], key, axis)
         if not places:
             continue
         means = [measure.scale * statistics.fmean(values) for values in found]
@@ -204,90 +190,51 @@ def _curves(
     return handles
 
 
-_Dot = tuple[float, float, float, str]  # a place, a mean, its deviation, and a name
-
-
-def _dots(figure: Plot, panel: Any, number: int, measure: Measure, points: Sequence[_Dot], **style: Any) -> Any:
-    """Dots with a line for the deviation."""
-    places, means, spreads, names = zip(*points, strict=True)
-    words = [
-        f"{name}: {measure.in_words(mean)}" + (f" ± {measure.scale * spread:.2g}" if spread else "")
-        for name, mean, spread in zip(names, means, spreads, strict=True)
-    ]
-    heights, lines = ([measure.scale * value for value in each] for each in (means, spreads))
-    figure.tips(panel, list(zip(places, heights, strict=True)), words)
-    return panel.errorbar(places, heights, lines, **_style(number), **style)
-
-
-def _domains(figure: Plot, panel: Any, rows: Sequence[Row], kind: Domains) -> None:
-    """Dots per domain and for their average: one per row, with a line for the deviation over seeds."""
-    names = [*kind.names, "average"]
-    for number, row in enumerate(rows):
-        aside = (0.8 * number - 0.4 * (len(rows) - 1)) / len(rows)
-        points = [
-            (i + aside, mean(values), deviation(values) or 0.0, f"{row.title}, {names[i]}")
-            for i, values in enumerate(kind.columns(row))
-            if values
-        ]
-        if points:
-            _dots(figure, panel, number, kind.measure, points, linestyle="none", markersize=7)
-    for place in range(len(kind.names)):
+def _side_by_side(
+    figure: Plot, panel: Any, measure: Measure, names: Sequence[str], found: Mapping[str, Sequence[Sequence[float]]]
+) -> dict[str, Any]:
+    """Dots for each name: those of a run, with a line for the deviation over seeds; returns the lines of the legend."""
+    handles: dict[str, Any] = {}
+    for number, (title, columns) in enumerate(found.items()):
+        places = [i for i, values in enumerate(columns) if values and math.isfinite(mean(values))]
+        if not places:
+            continue
+        means = [measure.scale * mean(columns[i]) for i in places]
+        spreads = [measure.scale * (deviation(columns[i]) or 0.0) for i in places]
+        aside = (0.8 * number - 0.4 * (len(found) - 1)) / len(found)
+        beside = [i + aside for i in places]
+        style = {"linestyle": "none", "markersize": 7, **_style(number)}
+        handles[title] = panel.errorbar(beside, means, spreads, **style)
+        words = [f"{title}, {names[i]}: {as_measured(measure, columns[i])}" for i in places]
+        figure.tips(panel, list(zip(beside, means, strict=True)), words)
+    for place in range(len(names) - 1):
         panel.axvline(place + 0.5, color="grey", lw=0.8)
     panel.set_xticks(range(len(names)), [in_plot(name, 20) for name in names])
-    _finish(panel, kind.title, grid="y", xlim=(-0.5, len(names) - 0.5), ylabel=kind.measure.unit)
+    panel.set_xlim(-0.5, len(names) - 0.5)
+    return handles
 
 
 # --- sweeps ---
 
 
 def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot | None:
-    """A panel for each sweep.
-
-    Published figures are hollow markers on a dotted line, and runs that have not finished have a cross.
-    """
+    """A panel for each sweep, with its values side by side."""
     if not sweeps:
         return None
     figure, panels = _panels(len(sweeps), 3, 5.3, 4.2)
     labels = list(dict.fromkeys(label for sweep in sweeps for label in sweep.lines))
     handles: dict[str, Any] = {}
     for panel, sweep in zip(panels, sweeps, strict=True):
-        for number, label in enumerate(labels):
-            if label in sweep.lines:
-                handles |= _swept_line(figure, panel, sweep, label, number)
-        numbers = list(sweep.places.values()) if sweep.is_scale else [0.0]
-        if min(numbers) > 0 and max(numbers) >= 50 * min(numbers):
-            panel.set_xscale("log")
-        panel.set_xticks(list(sweep.places.values()), [in_plot(word, 30) for word in sweep.places])
-        panel.minorticks_off()
-        _finish(panel, sweep.title, xlabel=in_plot(sweep.key), ylabel=in_plot(sweep.measure.axis))
-    if _UNFINISHED in handles:
-        handles[_UNFINISHED] = handles.pop(_UNFINISHED)  # the last one
+        measure, lines = sweep.measure, {label: sweep.lines.get(label, {}) for label in labels}
+        found = {
+            label: [line[word].figures(measure.key) if word in line else [] for word in sweep.values]
+            for label, line in lines.items()
+        }
+        handles |= _side_by_side(figure, panel, measure, sweep.values, found)
+        _finish(panel, sweep.title, grid="y", xlabel=in_plot(sweep.key), ylabel=in_plot(measure.axis))
     names = [in_plot(label) for label in handles]
     figure.legend(handles.values(), names, loc="outside upper center", ncols=4, fontsize="small")
     return figure
-
-
-def _swept_line(figure: Plot, panel: Any, sweep: Sweep, label: str, number: int) -> dict[str, Any]:
-    drawn: dict[str, Any] = {}
-    measure, published = sweep.measure, f"{label}, published"
-    measured, known, crossed = [], [], []
-    for word, place in sweep.places.items():
-        if (row := sweep.lines[label].get(word)) is None:
-            continue
-        values, where = row.figures(measure.key), f"{sweep.key}={word}"
-        if values and math.isfinite(mean(values)):
-            measured.append((place, mean(values), deviation(values) or 0.0, f"{label}, {where}"))
-            crossed += [(place, measure.scale * mean(values))] if row.unfinished else []
-        if measure.key in row.first.published:
-            value, spread = row.first.published[measure.key]
-            known.append((place, value, spread or 0.0, f"{published}, {where}"))
-    if crossed:
-        (drawn[_UNFINISHED],) = panel.plot(*zip(*crossed, strict=True), "kx", markersize=10, zorder=3)
-    hollow = {"markerfacecolor": "none", "linestyle": ":"}
-    for name, points, more in ((label, measured, {}), (published, known, hollow)):
-        if points:
-            drawn[name] = _dots(figure, panel, number, measure, points, capsize=3, **more)
-    return drawn
 
 
 # --- clients ---
@@ -300,7 +247,7 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
     extremes.
     """
     runs = [run for row in rows for run in row.counted]
-    metrics = {key: each for run in runs for key, each in measures_of_clients(run, every=False).items()}
+    metrics = {key: each for run in runs for key, each in measures_of_clients(run).items()}
     if not metrics:
         return None
     figure, panels = _panels(len(metrics), 3, max(5.0, 2.5 + 0.7 * len(rows)), 4.2)
@@ -316,7 +263,7 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
             shown = thinned(list(zip(places, each, strict=True)), _TIPS)
             figure.tips(panel, [(place, value) for place, (value, _) in shown], [words for _, (_, words) in shown])
         panel.set_xticks(range(len(rows)), [in_plot(row.label, 24) for row in rows], rotation=20, ha="right")
-        _finish(panel, measure.of_clients, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
+        _finish(panel, measure.title, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
     return figure
 
 
@@ -378,6 +325,8 @@ _DYNAMICS = {
 
 def dynamics_plot(lines: Sequence[Mapping[str, Any]]) -> Plot:
     """Plot layers against rounds, a panel for each quantity; `lines` are those of norms.jsonl."""
+    from matplotlib.colors import LogNorm
+
     layers, rounds = list(lines[0]["layers"]), [int(line["round"]) for line in lines]
     height = (2.5 + 0.36 * min(len(layers), _LABELLED)) / 2
     figure, panels = _panels(4, 2, 7, height, sharex=True, sharey=True)
@@ -386,14 +335,15 @@ def dynamics_plot(lines: Sequence[Mapping[str, Any]]) -> Plot:
     cells = [(i, j) for i in range(len(layers)) for j in range(len(rounds))]
     shown = range(0, len(layers), -(-len(layers) // _LABELLED))
     for panel, (name, title) in zip(panels, _DYNAMICS.items(), strict=True):
-        values = [[_value(line, layer, name) for line in lines] for layer in layers]
+        values = np.nan_to_num([[_value(line, layer, name) for line in lines] for layer in layers])
+        norm = LogNorm(values.min(where=values > 0, initial=1.0), values.max() or 1.0)
         panel.set_facecolor("lightgrey")  # a logarithm has no colour for 0
-        image = panel.pcolormesh(edges, range(len(layers) + 1), values, norm=_logarithmic(values), rasterized=True)
+        image = panel.pcolormesh(edges, range(len(layers) + 1), values, norm=norm, rasterized=True)
         figure.colorbar(image, ax=panel)
         panel.set_title(title, fontsize="medium", loc="left")
         panel.set_yticks([i + 0.5 for i in shown], [in_plot(layers[i], 40) for i in shown], fontsize="small")
         if len(cells) <= _TIPS**2:
-            words = [f"{layers[i]}, round {rounds[j]}: {values[i][j]:.3g}" for i, j in cells]
+            words = [f"{layers[i]}, round {rounds[j]}: {values[i, j]:.3g}" for i, j in cells]
             figure.tips(panel, [(rounds[j], i + 0.5) for i, j in cells], words)
     for panel in panels[2:]:
         panel.set_xlabel("round")
@@ -406,19 +356,3 @@ def _value(line: Mapping[str, Any], layer: str, name: str) -> float:
     """Of the layer, or the mean over the clients; 0 if it was not recorded."""
     found = [of[layer][name] for of in (line["layers"], *line["clients"].values()) if name in of.get(layer, {})]
     return statistics.fmean(found or [0.0])
-
-
-def _logarithmic(values: Sequence[Sequence[float]]) -> Any:
-    from matplotlib.colors import LogNorm
-
-    positive = [value for row in values for value in row if value > 0] or [1.0]
-    return LogNorm(min(positive), max(max(positive), 1.001 * min(positive)))
-
-
-def save(figure: Plot, file: Path) -> None:
-    """Write into a folder that may not exist yet, in the format that the file's name ends in."""
-    if file.suffix[1:] not in (known := figure.canvas.get_supported_filetypes()):
-        raise UserError(f"the plot {str(file)!r} has no known format; expected a name that ends in {', '.join(known)}")
-    with writing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    figure.write(file)

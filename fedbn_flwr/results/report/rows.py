@@ -45,7 +45,7 @@ class Row:
         """The finished runs; if none is, those that were evaluated, that trained a round, or all."""
         finished = tuple(run for run in self.runs if run.summary.status == "finished")
         evaluated = tuple(run for run in self.runs if run.summary.main is not None)
-        return finished or evaluated or tuple(run for run in self.runs if run.history) or self.runs
+        return finished or evaluated or tuple(run for run in self.runs if run.lines) or self.runs
 
     @cached_property
     def unfinished(self) -> str:
@@ -81,16 +81,23 @@ def group(runs: Sequence[Run]) -> list[Row]:
     rows: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         rows.setdefault((run.label, repr(sorted(run.settings.items()))), []).append(run)
-    ends: dict[tuple[str, str], str] = {}
-    for label in {label for label, _ in rows}:
-        same = [key for key in rows if key[0] == label]
-        ends |= zip(same, endings([(rows[key][0], rows[key][0].settings) for key in same]), strict=True)
+    names = apart([(label, alike[0], alike[0].settings) for (label, _), alike in rows.items()])
     mixed, found = len({run.summary.accuracy_of for run in runs}) > 1, []
-    for key, alike in rows.items():
+    for name, alike in zip(names, rows.values(), strict=True):
         of = alike[0].summary.accuracy_of.removesuffix(", mean")
         note = f" ({of})" if mixed and of != GLOBAL_MODEL else ""
-        found.append(Row(key[0] + ends[key] + note, tuple(alike), note))
+        found.append(Row(name + note, tuple(alike), note))
     return found
+
+
+def apart(found: Sequence[tuple[str, Run, Mapping[str, Any]]]) -> list[str]:
+    """The labels, each with an ending if runs with the same one have other settings."""
+    names = [label for label, _, _ in found]
+    for label in dict.fromkeys(names):
+        same = [i for i, (each, _, _) in enumerate(found) if each == label]
+        for i, ending in zip(same, endings([found[i][1:] for i in same]), strict=True):
+            names[i] += ending
+    return names
 
 
 def endings(found: Sequence[tuple[Run, Mapping[str, Any]]]) -> list[str]:
@@ -103,7 +110,7 @@ def endings(found: Sequence[tuple[Run, Mapping[str, Any]]]) -> list[str]:
     ways = (
         [each and f", {each}" for each in different],
         [f" ({run.summary.name})" for run, _ in found],
-        [f" ({run.path.parent.name})" for run, _ in found],
+        [f" ({run.folder.parent.name})" for run, _ in found],
     )
     for way in ways:
         if len(set(way)) == len(names) == len(set(zip(way, different, strict=True))) and max(map(len, way)) <= _ENDING:
@@ -180,7 +187,7 @@ def validation(row: Row) -> list[float]:
     found = []
     for run in row.runs:
         key = f"validation_{run.summary.of_task.main}"
-        values = [line[key] for line in run.history if line.get(key) is not None]
+        values = [line[key] for line in run.lines if line.get(key) is not None]
         if run.summary.status != "failed" and values and math.isfinite(values[-1]):
             found.append(float(values[-1]))
     return found
@@ -204,8 +211,7 @@ class Sweep:
 
     key: str  # whose values differ
     title: str  # the values of other swept keys
-    places: dict[str, float]  # of the values in words: numbers are at their own place, others side by side
-    is_scale: bool  # whether the values are numbers
+    values: list[str]  # in words; numbers in their order
     lines: dict[str, dict[str, Row]]  # label -> value in words -> row
 
     @property
@@ -219,48 +225,34 @@ class Sweep:
 
 
 def sweeps(rows: Sequence[Row]) -> list[Sweep]:
-    """The sweeps among the rows that were chosen."""
-    placed = [(row, _of_all_rules(given)) for row in rows if isinstance(given := row.first.cell.get("sweep"), Mapping)]
+    """The sweeps among the rows that were chosen; of several keys with several values the last one is compared."""
+    given = [(row, found) for row in rows if isinstance(found := row.first.cell.get("sweep"), Mapping)]
+    # A wrapped strategy's `strategy.base.fraction_train` is the `strategy.fraction_train` of others.
+    own = re.compile(r"^strategy\.(base\.)++(?!name$)")
+    placed = [(row, {own.sub("strategy.", key): value for key, value in found.items()}) for row, found in given]
     values: dict[str, dict[str, Any]] = {}
     for _, condition in placed:
         for key, value in condition.items():
             values.setdefault(key, {})[in_words(value)] = value
-    found: dict[tuple[str, str], list[tuple[Row, Any]]] = {}
+    found: dict[tuple[str, str], list[tuple[Row, str]]] = {}
     for row, condition in placed:
-        varied = [key for key in condition if len(values[key]) > 1]
-        if varied:
-            # Numbers are the better axis, and among several keys the one with most values.
-            key = max(varied, key=lambda key: (all(map(is_number, values[key].values())), len(values[key])))
-            rest = ", ".join(f"{other}={in_words(value)}" for other, value in condition.items() if other != key)
-            found.setdefault((key, rest), []).append((row, condition[key]))
-    return [_sweep(*place, rows) for place, rows in found.items()]
+        if varied := [key for key in condition if len(values[key]) > 1]:
+            rest = ", ".join(f"{key}={in_words(value)}" for key, value in condition.items() if key != varied[-1])
+            found.setdefault((varied[-1], rest), []).append((row, in_words(condition[varied[-1]])))
+    return [_sweep(key, rest, values[key], same) for (key, rest), same in found.items()]
 
 
-def _sweep(key: str, title: str, rows: Sequence[tuple[Row, Any]]) -> Sweep:
+def _sweep(key: str, title: str, values: Mapping[str, Any], rows: Sequence[tuple[Row, str]]) -> Sweep:
     """Rows of one label whose other settings differ are lines of their own, which name these settings."""
-    values = {in_words(value): value for _, value in rows}
-    is_scale = all(map(is_number, values.values()))
-    words = sorted(values, key=lambda word: float(values[word])) if is_scale else list(values)
-    places = {word: float(values[word] if is_scale else place) for place, word in enumerate(words)}
-    alike: dict[str, list[tuple[Row, Any]]] = {}
-    for row, value in rows:
-        label = str(row.first.cell.get("row") or row.first.summary.strategy) + row.accuracy_of
-        alike.setdefault(label, []).append((row, value))
+    words = [word for word in values if word in {word for _, word in rows}]
+    if all(is_number(values[word]) for word in words):
+        words.sort(key=float)
+    labels = [str(row.first.cell.get("row") or row.first.summary.strategy) + row.accuracy_of for row, _ in rows]
+    names = apart([(label, row.first, row.first.fixed_settings) for label, (row, _) in zip(labels, rows, strict=True)])
     lines: dict[str, dict[str, Row]] = {}
-    for label, same in alike.items():
-        others = endings([(row.first, row.first.fixed_settings) for row, _ in same])
-        for (row, value), other in zip(same, others, strict=True):
-            line = lines.setdefault(label + other, {})
-            if in_words(value) in line:  # candidates of `tune` none of which is chosen
-                line = lines.setdefault(row.label, {})
-            line[in_words(value)] = row
-    return Sweep(key, title, places, is_scale, lines)
-
-
-def _of_all_rules(condition: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys, with a wrapped rule's `strategy.base.fraction_train` as the `strategy.fraction_train` of others."""
-    found: dict[str, Any] = {}
-    for key, value in condition.items():
-        short = re.sub(r"^strategy\.(base\.)+", "strategy.", key)
-        found[key if short in {*condition, *found} else short] = value
-    return found
+    for name, (row, word) in zip(names, rows, strict=True):
+        line = lines.setdefault(name, {})
+        if word in line:  # candidates of `tune` none of which is chosen
+            line = lines.setdefault(row.label, {})
+        line[word] = row
+    return Sweep(key, title, words, lines)

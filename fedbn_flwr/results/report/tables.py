@@ -13,34 +13,18 @@ from typing import Any
 from fedbn_flwr.errors import UserError, did_you_mean
 from fedbn_flwr.tasks import is_lower_better, title_of
 
-from ..folder.clients import PartitionCounts, is_count, spread
+from ..folder.clients import PartitionCounts, spread
 from ..folder.summary import domain_keys, keys_of
 from ..read.runs import Run
 from ..text import in_csv, in_html, in_latex, in_markdown, printable
-from .curves import MIB, Measure
+from .curves import Measure
 from .rows import Choice, Row, Sweep, deviation, differing, headline, mean, repetitions, runs_of, sweeps, validation
 
 Lines = list[tuple[str, ...]]  # of a table: the headings, and the cells of each row
 Table = tuple[str, Lines]  # with its title; the first one of a report has none
 
 
-@dataclass(frozen=True)
-class Column:
-    """A figure of the summary in a table."""
-
-    title: str
-    scale: float = 1
-    digits: int = 0
-    unit: str = ""
-
-
-_COSTS = {
-    "rounds": Column("rounds"),
-    "communication_rounds": Column("communication rounds"),
-    "bytes_down": Column("MiB down", 1 / MIB, 2),
-    "bytes_up": Column("MiB up", 1 / MIB, 2),
-    "seconds": Column("seconds", 1, 1),
-}
+_COSTS = ("rounds", "communication_rounds", "bytes_down", "bytes_up", "seconds")
 
 
 @dataclass(frozen=True)
@@ -54,55 +38,36 @@ class Form:
 DEFAULT = Form()
 
 
-def columns(rows: Sequence[Row], form: Form) -> dict[str, Column]:
-    """The columns of a table, by the key of their figure."""
-    known: dict[str, Column] = {}
-    wanted = {*_COSTS}
-    for summary in (run.summary for run in runs_of(rows)):
-        main = summary.of_task.main
-        wanted |= {main, f"best_test_{main}"}
-        keys = [main, f"best_test_{main}", f"best_round_{main}", *keys_of(summary.of_task, summary.metrics)]
-        # Of the task's other figures those of clients are in a table of their own.
-        others = {*summary.of_task.figures[1:]} - {*summary.metrics}
-        left_out = {f"clients_{place}{name}" for name in others for place in ("", "own_")}
-        known |= {key: _column(key, rows, main) for key in keys if key not in known.keys() | left_out}
-    known |= _COSTS
-    if not form.columns:
-        return {key: each for key, each in known.items() if key in wanted or any(row.figures(key) for row in rows)}
-    figures = {key for run in runs_of(rows) for key, value in run.figures.items() if type(value) in (int, float)}
+def columns(rows: Sequence[Row], form: Form) -> list[Measure]:
+    """Those of the form, or the main figure, others that a row has, and the costs."""
+    runs = runs_of(rows)
+    figures = {key for run in runs for key, value in run.figures.items() if type(value) in (int, float)}
     if unknown := [key for key in form.columns if key not in figures]:
         raise UserError(f"no run has a figure {unknown[0]!r} in its summary.json; {did_you_mean(unknown[0], figures)}")
-    return {key: known.get(key) or _column(key, rows) for key in form.columns}
-
-
-def _column(key: str, rows: Sequence[Row], main: str = "") -> Column:
-    """A figure of the summary; the main figure of the task has short titles."""
-    titles = {
-        f"best_test_{main}": "best on test",
-        f"best_round_{main}": "best by validation",
-        f"clients_own_{main}": "on own data",
-        f"unseen_{main}": "new clients",
-        f"unseen_{main}_tuned": "fine-tuned",
-    }
-    if key.startswith("clients_own_"):
-        title = f"clients' {title_of(key.removeprefix('clients_own_'))} on own data"
-    else:
-        title = ("clients' " if key.startswith("clients_") else "") + title_of(key.removeprefix("clients_"))
-    measure, values = Measure.of(key), [run.figures[key] for run in runs_of(rows) if key in run.figures]
-    whole = not main and all(type(value) is int for value in values)
-    digits = 0 if whole else measure.digits(values)
-    return Column(titles.get(key, title), measure.scale, digits, measure.unit)
+    main = headline(runs)
+    known = {main: None}
+    for summary in (run.summary for run in runs):
+        task = summary.of_task
+        keys = [task.main, f"best_test_{task.main}", f"best_round_{task.main}", *keys_of(task, summary.metrics)]
+        # Of the task's other figures those of clients are in a table of their own.
+        others = {*task.figures[1:]} - {*summary.metrics}
+        left_out = {f"clients_{place}{name}" for name in others for place in ("", "own_")}
+        known |= dict.fromkeys(key for key in keys if key not in left_out)
+    shown = [key for key in (*known, *_COSTS) if key == main or any(row.figures(key) for row in rows)]
+    return list(map(Measure.of, form.columns or shown))
 
 
 def table(rows: Sequence[Row], form: Form = DEFAULT) -> Lines:
     """Headings and cells as text; several seeds are shown as mean ± standard deviation, with their number."""
     shown, compared = columns(rows, form), against(rows, form)
     headings = (f"difference to {form.baseline}", "95 % interval", "p", "pairs") if compared else ()
-    lines: Lines = [("run", *(each.title for each in shown.values()), *headings)]
+    lines: Lines = [("run", *(measure.title for measure in shown), *headings)]
+    runs = [run.figures for run in runs_of(rows)]
+    digits = [measure.digits([each[measure.key] for each in runs if measure.key in each]) for measure in shown]
     for row in rows:
-        cells = [figure(row.figures(key), each.scale, each.digits, each.unit) for key, each in shown.items()]
+        cells = [as_measured(measure, row.figures(measure.key), n) for measure, n in zip(shown, digits, strict=True)]
         if compared:
-            cells += _of_pairs(compared.get(row.label), next(iter(shown.values())))
+            cells += _of_pairs(compared.get(row.label), shown[0], digits[0])
         seeds = f" ({repetitions(row)})" if 1 < len(row.runs) == len(row.counted) else ""
         lines.append((row.title + seeds, *cells))
     return lines
@@ -145,16 +110,16 @@ def against(rows: Sequence[Row], form: Form) -> dict[str, Paired]:
     labels = {row.label: row for row in rows}
     if (base := labels.pop(form.baseline, None)) is None:
         raise UserError(f"no row is called {form.baseline!r}; {did_you_mean(form.baseline, labels)}")
-    key = next(iter(columns(rows, form)))
+    key = columns(rows, form)[0].key
     return {label: paired(row.by_seed(key), base.by_seed(key)) for label, row in labels.items()}
 
 
-def _of_pairs(found: Paired | None, column: Column) -> list[str]:
+def _of_pairs(found: Paired | None, measure: Measure, digits: int) -> list[str]:
     """Cells of a comparison; the baseline's are empty."""
     if found is None:
         return ["-"] * 4
     difference, low, high = (
-        f"{column.scale * value:+,.{column.digits}f}" if math.isfinite(value) else "-"
+        f"{measure.scale * value:+,.{digits}f}" if math.isfinite(value) else "-"
         for value in (found.difference, found.low, found.high)
     )
     p = "-" if math.isnan(found.p) else "<0.001" if found.p < 0.001 else f"{found.p:.3f}"
@@ -166,12 +131,12 @@ def _of_pairs(found: Paired | None, column: Column) -> list[str]:
 
 def numbers(rows: Sequence[Row], form: Form) -> list[dict[str, Any]]:
     """A line per row: mean and standard deviation of each figure, and of how many of the row's runs they are."""
-    compared, found = against(rows, form), []
+    compared, keys, found = against(rows, form), [measure.key for measure in columns(rows, form)], []
     for row in rows:
         line: dict[str, Any] = {"run": row.label, "status": row.unfinished or "finished"}
         line |= {"seeds": len({run.summary.seed for run in row.counted}), "runs": len(row.counted)}
         line["runs_left_out"] = len(row.runs) - len(row.counted)
-        for key in columns(rows, form):
+        for key in keys:
             values = row.figures(key)
             value, off = mean(values) if values else math.nan, deviation(values)
             whole = value.is_integer() and all(type(run.figures[key]) is int for run in row.counted)
@@ -190,7 +155,9 @@ def as_csv(rows: Sequence[Row], form: Form) -> str:
 def as_latex(rows: Sequence[Row], form: Form) -> str:
     """The table for booktabs; without a choice of columns the best figure on test examples is left out."""
     if not form.columns:
-        form = replace(form, columns=tuple(key for key in columns(rows, form) if not key.startswith("best_test_")))
+        form = replace(
+            form, columns=tuple(each.key for each in columns(rows, form) if not each.key.startswith("best_test_"))
+        )
     head, *body = [
         " & ".join(in_latex(cell).replace("±", r"$\pm$") for cell in line) + r" \\" for line in table(rows, form)
     ]
@@ -202,72 +169,58 @@ def as_latex(rows: Sequence[Row], form: Form) -> str:
 # --- domains and clients ---
 
 
-@dataclass(frozen=True)
-class Domains:
-    """One kind of the main figure by domain."""
-
-    title: str
-    prefix: str
-    names: tuple[str, ...]
-
-    @property
-    def measure(self) -> Measure:
-        return Measure.of(self.prefix.removesuffix("_"))
-
-    def columns(self, row: Row) -> list[list[float]]:
-        """The values of its runs in each domain, and their unweighted mean, if all runs have all domains."""
-        figures = [row.figures(self.prefix + name) for name in self.names]
-        return [*figures, list(map(statistics.fmean, zip(*figures, strict=True))) if all(figures) else []]
-
-    def table(self, rows: Sequence[Row]) -> Lines:
-        lines: Lines = [("run", *self.names, "average")]
-        for row in rows:
-            if any(columns := self.columns(row)):
-                lines.append((row.title, *(as_measured(self.measure, values, 1) for values in columns)))
-        return lines
+def by_domain(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The domains of the main figure that at least one run has, by what precedes their names in its keys."""
+    keys = dict.fromkeys(key for run in runs_of(rows) for key in run.summary.domains)
+    prefixes = dict.fromkeys(prefix for run in runs_of(rows) for prefix in domain_keys(run.summary.of_task))
+    found = {each: [key.removeprefix(each) for key in keys if key.startswith(each)] for each in prefixes}
+    return {prefix: names for prefix, names in found.items() if names}
 
 
-def by_domain(rows: Sequence[Row]) -> list[Domains]:
-    """The kinds of figures by domain that at least one run has."""
-    summaries = [run.summary for run in runs_of(rows)]
-    keys = dict.fromkeys(key for summary in summaries for key in summary.domains)
-    titles = {prefix: title for summary in summaries for prefix, title in domain_keys(summary.of_task).items()}
-    kinds = (
-        Domains(title, prefix, tuple(key.removeprefix(prefix) for key in keys if key.startswith(prefix)))
-        for prefix, title in titles.items()
-    )
-    return [kind for kind in kinds if kind.names]
+def in_domains(row: Row, prefix: str, names: Sequence[str]) -> list[list[float]]:
+    """The values of its runs in each domain, and their unweighted mean, if all runs have all domains."""
+    figures = [row.figures(prefix + name) for name in names]
+    return [*figures, list(map(statistics.fmean, zip(*figures, strict=True))) if all(figures) else []]
+
+
+def domain_table(rows: Sequence[Row], prefix: str, names: Sequence[str]) -> Table:
+    lines: Lines = [("run", *names, "average")]
+    measure = Measure.of(prefix.removesuffix("_"))
+    for row in rows:
+        if any(columns := in_domains(row, prefix, names)):
+            lines.append((row.title, *(as_measured(measure, values) for values in columns)))
+    return f"{measure.title}, by domain", lines
 
 
 CLIENTS = "clients with equal weights, last evaluated round"
 
 
-def measures_of_clients(run: Run, *, every: bool) -> dict[str, Measure]:
-    """The figures without losses and numbers of examples; those on the clients' own test examples come first.
-
-    Without `every` only those that a terminal and a picture have room for: not those of domains and of the user.
-    """
-    name = run.summary.of_task.main
-    first = (name, f"own_{name}")
-    few = {*first, f"unseen_{name}", f"unseen_{name}_tuned"}
-    keys = [key for key in run.clients if key in few or (every and not is_count(key) and "loss" not in key.split("_"))]
-    keys.sort(key=lambda key: (not key.startswith("own_"), key not in first))
-    return {key: Measure.of_client(key, run.clients) for key in keys}
+def measures_of_clients(run: Run) -> dict[str, Measure]:
+    """The main figure and those of `evaluate.metrics`; on the clients' own test examples first."""
+    main, summary = run.summary.of_task.main, run.summary
+    names = dict.fromkeys((main, *summary.metrics))
+    keys = [*(f"own_{name}" for name in names), *names, f"unseen_{main}", f"unseen_{main}_tuned"]
+    return {key: Measure.of_client(key) for key in keys if key in run.clients}
 
 
-def client_table(rows: Sequence[Row], *, every: bool) -> Lines:
-    """Mean, deviation and worst tenth over clients of each metric, or of the main ones; maybe only headings."""
+def client_table(rows: Sequence[Row]) -> Lines:
+    """Mean, deviation and worst tenth over clients of each measure; maybe only headings."""
     lines: Lines = [("run", "metric", "clients", "mean", "deviation", "worst tenth")]
     for row in rows:
-        for metric, measure in measures_of_clients(row.counted[0], every=every).items():
+        for metric, measure in measures_of_clients(row.counted[0]).items():
             if not all(metric in run.clients for run in row.counted):
                 continue
             seeds = [list(run.clients[metric].values()) for run in row.counted]
-            measured = [spread(values, metric) for values in seeds]
-            figures = [[getattr(each, name) for each in measured] for name in ("mean", "deviation", "worst_tenth")]
-            digits = measure.digits([value for values in figures for value in values])
-            shown = (figure(values, measure.scale, digits, measure.unit) for values in figures)
-            lines.append((row.title, measure.of_clients, figure([len(values) for values in seeds], 1, 0), *shown))
+            spreads = zip(*(spread(values, metric) for values in seeds), strict=True)
+            shown = [as_measured(measure, values) for values in spreads]
+            lines.append(
+                (
+                    row.title,
+                    measure.title,
+                    as_measured(Measure.of("clients"), [len(values) for values in seeds]),
+                    *shown,
+                )
+            )
     return lines
 
 
@@ -276,12 +229,12 @@ def client_table(rows: Sequence[Row], *, every: bool) -> Lines:
 
 def sweep_table(sweep: Sweep) -> Table:
     """A column for each value."""
-    lines: Lines = [(sweep.key, *sweep.places)]
+    lines: Lines = [(sweep.key, *sweep.values)]
     for label, line in sweep.lines.items():
-        found = (line.get(word) for word in sweep.places)
+        found = (line.get(word) for word in sweep.values)
         cells = ("-" if row is None else _figure_of(row, sweep.measure, mark=row.unfinished) for row in found)
         lines.append((label, *cells))
-    return ", ".join(filter(None, (f"{sweep.measure.full_title} by {sweep.key}", sweep.title))), lines
+    return ", ".join(filter(None, (f"{sweep.measure.title} by {sweep.key}", sweep.title))), lines
 
 
 def _figure_of(row: Row, measure: Measure, **options: Any) -> str:
@@ -318,7 +271,7 @@ def published(rows: Sequence[Row]) -> Lines:
         for key, (value, within) in row.first.published.items():
             measure, measured = Measure.of(key), row.figures(key)
             scale, digits = measure.scale, measure.digits([value, *measured])
-            known = figure([value], scale, digits, measure.unit)
+            known = as_measured(measure, [value], digits)
             difference, verdict = "-", "-"
             if found.get("differs"):
                 verdict = f"other set-up ({found['differs']})"
@@ -330,8 +283,8 @@ def published(rows: Sequence[Row]) -> Lines:
                 both = None if of_runs is None or within is None else of_runs + within
                 verdict = "no spread" if both is None else "yes" if abs(off) <= both else "no"
             known += "" if within is None else f" ± {scale * within:.{digits}f}"
-            shown = (known, figure(measured, scale, digits, measure.unit), str(len(measured)), difference, verdict)
-            lines.append((row.title, measure.full_title, *shown, str(found.get("source", "-"))))
+            shown = (known, as_measured(measure, measured, digits), str(len(measured)), difference, verdict)
+            lines.append((row.title, measure.title, *shown, str(found.get("source", "-"))))
     return lines
 
 
@@ -399,19 +352,15 @@ def partition_table(partition: PartitionCounts) -> str:
 # --- text of each format ---
 
 
-def figure(values: Sequence[float], scale: float, digits: int, unit: str = "", *, mark: str = "") -> str:
+def as_measured(measure: Measure, values: Sequence[float], digits: int | None = None, *, mark: str = "") -> str:
     """The mean, and the standard deviation if values differ; and a mark."""
     mark = f" [{mark}]" if mark else ""
     if not values:
         return "-" + mark
-    scaled = [value * scale for value in values]
+    digits = measure.digits(values) if digits is None else digits
+    scaled = [value * measure.scale for value in values]
     spread = deviation(scaled)
-    return f"{mean(scaled):,.{digits}f}{unit}" + (f" ± {spread:,.{digits}f}" if spread else "") + mark
-
-
-def as_measured(measure: Measure, values: Sequence[float], of_share: int = 2, *, mark: str = "") -> str:
-    """`figure` in the form of a measure."""
-    return figure(values, measure.scale, measure.digits(values, of_share), measure.unit, mark=mark)
+    return f"{mean(scaled):,.{digits}f}{measure.unit}" + (f" ± {spread:,.{digits}f}" if spread else "") + mark
 
 
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -443,11 +392,11 @@ def as_html(title: str, lines: Sequence[Sequence[str]]) -> str:
     return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def tables(choice: Choice, form: Form = DEFAULT, *, every: bool = False) -> list[Table]:
-    """The tables of a report, with a title each. `every`: with all metrics of clients."""
+def tables(choice: Choice, form: Form = DEFAULT) -> list[Table]:
+    """The tables of a report, with a title each."""
     rows = choice.rows
-    found = [("", table(rows, form)), *((kind.title, kind.table(rows)) for kind in by_domain(rows))]
-    found += [(CLIENTS, client_table(rows, every=every)), *map(sweep_table, sweeps(rows))]
+    found = [("", table(rows, form)), *(domain_table(rows, *each) for each in by_domain(rows).items())]
+    found += [(CLIENTS, client_table(rows)), *map(sweep_table, sweeps(rows))]
     found += [candidates_table(choice), (PUBLISHED, published(rows))]
     return [(title, lines) for title, lines in found if len(lines) > 1]
 

@@ -24,8 +24,8 @@ from ..folder.clients import PartitionCounts
 from ..read.runs import Run, find_runs, is_number
 from ..text import in_html, in_markdown
 from ..yaml_text import dump_yaml
-from .curves import measures, thinned
-from .pictures import Look, clients_plot, curve_panel, dynamics_plot, partitions_plot, plot, save, sweeps_plot
+from .curves import measures, spent, thinned
+from .pictures import Look, clients_plot, curve_panel, dynamics_plot, partitions_plot, plot, sweeps_plot
 from .rows import Choice, Row, choose, group, headline, runs_of, sweeps
 from .tables import (
     DEFAULT,
@@ -45,6 +45,7 @@ from .tables import (
 if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
 
+_CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # of report.json, with the figures
 _CLIENTS = 100  # bars of a picture
 _LINES = 200  # rounds of a heat map
 _NOTE = (
@@ -72,8 +73,8 @@ def write_report(
     shown, missing = _pictures(choice.rows, **look)
     for name, picture in shown.items():
         for ending in ("png", "svg"):
-            save(picture, out / f"{name}.{ending}")
-    found = [*tables(choice, form, every=True), differing_settings(choice.rows)]
+            picture.write(out / f"{name}.{ending}")
+    found = [*tables(choice, form), differing_settings(choice.rows)]
     parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found if lines]
     sentences = (f"{in_markdown(note)}\n" for note in (set_up(choice.rows), *notes(choice.every)))
     images = (f"![{name}]({name}.png)\n" for name in shown)
@@ -102,7 +103,7 @@ def write_table(folders: Sequence[Path], file: Path | None, form: Form, *, latex
 
 def write_plot(folders: Sequence[Path], file: Path, **look: Unpack[Look]) -> None:
     """Write only the plot, in the format that the file's name ends in."""
-    save(plot(read_choice(folders).rows, **look), file)
+    plot(read_choice(folders).rows, **look).write(file)
 
 
 def _write(file: Path, text: str) -> None:
@@ -130,12 +131,10 @@ def _figures(run: Run, chosen: bool) -> dict[str, Any]:
     Candidates of `tune` that are not in the other tables and plots have `"chosen": false`.
     """
     task, curve = run.summary.of_task, []
-    spent = {"communication_rounds": 0, "bytes_down": 0, "bytes_up": 0}
-    for line in run.history:
-        spent = {key: total + int(line[key]) for key, total in spent.items()}
+    for line, until in zip(run.lines, spent(run.lines), strict=True):
         if line.get(task.main) is not None:
             figures = {key: line[key] for key in (*task.figures, "loss") if line.get(key) is not None}
-            curve.append({"round": line["round"], **figures, **spent})
+            curve.append(figures | {key: until[key] for key in _CURVE})
     found = {"settings": run.config, "summary": run.figures, "curve": curve, "clients": run.clients}
     return found if chosen else found | {"chosen": False}
 
@@ -147,7 +146,7 @@ def page(choice: Choice, form: Form, pictures: Mapping[str, Plot]) -> str:
     """The tables and pictures; and more pictures, if there are some, since then matplotlib is installed."""
     rows, runs = choice.rows, runs_of(choice.rows)
     sections = {
-        "Results": "".join(map(_table, tables(choice, form, every=True))) + _NOTE,
+        "Results": "".join(map(_table, tables(choice, form))) + _NOTE,
         "Pictures": _shown(list(pictures.values()), "scroll wide"),
     }
     for heading, name, picture in _more(rows) if pictures else ():
@@ -183,22 +182,22 @@ def _shown(pictures: Sequence[Plot], kind: str = "pictures") -> str:
 def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
     """The section, the name and the pictures of each measure, partition and norm state."""
     first = headline(runs_of(rows))
-    lines = [line for row in rows for run in row.counted for line in run.history]
+    lines = [line for row in rows for run in row.counted for line in run.lines]
     for measure in measures([lines]):
         axis = "seconds" if measure.key in (first, f"clients_own_{first}") else "round"  # others are in the plot
         values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
         scales = (False, True) if not measure.is_fraction and min(values, default=0) > 0 else (False,)
         yield (
             "Curves",
-            measure.full_title,
+            measure.title,
             [curve_panel(rows, measure.key, axis, log=log, layout="none") for log in scales],
         )
     partitions: dict[str, list[str]] = {}
     for row in rows:
         run, name = row.first, f"{row.label}, seed {row.first.summary.seed}"  # other seeds are alike
-        if (counts := run.folder.read("partition.json")) is not None:
+        if (counts := run.files.read("partition.json")) is not None:
             partitions.setdefault(json.dumps(counts), []).append(name)
-        if norms := run.folder.lines("norms.jsonl"):
+        if norms := run.files.lines("norms.jsonl"):
             yield "Batch norm by layer", name, [dynamics_plot(thinned(norms, _LINES))]
     for text, names in partitions.items():
         found = PartitionCounts(**json.loads(text))
@@ -207,7 +206,7 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
 
 
 def _run(run: Run) -> str:
-    parts = {"Settings": run.config, "Results": run.figures, "Environment": run.folder.read("environment.json")}
+    parts = {"Settings": run.config, "Results": run.figures, "Environment": run.files.read("environment.json")}
     blocks = "".join(
         f"<h4>{name}</h4><pre>{html.escape(dump_yaml(found))}</pre>" for name, found in parts.items() if found
     )

@@ -225,7 +225,7 @@ def test_the_query_is_asked_in_evaluated_rounds_and_counted_apart(runs: dict[str
 def test_a_table_has_columns_of_the_clients_only_where_a_run_has_them(runs: dict[str, Path]) -> None:
     heads, *rows = table(group(find_runs([runs["FedAvg"], runs["FedBN"]])))
     where = heads.index("clients' accuracy")
-    assert heads[where + 1] == "on own data"
+    assert heads[where + 1] == "clients' accuracy on own data"
     cells = {row[0]: row[where] for row in rows}
     assert cells == {"FedAvg": "-", "FedBN": f"{100 * summary(runs['FedBN'])['clients_accuracy']:.2f}%"}
     assert "clients' accuracy" not in table(group(find_runs([runs["FedAvg"]])))[0]

@@ -169,7 +169,7 @@ def test_a_function_that_fails_is_left_out_and_named(flower_log: Any) -> None:
     assert "metric failing is left out: ValueError: it needs examples of all classes" in logged
     for metric in metrics[:2]:
         measurement = Measurement(CLASSIFICATION, [metric])
-        measurement.add(*examples((0, 1)), None)
+        measurement.add(*examples((0, 1)))
         with pytest.raises((TypeError, ValueError), match=r"not 'list'|all classes"):
             measurement.values(strict=True)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import BNClient
-from fedbn_flwr.client.pairs import split_batch
+from fedbn_flwr.batch import split_batch
 
 Federations = Callable[..., Any]
 IMAGES, LABELS = torch.zeros(4, 1, 2, 2), torch.arange(4)

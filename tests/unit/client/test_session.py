@@ -26,7 +26,8 @@ class Dropping(nn.Module):
         self.last = nn.Linear(4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.b(F.dropout(self.a(x), 0.5)))
+        dropped = F.dropout(self.a(x), 0.5)
+        y: Tensor = self.last(self.b(dropped * torch.from_numpy(np.random.rand(4)).to(x)))
         return y
 
 
@@ -38,6 +39,7 @@ def test_a_replayed_session_gives_the_numbers_of_a_parked_one() -> None:
     def work(m: nn.Module) -> Any:
         def run(exchange: Any) -> Any:
             torch.manual_seed(7)
+            np.random.seed(7)
             LayerwiseStep(exchange)(m, x, y, F.cross_entropy)
             return [p.grad for p in m.parameters()]
 
@@ -52,7 +54,7 @@ def test_a_replayed_session_gives_the_numbers_of_a_parked_one() -> None:
     while isinstance(state, Contribution):
         asked.append(state)
         agreed.append(answer(state, len(agreed)))
-        torch.rand(3)  # other draws in between
+        torch.rand(3), np.random.rand(3)  # other draws in between
         state = parked.advance(agreed[-1])
     assert len(agreed) == 4
     for known in range(len(agreed)):

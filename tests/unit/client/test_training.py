@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.schedules import cosine, exponential, linear_warmup, steps
-from fedbn_flwr.client.training import SGD, backpropagate, local_batches, train
+from fedbn_flwr.client.training import backpropagate, local_batches, make_optimizer, train
 
 CPU = torch.device("cpu")
 Data = list[tuple[Tensor, Tensor]]
@@ -280,14 +280,14 @@ def test_bfloat16_is_only_for_passes() -> None:
 
     def gradients(precision: torch.dtype | None) -> Tensor:
         each = copy.deepcopy(model)
-        optimizer = SGD(dict(each.named_parameters()), 0.1, 0.9)
+        optimizer = make_optimizer("sgd", dict(each.named_parameters()), 0.1, momentum=0.9)
         passes = partial(backpropagate, precision=precision)
         loss, *_ = train(each, [batch], optimizer, F.cross_entropy, device=CPU, gradient=passes)
         assert math.isfinite(loss)
-        tensors = [*each.state_dict().values(), *optimizer.buffers.values()]
+        tensors = [*each.state_dict().values(), *optimizer.state().values()]
         assert {tensor.dtype for tensor in tensors} == {torch.float32, torch.int64}
         assert not each[1].running_mean.equal(model[1].running_mean)
-        return torch.cat([tensor.flatten() for tensor in optimizer.buffers.values()])
+        return torch.cat([tensor.flatten() for tensor in optimizer.state().values()])
 
     exact = gradients(None)
     assert set(seen.values()) == {torch.float32}

@@ -30,7 +30,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("rounds", "'rounds' is not of the form key=value"),
         ("set='rounds=1' ]", "']' is not of the form key=value"),
         ("experiment.yaml", "'experiment.yaml' is not of the form key=value"),
-        ("resume=true", "resume is true, but out is empty"),
+        ("resume=true", "to resume runs, give their folder"),
         ("resume='yes'", "resume is 'yes'; expected true or false"),
         ("set=3", "set is 3; expected text, in quotes"),
         ("rounds=3", "--run-config has no key 'rounds'"),

@@ -14,7 +14,7 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.read.runs import STATES
-from tests.support.command import ROOT, commands_of, fedbn
+from tests.support.command import ROOT, commands_of
 from tests.support.runs import write_run
 
 DAY = 86400
@@ -97,22 +97,3 @@ def test_the_commands_of_the_page_succeed(runs: Path, monkeypatch: pytest.Monkey
     assert left(folder) == before
     table = PAGE.split("| status | meaning |")[1].split("\n\n")[0]
     assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == STATES
-
-
-def test_json_logs_are_objects_by_line(tmp_path: Path) -> None:
-    words = ["run", "quick", "strategy={name: FedAvg}", "rounds=2", "engine.workers=0"]
-    done = fedbn(*words, "--out", tmp_path / "out", cwd=tmp_path, FEDBN_LOG="json")
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {"time", "level", "message"} <= set.intersection(*(set(line) for line in lines))
-    assert (lines[-1]["message"].startswith("report: "), lines[-2]["run"], lines[-2]["round"]) == (True, "FedAvg", 2)
-
-
-def test_json_logs_name_the_run_also_if_several_run_at_the_same_time(tmp_path: Path) -> None:
-    words = ("run", "quick", "rounds=2", "sweep={train.lr: [0.01, 0.1]}", "--jobs", "2", "--out", tmp_path / "out")
-    done = fedbn(*words, cwd=tmp_path, FEDBN_LOG="json")
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    ended = {line["run"]: line["round"] for line in lines if ": 2 rounds in " in line["message"]}
-    assert ended == {"FixBN, lr=0.01": 2, "FixBN, lr=0.1": 2}
-    assert all(not line.get("run") for line in lines if "runs ended" in line["message"])

@@ -19,7 +19,7 @@ Federations = Callable[..., Any]
 def test_a_foreign_grid_serves_all_nodes_at_once_and_hides_their_states() -> None:
     engine = capabilities(type("ForeignGrid", (Grid,), dict.fromkeys(Grid.__abstractmethods__))())
     assert engine.start() is None
-    assert engine.node_states() is None
+    assert engine.contexts() is None
     engine.count_exchange([], [])
 
 
@@ -28,10 +28,10 @@ def test_a_grid_around_another_passes_on_its_capabilities(federation: Federation
     with fed.grid(workers=2) as local:
         outer = capabilities(GridAround(MeteredGrid(local)))
         assert outer.start() == 2
-        states = outer.node_states()
-        assert states is not None
-        states.write_state(2, RecordDict({"kept": ArrayRecord()}))
-        assert list(local.read_state(2)) == ["kept"]
+        contexts = outer.contexts()
+        assert contexts is not None
+        contexts[2].state = RecordDict({"kept": ArrayRecord()})
+        assert list(local.contexts()[2].state) == ["kept"]
 
 
 def test_an_exchange_is_counted_through_another_grid(federation: Federations) -> None:

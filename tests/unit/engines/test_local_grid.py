@@ -7,11 +7,9 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -132,7 +130,7 @@ def test_a_state_follows_its_node_to_every_worker() -> None:
     with LocalGrid(app_of(count), 3, workers=2) as grid:
         for round in range(1, 7):  # three nodes on two workers change places
             assert metrics(grid.send_and_receive([to(n) for n in (1, 2, 3)]), "count") == [round] * 3
-            assert [grid.read_state(n)["had"]["count"] for n in (1, 2, 3)] == [round] * 3
+            assert [grid.contexts()[n].state["had"]["count"] for n in (1, 2, 3)] == [round] * 3
 
 
 def test_two_messages_to_a_node_are_handled_in_their_order() -> None:
@@ -334,9 +332,9 @@ def test_states_can_be_read_while_a_client_is_late() -> None:
     """A checkpoint follows a round whose time is over; the late client's state is that of before the message."""
     with LocalGrid(app_of(count), 2, workers=2) as grid:
         list(grid.send_and_receive([to(1), to(2)]))
-        before = content(grid.read_state(2))
+        before = content(grid.contexts()[2].state)
         assert len(list(grid.send_and_receive([to(1), to(2, "sleep")], timeout=0.5))) == 1
-        assert content(grid.read_state(2)) == before != content(grid.read_state(1))
+        assert content(grid.contexts()[2].state) == before != content(grid.contexts()[1].state)
         assert metrics(grid.send_and_receive([to(2)], timeout=20), "count") == [3]
 
 
@@ -426,60 +424,6 @@ def test_workers_train_after_this_process_used_several_threads() -> None:
     with LocalGrid(app_of(train), 1, workers=1) as grid:
         replies = list(grid.send_and_receive([to(1)], timeout=10))
     assert metrics(replies, "done") == [1], "it did not answer within ten seconds"
-
-
-# --- states beyond the memory limit ------------------------------------------
-
-
-def remembering() -> ClientApp:
-    """Each node adds what it is sent to an array of 1,000 numbers that it keeps."""
-    app = ClientApp()
-
-    @app.query("add")
-    def add(message: Message, context: Context) -> Message:
-        before = unpack(context.state.array_records["kept"])["sum"] if "kept" in context.state else np.zeros(1000)
-        context.state["kept"] = pack({"sum": before + message.content.config_records["config"]["value"]})
-        context.state["node"] = ConfigRecord({"id": context.node_id})
-        return Message(RecordDict({"arrays": context.state.array_records["kept"]}), reply_to=message)
-
-    return app
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_states_beyond_the_memory_limit_are_in_files(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    nodes = 12
-    with LocalGrid(remembering(), nodes, workers=workers, state_memory=20_000 / 2**30) as grid:
-        (folder,) = tmp_path.iterdir()
-        for value in (1.0, 2.0, 4.0):
-            for node in range(1, nodes + 1):
-                content = RecordDict({"config": ConfigRecord({"value": value * node})})
-                (reply,) = grid.send_and_receive([Message(content, node, "query.add")])
-        kept = [grid.read_state(node) for node in range(1, nodes + 1)]
-        # 8,000 bytes each: two stay in memory.
-        assert len(list(folder.iterdir())) >= nodes - 2
-        assert unpack(reply.content.array_records["arrays"])["sum"].tolist() == [7.0 * nodes] * 1000
-    for node, state in enumerate(kept, start=1):
-        assert state["node"]["id"] == node
-        assert unpack(state.array_records["kept"])["sum"].tolist() == [7.0 * node] * 1000
-    assert not folder.exists()
-
-
-def test_a_state_that_no_file_can_hold_stays_in_memory() -> None:
-    app = ClientApp()
-
-    @app.query("keep")
-    def keep(message: Message, context: Context) -> Message:
-        found = list(context.state)
-        context.state["kept"] = pack({"complex": np.full(1000, 1j)})
-        return Message(RecordDict({"config": ConfigRecord({"found": found})}), reply_to=message)
-
-    with LocalGrid(app, 3, state_memory=1e-9) as grid:
-        for expected in ([], ["kept"]):
-            replies = grid.send_and_receive([Message(RecordDict(), node, "query.keep") for node in (1, 2, 3)])
-            assert [reply.content.config_records["config"]["found"] for reply in replies] == [expected] * 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])

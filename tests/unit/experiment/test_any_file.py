@@ -41,7 +41,7 @@ KEYS = [
     "strategy", "strategy.name", "strategy.base", "strategy.base.name", "strategy.fraction_train",
     "strategy.fraction_evaluate", "strategy.freeze_round", "strategy.min_train_nodes", "strategy.proximal_mu",
     "strategy.exchange_timeout", "strategy.beta", "strategy.num_malicious_nodes", "strategy.server_learning_rate",
-    "engine.timeout", "engine.node_timeout", "engine.workers", "engine.state_memory", "evaluate",
+    "engine.timeout", "engine.node_timeout", "engine.workers", "evaluate",
     "evaluate.metrics", "evaluate.unseen", "evaluate.validation", "only", "unknown", "train.unknown", "",
     "sizes", "size", "cell", "cell.sweep", "sweep", "tune", "extends", "strategy.base.base", "data.partition.kind.x",
     "strategy.3", "engine", "engine.name",
@@ -213,10 +213,10 @@ def test_a_date_is_text() -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("{name: FixBN, freeze_round: -1}", "strategy.freeze_round is -1; expected a round"),
+        ("{name: FixBN, freeze_round: -1}", "strategy: freeze_round is -1; expected a round"),
         ("{name: FixBN, base: {name: Fedprox}}", "strategy.base.name='Fedprox' is not a strategy; did you mean 'FedPr"),
         ("{name: FixBN, base: {name: FixBN, base: {name: FedProx, proximal_mu: -1}}}",
-         "strategy.base.base.proximal_mu is -1; expected a number >= 0"),
+         "strategy.base.base: proximal_mu is -1; expected a number >= 0"),
         ("{name: FixBN, base: {name: FedAvg, x: 1}}", "strategy.base.x (= 1) is not an argument of FedAvg"),
         ("{name: FixBN, base: {name: FedAvg, 3: 4}}", "strategy.base.3 (= 4) is not an argument of FedAvg"),
         ("{name: MeanStatistics, base: {name: FedAdam, eta: -1}}", "strategy.base.eta of FedAdam is -1; expected a"),

@@ -13,11 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-import fedbn_flwr
 from fedbn_flwr import Result, Results, Settings, cli, run, run_all
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.file.expansion import LISTS
-from fedbn_flwr.experiment.settings import DERIVED, Data, Engine, Model, Train
+from fedbn_flwr.experiment.settings import Data, Engine, Model, Train
 from tests.support.images import write_parquet
 
 TINY: dict[str, Any] = {"rounds": 1, "clients": 2, "train": {"steps": 1}, "engine": {"workers": 0, "device": "cpu"}}
@@ -96,10 +94,13 @@ def test_a_class_stands_for_its_name(tmp_path: Path) -> None:
         ({"rouns": 3}, "unknown key 'rouns'"),
         ({"train": {"lrr": 3}}, "unknown key 'train.lrr'"),
         ({"train": {"lr": "0.1"}}, "train.lr is '0.1': expected a valid number"),
-        ({"model": lambda num_classes: Net(num_classes)}, "model is .*<lambda>, a function that other processes"),
-        ({"model": {"name": object()}}, "model.name is a object; expected a number"),
+        (
+            {"model": lambda num_classes: Net(num_classes)},
+            "model has a function .*<lambda>.*; expected numbers.* functions and classes at the top of a module",
+        ),
+        ({"model": {"name": object()}}, "model has a object .*; expected numbers"),
         ({"seeds": [0, 1]}, r"has 2 runs \(labels: FedAvg; seeds: 0, 1\); run_all\(\) carries out all"),
-        ({"resume": True}, "resume is True, but out is missing"),
+        ({"resume": True}, "to resume runs, give their folder"),
         ({"only": "FixBN"}, "only='FixBN' is not a label"),
     ],
 )
@@ -198,8 +199,3 @@ def test_progress_is_shown_unless_it_is_turned_off(tmp_path: Path, capsys: pytes
     assert capsys.readouterr() == ("", "")
     run(TINY, out=tmp_path / "shown")
     assert "[1/1] FedAvg: 1 round in" in capsys.readouterr().out
-
-
-def test_every_setting_can_be_changed() -> None:
-    known = set(fedbn_flwr.experiment.api.Changes.__annotations__)
-    assert known - {"label", "size"} == {*Settings.model_fields, "seeds", "runs", *LISTS} - set(DERIVED)

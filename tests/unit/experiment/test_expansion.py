@@ -118,7 +118,7 @@ def test_a_changed_run_of_a_sweep_leaves_its_place() -> None:
     def again(*overrides: str) -> Settings:
         return read_experiment(before, overrides).runs[0]
 
-    assert (again("rounds=7").label, again("rounds=7").cell.sweep) == ("A, lr=0.1", {"train.lr": 0.1})
+    assert (again("seed=7").label, again("seed=7").cell.sweep) == ("A, lr=0.1", {"train.lr": 0.1})
     assert (again("train.lr=0.7").label, again("train.lr=0.7").cell.sweep) == ("A", {})
     assert again("train.lr=0.7", "label=other").label == "other"
 
@@ -183,21 +183,20 @@ def test_keys_that_end_alike_are_named_in_full() -> None:
         ("sweep: {seed: [0, 1]}", "give seeds: [0, 1, 2] beside sweep"),
         ("sweep: {label: [a]}", "sweep has label, which is no setting of a run"),
         ("sweep: {train.lr: [0.1]}\ntune: {train.lr: [0.1]}", "train.lr is in sweep and in tune"),
-        ("sweep: {data.partition: [{kind: iid}], data.partition.alpha: [1.0]}", "data.partition.alpha is a part of"),
+        ("sweep: {data.partition: [{kind: iid}], data.partition.alpha: [1.0]}", "unknown key 'data.partition.alpha'"),
         ("sweep: {trian.lr: [0.1]}", "unknown key 'trian'"),
         ("tune: {train.lr: [0.1]}\nevaluate:", "evaluate is None: expected a mapping"),
         ("tune: {train.lr: [0.1]}\nevaluate: 3", "evaluate is 3: expected a mapping"),
-        ("tune: {train.lr: [0.1]}\ntrain: 3", "train is 3; expected a mapping, since train.lr has a value"),
         ("runs: {1: {}, '1': {rounds: 3}}", "the key '1' is given twice (line 1)"),
         (
             f"published: {{A: {{accuracy: 0.5, source: x}}}}\nruns: {{A: {{}}}}\nsweep: {{train.lr: "
             f"{[n / 1000 for n in range(1, 900)]}, rounds: {list(range(1, 900))}, train.steps: {list(range(1, 900))}}}",
-            "expected at most 1,000",
+            "more than 1,000 runs",
         ),
         ("sweep: {train.lr: [0.1, fast]}", "run 'lr=fast': train.lr is 'fast'"),
         (
             f"sweep: {{train.lr: {[n / 100 for n in range(1, 50)]}, rounds: {list(range(1, 50))}}}",
-            "2,401 runs (2401 of its run, each with 1 seed); expected at most 1,000",
+            "more than 1,000 runs; shorten the lists",
         ),
     ],
 )

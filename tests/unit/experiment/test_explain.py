@@ -55,12 +55,11 @@ def test_the_bytes_are_those_of_the_ledger_in_every_round(tmp_path: Path) -> Non
         assert measured.total() == tuple(sum(line[key] for line in lines) for key in ("bytes_down", "bytes_up"))
 
 
-def test_clients_that_never_train_and_held_out_images_are_not_counted() -> None:
+def test_clients_that_never_train_are_not_counted() -> None:
     changes = "evaluate: {every: 5, unseen: 3, validation: 0.5}\ntrain: {epochs: 1, batch_size: 8}\n"
     (run,) = explain(load_experiment(f"rounds: 1\nclients: 5\nengine: {{workers: 0}}\n{changes}")).runs
     assert run.costs is not None
     assert run.costs.clients == 2
-    assert run.costs.steps == 2 * 18  # 144 of 288 images of each of two clients
 
 
 def test_what_travels_is_named_by_role() -> None:
@@ -121,26 +120,23 @@ def test_explain_prints_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[
     (run,) = explain(load_experiment(SMALL, ["rounds=3"])).runs
     assert run.costs is not None
     assert run.costs.total()[1] == 3 * 4 * run.costs.traffic[0][1].bytes_up
-    assert run.costs.steps == 8
-    assert 0 < run.costs.train < run.costs.run
     assert cli.main(["explain", str(file), "--no-trial"]) == 0
-    assert "time:" not in capsys.readouterr().out
+    assert "all 3 rounds" not in capsys.readouterr().out
     assert cli.main(["explain", str(file), "evaluate.server=false", "data={classes: 10, channels: 1, size: 8}"]) == 0
     assert "The data are at the sites" in capsys.readouterr().out
     assert not list(tmp_path.glob("runs*"))
 
 
 def test_a_training_that_diverges_is_explained() -> None:
-    """The trial's rounds have no schedule and little data; it measures times and bytes, so it need not learn."""
+    """The trial's rounds have no schedule and little data; it measures bytes, so it need not learn."""
     (explained,) = explain(load_experiment(SMALL, ["train.lr=1.0e+30"])).runs
     assert explained.costs is not None
 
 
-def test_all_runs_with_all_seeds_are_checked_and_their_time_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_runs_with_all_seeds_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     text = SMALL + "seeds: [0, 1]\nruns: {FedBN: {strategy: FedBN}, Scaffold: {strategy: Scaffold}}"
     assert cli.main(["explain", text, "evaluate.validation=0.2"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^all 4 runs, one after another: about \d.* on this machine$", printed, re.MULTILINE)
     assert printed.count("for each of 2 seeds") == 2
     assert cli.main(["explain", SMALL, "strategy=FedTAN", "clients=100", "train.batch_size=32"]) == 2
     assert "100 of 100 clients have fewer than 32 training examples" in capsys.readouterr().err

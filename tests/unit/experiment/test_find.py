@@ -284,7 +284,7 @@ def test_overrides_that_make_two_runs_equal_are_refused() -> None:
 def test_only_takes_a_label() -> None:
     assert labels("only=GN") == ["GN"]
     assert "only='GNN' is not a label of experiment; did you mean 'GN'" in fault(COMPARISON, "only=GNN")
-    assert "only=[] selects no run of experiment; expected one or more of BN, GN, FixBN" in fault(COMPARISON, "only=[]")
+    assert "only='' is not a label of experiment; known: BN, FixBN, GN" in fault(COMPARISON, "only=[]")
 
 
 # --- `set` of a Flower run ---------------------------------------------------

@@ -21,7 +21,7 @@ from fedbn_flwr.experiment.data import Shape
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.parts import make_model
-from fedbn_flwr.experiment.settings import Data, Model, Settings, resolve
+from fedbn_flwr.experiment.settings import Data, Model, Settings
 from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
 
 HALF_AN_HOUR = 1.7e6
@@ -36,7 +36,7 @@ MOST_TEST_IMAGES = 10_000  # of the other data sets at this size
 @functools.cache
 def counted(data: Data, model: Model) -> tuple[int, int, int]:
     """The operations and the values of the convolutions for an image, and the parameters."""
-    run = resolve(Settings(data=data, model=model))
+    run = Settings(data=data, model=model)
     entry, size = CATALOGUE[data.name], run.data.crop or run.data.size
     assert size is not None
     sides = (size, size) if isinstance(size, int) else size

@@ -81,7 +81,10 @@ BN = "model: {name: cnn}\nclients: 2\n"
         ),
         ("train: {optimizer: adan}", "train.optimizer is 'adan'; did you mean 'adam'"),
         ("train: {optimizer: Muon}", "train.optimizer Muon"),
-        ("train: {optimizer: adam, momentum: 0.9}", "train.optimizer adam has no momentum, but one is set"),
+        (
+            "train: {optimizer: adam, momentum: 0.9}",
+            "train.optimizer adam with {'momentum': 0.9}: .* unexpected keyword argument 'momentum'",
+        ),
         ("train: {optimizer: 'training_parts:nothing'}", "optimizer='training_parts:nothing'"),
         ("train: {class_weights: [1, 2]}", "train.class_weights has 2 weights, but the data have 10 classes"),
         ("train: {schedule: 'training_parts:negative'}", "train.schedule.kind='training_parts:negative' returned -0.1"),
@@ -91,12 +94,15 @@ BN = "model: {name: cnn}\nclients: 2\n"
         ),
         (
             "train: {loss: 'training_parts:per_image'}",
-            r"returned a tensor of shape \[20\]; expected a diff",
+            r"returned a tensor of shape \[2\]; expected a diff",
         ),
-        ("train: {loss: 'training_parts:loss'}", "train.loss='training_parts:loss' returned float; expected a diff"),
+        (
+            "train: {loss: 'training_parts:loss'}",
+            "train.loss='training_parts:loss', .* returned float; expected a diff",
+        ),
         (
             "train: {loss: 'training_parts:broken'}",
-            "train.loss='training_parts:broken' failed .*no such thing",
+            "train.loss='training_parts:broken', .* failed: .*no such thing",
         ),
         ("train: {loss: {name: 'training_parts:margin', wide: 2}}", "unexpected keyword argument 'wide'"),
         (
@@ -127,7 +133,7 @@ def test_what_cannot_train_is_refused_before_training(text: str, words: str) -> 
         "{strategy: {name: FedTAN}, train: {optimizer: {name: sgd, nesterov: true}, momentum: 0.9}}",
         "{strategy: {name: FedAvgGlobalStats}, train: {optimizer: adam}}",
         "{strategy: {name: GlobalMomentum}, train: {momentum: 0.9, clip: 1.0}}",
-        "train: {optimizer: rmsprop, momentum: 0.5, weight_decay: 0.1, norm_weight_decay: 0, keep_momentum: true}",
+        "train: {optimizer: rmsprop, momentum: 0.5, weight_decay: 0.1, keep_momentum: true}",
         "train: {loss: {name: 'training_parts:margin', width: 2.0}, schedule: 'training_parts:halved'}",
         "train: {class_weights: balanced, label_smoothing: 0.1}",
     ],

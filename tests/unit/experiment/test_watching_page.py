@@ -11,6 +11,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.settings import name_in
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import ROOT
 from tests.support.experiments import read
@@ -27,7 +28,7 @@ COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if l
 
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_the_settings_are_read(text: str) -> None:
-    assert {tracker["name"] for tracker in read(text).track} <= {"tensorboard", "trackers:WandB"}
+    assert {*map(name_in, read(text).track)} <= {"tensorboard", "trackers:WandB"}
 
 
 @pytest.mark.parametrize("line", COMMANDS)

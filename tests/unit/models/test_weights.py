@@ -92,7 +92,7 @@ def test_torchvision_s_weights_are_read_from_its_cache(torch_home: Path) -> None
     loaded = build_model("torchvision.models:resnet18", 5, weights="DEFAULT")
     assert same(source, loaded, but="fc")
     with pytest.raises(
-        SettingsError, match=r"'conv1\.weight' has shape \[64, 3, 7, 7\], the network \[64, 3, 3, 3\].*stem"
+        SettingsError, match=r"size mismatch for conv1\.weight: .*\[64, 3, 7, 7\].*\[64, 3, 3, 3\].*stem"
     ):
         build_model("resnet18", 1000, image_size=32, weights="DEFAULT")
 
@@ -112,13 +112,12 @@ def test_the_older_names_of_densenet_s_file_are_understood(torch_home: Path) -> 
 @pytest.mark.parametrize(
     ("name", "weights", "message"),
     [
-        ("cnn", "no.safetensors", r"there is no file '.*no\.safetensors'"),
+        ("cnn", "no.safetensors", r"cannot be read: No such file or directory: /.*no\.safetensors"),
         ("cnn", "~no-such-user/a.safetensors", "='~no-such-user/a.safetensors' cannot be read: Could not determine"),
-        ("cnn", "n" * 300 + ".safetensors", "cannot be read: .*File name too long"),
         ("cnn", "broken.safetensors", "cannot be read: "),
-        ("cnn", "mlp.safetensors", r"lacks 10 of 10 keys|lacks \d+ of \d+ keys: conv1\.weight, bn1\.weight"),
-        ("cnn", "more.safetensors", "also has 1 of 13 keys: head"),
-        ("cnn", "colour.safetensors", r"'conv1\.weight' has shape \[16, 3, 3, 3\], the network \[16, 1, 3, 3\]"),
+        ("cnn", "mlp.safetensors", r'Missing key\(s\) in state_dict: "conv1\.weight", "bn1\.weight"'),
+        ("cnn", "more.safetensors", r'Unexpected key\(s\) in state_dict: "head"'),
+        ("cnn", "colour.safetensors", r"size mismatch for conv1\.weight: .*\[16, 3, 3, 3\].*\[16, 1, 3, 3\]"),
         ("cnn", "DEFAULT", "torchvision has no weights for 'cnn'"),
         ("resnet18", "IMAGENET1K_V2", "are not weights of 'resnet18'; did you mean 'IMAGENET1K_V1'"),
     ],

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr import Role
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.norms.freeze import frozen_norm
+from fedbn_flwr.norms.statistics import frozen_norm
 
 
 def net() -> nn.Module:

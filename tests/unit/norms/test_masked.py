@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from fedbn_flwr import Role, convert_norm, roles
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.norms.freeze import frozen_norm
-from fedbn_flwr.norms.masked import MaskedBatchNorm1d
-from fedbn_flwr.norms.statistics import reestimate
+from fedbn_flwr.norms.statistics import frozen_norm, reestimate
+from fedbn_flwr.norms.variants import MaskedBatchNorm1d
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from fedbn_flwr import BNClient, Role, convert_norm, roles
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.step import exchanged_layers
-from fedbn_flwr.norms.freeze import frozen_norm
-from fedbn_flwr.norms.statistics import reestimate
+from fedbn_flwr.norms.statistics import frozen_norm, reestimate
 
 
 class Theirs(nn.Module):

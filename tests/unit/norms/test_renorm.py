@@ -16,10 +16,9 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, Role, convert_norm
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.step import LayerwiseStep
-from fedbn_flwr.norms.freeze import frozen_norm
-from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.norms.roles import roles
-from fedbn_flwr.norms.statistics import reestimate
+from fedbn_flwr.norms.statistics import frozen_norm, reestimate
+from fedbn_flwr.norms.variants import BatchRenorm
 from tests.support.cohort import alone
 from tests.support.nets import close, two_norms
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -109,15 +110,18 @@ def test_a_convolution_with_a_computed_weight_is_refused(name: str, kind: str) -
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ((Doubled(1, 4, 2), nn.BatchNorm2d(4)), "0 is a Doubled, a Conv2d of another kind"),
-        ((nn.Conv2d(1, 4, 2), nn.ConvTranspose2d(4, 4, 2), nn.BatchNorm2d(4)), "1 is a ConvTranspose2d; only Conv1d"),
+        (lambda: (Doubled(1, 4, 2), nn.BatchNorm2d(4)), "0 is a Doubled, a Conv2d of another"),
+        (
+            lambda: (nn.Conv2d(1, 4, 2), nn.ConvTranspose2d(4, 4, 2), nn.BatchNorm2d(4)),
+            "1 is a ConvTranspose2d; only",
+        ),
     ],
 )
 def test_a_model_whose_convolutions_would_stay_as_they_are_is_refused(
-    layers: tuple[nn.Module, ...], message: str, kind: str
+    layers: Callable[[], tuple[nn.Module, ...]], message: str, kind: str
 ) -> None:
     with pytest.raises(SettingsError, match=message):
-        convert_norm(nn.Sequential(*layers), kind)
+        convert_norm(nn.Sequential(*layers()), kind)
 
 
 def test_a_model_without_layers_to_standardise_is_refused() -> None:

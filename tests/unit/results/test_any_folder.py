@@ -76,7 +76,7 @@ def read_all(folder: Path) -> None:
     page(choose(group(find_runs([folder]))), DEFAULT, {})
     for run in find_runs([folder]):
         for name in ("partition.json", "norms.jsonl", "clients.jsonl"):
-            RunFolder(run.path).lines(name) if name.endswith("l") else RunFolder(run.path).read(name)
+            RunFolder(run.folder).lines(name) if name.endswith("l") else RunFolder(run.folder).read(name)
     RunFolder(folder).model_description()
 
 

@@ -69,7 +69,7 @@ def test_the_test_images_have_no_part_in_the_choice(out: Path) -> None:
 def test_a_candidate_that_diverged_is_not_chosen(out: Path) -> None:
     rows = rows_of(out)
     for run in rows[BEST].runs:
-        run.history[-1]["validation_accuracy"] = float("nan")
+        run.lines[-1]["validation_accuracy"] = float("nan")
     assert shown(rows) == {WORSE, OTHER}
 
 

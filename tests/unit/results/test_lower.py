@@ -52,13 +52,13 @@ def printed(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
 def test_no_error_is_in_percent(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--latex", runs, "--columns", "rmse,best_test_rmse,mae,r2,loss", "--baseline", "FedAvg")
     _, _, _, heads, _, first, second, third, *_ = text.splitlines()
-    assert heads.startswith(r"run & RMSE & best on test & MAE & R² & loss & difference to FedAvg &")
+    assert heads.startswith(r"run & RMSE & best RMSE on test & MAE & R² & loss & difference to FedAvg &")
     assert r"61.250 $\pm$ 1.768 & 59.250 $\pm$ 1.768 & 49.000" in first
     assert r"53.500 $\pm$ 2.121 & 51.500 $\pm$ 2.121 & 42.800" in second
     assert r"53.625 $\pm$ 0.530" in third
     assert "-7.750" in second, "value minus baseline: negative is better"
     assert "%" not in text.split("\n", 1)[1].replace(r"95 \%", "")
-    assert "best on test" not in printed(capsys, "--latex", runs)
+    assert "RMSE on test" not in printed(capsys, "--latex", runs)
 
 
 def test_tables_pictures_and_page_have_the_error_in_its_own_unit(runs: Path, tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ def test_tables_pictures_and_page_have_the_error_in_its_own_unit(runs: Path, tmp
     assert text.startswith("Lower is better: RMSE.\n\n")
     first, domains, clients = text.split("\n\n")[1:]
     assert first.splitlines()[0].split("  ")[0] == "run"
-    assert first.split()[1:5] == ["RMSE", "best", "on", "test"]
+    assert first.split()[1:5] == ["RMSE", "best", "RMSE", "on"]
     assert "clients' RMSE" in first
     assert "53.500 ± 2.121" in first
-    assert domains.startswith("RMSE of the global model, by domain\n")
+    assert domains.startswith("RMSE, by domain\n")
     assert "52.500 ± 2.121  56.500 ± 2.121" in domains
-    line = next(line for line in clients.splitlines() if line.startswith("FixBN") and "own test" in line)
-    assert line.split()[-3:] == ["50.000", "8.165", "60.000"], "the worst tenth of an error is the highest"
+    line = next(line for line in clients.splitlines() if line.startswith("FixBN") and "own data" in line)
+    assert line.split()[-3:] == ["50.000", "8.1650", "60.000"], "the worst tenth of an error is the highest"
     (figures, *_) = json.loads((tmp_path / "out" / "report.json").read_text())
     assert figures["curve"][1] == {
         "round": 2, "rmse": 58.0, "mae": 48.0, "r2": 0.4, "loss": 3600.0, "communication_rounds": 2,
@@ -81,7 +81,7 @@ def test_tables_pictures_and_page_have_the_error_in_its_own_unit(runs: Path, tmp
     assert "Lower is better: RMSE." in page.read_text()
     rows = group(find_runs([runs]))
     labels = [panel.get_ylabel() for panel in plot(rows).axes]
-    assert {"RMSE (global model)", "RMSE (clients, own test examples)"} <= {*labels}
+    assert {"RMSE", "clients' RMSE on own data"} <= {*labels}
     assert not any("%" in label for label in labels)
     box = clients_plot(rows)
     assert box is not None
@@ -142,8 +142,7 @@ def test_figures_are_shown_with_about_five_digits(values: list[float], digits: i
     assert Measure.of("accuracy").digits(values) == 2
 
 
-def test_a_domain_of_another_figure_is_found_by_the_main_one() -> None:
-    assert Measure.of("mae_sea", ["rmse_sea"]).title == "MAE, domain sea"
-    assert Measure.of("mae_sea").title == "mae sea", "a metric of the user"
-    assert Measure.of("clients_own_rmse_sea").title == "RMSE, domain sea"
-    assert Measure.of("best_test_rmse").full_title == "best test RMSE (global model)"
+def test_what_follows_a_known_figure_is_a_domain() -> None:
+    assert Measure.of("mae_sea").title == "MAE, domain sea"
+    assert Measure.of("clients_own_rmse_sea").title == "clients' RMSE on own data, domain sea"
+    assert Measure.of("best_test_rmse").title == "best RMSE on test"

@@ -96,29 +96,25 @@ def test_long_runs_are_thinned_evenly_with_first_and_last_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "group_", "title", "fraction"),
+    ("key", "title", "fraction"),
     [
-        ("accuracy", "global model", "accuracy", True),
-        ("accuracy_real", "global model", "accuracy, domain real", True),
-        ("clients_own_macro_f1", "clients, own test examples", "macro F1", True),
-        ("clients_own_accuracy_worst_tenth", "clients, own test examples", "accuracy, mean of the worst tenth", True),
-        ("clients_accuracy_std", "clients, all test examples", "accuracy, deviation over clients", True),
-        ("train_loss", "training", "training loss", False),
-        ("my_metric", "global model", "my metric", False),
-        ("auc_macro", "global model", "auc macro", False),
-        ("validation_accuracy", "held-out training examples", "accuracy", True),
-        ("unseen_accuracy_tuned", "new clients, own test examples", "accuracy, fine-tuned", True),
+        ("accuracy", "accuracy", True),
+        ("accuracy_real", "accuracy, domain real", True),
+        ("auc_sea", "AUC, domain sea", True),
+        ("clients_own_dice_sea", "clients' dice on own data, domain sea", True),
+        ("clients_own_macro_f1", "clients' macro F1 on own data", True),
+        ("clients_own_accuracy_worst_tenth", "clients' accuracy on own data, mean of the worst tenth", True),
+        ("clients_accuracy_std", "clients' accuracy, deviation over clients", True),
+        ("train_loss", "training loss", False),
+        ("my_metric", "my metric", False),
+        ("validation_accuracy", "validation accuracy", True),
+        ("best_round", "best round", False),
+        ("unseen_accuracy_tuned", "new clients' accuracy, fine-tuned", True),
     ],
 )
-def test_measures_are_named_in_words(key: str, group_: str, title: str, fraction: bool) -> None:
-    assert Measure.of(key) == Measure(key, group_, title, fraction)
-
-
-def test_every_metric_can_have_domains() -> None:
-    lines = history(2, accuracy_sea=0.5, auc_sea=0.5, auc_macro=0.5, clients_own_dice_sea=0.5)
-    titles = {measure.key: measure.title for measure in measures([lines])}
-    assert titles["auc_sea"] == "AUC, domain sea"
-    assert (titles["auc_macro"], titles["clients_own_dice_sea"]) == ("auc macro", "dice sea"), "not beside an accuracy"
+def test_measures_are_named_in_words(key: str, title: str, fraction: bool) -> None:
+    measure = Measure.of(key)
+    assert (measure.title, measure.is_fraction, measure.scale) == (title, fraction, 100 if fraction else 1)
 
 
 def test_traffic_and_seconds_are_no_measures() -> None:
@@ -148,12 +144,12 @@ def test_the_page_has_the_pictures_whose_files_exist(tmp_path: Path) -> None:
         "Data of the clients", "Settings",
     ]  # fmt: skip
     names = page.texts["summary"]
-    assert {"loss (global model)", "digits: iid: FedBN, seed 0", "accuracy, domain sea (global model)"} <= set(names)
-    assert "accuracy of the global model, by domain" in page.texts["caption"]
+    assert {"loss", "digits: iid: FedBN, seed 0", "accuracy, domain sea"} <= set(names)
+    assert "accuracy, by domain" in page.texts["caption"]
     shown = set(page.texts["title"])
     assert {
         "FedBN: 40% at 2 rounds",
-        "FedBN, sea: 50%",
+        "FedBN, sea: 50.00%",
         "FedBN, seed 0, client 10: 100%",
         "client 1, b: 2 examples",
         "bn1, round 2: 0.5",
@@ -213,7 +209,7 @@ def test_settings_that_differ_and_published_figures_are_tables(tmp_path: Path) -
     write_run(tmp_path / "b", "FedAvg", config={"train": {"lr": 0.2, "steps": 5}})
     page = page_of(tmp_path)
     cells = page.texts["td"]
-    start = cells.index("accuracy (global model)")
+    start = cells.index("accuracy")
     assert cells[start + 1 : start + 7] == ["50.00% ± 1.00", "60.00%", "2", "+10.00", "no", "Paper, Table 1"]
     assert cells[start + 8 : start + 13] == ["90.00%", "-", "0", "-", "-"], "not measured"
     assert "train.lr" in page.texts["th"]

@@ -129,9 +129,9 @@ def test_latex_is_the_first_table(runs: Path, capsys: pytest.CaptureFixture[str]
 
 def test_latex_leaves_the_choice_by_test_images_out(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--latex", runs)
-    assert "best on test" not in text
+    assert "best accuracy on test" not in text
     assert "MiB down" in text
-    assert "best on test" in printed(capsys, "--latex", runs, "--columns", "best_test_accuracy")
+    assert "best accuracy on test" in printed(capsys, "--latex", runs, "--columns", "best_test_accuracy")
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="LaTeX is not installed")
@@ -182,7 +182,7 @@ def test_a_plot_for_a_paper_is_one_panel_of_a_size(runs: Path, tmp_path: Path, c
     rows = group(find_runs([runs]))
     figure = plot(rows, measure="loss", axis="seconds", size=(3.4, 2.6))
     (panel,) = figure.axes
-    assert (panel.get_xlabel(), panel.get_ylabel()) == ("seconds", "loss (global model)")
+    assert (panel.get_xlabel(), panel.get_ylabel()) == ("seconds", "loss")
     assert tuple(figure.get_size_inches()) == (3.4, 2.6)
     assert panel.get_lines()[0].get_xydata()[-1].tolist() == pytest.approx([4.0, 2 - 0.72]), "no percent"
     file = tmp_path / "new" / "a.pdf"

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr import cli
-from fedbn_flwr.experiment.counting import count_partitions
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_experiment
+from fedbn_flwr.experiment.trial import count_partitions
 from fedbn_flwr.results.folder.clients import PartitionCounts
-from fedbn_flwr.results.report.pictures import class_colours, partitions_plot, save
+from fedbn_flwr.results.report.pictures import class_colours, partitions_plot
 from fedbn_flwr.results.report.tables import partition_table
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -48,7 +48,7 @@ def test_each_class_has_a_colour_of_its_own(classes: int) -> None:
 
 def test_a_bar_is_as_high_as_what_its_client_holds(tmp_path: Path) -> None:
     """Read from the picture: the second client's bar, all of the second class, is three times the first's."""
-    save(partitions_plot([SMALL]), tmp_path / "held.png")
+    partitions_plot([SMALL]).write(tmp_path / "held.png")
     picture = np.asarray(Image.open(tmp_path / "held.png").convert("RGB")).astype(int)
     colours = [np.rint(np.array(colour) * 255) for colour in class_colours(3)]
     # Columns of pixels that are bars: the legend's patches are far lower.

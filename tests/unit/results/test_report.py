@@ -15,13 +15,19 @@ from PIL import Image
 
 from fedbn_flwr import cli
 from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.pictures import plot
-from fedbn_flwr.results.report.rows import group, headline
-from fedbn_flwr.results.report.tables import by_domain, client_table, figure, table
+from fedbn_flwr.results.report.rows import Row, group, headline
+from fedbn_flwr.results.report.tables import Lines, as_measured, by_domain, client_table, domain_table, table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("pictures")
+
+
+def domain_tables(rows: list[Row]) -> list[Lines]:
+    return [domain_table(rows, *each)[1] for each in by_domain(rows).items()]
+
 
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 
@@ -38,14 +44,14 @@ def test_each_domain_is_a_column_of_a_table_of_its_own(tmp_path: Path) -> None:
     write_runs(tmp_path, DOMAINS[:4], ("FedAvg", "Standalone"), seeds=2)
     rows = group(find_runs([tmp_path]))
     assert not set(DOMAINS) & set(table(rows)[0]), "the first table does not get wider"
-    shared, own = by_domain(rows)
-    assert shared.table(rows)[0] == own.table(rows)[0] == ("run", *DOMAINS[:4], "average")
-    assert [line[0] for line in shared.table(rows)[1:]] == ["FedAvg"], "Standalone has no global model"
-    assert [line[0] for line in own.table(rows)[1:]] == ["FedAvg", "Standalone"]
+    shared, own = domain_tables(rows)
+    assert shared[0] == own[0] == ("run", *DOMAINS[:4], "average")
+    assert [line[0] for line in shared[1:]] == ["FedAvg"], "Standalone has no global model"
+    assert [line[0] for line in own[1:]] == ["FedAvg", "Standalone"]
     deviation = statistics.stdev([30, 31])
-    assert own.table(rows)[1][1:3] == (f"30.5% ± {deviation:.1f}", f"35.5% ± {deviation:.1f}")
+    assert own[1][1:3] == (f"30.50% ± {deviation:.2f}", f"35.50% ± {deviation:.2f}")
     # Each domain counts alike, and the deviation is that of the seeds' averages.
-    assert own.table(rows)[1][-1] == f"38.0% ± {deviation:.1f}"
+    assert own[1][-1] == f"38.00% ± {deviation:.2f}"
 
 
 def test_a_row_whose_accuracy_is_not_the_global_model_s_says_so(tmp_path: Path) -> None:
@@ -81,13 +87,13 @@ def test_an_average_is_of_all_domains_or_there_is_none(tmp_path: Path) -> None:
     write_run(tmp_path / "all", "all", accuracy_sea=0.5, accuracy_farm=0.7)
     write_run(tmp_path / "some", "some", accuracy_sea=0.4)
     rows = group(find_runs([tmp_path]))
-    (shared,) = by_domain(rows)
-    assert shared.table(rows)[1:] == [("all", "50.0%", "70.0%", "60.0%"), ("some", "40.0%", "-", "-")]
+    (shared,) = domain_tables(rows)
+    assert shared[1:] == [("all", "50.00%", "70.00%", "60.00%"), ("some", "40.00%", "-", "-")]
 
 
 def test_without_domains_there_is_one_table(tmp_path: Path) -> None:
     write_run(tmp_path / "run", "FedAvg")
-    assert by_domain(group(find_runs([tmp_path]))) == []
+    assert domain_tables(group(find_runs([tmp_path]))) == []
     text, page, _ = write_report([tmp_path], tmp_path)
     assert "domain" not in text
     assert page.read_text().count("|---|") == 1
@@ -98,7 +104,7 @@ def test_page_text_and_plot_show_the_domains(tmp_path: Path, count: int) -> None
     labels = ("FedAvg+BN", "FedAvg+GN", "SiloBN", "FixBN", "FedBN", "FedWon", "FedProx", "Standalone", "FedTAN")
     write_runs(tmp_path / "runs", DOMAINS[:count], labels, seeds=3)
     text, page, picture = write_report([tmp_path / "runs"], tmp_path / "out")
-    own = text.split("accuracy of clients on test examples of their own, by domain\n")[1].splitlines()
+    own = text.split("clients' accuracy on own data, by domain\n")[1].splitlines()
     assert own[0].split() == ["run", *DOMAINS[:count], "average"]
     assert len(own) == 2 + len(labels)
     assert max(map(len, text.splitlines())) <= 120, "the width of a terminal"
@@ -141,7 +147,7 @@ def test_runs_are_compared_by_the_main_figure_of_their_task(tmp_path: Path) -> N
     [([math.inf, 1.0], "inf"), ([math.inf, -math.inf], "nan"), ([1.0, math.nan], "nan"), ([1.0, 2.0], "1.50 ± 0.71")],
 )
 def test_a_deviation_is_of_finite_values(values: list[float], text: str) -> None:
-    assert figure(values, 1, 2) == text
+    assert as_measured(Measure("x", "x", places=2), values) == text
 
 
 def test_a_metric_of_the_user_may_be_infinite(tmp_path: Path) -> None:
@@ -215,8 +221,8 @@ def test_all_figures_of_a_row_are_of_the_seeds_that_finished(tmp_path: Path) -> 
     found = dict(zip(heads, cells, strict=True))
     assert found["run"] == "FedTAN [failed] (1 of 3 seeds)"
     assert [found[key] for key in ("accuracy", "rounds", "MiB up", "seconds")] == ["70.00%", "3", "3.00", "9.0"]
-    assert [by_domain(rows)[0].table(rows)[1][0], client_table(rows, every=True)[1][0]] == [row.title] * 2
-    assert client_table(rows, every=True)[1][3] == "20.00%"
+    assert [domain_tables(rows)[0][1][0], client_table(rows)[1][0]] == [row.title] * 2
+    assert client_table(rows)[1][3] == "20.00%"
     (line, *_) = plot(rows).axes[0].get_lines()
     assert line.get_xydata().tolist() == [[1, 70], [2, 70], [3, 70]]
     write_report([tmp_path], tmp_path / "out")
@@ -244,8 +250,8 @@ def test_a_column_that_a_seed_lacks_has_no_figure(tmp_path: Path) -> None:
     rows = group(find_runs([tmp_path]))
     heads, *lines = table(rows)
     assert [line[heads.index("clients' accuracy")] for line in lines] == ["-", "40.00%"]
-    assert by_domain(rows)[0].table(rows)[1:] == [("B", "10.0%", "-", "-")]
-    assert client_table(rows, every=True)[1:] == [], "its other seed has no clients"
+    assert domain_tables(rows)[0][1:] == [("B", "10.00%", "-", "-")]
+    assert client_table(rows)[1:] == [], "its other seed has no clients"
 
 
 # --- order and names of rows ----------------------------------------------------
@@ -260,9 +266,9 @@ def test_rows_follow_the_given_folders_and_in_them_the_file(tmp_path: Path) -> N
     write_run(tmp_path / "a" / "Local", "Local", config={"cell": {"place": [0]}})
     found = find_runs([tmp_path / "b", tmp_path / "a"])
     names = ["FixBN-0", "FixBN-1", "FedAvg-0", "FedAvg-1", "FedBN-0", "FedBN-1", "Local"]
-    assert [run.path.name for run in found] == names
-    assert [run.path.name for run in find_runs([tmp_path])] == [names[-1], *names[:-1]]
-    assert find_runs([tmp_path / "b" / "FedBN-1", tmp_path / "b"])[0].path.name == "FedBN-1"
+    assert [run.folder.name for run in found] == names
+    assert [run.folder.name for run in find_runs([tmp_path])] == [names[-1], *names[:-1]]
+    assert find_runs([tmp_path / "b" / "FedBN-1", tmp_path / "b"])[0].folder.name == "FedBN-1"
 
 
 def write_differing(folder: Path, name: str, value: int, more: int = 12) -> None:

@@ -6,7 +6,6 @@ fedbn run EXPERIMENT [OVERRIDE ...] --out OUT --resume
 FixBN and ordinary batch norm are the same computation up to the freeze, so one run serves both.
 """
 
-import ast
 import shutil
 import sys
 from dataclasses import replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.run.loop import run_folders
+from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.results.yaml_text import dump_yaml
 from fedbn_flwr.strategies import state_of
@@ -29,10 +29,8 @@ assert snapshot.strategy is not None, snapshot.unsaved
 
 rule = make_rule(run)
 rule.begin(run.rounds, snapshot.model["arrays"])
-state = state_of(rule)
-# Which partition each node has is in the state of the innermost strategy, the last one, which here has no arrays.
-before, after = (ast.literal_eval(each["state"]["state"]) for each in (snapshot.strategy, state))
-state["state"]["state"] = repr([*after[:-1], before[-1]])
+# Which partition each node has is in the state of the innermost strategy, the last one.
+state = dump([*parse(state_of(rule), list)[:-1], parse(snapshot.strategy, list)[-1]])
 
 shutil.copytree(source, target.path)
 (target.path / "summary.json").unlink(missing_ok=True)

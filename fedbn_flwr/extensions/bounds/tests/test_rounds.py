@@ -279,7 +279,7 @@ def test_a_rule_that_averages_more_is_refused(make: Callable[[], Any], message: 
             "{name: FedAvg, bounds: {plausibl: 2}}",
             r"strategy\.bounds\.plausibl is not a bound; did you mean 'plausible'",
         ),
-        ("{name: FedAvg, bounds: 0.2}", r"strategy\.bounds is 0\.2; expected settings"),
+        ("{name: FedAvg, bounds: 0.2}", r"strategy: bounds is 0\.2; expected settings"),
         (
             "{name: FixBN, freeze_round: 2, bounds: {plausible: 10}}",
             r"strategy\.bounds .* of FixBN; give it to its base: base: \{name: FedAvg, bounds: ",

@@ -69,8 +69,6 @@ class Hostile(ClientApp):
         stage, attack = stage_of(message), self.plan.get(config_of(message).get(protocol.ROUND, 0))  # type: ignore[call-overload]
         if attack is None or context.node_config["partition-id"] not in self.bad:
             return self.inner(message, context)
-        if stage == SHARES:
-            hear_own_keys(message, context)
         reply = self.inner(message, context)
         if stage not in (attack.stage, attack.then) or reply.has_error():
             return reply
@@ -84,17 +82,6 @@ class Hostile(ClientApp):
         finally:
             self.sent += 1
         return Message(content, reply_to=message)
-
-
-def hear_own_keys(message: Message, context: Context) -> None:
-    """A client that sent false keys does not refuse a list that contains them."""
-    arrays = dict(unpack(message.content["secure"]))  # type: ignore[arg-type]
-    record = context.state[secure.SECRET]
-    own = Secrets(record["root"]).public_keys()  # type: ignore[index,arg-type]
-    place = [int(node) for node in arrays["nodes"]].index(context.node_id)
-    keys = arrays["keys"].copy()
-    keys[place] = np.frombuffer(own, np.uint8)
-    message.content["secure"] = pack({**arrays, "keys": keys})
 
 
 # --- changes -----------------------------------------------------------------

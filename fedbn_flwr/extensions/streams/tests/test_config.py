@@ -33,7 +33,6 @@ def test_without_an_address_there_is_no_service() -> None:
         ({"ADDRESS": "localhost:1", "KEY": "/key"}, "must both be set; only one is"),
         ({"ADDRESS": "localhost:1", "CA": "/not/there"}, "CA is '/not/there', which cannot be read"),
         ({"ADDRESS": "localhost:1", "CA": str(ROOT / "LICENSE")}, "LICENSE', which is not a PEM file"),
-        ({"ADRESS": "localhost:1"}, "did you mean 'FEDBN_EXCHANGE_ADDRESS'"),
     ],
 )
 def test_wrong_settings_are_named(given: dict[str, str], says: str) -> None:

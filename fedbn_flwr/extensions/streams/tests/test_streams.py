@@ -18,10 +18,9 @@ import pytest
 
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution
-from fedbn_flwr.extensions.streams.client import service_at
+from fedbn_flwr.extensions.streams.client import EXCHANGE, FAILED, TOKEN, contribution_from_bytes, service_at, to_bytes
 from fedbn_flwr.extensions.streams.config import ExchangeConfig
 from fedbn_flwr.extensions.streams.server import ExchangeService
-from fedbn_flwr.extensions.streams.wire import EXCHANGE, FAILED, TOKEN, contribution_from_bytes, to_bytes
 from tests.support.network import make_keys, missing_tools
 
 HERE = ExchangeConfig("127.0.0.1:0")  # any free port

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.extensions.streams.wire import HEADER_LIMIT, agreement_from_bytes, contribution_from_bytes, to_bytes
+from fedbn_flwr.extensions.streams.client import HEADER_LIMIT, agreement_from_bytes, contribution_from_bytes, to_bytes
 from tests.support.exchanges import arrays_of, assert_same, counts, described
 
 

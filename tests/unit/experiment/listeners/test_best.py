@@ -16,11 +16,9 @@ from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.tasks import CLASSIFICATION, REGRESSION, SEVERAL, Task
 
 
-def ended(
-    folder: Path, task: Task, values: list[float], patience: int, min_delta: float = 0.0
-) -> tuple[Any, list[int]]:
+def ended(folder: Path, task: Task, values: list[float], patience: int) -> tuple[Any, list[int]]:
     """Why and after which round a run ends, and its best rounds."""
-    best = Best(RunFolder(folder), task, patience, min_delta)
+    best = Best(RunFolder(folder), task, patience)
     found = []
     for number, value in enumerate(values, start=1):
         line: dict[str, Any] = {"round": number, f"validation_{task.main}": value}
@@ -41,14 +39,13 @@ def test_the_lowest_error_is_the_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", [CLASSIFICATION, REGRESSION, SEVERAL])
-def test_an_improvement_must_exceed_min_delta(tmp_path: Path, task: Task) -> None:
-    """Three steps of 0.25 in the better direction, then none: with min_delta 0.5 every third counts."""
+def test_patience_counts_from_the_best_round(tmp_path: Path, task: Task) -> None:
     sign = 1 if task is CLASSIFICATION else -1
     values = [4 + sign * 0.25 * number for number in range(8)] + [4.0] * 8
-    (number, text), best = ended(tmp_path, task, values, patience=3, min_delta=0.5)
+    (number, text), best = ended(tmp_path, task, values, patience=3)
     assert best == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert number == 10, "rounds 1, 4 and 7 counted"
-    assert "has not improved by more than 0.5 in 3 evaluations" in text
+    assert number == 11
+    assert "has not improved in 3 evaluations" in text
 
 
 def test_a_run_that_diverged_at_once_ends_without_a_best_round(tmp_path: Path) -> None:

@@ -29,8 +29,7 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
-from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.result import Result
+from fedbn_flwr.results.result import Result, find_runs
 from fedbn_flwr.results.yaml_text import parse_yaml
 from tests.support.runs import saved_round
 
@@ -46,7 +45,7 @@ engine: {workers: 0, device: cpu, checkpoint_every: 2}
 class OwnDisks(MeteredGrid):
     """Nodes whose states the server cannot read."""
 
-    def node_states(self) -> None:
+    def contexts(self) -> None:
         return None
 
 

@@ -14,7 +14,8 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners import track
-from fedbn_flwr.experiment.trackers import Session, TensorBoard, TrackedRun
+from fedbn_flwr.experiment.settings import name_in
+from fedbn_flwr.experiment.trackers import Session, TrackedRun
 from fedbn_flwr.results.folder import RunFolder, deciding
 from tests.support.command import ROOT
 from tests.support.experiments import fault, read
@@ -70,6 +71,8 @@ def test_tensorboard_has_scalars_settings_and_status(tmp_path: Path) -> None:
 def test_tensorboard_hides_the_rounds_that_a_resumed_run_repeats(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from fedbn_flwr.experiment.tensorboard import TensorBoard
 
     folder = run(tmp_path, "track=tensorboard")
     settings: dict[str, Any] = {}
@@ -167,7 +170,7 @@ def test_a_tracker_that_fails_costs_one_warning(
     flower_log: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(track, "LAST_FIGURES", 0.2)
-    monkeypatch.setattr(track, "begin", lambda entry, run: session())
+    monkeypatch.setattr(track, "begin", lambda name, options, run: session())
     folder = run(tmp_path, "track=tensorboard")
     assert [line["round"] for line in folder.history()] == [1, 2, 3]
     assert folder.is_finished()
@@ -189,17 +192,15 @@ def test_a_tracker_that_fails_costs_one_warning(
     ],
 )
 def test_track_is_a_name_a_mapping_or_a_list(text: str, names: list[str]) -> None:
-    assert [entry["name"] for entry in read(text).track] == names
+    assert [*map(name_in, read(text).track)] == names
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("track: tensorbord", "track: found 'tensorbord'; expected tensorboard, module:callable, or a mapping"),
-        ("track: {name: tensorboard, x: 1}", "track: found {'name': 'tensorboard', 'x': 1}; expected tensorboard"),
-        ("track: [tensorboard, tensorboard]", "track: tensorboard is listed twice"),
-        ("track: ['a:b', {name: 'a:b', x: 1}]", "track: a:b is listed twice"),
-        ("track: 3", "track: found 3; expected tensorboard, module:callable, or a mapping"),
+        ("track: [3]", "track.0: found 3; expected a name, or a mapping with a name and options"),
+        ("track: [{x: 1}]", "track.0: found {'x': 1}; expected a name, or a mapping with a name and options"),
+        ("track: 3", "track is 3: expected a list"),
     ],
 )
 def test_wrong_trackers_are_refused(text: str, says: str) -> None:
@@ -210,6 +211,8 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
+    for module in [name for name in sys.modules if name.endswith(("utils.tensorboard", "experiment.tensorboard"))]:
+        monkeypatch.delitem(sys.modules, module)
     (tmp_path / "tracked.yaml").write_text(EXPERIMENT)
     assert cli.main(["run", str(tmp_path / "tracked.yaml"), "track=tensorboard", "--out", str(tmp_path / "out")]) == 2
     expected = "track=tensorboard needs the package 'tensorboard', which is not installed: pip install 'fedbn-flwr[tens"

@@ -1,22 +1,91 @@
-"""Batch renormalisation (Ioffe 2017, https://arxiv.org/abs/1702.03275)."""
+"""Batch norms that PyTorch lacks: of padded series, without statistics, and renormalised."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import SettingsError
 
-from .static import AnyBatchNorm
+
+class MaskedBatchNorm1d(nn.BatchNorm1d):
+    """nn.BatchNorm1d over the real positions of series [N, C, T]: `norm(series, mask)`.
+
+    `mask` is bool [N, T], True at real positions. Statistics, running ones too, are those of the real positions of the
+    batch, and the output at all other positions is zero. Without a mask the layer is nn.BatchNorm1d.
+    """
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        return at_real_positions(super().forward, input, mask)
+
+
+def real_values(input: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The values at the real positions [V, C] of series [N, C, T]; without a mask, `input`."""
+    if mask is None:
+        return input
+    expected = [len(input), input.shape[-1]]
+    if input.ndim != 3 or mask.dtype is not torch.bool or [*mask.shape] != expected:
+        raise ValueError(
+            f"the mask is {mask.dtype} {[*mask.shape]} of an input {[*input.shape]}; expected torch.bool [N, T], true "
+            "at the real positions of an input [N, C, T]"
+        )
+    values = input.transpose(1, 2)[mask]
+    if not len(values):
+        raise ValueError("the mask of a batch has no real position")
+    return values
+
+
+def at_real_positions(function: Callable[[Tensor], Tensor], input: Tensor, mask: Tensor | None = None) -> Tensor:
+    """`function` of the values at the real positions, at their places, and zeros elsewhere; without a mask, of all."""
+    found = function(real_values(input, mask))
+    if mask is None:
+        return found
+    places = found.new_zeros([*mask.shape, found.shape[1]])
+    return places.index_put((mask,), found).transpose(1, 2)
+
+
+class AnyBatchNorm(_BatchNorm):
+    """Batch norm of values with any number of axes."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least two dimensions [N, C, ...], found {list(input.shape)}")
+
+
+class StaticBatchNorm(AnyBatchNorm):
+    """Static batch norm (Diao et al. 2021, HeteroFL, https://arxiv.org/abs/2010.01264).
+
+    It normalises with batch statistics and tracks none.
+
+    NOTE: a state dict with `running_mean` and `running_var` gives the layer statistics, which it then uses in eval mode
+    as any batch norm does. Its own state dict does not contain them, and loading a state dict without them removes
+    them: statistics fit only the weights with which they were loaded.
+    """
+
+    def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = True) -> None:
+        super().__init__(num_features, eps=eps, affine=affine, track_running_stats=False)
+        self.register_buffer("running_mean", None, persistent=False)
+        self.register_buffer("running_var", None, persistent=False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("running_mean", "running_var"):
+            value = state_dict.pop(prefix + name, None)
+            like = self.weight if self.weight is not None else value
+            setattr(self, name, None if value is None else value.detach().clone().to(like))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class BatchRenorm(AnyBatchNorm):
-    """Batch norm whose output in training equals its output in evaluation, within bounds.
+    """Batch renormalisation (Ioffe 2017, https://arxiv.org/abs/1702.03275).
+
+    Its output in training equals that in evaluation, within bounds.
 
     With mu_B, sigma_B of the batch and the running mu, sigma (algorithm 1):
 

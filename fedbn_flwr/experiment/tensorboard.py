@@ -1,0 +1,38 @@
+"""The tracker `tensorboard`, which needs its package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fedbn_flwr.errors import needs
+
+from .trackers import Session, Status, TrackedRun
+
+with needs("tensorboard", "track=tensorboard"):
+    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard.summary import hparams
+
+
+class TensorBoard(Session):
+    """Event files in the run folder; `tensorboard --logdir DIR` shows all runs in DIR."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        # Rounds after the checkpoint are repeated; TensorBoard then hides their first figures.
+        self.writer = SummaryWriter(str(run.folder), purge_step=run.done + 1 if run.done else None)
+        experiment, start, self.success = hparams(dict(run.settings), {run.measure: 0.0, "loss": 0.0})
+        self.writer.file_writer.add_summary(experiment)
+        self.writer.file_writer.add_summary(start)
+
+    def log(self, round: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self.writer.add_scalar(name, value, round)
+        self.writer.flush()
+
+    def end(self, status: Status, summary: Mapping[str, Any]) -> None:
+        self.writer.add_text("summary", f"```json\n{json.dumps(dict(summary), indent=2)}\n```")
+        self.writer.add_text("status", status)
+        if status == "finished":
+            self.writer.file_writer.add_summary(self.success)
+        self.writer.close()
