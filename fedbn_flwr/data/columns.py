@@ -188,10 +188,10 @@ def _chosen(
 ) -> tuple[Names, Names, str | None, str | None]:
     """The names of the columns of inputs and labels, and that of domains and that of groups."""
     train = columns["train"]
-    usual: Mapping[str, str] = ARRAYS
+    usual: Mapping[str, Any] = ARRAYS
     if is_table:  # the names of the catalogue
-        usual = {"inputs": entry.image, "label": entry.label} if entry is not None else {}
-        usual = {**usual, "domain": (entry and entry.domain) or "domain"}
+        of_entry = {"inputs": entry and entry.image, "label": entry and entry.label}
+        usual = {**of_entry, "domain": (entry and entry.domain) or "domain"}
 
     def named(key: str) -> Names:
         return (usual[key],) if usual.get(key) in train else ()

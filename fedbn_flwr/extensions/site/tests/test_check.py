@@ -362,7 +362,7 @@ def test_a_table_that_suits_the_experiment_passes(tmp_path: Path, capsys: pytest
         ("pressure", [None, None, 120.5], "some have no value (NaN or null) in pressure (2)"),
         ("sex", ["x", "f", "x"], "has the value 'x'; known: f, m"),
         ("outcome", ["dead", "ill", "ill"], "has the class 'dead' in 'outcome', which is not in data.class_names"),
-        ("age", [150, -3, 44], "2 of 40 training examples have a value of 'age' outside of data.ranges, 0 to 120"),
+        ("age", [150, -3, 44], "train: 2 of 40 rows have a value of 'age' outside of data.ranges, 0 to 120"),
     ],
 )
 def test_what_differs_from_the_experiment_is_named(
