@@ -293,6 +293,12 @@ class _Threads(Executor):
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        call = functools.partial(fn, *args, **kwargs)
-        threading.Thread(target=lambda: future.set_result(call()), daemon=True, name="fedbn-exchange").start()
+
+        def call() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # gRPC's own, for instance of a call that a closed server has ended
+                future.set_exception(error)
+
+        threading.Thread(target=call, daemon=True, name="fedbn-exchange").start()
         return future
