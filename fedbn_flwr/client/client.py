@@ -312,7 +312,7 @@ class BNClient(NumPyClient):
                 rule.begin()
 
         adjust: list[Adjust] = [begin, *(rule.adjust for rule in rules)]
-        self.model.train()
+        self._parts.train()
         with ExitStack() as stack:
             seed = seeding.seed_for(self.seed, purpose, server_round, self._number)
             stack.enter_context(seeding.streams(seed, self._parts.device))

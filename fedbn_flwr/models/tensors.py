@@ -103,6 +103,7 @@ class ModelTensors:
             if table[name] is not None
         }
         self._parameters = [name for name, _ in model.named_parameters()]
+        self._modules = list(model.modules())
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         self._shapes = {key: tuple(value.shape) for key, value in state.items()}
         # Buffers that are not in the state dict, which a network may change in its passes.
@@ -120,6 +121,11 @@ class ModelTensors:
         """The parameters that train, by name."""
         now: Any = zip(self._parameters, self._now(self._parameters), strict=True)
         return {name: parameter for name, parameter in now if parameter.requires_grad}
+
+    def train(self) -> None:
+        """Set the model to training mode; visiting each module takes longer than most other parts of a round."""
+        if not all(module.training for module in self._modules):
+            self.model.train()
 
     @torch.no_grad()
     def _now(self, keys: Collection[str]) -> list[Tensor]:
