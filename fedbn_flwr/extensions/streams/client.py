@@ -28,6 +28,7 @@ from fedbn_flwr.messages.serialization import dump, parse
 
 EXCHANGE = "/fedbn.Exchange/Exchange"  # a contribution, answered by the agreement
 FAILED = "/fedbn.Exchange/Failed"  # the text why a client sends no contribution
+CONNECTED = "/fedbn.Exchange/Connected"  # no method of the service, which answers so
 TOKEN = "fedbn-token"  # key of a call's metadata  # noqa: S105 (the name of a header)
 
 # Pings detect a lost machine within half a minute.
@@ -115,8 +116,10 @@ def service_at(
         credentials = grpc.ssl_channel_credentials(None if ca is None else ca.encode())
         channel = grpc.secure_channel(address, credentials, KEEPALIVE)
     with channel:
-        with contextlib.suppress(grpc.FutureTimeoutError):  # the call then fails with the reason
-            grpc.channel_ready_future(channel).result(CONNECT_SECONDS)
+        # Without a connection the first exchange fails with the reason. Not channel_ready_future: its thread fails if
+        # the channel is closed soon.
+        with contextlib.suppress(grpc.RpcError):
+            channel.unary_unary(CONNECTED)(b"", CONNECT_SECONDS, wait_for_ready=True)
 
         def call(method: str, data: bytes, seconds: float) -> bytes:
             try:

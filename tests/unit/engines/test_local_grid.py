@@ -324,6 +324,7 @@ def test_a_timeout_leaves_late_replies_out_and_the_next_round_is_right() -> None
 
 def test_messages_still_waiting_at_a_timeout_are_dropped() -> None:
     with LocalGrid(app_of(count), 2, workers=1) as grid:
+        grid.start()
         assert list(grid.send_and_receive([to(1, "sleep"), to(2)], timeout=0.3)) == []
         assert metrics(grid.send_and_receive([to(1), to(2)], timeout=20), "count") == [2, 1]
 
