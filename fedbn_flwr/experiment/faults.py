@@ -45,7 +45,7 @@ def naming(where: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise type(error)(f"{where}: {error}") from error
+        raise type(error)(f"{where}: {error}") from error.__cause__  # one traceback in notebooks
 
 
 def check_settings(settings: Mapping[str, Any]) -> Settings:

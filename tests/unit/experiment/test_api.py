@@ -108,8 +108,9 @@ def test_what_is_refused_before_anything_is_written(
     changes: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingsError, match=says):
+    with pytest.raises(SettingsError, match=says) as refused:
         run(TINY, **changes, progress=False)
+    assert refused.value.__cause__ is None  # one traceback in a notebook
     assert not list(tmp_path.iterdir())
 
 
