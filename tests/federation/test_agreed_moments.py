@@ -253,20 +253,19 @@ def test_a_site_refuses_to_send_the_sums_of_few_examples(folders: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("strategy", "says"),
+    ("extension", "strategy", "says"),
     [
-        ({"name": "Secure", "base": {"name": "FedAvg"}}, r"but Secure\(FedAvg\) hides the replies of single clients"),
-        (
-            {"name": "Private", "base": {"name": "FedAvg"}},
-            r"but Private\(FedAvg\) adds noise to the mean",
-        ),
-        ({"name": "FedAvg", "bounds": {"max_share": 0.5}}, r"but strategy\.bounds limits the influence of one client"),
+        ("secure", {"name": "Secure"}, r"but Secure\(FedAvg\) hides the replies of single clients"),
+        ("private", {"name": "Private"}, r"but Private\(FedAvg\) adds noise to the mean"),
+        ("bounds", {"bounds": {"max_share": 0.5}}, r"but strategy\.bounds limits the influence of one client"),
     ],
 )
 def test_strategies_that_protect_single_clients_do_not_ask(
-    strategy: dict[str, Any], says: str, folders: Path, tmp_path: Path
+    extension: str, strategy: dict[str, Any], says: str, folders: Path, tmp_path: Path
 ) -> None:
+    pytest.importorskip(f"fedbn_flwr.extensions.{extension}")
+    wraps = {"base": {"name": "FedAvg"}} if "name" in strategy else {"name": "FedAvg"}
     counting = Failing(99)
     with pytest.raises(SettingsError, match=r"data\.normalise is 'moments', for which each site sends .* " + says):
-        run(folders, tmp_path / "out", counting, strategy=strategy)
+        run(folders, tmp_path / "out", counting, strategy={**strategy, **wraps})
     assert counting.asked == 0
