@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from logging import ERROR
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -132,16 +132,13 @@ def _failed(context: Context, task: str, error: BaseException) -> ClientFailed:
 
 
 class _Other:
-    """A NumPyClient that is no BNClient: it honours no key by which strategies change training."""
+    """A NumPyClient that is no BNClient: it refuses the keys by which strategies change training."""
 
     def __init__(self, client: NumPyClient) -> None:
         self._client = client
 
     def __getattr__(self, name: str) -> Any:
         raise MessageError(f"{type(self._client).__name__} cannot do this; a BNClient can")
-
-    def honoured(self) -> Collection[str]:
-        return protocol.OF_RUN
 
     def train_round(self, arrays: Arrays, config: Config, *rest: Any) -> Update:
         values, num_examples, metrics = self._client.fit(self._positions(arrays, config), dict(config))

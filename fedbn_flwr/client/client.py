@@ -188,8 +188,6 @@ class BNClient(NumPyClient):
 
     # --- for client_app: the keys of a message, and arrays by name ---
 
-    honoured = staticmethod(known_keys)
-
     def train_round(
         self,
         arrays: Arrays,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from . import Moments
+from . import Moments, Size
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class Entry:
     ids: tuple[int, ...] | None = None  # segmentation: the value of each class in a mask
     names: tuple[str, ...] = ()  # of the classes, if the data has no names
     files: str = "train*.parquet and test*.parquet"  # expected in a local copy
+
+    @property
+    def pixels(self) -> Size | None:
+        return None if self.size is None else (self.size, self.size)
 
 
 _CROP = ("crop", "flip")

@@ -323,7 +323,7 @@ def _streams(
     """Images that are decoded later."""
     from .decoding import Files, Stream
 
-    size = source.pixels or ((entry.size, entry.size) if entry and entry.size else None)
+    size = source.pixels or (entry.pixels if entry else None)
     fit = source.fit or (entry.fit if entry else "stretch")
     ids = entry.ids if entry and masks else None
     found = {}

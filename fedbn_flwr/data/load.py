@@ -146,7 +146,7 @@ def random_images(source: Source) -> DataSet:
     name, entry = source.name, CATALOGUE.get(source.name)
     if entry is None and source.classes and source.channels:
         entry = Entry(name, source.classes, source.channels, size=None, domains=tuple(source.domains))
-    size = source.pixels or ((entry.size, entry.size) if entry and entry.size else None)
+    size = source.pixels or (entry.pixels if entry else None)
     if entry is None or size is None:
         raise DataError(
             f"data.random is true, but the form of {name!r} is not known; give data.classes, data.channels and "

@@ -229,8 +229,8 @@ def shape_without_data(run: Settings) -> Shape:
     task = TASKS[data.task] if data.task else SEGMENTATION if data.crop is not None else CLASSIFICATION
     classes = data.classes or (len(data.label) if task in (REGRESSION, MULTILABEL) else None)
     shape = data.shape
-    if not shape and data.channels is not None and data.size is not None:
-        shape = (data.channels, *((data.size, data.size) if isinstance(data.size, int) else data.size))
+    if not shape and data.channels is not None and data.pixels is not None:
+        shape = (data.channels, *data.pixels)
     if not shape and data.channels is None and data.tokens is None and data.inputs:
         shape = (sum(len(data.categories.get(column, "1")) for column in data.inputs),)
     if classes is None or not shape:

@@ -42,6 +42,7 @@ def mods_of(run: Settings) -> list[Mod]:
 
 @functools.lru_cache(maxsize=32)  # a process keeps the state of a mod from message to message
 def _made(text: str) -> Mod:
-    name, options = name_in(json.loads(text)), options_in(json.loads(text))
+    part = json.loads(text)
+    name, options = name_in(part), options_in(part)
     made: Mod = named.call("mods", name, **options) if options else named.load("mods", name)
     return made

@@ -63,10 +63,9 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
         trackers.check(name_in(tracker))
     mods_of(run)
     parts = Parts(run, name, rule)
-    if parts.dataset is not None:
-        check_labels(run, parts.dataset)
-        try_data(run, parts.dataset, parts.partition[0])
     check_labels(run, parts.shape)
+    if parts.dataset is not None:
+        try_data(run, parts.dataset, parts.partition[0])
     # Asked for now, so that what is wrong with them is reported before training.
     if parts.dataset is not None or run.data.normalise != "moments":
         parts.normalise  # noqa: B018
@@ -85,7 +84,7 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
 
 def make_rule(run: Settings) -> Rule:
     # By default all clients train, and `evaluate.clients` decides whether they evaluate. A run begins with all clients
-    # (nodes.check_nodes) and continues without those that fail.
+    # (run.cohort.check_nodes) and continues without those that fail.
     least = 1 if run.trained == 1 else 2
     _check_demands(run.strategy, run.trained)
     strategy = build_strategy(

@@ -1,4 +1,4 @@
-"""The settings of an experiment, frozen; `check.py` makes them from a file.
+"""The settings of an experiment, frozen; `faults.check_settings` makes them from a file.
 
 Only this folder uses them: `prepare.py` and `node.py` pass plain arguments to the rest of the library.
 docs/experiments.md explains the keys.

@@ -183,8 +183,7 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.M
     shared = {name for name in own if name in state and state[name].shape == own[name].shape}
     for name in AFFINE:
         if name in shared or (hasattr(new, name) and not is_name(kind)):
-            setattr(
-                new, name, getattr(layer, name)
-            )  # the same object, which another layer may share; None without beta
+            # The same object, which another layer may share; None without beta.
+            setattr(new, name, getattr(layer, name))
     new.load_state_dict({name: state[name] for name in shared}, strict=False)
     return new.train(layer.training)
