@@ -70,7 +70,6 @@ class Traits:
     # Examples that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0:
     # no statistics are exchanged.
     min_batch: int = 0
-    traffic: str | None = None  # what is sent besides the model's arrays, described in words
     # Records of arrays, by name, that each client sends back, with an array for every parameter that it trains; and
     # whether all clients count equally in their mean. The `instructions` of these names are sent as such records.
     records: Mapping[str, bool] = field(default_factory=dict)
@@ -79,6 +78,13 @@ class Traits:
     def unsent(self) -> frozenset[Role]:
         """The roles that are in no message."""
         return frozenset(role for role, is_returned in self.kept.items() if not is_returned)
+
+    @property
+    def besides(self) -> list[str]:
+        """What is sent besides the model's arrays, in words."""
+        size = "as large as the parameters: up in each round, down from round 2 on"
+        exchanged = ["statistics of batches, in each batch norm of a round's first step"] if self.min_batch else []
+        return [f"record `{name}`, {size}" for name in self.records] + exchanged
 
     @property
     def has_global_model(self) -> bool:
@@ -277,7 +283,7 @@ class Leaf(Rule):
         self.memory, self._rounds = self.Memory(), num_rounds
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        return [reply.number(self.weighted_by_key) for reply in replies]
+        return [float(reply.metrics[self.weighted_by_key]) for reply in replies]
 
     def global_model(self, round: Round) -> ArrayRecord:
         return round.arrays

@@ -246,16 +246,18 @@ class Foreign(Leaf):
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         if not self.weighs:
             return {}
-        weights = {node: reply.number(self.weighted_by_key) for node, reply in found.items()}
+        weights = {node: reply.metrics[self.weighted_by_key] for node, reply in found.items()}
         # Krum may choose a reply without examples, and would divide by their sum.
         empty = [node for node, weight in weights.items() if not weight] if any(weights.values()) else []
         problems = dict.fromkeys(empty, f"its {self.weighted_by_key} is 0")
         return problems | fault_problems({node: reply.arrays for node, reply in found.items()}, sent)
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
+        if not self.weighs and any(number_problem(reply.metrics, self.weighted_by_key) for reply in replies):
+            return [1.0] * len(replies)
         weights = super().weights(round, replies)
         # Another strategy may not weight by examples.
-        return weights if self.weighs or sum(weights) > 0 else [1.0] * len(replies)
+        return weights if self.weighs or any(weights) else [1.0] * len(replies)
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         metrics = common_metrics([reply.metrics for reply in replies])

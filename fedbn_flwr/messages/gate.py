@@ -130,14 +130,9 @@ class Reply:
     """A client's reply that has passed the gate."""
 
     arrays: Arrays  # of the model
-    metrics: MetricRecord
+    metrics: Mapping[str, Any]  # numbers, and lists of them
     records: Mapping[str, Arrays]  # the additional records that the rules requested, by name
     message: Message
-
-    def number(self, key: str) -> float:
-        """The metric `key`; NaN if it is missing or a list."""
-        value = self.metrics.get(key)
-        return float(value) if isinstance(value, int | float) else math.nan
 
 
 def read_reply(message: Message, name: str = "arrays", records: Collection[str] | None = ()) -> Reply:
@@ -197,7 +192,7 @@ def metrics_of(content: RecordDict) -> MetricRecord:
     return records[0]
 
 
-def odd_metrics(found: Mapping[int, MetricRecord]) -> dict[int, str]:
+def odd_metrics(found: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
     """The reasons to refuse replies with a metric of another form than that of most clients, by node.
 
     A form is one number, so many numbers, or one number out of range: some ClientApps report percentages, or equal
@@ -216,7 +211,7 @@ def odd_metrics(found: Mapping[int, MetricRecord]) -> dict[int, str]:
     return problems
 
 
-def _form(key: str, metrics: MetricRecord) -> tuple[int, str]:
+def _form(key: str, metrics: Mapping[str, Any]) -> tuple[int, str]:
     value, examples = metrics[key], metrics.get(protocol.NUM_EXAMPLES)
     if isinstance(value, list):
         return 2, f"a list of {len(value)} numbers"
@@ -227,7 +222,7 @@ def _form(key: str, metrics: MetricRecord) -> tuple[int, str]:
     return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"
 
 
-def common_metrics(records: Sequence[MetricRecord]) -> list[MetricRecord]:
+def common_metrics(records: Sequence[Mapping[str, Any]]) -> list[MetricRecord]:
     """Of each record the metrics that are one number in all of them, since only these have a mean.
 
     A client leaves out a metric that its examples do not define, such as the AUC if all have one class.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Annotated, Any
 
@@ -129,9 +129,6 @@ class Secure(Wrapper):
         self.ranges = float(update_range), float(statistics_range), float(max_examples)
         # The records in whose mean all clients count equally.
         self.equal = frozenset(name for name, is_equal in self.traits.records.items() if is_equal)
-        masked = "replies of 8 bytes per value, keys and shares for each pair of clients"
-        traffic = "; ".join(filter(None, [self.traits.traffic, masked]))
-        self.traits = replace(self.traits, traffic=traffic)
         self._masked: MaskedRound | None = None
 
     def notes(self) -> dict[str, Any]:
