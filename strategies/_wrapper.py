@@ -9,7 +9,7 @@ import functools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, cast
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -47,21 +47,18 @@ class Wrapper(Rule):
     inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
 
     def __init__(self, strategy: Strategy, needs: Mapping[str, str] = types.MappingProxyType({})) -> None:
-        name, given, wrapped = str(self), type(strategy).__name__, cast(object, strategy)
-        if not isinstance(wrapped, Strategy):
-            old = hasattr(wrapped, "initialize_parameters") and not isinstance(wrapped, type)
-            raise TypeError(
-                f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); found {given}"
-                + (" of Flower's old API; expected one of flwr.serverapp.strategy" if old else "")
-            )
+        name, kind = str(self), type(strategy)
+        if not issubclass(kind, Strategy):
+            found = f"found {kind.__module__}.{kind.__name__}, expected a flwr.serverapp.strategy.Strategy"
+            raise TypeError(f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); {found}")
         self.strategy = strategy
         self._inside = as_rule(strategy)
         self.chain, self.traits, self.memory = (self, *self._inside.chain), self._inside.traits, self.Memory()
         check_composition(self, needs)
-        if isinstance(strategy, Rule) and type(strategy).aggregate_train is not Rule.aggregate_train:
+        if issubclass(kind, Rule) and kind.aggregate_train is not Rule.aggregate_train:
             raise SettingsError(
-                f"{given} has aggregate_train() of its own, which {name} around it would not call; override hooks such "
-                "as combine() or after_round() instead"
+                f"{kind.__name__} has aggregate_train() of its own, which {name} around it would not call; override "
+                "hooks such as combine() or after_round() instead"
             )
 
     # --- the round ---
