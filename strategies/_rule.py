@@ -28,7 +28,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, Bounds, initial_fault
+from fedbn_flwr.messages.aggregate import Arrays, initial_fault
 from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import (
     Reply,
@@ -253,7 +253,7 @@ class Leaf(Rule):
     weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
     weighs: bool = True  # whether replies must have this metric
     arrayrecord_key: str = "arrays"
-    bounds: Bounds | None = None  # on the influence of one client
+    bounds: Any = None  # on the influence of one client, with the methods of extensions.bounds.strategy.Bounds
     # Why a model that tracks statistics is refused, with a place for the first key of theirs; None: it is not.
     without_statistics: ClassVar[str | None] = None
     min_train_nodes: int = 1  # usable replies that a round needs
@@ -284,7 +284,7 @@ class Leaf(Rule):
         """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""
         if not sum(weights) > 0:
             raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero")
-        return weights if self.bounds is None else self.bounds.weights(weights)
+        return weights if self.bounds is None else list(self.bounds.weights(weights))
 
     def arrived(self, replies: Iterable[Message]) -> Iterable[Message]:
         """The replies of the round, before they are read."""
@@ -335,7 +335,7 @@ class Leaf(Rule):
             node = reply.metadata.src_node_id
             try:
                 if reply.has_error():
-                    raise MessageError(reply.error.reason)
+                    raise MessageError(str(reply.error.reason))
                 answered[node] = partition_of(reply.content)
                 found = read_reply(reply, self.arrayrecord_key, records)
                 if reason := problem(found):

@@ -9,7 +9,7 @@ import functools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -47,7 +47,7 @@ class Wrapper(Rule):
     inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
 
     def __init__(self, strategy: Strategy, needs: Mapping[str, str] = types.MappingProxyType({})) -> None:
-        name, kind = str(self), type(strategy)
+        name, kind = str(self), cast(type, type(strategy))
         if not issubclass(kind, Strategy):
             found = f"found {kind.__module__}.{kind.__name__}, expected a flwr.serverapp.strategy.Strategy"
             raise TypeError(f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); {found}")

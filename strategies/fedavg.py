@@ -25,8 +25,9 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import seeding
 from fedbn_flwr.engines.base import wait_for_nodes
+from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, Bounds, as_bounds, fault, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.messages.arrays import record_of, unpack
 from fedbn_flwr.messages.gate import Reply, common_metrics, gate, metrics_of, number_problem, partition_of
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
@@ -69,7 +70,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         *,
         seed: int = 0,
         node_timeout: float = 600,
-        bounds: Bounds | Mapping[str, Any] | None = None,
+        bounds: Any = None,
     ) -> None:
         Leaf.__init__(self)
         FlowerFedAvg.__init__(
@@ -77,7 +78,9 @@ class FedAvg(Leaf, FlowerFedAvg):
             weighted_by_key, arrayrecord_key, configrecord_key,
             train_metrics_aggr_fn or mean_of_metrics, evaluate_metrics_aggr_fn or mean_of_metrics,
         )  # fmt: skip
-        self.seed, self.node_timeout, self.bounds = seed, node_timeout, as_bounds(bounds)
+        self.seed, self.node_timeout = seed, node_timeout
+        is_made = bounds is None or hasattr(bounds, "outliers")
+        self.bounds = bounds if is_made else part("bounds", "from_settings")(bounds)
         if self.bounds is not None:
             self.lacks = {**self.lacks, "mean": "compares the replies of single clients (bounds)"}
         refuse_bounds(self)

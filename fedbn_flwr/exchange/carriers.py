@@ -148,7 +148,7 @@ class ByMessages:
 
 def _answer(reply: Message) -> Contribution | str:
     if reply.has_error():
-        return reply.error.reason
+        return str(reply.error.reason)
     try:
         return contribution_from_records(reply.content)
     except MessageError as error:

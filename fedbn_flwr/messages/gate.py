@@ -256,22 +256,21 @@ def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dic
     return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
 
 
-def fault_problems(arrays: Mapping[int, Arrays], sent: Arrays | None = None) -> dict[int, str]:
+def fault_problems(arrays: Mapping[int, Arrays], sent: Arrays) -> dict[int, str]:
     """The reasons why the arrays of replies are unusable, by node, where the server does not know what to expect.
 
     It expects the keys, shapes and dtypes that most replies have; of equally frequent ones those of `sent`, the arrays
-    in its messages. If no two replies are alike, only their values are checked.
+    in its messages, or else the most arrays.
     """
 
     def form(values: Arrays) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
         return tuple(sorted((key, value.dtype.str, value.shape) for key, value in values.items()))
 
     forms = {node: form(values) for node, values in arrays.items()}
-    votes, of_sent = Counter(forms.values()), None if sent is None else form(sent)
-    most = max(votes, key=lambda each: (votes[each], each == of_sent), default=None)
-    differ = most is not None and votes[most] == 1 and most != of_sent
+    votes, of_sent = Counter(forms.values()), form(sent)
+    most = max(votes, key=lambda each: (votes[each], each == of_sent, len(each), each), default=())
     like = next((values for node, values in arrays.items() if forms[node] == most), {})
-    found = {node: fault(values, values if differ else like) for node, values in arrays.items()}
+    found = {node: fault(values, like) for node, values in arrays.items()}
     return {node: problem for node, problem in found.items() if problem is not None}
 
 

@@ -269,7 +269,7 @@ class MaskedRound:
             errors.append(
                 refused(found.pop(node), f"its {odd} differs from that of most clients (missing, form or dtype)")
             )
-        reasons = {_node_of(error): error.error.reason for error in errors}
+        reasons = {_node_of(error): str(error.error.reason) for error in errors}
         self._check_threshold("masked replies", len(found), len(self._peers), reasons)
         like = values[next(iter(found))]
         total: Array = sum((to_vector(values[node]) for node in found), np.zeros(1, np.uint64))
@@ -320,7 +320,7 @@ class MaskedRound:
         for reply in gate(self.grid.send_and_receive(messages, timeout=self.rule.timeout)):
             node = _node_of(reply)
             if reply.has_error():
-                reasons[node] = reply.error.reason
+                reasons[node] = str(reply.error.reason)
                 continue
             value = next(iter(client.values_in(reply.content).values()), np.zeros(0))
             if value.dtype != np.uint8 or value.shape != shape:
