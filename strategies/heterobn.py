@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord
 
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import weighted_mean
@@ -52,10 +52,8 @@ class HeteroBN(FedAvg):
         """The model, with "query" including the statistics of all clients' data under it."""
         if self.statistics == "batch":
             return round.arrays
-        config = ConfigRecord({**protocol.run_keys(round.config), protocol.ROUND: round.number})
-        content = RecordDict({self.arrayrecord_key: round.arrays, self.configrecord_key: config})
         nodes = self._connected(round.grid, self.min_available_nodes)
-        queries = [Message(content, node, protocol.STATISTICS_QUERY) for node in nodes]
+        queries = self._messages(round, {}, {}, nodes, protocol.STATISTICS_QUERY)
         what = f"round {round.number}, statistics"
         answers = round.grid.send_and_receive(queries, timeout=3600)  # as that of a round
 
