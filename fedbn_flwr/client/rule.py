@@ -77,7 +77,10 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     "fedbn.momentum": "fedbn_flwr.strategies.globalmomentum:GlobalMomentumClient",
     "fedbn.control": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
     protocol.COHORT: "fedbn_flwr.strategies.fedtan:FedTANClient",
+    protocol.COHORT_BACKWARD: "fedbn_flwr.strategies.fedtan:FedTANClient",
     protocol.COHORT_MIN_BATCH: "fedbn_flwr.strategies.fedtan:FedTANClient",
+    protocol.COHORT_STEP: "fedbn_flwr.strategies.fedtan:FedTANClient",
+    protocol.COHORT_VALUES: "fedbn_flwr.strategies.fedtan:FedTANClient",
     protocol.REPORT_BATCH: "fedbn_flwr.strategies.fedtan:FedTANClient",
     **extensions.declared("client_keys"),
 }
