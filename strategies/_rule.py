@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
@@ -26,9 +26,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, did_you_mean
+from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, Bounds, initial_fault
+from fedbn_flwr.messages.aggregate import Arrays, initial_fault
 from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import (
     Reply,
@@ -38,7 +38,6 @@ from fedbn_flwr.messages.gate import (
     one_line,
     partition_of,
     read_reply,
-    reason_of,
     record_problems,
     refused,
 )
@@ -70,7 +69,6 @@ class Traits:
     # Examples that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0:
     # no statistics are exchanged.
     min_batch: int = 0
-    traffic: str | None = None  # what is sent besides the model's arrays, described in words
     # Records of arrays, by name, that each client sends back, with an array for every parameter that it trains; and
     # whether all clients count equally in their mean. The `instructions` of these names are sent as such records.
     records: Mapping[str, bool] = field(default_factory=dict)
@@ -79,6 +77,13 @@ class Traits:
     def unsent(self) -> frozenset[Role]:
         """The roles that are in no message."""
         return frozenset(role for role, is_returned in self.kept.items() if not is_returned)
+
+    @property
+    def besides(self) -> list[str]:
+        """What is sent besides the model's arrays, in words."""
+        size = "as large as the parameters: up in each round, down from round 2 on"
+        exchanged = ["statistics of batches, in each batch norm of a round's first step"] if self.min_batch else []
+        return [f"record `{name}`, {size}" for name in self.records] + exchanged
 
     @property
     def has_global_model(self) -> bool:
@@ -236,13 +241,6 @@ class Rule(Strategy):
         self.begin(num_rounds, initial_arrays)
         return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
 
-    def initialize_parameters(self, client_manager: object) -> NoReturn:
-        """The first call of a server of Flower's old API."""
-        raise SettingsError(
-            f"{self} is not a strategy of Flower's old API, of which ServerApp(server_fn=...) starts a "
-            'server; call start() in a function under @app.main() (docs/plugin.md, "From Flower\'s old API")'
-        )
-
 
 class Leaf(Rule):
     """The innermost rule of a chain: it chooses the clients, and knows them by their partitions."""
@@ -255,7 +253,7 @@ class Leaf(Rule):
     weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
     weighs: bool = True  # whether replies must have this metric
     arrayrecord_key: str = "arrays"
-    bounds: Bounds | None = None  # on the influence of one client
+    bounds: Any = None  # on the influence of one client, with the methods of extensions.bounds.strategy.Bounds
     # Why a model that tracks statistics is refused, with a place for the first key of theirs; None: it is not.
     without_statistics: ClassVar[str | None] = None
     min_train_nodes: int = 1  # usable replies that a round needs
@@ -277,7 +275,7 @@ class Leaf(Rule):
         self.memory, self._rounds = self.Memory(), num_rounds
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        return [reply.number(self.weighted_by_key) for reply in replies]
+        return [float(reply.metrics[self.weighted_by_key]) for reply in replies]
 
     def global_model(self, round: Round) -> ArrayRecord:
         return round.arrays
@@ -286,7 +284,7 @@ class Leaf(Rule):
         """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""
         if not sum(weights) > 0:
             raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero")
-        return weights if self.bounds is None else self.bounds.weights(weights)
+        return weights if self.bounds is None else list(self.bounds.weights(weights))
 
     def arrived(self, replies: Iterable[Message]) -> Iterable[Message]:
         """The replies of the round, before they are read."""
@@ -337,7 +335,7 @@ class Leaf(Rule):
             node = reply.metadata.src_node_id
             try:
                 if reply.has_error():
-                    raise MessageError(reason_of(reply))
+                    raise MessageError(str(reply.error.reason))
                 answered[node] = partition_of(reply.content)
                 found = read_reply(reply, self.arrayrecord_key, records)
                 if reason := problem(found):
@@ -441,23 +439,3 @@ def require_norm(rule: Rule, needed: Collection[Role], arrays: ArrayRecord, use:
             f"{rule} {use}, and the model has none (no key ends in running_mean); use {instead}, or "
             "a model with model.norm=bn"
         )
-
-
-# The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.
-OLD_NAMES = {
-    "fraction_fit": "fraction_train",
-    "min_fit_clients": "min_train_nodes",
-    "min_evaluate_clients": "min_evaluate_nodes",
-    "min_available_clients": "min_available_nodes",
-    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
-    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
-    "on_fit_config_fn": "train_config of start()",
-    "on_evaluate_config_fn": "evaluate_config of start()",
-    "evaluate_fn": "evaluate_fn of start()",
-    "initial_parameters": "initial_arrays of start()",
-}
-
-
-def unknown_argument(strategy: str, key: str, known: Iterable[str]) -> TypeError:
-    hint = f"did you mean {OLD_NAMES[key]}?" if key in OLD_NAMES else did_you_mean(key, known)
-    return TypeError(f"{strategy} has no argument {key!r}; {hint}")

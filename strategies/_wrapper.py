@@ -47,21 +47,18 @@ class Wrapper(Rule):
     inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
 
     def __init__(self, strategy: Strategy, needs: Mapping[str, str] = types.MappingProxyType({})) -> None:
-        name, given, wrapped = str(self), type(strategy).__name__, cast(object, strategy)
-        if not isinstance(wrapped, Strategy):
-            old = hasattr(wrapped, "initialize_parameters") and not isinstance(wrapped, type)
-            raise TypeError(
-                f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); found {given}"
-                + (" of Flower's old API; expected one of flwr.serverapp.strategy" if old else "")
-            )
+        name, kind = str(self), cast(type, type(strategy))
+        if not issubclass(kind, Strategy):
+            found = f"found {kind.__module__}.{kind.__name__}, expected a flwr.serverapp.strategy.Strategy"
+            raise TypeError(f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); {found}")
         self.strategy = strategy
         self._inside = as_rule(strategy)
         self.chain, self.traits, self.memory = (self, *self._inside.chain), self._inside.traits, self.Memory()
         check_composition(self, needs)
-        if isinstance(strategy, Rule) and type(strategy).aggregate_train is not Rule.aggregate_train:
+        if issubclass(kind, Rule) and kind.aggregate_train is not Rule.aggregate_train:
             raise SettingsError(
-                f"{given} has aggregate_train() of its own, which {name} around it would not call; override hooks such "
-                "as combine() or after_round() instead"
+                f"{kind.__name__} has aggregate_train() of its own, which {name} around it would not call; override "
+                "hooks such as combine() or after_round() instead"
             )
 
     # --- the round ---
@@ -246,16 +243,18 @@ class Foreign(Leaf):
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         if not self.weighs:
             return {}
-        weights = {node: reply.number(self.weighted_by_key) for node, reply in found.items()}
+        weights = {node: reply.metrics[self.weighted_by_key] for node, reply in found.items()}
         # Krum may choose a reply without examples, and would divide by their sum.
         empty = [node for node, weight in weights.items() if not weight] if any(weights.values()) else []
         problems = dict.fromkeys(empty, f"its {self.weighted_by_key} is 0")
         return problems | fault_problems({node: reply.arrays for node, reply in found.items()}, sent)
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
+        if not self.weighs and any(number_problem(reply.metrics, self.weighted_by_key) for reply in replies):
+            return [1.0] * len(replies)
         weights = super().weights(round, replies)
         # Another strategy may not weight by examples.
-        return weights if self.weighs or sum(weights) > 0 else [1.0] * len(replies)
+        return weights if self.weighs or any(weights) else [1.0] * len(replies)
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         metrics = common_metrics([reply.metrics for reply in replies])

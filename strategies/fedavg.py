@@ -12,10 +12,9 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -26,13 +25,14 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import seeding
 from fedbn_flwr.engines.base import wait_for_nodes
+from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, Bounds, as_bounds, fault, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.messages.arrays import record_of, unpack
 from fedbn_flwr.messages.gate import Reply, common_metrics, gate, metrics_of, number_problem, partition_of
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ._rule import Leaf, Round, refuse_bounds, unknown_argument
+from ._rule import Leaf, Round, refuse_bounds
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
@@ -70,18 +70,17 @@ class FedAvg(Leaf, FlowerFedAvg):
         *,
         seed: int = 0,
         node_timeout: float = 600,
-        bounds: Bounds | Mapping[str, Any] | None = None,
-        **options: Never,
+        bounds: Any = None,
     ) -> None:
-        if options:
-            raise unknown_argument(type(self).__name__, next(iter(options)), inspect.signature(FedAvg).parameters)
         Leaf.__init__(self)
         FlowerFedAvg.__init__(
             self, fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
             weighted_by_key, arrayrecord_key, configrecord_key,
             train_metrics_aggr_fn or mean_of_metrics, evaluate_metrics_aggr_fn or mean_of_metrics,
         )  # fmt: skip
-        self.seed, self.node_timeout, self.bounds = seed, node_timeout, as_bounds(bounds)
+        self.seed, self.node_timeout = seed, node_timeout
+        is_made = bounds is None or hasattr(bounds, "outliers")
+        self.bounds = bounds if is_made else part("bounds", "from_settings")(bounds)
         if self.bounds is not None:
             self.lacks = {**self.lacks, "mean": "compares the replies of single clients (bounds)"}
         refuse_bounds(self)

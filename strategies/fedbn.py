@@ -52,21 +52,7 @@ class LocalNorm(FedAvg):
 class FedBN(LocalNorm):
     """Batch norm (gamma, beta and statistics) stays on the client; the rest is averaged.
 
-    Accepts the arguments of LocalNorm and FedAvg too.
-
-    Parameters
-    ----------
-    share : "nothing" | "statistics" (default: "nothing")
-        With "statistics" the statistics are averaged as in FedAvg, and only gamma and beta stay on the client.
+    The arguments are those of LocalNorm and FedAvg.
     """
 
-    def __init__(
-        self,
-        *,
-        share: Literal["nothing", "statistics"] = "nothing",
-        global_norm: Literal["average", "initial"] = "average",
-        **options: Any,
-    ) -> None:
-        statistics = frozenset({Role.STATISTICS, Role.COUNTER}) if share == "nothing" else frozenset[Role]()
-        self.kept = statistics | {Role.AFFINE}
-        super().__init__(global_norm=global_norm, **options)
+    kept = frozenset({Role.AFFINE, Role.STATISTICS, Role.COUNTER})

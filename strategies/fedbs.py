@@ -76,14 +76,15 @@ class FedBS(FedAvg):
         return None if self.memory.switch_round is not None else number_problem(reply.metrics, protocol.TRAIN_LOSS)
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        losses = [reply.number(protocol.TRAIN_LOSS) for reply in replies]
+        if self.memory.switch_round is not None:
+            return [1.0] * len(replies)
+        losses = [float(reply.metrics[protocol.TRAIN_LOSS]) for reply in replies]
         # Equal losses, zeros included, give exactly equal weights.
-        equal = self.memory.switch_round is not None or len(set(losses)) == 1
-        return [1.0] * len(losses) if equal else losses
+        return [1.0] * len(losses) if len(set(losses)) == 1 else losses
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         if self.memory.switch_round is None:
-            spread = float(np.std([reply.number(protocol.TRAIN_LOSS) for reply in replies]))
+            spread = float(np.std([float(reply.metrics[protocol.TRAIN_LOSS]) for reply in replies]))
             self.memory.alike = self.memory.alike + 1 if spread <= self.epsilon else 0
             if self.memory.alike >= self.patience:
                 self.memory.switch_round = round.number + 1

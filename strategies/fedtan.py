@@ -67,10 +67,7 @@ class FedTAN(FedAvg):
 
     lacks = {}
     backward = True  # the backward pass exchanges gradients
-    traits = Traits(
-        steps=frozenset({"linear"}),
-        traffic="two exchanges per batch norm in a round; three with exchange: paper",
-    )
+    traits = Traits(steps=frozenset({"linear"}))
 
     def __init__(
         self,
@@ -201,7 +198,7 @@ class FedTANClient(ClientRule):
             return None
         if local.exchange is None:
             raise MessageError(f"{protocol.COHORT!r} needs a ClientApp made by fedbn_flwr.client_app")
-        if not exchanged_layers(local.model):
+        if not exchanged_layers(local.client.model):
             raise MessageError(
                 f"{protocol.COHORT!r} asks for exchanges of batch norm's statistics, and this client's model has no "
                 "batch norm (instance norm has no statistics of a batch); use FedAvg, or a model with batch norm"
@@ -239,7 +236,7 @@ class FedAvgGlobalStats(FedTAN):
     """
 
     backward = False
-    traits = Traits(traffic="one exchange per batch norm in a round; two with exchange: paper")
+    traits = Traits()
 
 
 class FedTANII(FixBN):

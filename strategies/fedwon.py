@@ -56,7 +56,7 @@ class FedWonClient(ClientRule):
     order = 1  # clips the gradients that the other rules have changed
 
     def begin(self) -> None:
-        linear = [module for module in self.local.model.modules() if isinstance(module, nn.Linear)]
+        linear = [module for module in self.local.client.model.modules() if isinstance(module, nn.Linear)]
         exempt = {id(p) for p in linear[-1].parameters()} if linear else set()
         self.clipped = [p for p in self.local.optimizer.parameters.values() if id(p) not in exempt]
 

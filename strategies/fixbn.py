@@ -121,7 +121,7 @@ class FixBNClient(ClientRule):
     keys = {FREEZE: Key("`statistics`, `affine`, or both with a comma", "freeze these roles at the received values")}
 
     def around(self) -> AbstractContextManager[None]:
-        return frozen_norm(self.local.model, frozen_roles(self.local.config))
+        return frozen_norm(self.local.client.model, frozen_roles(self.local.config))
 
 
 def frozen_roles(config: Mapping[str, Any]) -> frozenset[Role]:

@@ -48,10 +48,8 @@ class GlobalMomentum(Wrapper):
     def __init__(self, strategy: Strategy) -> None:
         words = "averages with the weights of its base; wrap one of fedbn_flwr.strategies, for instance"
         super().__init__(strategy, {"weights": f"GlobalMomentum {words} GlobalMomentum(FedAvg())"})
-        momentum = "momentum, as large as the parameters: up in each round, down from round 2 on"
         self.traits = replace(
             self.traits,
-            traffic="; ".join(filter(None, [self.traits.traffic, momentum])),
             steps=self.traits.steps | {"momentum"},
             records={**self.traits.records, MOMENTUM_RECORD: False},
         )
@@ -72,7 +70,7 @@ class GlobalMomentumClient(ClientRule):
     keys = {MOMENTUM: Key("true", "begin with the momentum in the record `momentum`, and send it back")}
 
     def begin(self) -> None:
-        optimizer, state = self.local.optimizer, dict(self.local.state.load("momentum"))
+        optimizer, state = self.local.optimizer, dict(self.local.client.state.load("momentum"))
         if self.local.config.get(MOMENTUM):
             if not (isinstance(optimizer.torch, SGD) and optimizer.torch.defaults["momentum"]):
                 how = "without it (momentum is 0)" if isinstance(optimizer.torch, SGD) else "by another optimizer"
@@ -85,12 +83,13 @@ class GlobalMomentumClient(ClientRule):
         optimizer.load_state(state)
 
     def finish(self, metrics: dict[str, Any], records: dict[str, Arrays]) -> None:
-        new = {**self.local.state.load("momentum"), **copied(self.local.optimizer.state())}
+        new = {**self.local.client.state.load("momentum"), **copied(self.local.optimizer.state())}
         if self.local.config.get(MOMENTUM):  # the momentum of a parameter that stays on the client stays there too
-            sent = {name: p for name, p in self.local.optimizer.parameters.items() if name in self.local.received}
+            model = self.local.records["arrays"]
+            sent = {name: p for name, p in self.local.optimizer.parameters.items() if name in model}
             # Zero if a parameter has had no gradient yet.
             zeros = copied({name: torch.zeros_like(p) for name, p in sent.items() if f"{SLOT}{name}" not in new})
             records[MOMENTUM_RECORD] = {
                 name: zeros[name] if name in zeros else new.pop(f"{SLOT}{name}") for name in sent
             }
-        self.local.state.save("momentum", new)
+        self.local.client.state.save("momentum", new)

@@ -148,7 +148,7 @@ def leaves() -> Table:
         sent = [
             sends if role not in traits.kept else "by default" if traits.kept[role] else "no" for role in _TRAVELLING
         ]
-        rows.append((f"`{name}`", *sent, traits.traffic or "nothing", traits.client_memory or "nothing"))
+        rows.append((f"`{name}`", *sent, "; ".join(traits.besides) or "nothing", traits.client_memory or "nothing"))
     return ("strategy", "weights", "gamma, beta", "running statistics", "besides", "stored for each client"), rows
 
 

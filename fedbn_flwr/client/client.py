@@ -192,7 +192,7 @@ class BNClient(NumPyClient):
         self,
         arrays: Arrays,
         config: Config,
-        extras: Mapping[str, Arrays] | None = None,
+        extras: dict[str, Arrays] | None = None,
         exchange: Exchange | None = None,
     ) -> Update:
         """Load `arrays` and train a round with the client rules that `config` selects.
@@ -202,8 +202,9 @@ class BNClient(NumPyClient):
         """
         wanted = rules_for({**config, "fedbn.momentum": True} if self.keep_momentum else config)
         self._load(arrays, config)
-        extras = {} if extras is None else extras
-        local = LocalRound(config, arrays, extras, self.model, self.state, self, exchange)
+        records = {} if extras is None else extras
+        records["arrays"] = arrays
+        local = LocalRound(config, records, self, exchange)
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         loss, first_batch = self._trained(config, rules, epochs=self.epochs, steps=self.steps)
         sent, returned = set(arrays), frozenset[Role]()

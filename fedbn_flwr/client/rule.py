@@ -15,10 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import nn
-
 from fedbn_flwr import extensions
-from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.client.training import Gradient, LocalOptimizer
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
@@ -31,13 +28,10 @@ class LocalRound:
     """A client's round, from which a client rule reads what it needs."""
 
     config: Mapping[str, Any]
-    received: Arrays  # the arrays of the model in the message
-    # The message's other records of arrays. The last message of a layer-wise round contains them, so read them in
-    # `begin` or later.
+    # The message's records of arrays: "arrays" is the model. Of a layer-wise round the last message has the others,
+    # so read them in `begin` or later.
     records: Mapping[str, Arrays]
-    model: nn.Module
-    state: NodeState
-    client: Any  # the BNClient, whose arguments a rule may check
+    client: Any  # the BNClient, with its `model`, its `state` between rounds, and its arguments
     exchange: Exchange | None = None  # with the other clients, in a layer-wise round
     optimizer: LocalOptimizer = field(init=False)  # set after `around`; has the trainable parameters by name
 
@@ -83,7 +77,10 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     "fedbn.momentum": "fedbn_flwr.strategies.globalmomentum:GlobalMomentumClient",
     "fedbn.control": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
     protocol.COHORT: "fedbn_flwr.strategies.fedtan:FedTANClient",
+    protocol.COHORT_BACKWARD: "fedbn_flwr.strategies.fedtan:FedTANClient",
     protocol.COHORT_MIN_BATCH: "fedbn_flwr.strategies.fedtan:FedTANClient",
+    protocol.COHORT_STEP: "fedbn_flwr.strategies.fedtan:FedTANClient",
+    protocol.COHORT_VALUES: "fedbn_flwr.strategies.fedtan:FedTANClient",
     protocol.REPORT_BATCH: "fedbn_flwr.strategies.fedtan:FedTANClient",
     **extensions.declared("client_keys"),
 }

@@ -53,15 +53,14 @@ def explain(experiment: Experiment) -> Explanation:
     for label in list(first):
         prepared = first.pop(label)  # with its model, so that it is not in memory with those of the next runs
         traits, model = prepared.rule.traits, _parts_of(prepared)
-        more = (traits.traffic,) if traits.traffic else ()
         explained.append(
             ExplainedRun(
                 label,
                 tuple(run.seed for run in experiment.runs if run.label == label),
                 tuple(settings_of(experiment, prepared.run)),
                 model,
-                (*(role for role in model if role not in {Role.COUNTER, *traits.kept}), *more),
-                (*(role for role in model if role not in {Role.COUNTER, *traits.unsent}), *more),
+                (*(role for role in model if role not in {Role.COUNTER, *traits.kept}), *traits.besides),
+                (*(role for role in model if role not in {Role.COUNTER, *traits.unsent}), *traits.besides),
             )
         )
     return Explanation(tuple(count_partitions(experiment) if has_data else ()), tuple(explained))

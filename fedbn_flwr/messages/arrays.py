@@ -69,15 +69,6 @@ class FlatArrays(Mapping[str, NDArray[Any]]):
     def __len__(self) -> int:
         return len(self.layout.places)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.layout.places  # the method of Mapping would slice the array
-
-    def __or__(self, other: Values) -> dict[str, NDArray[Any]]:
-        return {**self, **other}
-
-    def __ror__(self, other: Values) -> dict[str, NDArray[Any]]:
-        return {**other, **self}
-
     __eq__, __hash__ = object.__eq__, object.__hash__  # the methods of Mapping would compare the arrays
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,11 +106,6 @@ class Array(FlowerArray):
         if "_bytes" not in self.__dict__:
             self.__dict__["_bytes"] = FlowerArray(self.value).data
         return self.__dict__["_bytes"]  # type: ignore[no-any-return]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, FlowerArray):
-            return NotImplemented
-        return (self.dtype, self.shape, self.stype, self.data) == (other.dtype, other.shape, other.stype, other.data)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Array, self.place

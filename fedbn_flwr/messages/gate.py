@@ -130,14 +130,9 @@ class Reply:
     """A client's reply that has passed the gate."""
 
     arrays: Arrays  # of the model
-    metrics: MetricRecord
+    metrics: Mapping[str, Any]  # numbers, and lists of them
     records: Mapping[str, Arrays]  # the additional records that the rules requested, by name
     message: Message
-
-    def number(self, key: str) -> float:
-        """The metric `key`; NaN if it is missing or a list."""
-        value = self.metrics.get(key)
-        return float(value) if isinstance(value, int | float) else math.nan
 
 
 def read_reply(message: Message, name: str = "arrays", records: Collection[str] | None = ()) -> Reply:
@@ -197,7 +192,7 @@ def metrics_of(content: RecordDict) -> MetricRecord:
     return records[0]
 
 
-def odd_metrics(found: Mapping[int, MetricRecord]) -> dict[int, str]:
+def odd_metrics(found: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
     """The reasons to refuse replies with a metric of another form than that of most clients, by node.
 
     A form is one number, so many numbers, or one number out of range: some ClientApps report percentages, or equal
@@ -216,7 +211,7 @@ def odd_metrics(found: Mapping[int, MetricRecord]) -> dict[int, str]:
     return problems
 
 
-def _form(key: str, metrics: MetricRecord) -> tuple[int, str]:
+def _form(key: str, metrics: Mapping[str, Any]) -> tuple[int, str]:
     value, examples = metrics[key], metrics.get(protocol.NUM_EXAMPLES)
     if isinstance(value, list):
         return 2, f"a list of {len(value)} numbers"
@@ -227,7 +222,7 @@ def _form(key: str, metrics: MetricRecord) -> tuple[int, str]:
     return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"
 
 
-def common_metrics(records: Sequence[MetricRecord]) -> list[MetricRecord]:
+def common_metrics(records: Sequence[Mapping[str, Any]]) -> list[MetricRecord]:
     """Of each record the metrics that are one number in all of them, since only these have a mean.
 
     A client leaves out a metric that its examples do not define, such as the AUC if all have one class.
@@ -261,22 +256,21 @@ def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dic
     return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
 
 
-def fault_problems(arrays: Mapping[int, Arrays], sent: Arrays | None = None) -> dict[int, str]:
+def fault_problems(arrays: Mapping[int, Arrays], sent: Arrays) -> dict[int, str]:
     """The reasons why the arrays of replies are unusable, by node, where the server does not know what to expect.
 
     It expects the keys, shapes and dtypes that most replies have; of equally frequent ones those of `sent`, the arrays
-    in its messages. If no two replies are alike, only their values are checked.
+    in its messages, or else the most arrays.
     """
 
     def form(values: Arrays) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
         return tuple(sorted((key, value.dtype.str, value.shape) for key, value in values.items()))
 
     forms = {node: form(values) for node, values in arrays.items()}
-    votes, of_sent = Counter(forms.values()), None if sent is None else form(sent)
-    most = max(votes, key=lambda each: (votes[each], each == of_sent), default=None)
-    differ = most is not None and votes[most] == 1 and most != of_sent
+    votes, of_sent = Counter(forms.values()), form(sent)
+    most = max(votes, key=lambda each: (votes[each], each == of_sent, len(each), each), default=())
     like = next((values for node, values in arrays.items() if forms[node] == most), {})
-    found = {node: fault(values, values if differ else like) for node, values in arrays.items()}
+    found = {node: fault(values, like) for node, values in arrays.items()}
     return {node: problem for node, problem in found.items() if problem is not None}
 
 
@@ -297,25 +291,6 @@ def overflow(arrays: Arrays, sent: Arrays) -> str | None:
 
 
 # --- errors, and changed messages --------------------------------------------
-
-
-# What Flower's errors mean for ClientApps without a handler, by a part of their text.
-_NO_HANDLER = {
-    # KeyError for 'fitins.parameters' or 'evaluateins.parameters'
-    "ins.parameters'": (
-        "its ClientApp was made with a client_fn, which serves servers of Flower's old API only; make it by "
-        'fedbn_flwr.client_app (docs/plugin.md, "From Flower\'s old API")'
-    ),
-    "No query function registered with name 'cohort'": (
-        "its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app"
-    ),
-}
-
-
-def reason_of(reply: Message) -> str:
-    """The reason of an error reply that has passed the gate."""
-    reason = str(reply.error.reason)
-    return next((cure for text, cure in _NO_HANDLER.items() if text in reason), reason)
 
 
 def refused(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECONDITION) -> Message:

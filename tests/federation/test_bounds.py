@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedbn_flwr import extensions
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum, Scaffold, Standalone
@@ -40,17 +39,9 @@ def test_a_round_asks_the_bounds(federation: Callable[..., Any], flower_log: pyt
             "bounds.equal is True, but GlobalMomentum averages more",
         ),
         (lambda: Standalone(bounds=Equal()), "bounds.equal is True, but Standalone has no model of all clients"),
-        (lambda: FedAvg(bounds=0.2), "bounds is 0.2; expected settings, for instance {max_share: 0.2}, or an object"),
     ],
 )
 def test_bounds_that_do_not_suit_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(SettingsError) as error:
         make()
     assert str(error.value).startswith(message)
-
-
-def test_settings_need_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.messages.aggregate.declared", lambda kind: {})
-    with pytest.raises(SettingsError, match="bounds needs the folder fedbn_flwr/extensions/bounds"):
-        FedAvg(bounds={"max_share": 0.2})
-    assert "bounds" in extensions.__doc__

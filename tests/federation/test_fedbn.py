@@ -31,7 +31,6 @@ SHARED = {"0.weight", "4.weight", "4.bias"}
 # Each rule, and the keys of the small network that stay on the client.
 RULES = {
     "FedBN": (FedBN, STATISTICS | AFFINE),
-    "FedBN, statistics shared": (lambda **options: FedBN(share="statistics", **options), AFFINE),
     "SiloBN": (SiloBN, STATISTICS),
 }
 every_rule = pytest.mark.parametrize("rule", RULES)
@@ -167,9 +166,6 @@ def test_batch_norm_is_found_by_role_wherever_it_sits(model: Callable[[], nn.Mod
     arrays = pack({k: v.numpy() for k, v in net.state_dict().items() if roles(net)[k] is not Role.COUNTER})
     assert set(FedBN().outgoing(arrays)) == set(net.state_dict()) - norms
     assert set(SiloBN().outgoing(arrays)) == {k for k in arrays if not k.endswith(("running_mean", "running_var"))}
-    assert set(FedBN(share="statistics").outgoing(arrays)) == {
-        k for k in arrays if k not in norms or k.endswith(("running_mean", "running_var"))
-    }
 
 
 @every_rule
@@ -215,7 +211,6 @@ def test_a_client_that_cannot_send_its_batch_norm_back_is_named(federation: Fede
     ("arguments", "message"),
     [
         ({"global_norm": "mean"}, "global_norm is 'mean'; expected 'average' or 'initial'"),
-        ({"share": "affine"}, "share is 'affine'; expected 'nothing' or 'statistics'"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(arguments: dict[str, Any], message: str) -> None:

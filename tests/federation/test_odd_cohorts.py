@@ -155,7 +155,7 @@ def test_a_second_run_of_a_strategy_begins_without_the_moments_of_the_first() ->
 
 
 @pytest.mark.parametrize("bad", [1, 2])
-def test_statistics_of_other_layers_are_refused_or_end_the_query_by_name(bad: int) -> None:
+def test_statistics_of_other_layers_are_refused(bad: int) -> None:
     def static() -> nn.Module:
         return convert_norm(net(), "sbn")
 
@@ -178,8 +178,7 @@ def test_statistics_of_other_layers_are_refused_or_end_the_query_by_name(bad: in
         return list(strategy.global_model(Round(1, arrays, ConfigRecord(), on)))
 
     assert "1.running_mean" in asked("zzz")
-    with pytest.raises(RunFailed, match="sent statistics of different layers"):
-        asked("1.running_mean")
+    assert "1.running_var" in asked("1.running_mean"), "the reply with the most layers counts"
 
 
 def test_fixbn_around_fixbn() -> None:

@@ -104,6 +104,8 @@ Bounds.__init__ = checked(Bounds.__init__)  # type: ignore[method-assign]
 
 def from_settings(settings: Mapping[str, Any]) -> Bounds:
     """The bounds of the section `bounds` in an experiment file."""
+    if not hasattr(settings, "keys"):
+        raise SettingsError(f"bounds is {settings!r}; expected settings, for instance {{max_share: 0.2}}, or an object")
     known = [each.name for each in fields(Bounds)]
     if unknown := [str(key) for key in settings if key not in known]:
         raise SettingsError(f"bounds.{unknown[0]} is not a bound; {did_you_mean(unknown[0], known)}")

@@ -119,8 +119,8 @@ class Private(Wrapper):
     ) -> None:
         super().__init__(strategy, _NEEDS)
         # What clients would release without noise.
-        if self.traits.traffic is not None or self.traits.min_batch:
-            raise SettingsError(f"{self._inside} also sends what Private does not account for: {self.traits.traffic}")
+        if besides := self.traits.besides:
+            raise SettingsError(f"{self._inside} also sends what Private does not account for: {besides[0]}")
         if not self.traits.has_global_model:
             raise SettingsError(f"{self._inside} sends no model, so there is nothing to make private")
         statistics_noise = noise if statistics_noise is None else statistics_noise

@@ -50,7 +50,7 @@ def test_what_travels_is_named_by_role() -> None:
     assert found["FedAvg"] == (WHOLE, WHOLE)
     assert found["FedBN"] == (("weights",), WHOLE)
     assert found["SiloBN"] == (("weights", "affine"), WHOLE)
-    for label, words in (("FedTANII", "two exchanges per batch norm"), ("Scaffold", "control variates")):
+    for label, words in (("FedTANII", "statistics of batches"), ("Scaffold", "record `control`")):
         *roles, more = found[label][1]
         assert (tuple(roles), more.startswith(words)) == (WHOLE, True)
 

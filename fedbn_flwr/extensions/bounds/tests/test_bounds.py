@@ -11,7 +11,7 @@ import pytest
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.extensions.bounds.strategy import Bounds, capped, from_settings
-from fedbn_flwr.messages.aggregate import Arrays, as_bounds, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 
 Dict = dict[str, np.ndarray]
 STATISTICS = ["bn.running_mean", "bn.running_var"]
@@ -128,11 +128,11 @@ def test_a_wrong_section_is_refused() -> None:
     with pytest.raises(
         SettingsError, match=r"bounds\.max_shares is not a bound; did you mean 'max_share'\? known: clip"
     ):
-        as_bounds({"max_shares": 0.2})
+        from_settings({"max_shares": 0.2})
     with pytest.raises(SettingsError, match=r"bounds is 0\.2; expected settings, for instance \{max_share: 0\.2\}"):
-        as_bounds(0.2)  # type: ignore[arg-type]
+        from_settings(0.2)  # type: ignore[arg-type]
 
 
 def test_the_summary_names_what_is_on() -> None:
     assert Bounds(max_share=0.5, plausible=10).notes() == {"max_share": 0.5, "plausible": 10}
-    assert as_bounds({"clip_norm": 1}) == Bounds(clip_norm=1)
+    assert from_settings({"clip_norm": 1}) == Bounds(clip_norm=1)

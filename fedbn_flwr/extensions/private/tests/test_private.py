@@ -343,12 +343,12 @@ def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Private(Scaffold()), "Scaffold also sends what Private does not account for: control variates"),
-        (lambda: Private(FedTAN()), "FedTAN also sends .*: two exchanges per batch norm"),
+        (lambda: Private(Scaffold()), "Scaffold also sends what Private does not account for: record `control`"),
+        (lambda: Private(FedTAN()), "FedTAN also sends .*: statistics of batches"),
         (lambda: Private(FedTANII(fedtan_rounds=1)), "FedTANII also sends"),
         (lambda: Private(FedAvgGlobalStats()), "FedAvgGlobalStats also sends"),
         (lambda: Private(GlobalMomentum(FedAvg())), "GlobalMomentum also sends .*momentum"),
-        (lambda: Private(FixBN(Scaffold(), freeze_round=1)), "control variates"),
+        (lambda: Private(FixBN(Scaffold(), freeze_round=1)), "record `control`"),
         (lambda: Private(FedBS()), "FedBS weights the clients by the loss"),
         (lambda: Private(FixBN(FedBS(), freeze_round=1)), "FedBS weights"),
         (lambda: Private(MeanStatistics(flower.QFedAvg(client_learning_rate=0.1))), "QFedAvg weights the clients"),
