@@ -85,7 +85,7 @@ def build_model(
     num_tokens
         For inputs of tokens, whole numbers below this one.
     weights
-        A safetensors file, or torchvision's name of pretrained weights such as `DEFAULT` (see `load_weights`).
+        A safetensors file of pretrained weights (see `load_weights`).
     options
         Those of the norm, and `stem`, the first layers of a torchvision network: `small`, `large`, or `auto` by the
         image size (see `vision`).
@@ -111,7 +111,7 @@ def build_model(
             f"model.weights is {weights!r}, but norm 'fixup' draws weights of its own; use another norm"
         )
     model = make(num_classes, **given)
-    state = {} if weights is None else read_weights(name, weights)
+    state = {} if weights is None else read_weights(weights)
     has_batch_norm = Role.STATISTICS in roles(state).values()
     if has_batch_norm:  # other norms get the trained gamma and beta
         load_weights(model, state, str(weights))
