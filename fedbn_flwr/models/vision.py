@@ -10,7 +10,6 @@ and a large stem, a network has torchvision's weights for the same seed.
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Literal
 
 from torch import nn
@@ -108,15 +107,8 @@ def deeplabv3plus_resnet50(num_classes: int, in_channels: int = 3) -> nn.Module:
 
 
 def _deeplab(encoder: str, num_classes: int, in_channels: int) -> nn.Module:
-    modules: dict[str, Any] = sys.modules
-    # timm would import it: seconds, and two temporary folders that stay if this process is killed.
-    modules.setdefault("wandb", None)
-    try:
-        with needs("segmentation", f"model.name='deeplabv3plus_{encoder}'"):
-            import segmentation_models_pytorch as smp
-    finally:
-        if modules["wandb"] is None:
-            del modules["wandb"]
+    with needs("segmentation", f"model.name='deeplabv3plus_{encoder}'"):
+        import segmentation_models_pytorch as smp
     # No pretrained weights, because they would be downloaded.
     model: Any = smp.DeepLabV3Plus(
         encoder_name=encoder, encoder_weights=None, in_channels=in_channels, classes=num_classes

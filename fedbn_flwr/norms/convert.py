@@ -18,7 +18,7 @@ from fedbn_flwr.named import accepted, call, is_name, load
 from .fixup import convolutions, fixup, residual_blocks
 from .roles import AFFINE, batch_norms, computes_as_batch_norm
 from .variants import BatchRenorm, MaskedBatchNorm1d, StaticBatchNorm
-from .wsconv import STANDARDS, check_stored, standardise
+from .wsconv import STANDARDS, standardise
 
 Convert = Callable[..., nn.Module]  # of a batch norm, its name, and the options that the signature names
 
@@ -173,7 +173,6 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.M
             f"norm {kind!r}: {where} is a {type(layer).__name__}, which computes more than batch norm and cannot be "
             "replaced"
         )
-    check_stored(layer, where, kind)
     new = convert(layer, where)
     like = layer.running_mean if layer.weight is None else layer.weight
     if like is not None:

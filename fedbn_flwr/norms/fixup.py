@@ -23,8 +23,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import SettingsError
 
-from .wsconv import check_stored
-
 
 class ResidualBlock(nn.Module):
     """A block whose branch is `conv1`, `bn1`, ReLU, `conv2`, `bn2` (and so on), as those of torchvision's ResNets.
@@ -126,7 +124,6 @@ def _layer(model: nn.Module, name: str, kind: type[nn.Module]) -> Any:
         wanted = {nn.Conv2d: "plain convolution", _BatchNorm: "batch norm"}.get(kind, "linear layer")
         is_what = "nothing" if layer is None else f"a {type(layer).__name__}"
         raise SettingsError(f"norm 'fixup': {name} is {is_what}; expected a {wanted}")
-    check_stored(layer, name, "fixup")
     return layer
 
 

@@ -140,12 +140,6 @@ def no_classifier() -> nn.Module:
     return model
 
 
-def parametrized_classifier() -> nn.Module:
-    model = torchvision.models.resnet18(weights=None)
-    torch.nn.utils.parametrizations.weight_norm(model.fc)
-    return model
-
-
 def block_without_norm() -> nn.Module:
     model = build_model("resnet20", 10)
     del model.stages[0].bn2
@@ -177,8 +171,3 @@ def one_more_norm() -> nn.Module:
 def test_a_network_with_unknown_branches_is_refused(make: Any, message: str) -> None:
     with pytest.raises(SettingsError, match=f"norm 'fixup': {message}"):
         convert_norm(make(), "fixup")
-
-
-def test_a_classifier_with_a_computed_weight_is_refused() -> None:
-    with pytest.raises(SettingsError, match="norm 'fixup': the weight of fc is computed by a parametrization"):
-        convert_norm(parametrized_classifier(), "fixup")
