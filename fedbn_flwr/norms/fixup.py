@@ -54,24 +54,6 @@ def convolutions(block: Any) -> list[Any]:
     return [getattr(block, name, None) for name in names]
 
 
-class _Biased:
-    """A scalar that is added to a layer's input."""
-
-    input_bias: nn.Parameter
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x + self.input_bias)  # type: ignore[misc]
-        return y
-
-
-class BiasedConv2d(_Biased, nn.Conv2d):
-    pass
-
-
-class BiasedLinear(_Biased, nn.Linear):
-    pass
-
-
 class Scalars(nn.Module):
     """weight x + bias, the same numbers for all channels; without `scaled`, x + bias."""
 
@@ -134,9 +116,13 @@ def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
 
 def _biased(layer: Any) -> Any:
     """The convolution or linear layer with a scalar bias before it."""
-    layer.__class__ = BiasedConv2d if isinstance(layer, nn.Conv2d) else BiasedLinear
     layer.input_bias = nn.Parameter(layer.weight.new_zeros(1), layer.weight.requires_grad)
+    layer.register_forward_pre_hook(_plus_bias)
     return layer
+
+
+def _plus_bias(layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    return inputs[0] + layer.input_bias  # type: ignore[operator]
 
 
 def _scalars(like: Any, scaled: bool = False) -> nn.Module:

@@ -158,10 +158,8 @@ def one_more_norm() -> nn.Module:
         (lambda: build_model("cnn", 10), "Sequential is not a residual network with known branches"),
         (lambda: build_model("mobilenet_v2", 10), "MobileNetV2 is not a residual network with known branches"),
         (lambda: build_model("resnet20", 10, "gn"), r"stages\.0\.bn1 is a GroupNorm; expected a batch norm"),
-        (
-            lambda: build_model("resnet20", 10, "fixup"),
-            r"stages\.0\.conv1 is a BiasedConv2d; expected a plain convolution",
-        ),
+        (lambda: build_model("resnet20", 10, "fixup"), r"stages\.0\.bn1 is a Scalars; expected a batch norm"),
+        (lambda: build_model("resnet20", 10, "won"), r"stages\.0\.conv1 is a StdConv2d; expected a plain convolution"),
         (other_block, r"outside of residual blocks are the batch norms \['bn1', 'layer2\.1\.1'\]"),
         (no_classifier, r"outside .* the linear layers \[\]; expected the stem's and a classifier"),
         (block_without_norm, r"stages\.0\.bn2 is nothing; expected a batch norm"),
