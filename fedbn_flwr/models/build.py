@@ -129,11 +129,9 @@ def _check_shape(name: str, shape: tuple[int, ...], num_tokens: int | None) -> N
             "embedding, which gets num_tokens"
         )
     if len(shape) != 3 and not accepted(MODELS[name], {"input_shape": shape}):
-        kind = "a table" if len(shape) == 1 else "series" if len(shape) == 2 else "volumes"
-        other = "cnn1d or module:callable" if len(shape) == 2 else "mlp or module:callable"
         raise SettingsError(
-            f"model.name={name!r} takes images, [channels, height, width], but these inputs are {kind} of shape "
-            f"{list(shape)}; use {other}"
+            f"model.name={name!r} takes images, [channels, height, width], but these inputs have the shape "
+            f"{list(shape)}; use mlp, for series [channels, time] cnn1d, or module:callable"
         )
 
 
