@@ -15,24 +15,25 @@ from typing import Any, Literal
 from torch import nn
 
 from fedbn_flwr.data import Size
-from fedbn_flwr.errors import SettingsError, did_you_mean, needs
+from fedbn_flwr.declared import checked
+from fedbn_flwr.errors import needs
 
-STEMS = ("auto", "small", "large")
+Stem = Literal["auto", "small", "large"]
 SMALL = 64  # pixels; `auto` is large for larger images
 
 
-def resnet18(num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: str = "auto") -> nn.Module:
+def resnet18(num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: Stem = "auto") -> nn.Module:
     """torchvision's ResNet-18; up to 64 pixels with a 3x3 first convolution and no pooling after it."""
     return _network("resnet18", num_classes, in_channels, is_small(stem, image_size), ("conv1", "maxpool"))
 
 
-def resnet50(num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: str = "auto") -> nn.Module:
+def resnet50(num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: Stem = "auto") -> nn.Module:
     """torchvision's ResNet-50; up to 64 pixels with a 3x3 first convolution and no pooling after it."""
     return _network("resnet50", num_classes, in_channels, is_small(stem, image_size), ("conv1", "maxpool"))
 
 
 def densenet121(
-    num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: str = "auto"
+    num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: Stem = "auto"
 ) -> nn.Module:
     """torchvision's DenseNet-121; up to 64 pixels with a 3x3 first convolution and no pooling after it."""
     first = "features.conv0", "features.pool0"
@@ -40,7 +41,7 @@ def densenet121(
 
 
 def mobilenet_v2(
-    num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: str = "auto"
+    num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: Stem = "auto"
 ) -> nn.Module:
     """torchvision's MobileNetV2; up to 64 pixels without the first two strides."""
     small = is_small(stem, image_size)
@@ -61,9 +62,8 @@ def alexnet(num_classes: int, in_channels: int = 3) -> nn.Module:
     return _network("alexnet", num_classes, in_channels, False, ("features.0", None), mode=None)
 
 
-def is_small(stem: str, image_size: Size | None) -> bool:
-    if stem not in STEMS:
-        raise SettingsError(f"model.stem={stem!r} is not a stem; {did_you_mean(stem, STEMS)}")
+@checked
+def is_small(stem: Stem, image_size: Size | None) -> bool:
     return stem == "small" or (stem == "auto" and image_size is not None and max(image_size) <= SMALL)
 
 
