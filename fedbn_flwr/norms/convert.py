@@ -47,12 +47,6 @@ class InstanceNorm(nn.GroupNorm):
         return super().forward(input)
 
 
-def _renorm(layer: _BatchNorm, where: str, **bounds: Any) -> nn.Module:
-    if layer.running_mean is None:
-        raise SettingsError(f"norm 'brn': {where} tracks no statistics, which batch renormalisation needs")
-    return BatchRenorm(layer.num_features, layer.eps, layer.momentum, layer.affine, **bounds)
-
-
 NORMS: dict[str, tuple[str, Convert | None]] = {
     "bn": ("batch norm: the model is not changed", None),
     "gn": ("group norm with `groups` groups (default 2)", _group_norm),
@@ -71,7 +65,12 @@ NORMS: dict[str, tuple[str, Convert | None]] = {
         "static batch norm: batch statistics, none tracked (HeteroFL)",
         lambda layer, where: StaticBatchNorm(layer.num_features, eps=layer.eps, affine=layer.affine),
     ),
-    "brn": ("batch renormalisation: the same output in training as in evaluation, within growing bounds", _renorm),
+    "brn": (
+        "batch renormalisation: the same output in training as in evaluation, within growing bounds",
+        lambda layer, where, **bounds: BatchRenorm(
+            layer.num_features, layer.eps, layer.momentum, layer.affine, **bounds
+        ),
+    ),
 }
 
 # The options of each kind; a kind ignores those of the others.
