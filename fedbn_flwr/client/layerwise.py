@@ -81,8 +81,7 @@ class Session:
         """
         # All threads share torch's global random generators, but the round and the caller have separate random streams:
         # the caller's state is saved before the round continues and sets its own.
-        outside = seeding.states()
-        try:
+        with seeding.kept():
             if answer is None:
                 self._thread.start()
             else:
@@ -90,17 +89,14 @@ class Session:
                 self._answers.put(answer)
             if (contribution := self._contributions.get()) is None:
                 self._join()
-        finally:
-            seeding.set_states(outside)
         return contribution
 
     def abandon(self) -> None:
         """End a parked round and free its memory."""
         # At its end the round resets the generators to their state at its beginning, which is not the caller's.
-        outside = seeding.states()
-        self._answers.put(None)
-        self._join()
-        seeding.set_states(outside)
+        with seeding.kept():
+            self._answers.put(None)
+            self._join()
 
     def _join(self) -> None:
         """Wait for the end of the thread: if Python ended before, the process would abort."""
@@ -121,11 +117,9 @@ class Session:
     def _exchange(self, contribution: Contribution) -> Agreement:
         if (known := next(self._agreed, None)) is not None:
             return known
-        state = seeding.states()
-        self._contributions.put(contribution)
-        with suppress(queue.Empty):
+        with seeding.kept(), suppress(queue.Empty):
+            self._contributions.put(contribution)
             if (answer := self._answers.get(timeout=self._patience)) is not None:
-                seeding.set_states(state)
                 return answer
         raise SystemExit("the parked round received no more messages")  # the user's code catches other exceptions
 
@@ -148,12 +142,6 @@ class ParkedRounds(dict[Place, Session]):
         """End all parked rounds, for instance to simulate the end of the process."""
         while self:
             self.popitem()[1].abandon()
-
-    def advance(self, place: Place, parked: Session, agreement: Agreement | None) -> Contribution | None:
-        """Continue a round, or begin it, up to the next exchange, where it is parked, or the end."""
-        if (contribution := parked.advance(agreement)) is not None:
-            self[place] = parked
-        return contribution
 
 
 parked_rounds = ParkedRounds()
@@ -185,7 +173,8 @@ def train_by_messages(
     else:
         parked.client.state.records = context.state
         parked.extras.update(extras)
-    if (contribution := parked_rounds.advance(place, parked, agreement)) is not None:
+    if (contribution := parked.advance(agreement)) is not None:
+        parked_rounds[place] = parked
         return contribution
     update: Update = parked.result.result()
     state.forget(_EXCHANGES)
@@ -204,8 +193,9 @@ def continue_parked(context: Context, agreement: Agreement) -> Contribution:
             "its round is no longer parked in this process, for instance because another grid has served a node of "
             "the same number; give the strategy direct=False if the rounds of two grids take turns in one process"
         )
-    if (contribution := parked_rounds.advance(place, parked, agreement)) is None:
+    if (contribution := parked.advance(agreement)) is None:
         raise parked.result.exception() or MessageError("its round has ended, and the server expects another exchange")
+    parked_rounds[place] = parked
     return contribution
 
 
