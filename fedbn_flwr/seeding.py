@@ -9,7 +9,6 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,19 +26,19 @@ def generator(seed: int, purpose: str, *where: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_for(seed, purpose, *where))
 
 
-def states() -> tuple[Any, ...]:
-    """The states of the global generators of Python, NumPy and torch: the CPU's, and the current GPU's."""
-    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), *on_gpu
-
-
-def set_states(saved: tuple[Any, ...]) -> None:
-    python, arrays, on_cpu, *on_gpu = saved
-    random.setstate(python)
-    np.random.set_state(arrays)
-    torch.set_rng_state(on_cpu)
-    for state in on_gpu:
-        torch.cuda.set_rng_state(state)
+@contextmanager
+def kept() -> Iterator[None]:
+    """Afterwards the global generators of Python, NumPy and torch, the CPU's and the current GPU's, are as before."""
+    python, arrays, on_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+        torch.set_rng_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
 
 
 @contextmanager
@@ -48,8 +47,7 @@ def streams(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
     `device` is the GPU whose generator is seeded, if any.
     """
-    saved = states()
-    try:
+    with kept():
         random.seed(seed)
         np.random.seed(seed % 2**32)
         # Not torch.manual_seed: it also queues a call for every GPU that was not used yet, which costs 1 ms.
@@ -57,5 +55,3 @@ def streams(seed: int, device: torch.device | None = None) -> Iterator[None]:
         if device is not None and device.type == "cuda":
             torch.cuda.manual_seed(seed)
         yield
-    finally:
-        set_states(saved)

@@ -211,10 +211,9 @@ class Measurement:
         if name in _OF_ALL:
             found = answers(self.task, *examples)
             return math.nan if found is None else _OF_ALL[name](*found)
-        counts = [each for each in self._counts if each is not None]
-        if not counts or len(counts) < len(self._counts):
+        if None in self._counts:  # outputs or targets of another form
             return math.nan
-        answered, correct, by_class = (sum(parts) for parts in zip(*counts, strict=True))
+        answered, correct, by_class = (sum(parts) for parts in zip(*filter(None, self._counts), strict=True))
         if name == "accuracy":
             return int(correct) / answered if answered else math.nan
         return ratio(name, by_class)

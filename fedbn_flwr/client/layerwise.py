@@ -12,9 +12,9 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,47 +47,56 @@ class Session:
         The round; called once, in another thread.
     agreed
         Answers to the first exchanges, from an earlier session of the same round.
+    client, number, extras
+        The client, the number of the round, which is random and in the client's state too, and the records of arrays
+        that its messages had.
     patience
         Seconds that a parked round waits for its next message.
     """
 
     def __init__(
-        self, work: Callable[[Exchange], Any], agreed: Iterable[Agreement] = (), *, patience: float = 3600
+        self,
+        work: Callable[[Exchange], Any],
+        agreed: Sequence[Agreement] = (),
+        *,
+        client: Any = None,
+        number: str = "",
+        extras: Any = None,
+        patience: float = 3600,
     ) -> None:
-        self._work = work
-        self._agreed = iter(agreed)
+        self._work, self._agreed = work, iter(agreed)
+        self.client, self.number, self.extras = client, number, extras
+        self.step = len(agreed)  # of exchanges whose result it has
+        self.result: Future[Any] = Future()  # of `work`
         self._answers: queue.SimpleQueue[Agreement | None] = queue.SimpleQueue()
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._contributions: queue.SimpleQueue[Contribution | None] = queue.SimpleQueue()
         self._patience = patience
         # The number of threads is a setting of the thread.
         self._thread = threading.Thread(target=self._run, args=[torch.get_num_threads()], daemon=True)
 
-    def advance(self, answer: Agreement | None = None) -> Any:
-        """Begin, or continue with the cohort's agreement, to the next Contribution or the round's result."""
+    def advance(self, answer: Agreement | None = None) -> Contribution | None:
+        """Begin, or continue with the cohort's agreement, to the next exchange; None at the end, when it has a result.
+
+        It has the error of `work` as its result too.
+        """
         # All threads share torch's global random generators, but the round and the caller have separate random streams:
         # the caller's state is saved before the round continues and sets its own.
-        outside = seeding.states()
-        try:
+        with seeding.kept():
             if answer is None:
                 self._thread.start()
             else:
+                self.step += 1
                 self._answers.put(answer)
-            event = self._events.get()
-            if not isinstance(event, Contribution):
+            if (contribution := self._contributions.get()) is None:
                 self._join()
-        finally:
-            seeding.set_states(outside)
-        if isinstance(event, BaseException):
-            raise event
-        return event
+        return contribution
 
     def abandon(self) -> None:
         """End a parked round and free its memory."""
         # At its end the round resets the generators to their state at its beginning, which is not the caller's.
-        outside = seeding.states()
-        self._answers.put(None)
-        self._join()
-        seeding.set_states(outside)
+        with seeding.kept():
+            self._answers.put(None)
+            self._join()
 
     def _join(self) -> None:
         """Wait for the end of the thread: if Python ended before, the process would abort."""
@@ -100,60 +109,39 @@ class Session:
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)
         try:
-            event = self._work(self._exchange)
+            self.result.set_result(self._work(self._exchange))
         except BaseException as error:
-            event = error
-        self._events.put(event)
+            self.result.set_exception(error)
+        self._contributions.put(None)
 
     def _exchange(self, contribution: Contribution) -> Agreement:
         if (known := next(self._agreed, None)) is not None:
             return known
-        state = seeding.states()
-        self._events.put(contribution)
-        with suppress(queue.Empty):
+        with seeding.kept(), suppress(queue.Empty):
+            self._contributions.put(contribution)
             if (answer := self._answers.get(timeout=self._patience)) is not None:
-                seeding.set_states(state)
                 return answer
         raise SystemExit("the parked round received no more messages")  # the user's code catches other exceptions
-
-
-@dataclass
-class Parked:
-    """A round that waits in this process for the result of exchange `step` + 1."""
-
-    number: str  # random; the client's state has it too
-    step: int
-    client: BNClient
-    session: Session
-    extras: dict[str, Arrays]
 
 
 Place = tuple[str, int, int]  # a node in a process: training run, Flower's run, node
 
 
-class ParkedRounds(dict[Place, Parked]):
+class ParkedRounds(dict[Place, Session]):
     """The parked rounds of a process."""
 
-    def take(self, place: Place, number: str = "", step: int | None = None) -> Parked | None:
+    def take(self, place: Place, number: str = "", step: int | None = None) -> Session | None:
         """Remove and return the node's parked round if it waits for the result of exchange `step`; end any other."""
         parked = self.pop(place, None)
         if parked is None or (parked.number == number and step in (None, parked.step + 1)):
             return parked
-        parked.session.abandon()
+        parked.abandon()
         return None
 
     def clear(self) -> None:
         """End all parked rounds, for instance to simulate the end of the process."""
         while self:
-            self.popitem()[1].session.abandon()
-
-    def advance(self, place: Place, parked: Parked, agreement: Agreement | None) -> Contribution | Update:
-        """Continue a round, or begin it, up to the next exchange, where it is parked, or the end."""
-        outcome: Contribution | Update = parked.session.advance(agreement)
-        if isinstance(outcome, Contribution):
-            parked.step += agreement is not None
-            self[place] = parked
-        return outcome
+            self.popitem()[1].abandon()
 
 
 parked_rounds = ParkedRounds()
@@ -185,11 +173,13 @@ def train_by_messages(
     else:
         parked.client.state.records = context.state
         parked.extras.update(extras)
-    outcome = parked_rounds.advance(place, parked, agreement)
-    if not isinstance(outcome, Contribution):
-        state.forget(_EXCHANGES)
-        del context.state[_ROUND]
-    return outcome
+    if (contribution := parked.advance(agreement)) is not None:
+        parked_rounds[place] = parked
+        return contribution
+    update: Update = parked.result.result()
+    state.forget(_EXCHANGES)
+    del context.state[_ROUND]
+    return update
 
 
 def continue_parked(context: Context, agreement: Agreement) -> Contribution:
@@ -203,10 +193,10 @@ def continue_parked(context: Context, agreement: Agreement) -> Contribution:
             "its round is no longer parked in this process, for instance because another grid has served a node of "
             "the same number; give the strategy direct=False if the rounds of two grids take turns in one process"
         )
-    outcome = parked_rounds.advance(place, parked, agreement)
-    if not isinstance(outcome, Contribution):
-        raise MessageError("its round has ended, and the server expects another exchange")
-    return outcome
+    if (contribution := parked.advance(agreement)) is None:
+        raise parked.result.exception() or MessageError("its round has ended, and the server expects another exchange")
+    parked_rounds[place] = parked
+    return contribution
 
 
 def _place(context: Context) -> tuple[Place, str]:
@@ -224,7 +214,7 @@ def abandon_parked(config: Mapping[str, Any], context: Context) -> None:
 
 def _replayed(
     make: MakeClient, state: NodeState, config: Mapping[str, Any], extras: dict[str, Arrays], number: str
-) -> Parked:
+) -> Session:
     """The round with the agreements that the client's state has, not begun."""
     client, step = make(), int(config[protocol.COHORT_STEP])
     received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]
@@ -232,5 +222,8 @@ def _replayed(
         raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")
     numbers: list[Any] = [state.records[_ROUND][str(each)] for each in range(1, step + 1)]
     agreed = [Agreement(arrays, int(of[0]), of[1]) for arrays, of in zip(received[1:], numbers, strict=True)]
-    session = Session(lambda exchange: client.train_round(received[0], config, extras, exchange), agreed)
-    return Parked(number, step, client, session, extras)
+
+    def work(exchange: Exchange) -> Update:
+        return client.train_round(received[0], config, extras, exchange)
+
+    return Session(work, agreed, client=client, number=number, extras=extras)

@@ -26,8 +26,6 @@ from typing import Any
 import torch
 from flwr.common import log
 
-from fedbn_flwr import seeding
-
 START_TIMEOUT = 10.0  # seconds until a forked worker has taken the locks that it will need
 _STARTS = 3  # attempts to start a worker
 _TOO_SLOW = (
@@ -206,7 +204,7 @@ def _end_with(parent: int) -> None:
 
 def _serve(nodes: object, end: socket.socket) -> None:
     """In the new process: take the locks that other threads may hold, and answer until the parent ends it."""
-    seeding.states()  # takes the lock of PyTorch's generator
+    torch.get_rng_state()  # takes the lock of PyTorch's generator
     sys.stdout.flush()
     sys.stderr.flush()
     channel, problem = Channel(end), fork_problem()

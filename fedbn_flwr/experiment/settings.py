@@ -193,10 +193,7 @@ class Model(Section):
     )
     weights: str | None = Field(
         default=None,
-        description=(
-            "pretrained weights: a file that ends in `.safetensors`, or a name of torchvision such as "
-            "`DEFAULT`, see [Your own parts](own-parts.md#pretrained-weights)"
-        ),
+        description=("a safetensors file of pretrained weights, see [Your own parts](own-parts.md#pretrained-weights)"),
     )
     groups: Positive = Field(
         default=2, description="number of groups of `gn` and `gn+ws`; it must divide the channels of each layer"

@@ -85,7 +85,7 @@ def build_model(
     num_tokens
         For inputs of tokens, whole numbers below this one.
     weights
-        A safetensors file, or torchvision's name of pretrained weights such as `DEFAULT` (see `load_weights`).
+        A safetensors file of pretrained weights (see `load_weights`).
     options
         Those of the norm, and `stem`, the first layers of a torchvision network: `small`, `large`, or `auto` by the
         image size (see `vision`).
@@ -111,7 +111,7 @@ def build_model(
             f"model.weights is {weights!r}, but norm 'fixup' draws weights of its own; use another norm"
         )
     model = make(num_classes, **given)
-    state = {} if weights is None else read_weights(name, weights)
+    state = {} if weights is None else read_weights(weights)
     has_batch_norm = Role.STATISTICS in roles(state).values()
     if has_batch_norm:  # other norms get the trained gamma and beta
         load_weights(model, state, str(weights))
@@ -129,11 +129,9 @@ def _check_shape(name: str, shape: tuple[int, ...], num_tokens: int | None) -> N
             "embedding, which gets num_tokens"
         )
     if len(shape) != 3 and not accepted(MODELS[name], {"input_shape": shape}):
-        kind = "a table" if len(shape) == 1 else "series" if len(shape) == 2 else "volumes"
-        other = "cnn1d or module:callable" if len(shape) == 2 else "mlp or module:callable"
         raise SettingsError(
-            f"model.name={name!r} takes images, [channels, height, width], but these inputs are {kind} of shape "
-            f"{list(shape)}; use {other}"
+            f"model.name={name!r} takes images, [channels, height, width], but these inputs have the shape "
+            f"{list(shape)}; use mlp, for series [channels, time] cnn1d, or module:callable"
         )
 
 

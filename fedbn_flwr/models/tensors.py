@@ -39,17 +39,10 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 def check_tensors(model: nn.Module) -> None:
     """Raise SettingsError, which names the module or key, if the state of `model` cannot be sent and averaged."""
-    in_use = torch.distributed.is_available() and torch.distributed.is_initialized()
-    processes = torch.distributed.get_world_size() if in_use else 1
     for where, module in model.named_modules():
         what = f"{repr(where) if where else 'the model'} is a {type(module).__name__}"
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise SettingsError(f"{what} of unknown size; pass a batch through the model first")
-        if isinstance(module, nn.SyncBatchNorm) and processes > 1:
-            raise SettingsError(
-                f"{what}, which would average over the {processes} processes of torch.distributed: over clients, or "
-                "over parts of a client's batch. Use nn.BatchNorm1d, 2d or 3d, or train in one process"
-            )
         if isinstance(module, torch.jit.ScriptModule):
             raise SettingsError(
                 f"{what}, whose layers have no types by which batch norm is found; train the module from which "

@@ -10,30 +10,30 @@ and a large stem, a network has torchvision's weights for the same seed.
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Literal
 
 from torch import nn
 
 from fedbn_flwr.data import Size
-from fedbn_flwr.errors import SettingsError, did_you_mean, needs
+from fedbn_flwr.declared import checked
+from fedbn_flwr.errors import needs
 
-STEMS = ("auto", "small", "large")
+Stem = Literal["auto", "small", "large"]
 SMALL = 64  # pixels; `auto` is large for larger images
 
 
-def resnet18(num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: str = "auto") -> nn.Module:
+def resnet18(num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: Stem = "auto") -> nn.Module:
     """torchvision's ResNet-18; up to 64 pixels with a 3x3 first convolution and no pooling after it."""
     return _network("resnet18", num_classes, in_channels, is_small(stem, image_size), ("conv1", "maxpool"))
 
 
-def resnet50(num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: str = "auto") -> nn.Module:
+def resnet50(num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: Stem = "auto") -> nn.Module:
     """torchvision's ResNet-50; up to 64 pixels with a 3x3 first convolution and no pooling after it."""
     return _network("resnet50", num_classes, in_channels, is_small(stem, image_size), ("conv1", "maxpool"))
 
 
 def densenet121(
-    num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: str = "auto"
+    num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: Stem = "auto"
 ) -> nn.Module:
     """torchvision's DenseNet-121; up to 64 pixels with a 3x3 first convolution and no pooling after it."""
     first = "features.conv0", "features.pool0"
@@ -41,7 +41,7 @@ def densenet121(
 
 
 def mobilenet_v2(
-    num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: str = "auto"
+    num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: Stem = "auto"
 ) -> nn.Module:
     """torchvision's MobileNetV2; up to 64 pixels without the first two strides."""
     small = is_small(stem, image_size)
@@ -62,9 +62,8 @@ def alexnet(num_classes: int, in_channels: int = 3) -> nn.Module:
     return _network("alexnet", num_classes, in_channels, False, ("features.0", None), mode=None)
 
 
-def is_small(stem: str, image_size: Size | None) -> bool:
-    if stem not in STEMS:
-        raise SettingsError(f"model.stem={stem!r} is not a stem; {did_you_mean(stem, STEMS)}")
+@checked
+def is_small(stem: Stem, image_size: Size | None) -> bool:
     return stem == "small" or (stem == "auto" and image_size is not None and max(image_size) <= SMALL)
 
 
@@ -108,15 +107,8 @@ def deeplabv3plus_resnet50(num_classes: int, in_channels: int = 3) -> nn.Module:
 
 
 def _deeplab(encoder: str, num_classes: int, in_channels: int) -> nn.Module:
-    modules: dict[str, Any] = sys.modules
-    # timm would import it: seconds, and two temporary folders that stay if this process is killed.
-    modules.setdefault("wandb", None)
-    try:
-        with needs("segmentation", f"model.name='deeplabv3plus_{encoder}'"):
-            import segmentation_models_pytorch as smp
-    finally:
-        if modules["wandb"] is None:
-            del modules["wandb"]
+    with needs("segmentation", f"model.name='deeplabv3plus_{encoder}'"):
+        import segmentation_models_pytorch as smp
     # No pretrained weights, because they would be downloaded.
     model: Any = smp.DeepLabV3Plus(
         encoder_name=encoder, encoder_weights=None, in_channels=in_channels, classes=num_classes

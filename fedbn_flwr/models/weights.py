@@ -1,64 +1,25 @@
-"""Pretrained weights: a safetensors file, or the name of torchvision's weights of a network."""
+"""Pretrained weights of a safetensors file."""
 
 from __future__ import annotations
 
-import functools
 import logging
-import re
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
-from urllib.error import URLError
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fedbn_flwr import named
-from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
-
-SUFFIX = ".safetensors"
-
-# The published files of DenseNet have older names: `norm.1` for `norm1`.
-_OLDER = re.compile(r"^(.*denselayer\d+\.(?:norm|conv))\.([12]\.\w+)$")
+from fedbn_flwr.errors import SettingsError, log_once
 
 
-def read_weights(name: str, weights: str) -> dict[str, Tensor]:
-    """The state dict that `weights` refers to: a file, or weights that torchvision has for the network `name`."""
-    if not weights.endswith(SUFFIX):
-        return _torchvision(name.removeprefix("torchvision.models:"), weights)
+def read_weights(weights: str) -> dict[str, Tensor]:
+    """The state dict of the file."""
     from safetensors.torch import load_file
 
     try:
         return load_file(named.path_of(weights).absolute())
     except (RuntimeError, OSError, SafetensorError) as error:  # also no such user, or a folder that cannot be read
-        raise SettingsError(f"model.weights={weights!r} cannot be read: {error}") from None
-
-
-@functools.lru_cache(maxsize=2)
-def _torchvision(name: str, weights: str) -> dict[str, Tensor]:
-    from torchvision.models import get_model_weights
-
-    known: Any = ()
-    with suppress(ValueError):  # it has no weights for this network
-        known = get_model_weights(name).__members__
-    if weights not in known:
-        hint = did_you_mean(weights, known) if known else "it has none for this network"
-        raise SettingsError(
-            f"model.weights={weights!r}: torchvision has no such weights for {name!r}; {hint}, or a file that ends in "
-            f"{SUFFIX}"
-        )
-    entry = known[weights]
-    try:
-        state = entry.get_state_dict(progress=False, check_hash=True)
-    except (URLError, OSError, RuntimeError) as error:
-        folder = Path(torch.hub.get_dir()) / "checkpoints"
-        raise SettingsError(
-            f"model.weights={weights!r}: {entry.url} cannot be loaded ({named.in_a_line(error)}); where there is no "
-            f"network, put the file into {str(folder)!r}"
-        ) from None
-    return {_OLDER.sub(r"\1\2", key): value for key, value in state.items()}
+        raise SettingsError(f"model.weights={weights!r} cannot be read: {error}; expected a safetensors file") from None
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) -> None:

@@ -18,7 +18,7 @@ from fedbn_flwr.named import accepted, call, is_name, load
 from .fixup import convolutions, fixup, residual_blocks
 from .roles import AFFINE, batch_norms, computes_as_batch_norm
 from .variants import BatchRenorm, MaskedBatchNorm1d, StaticBatchNorm
-from .wsconv import STANDARDS, check_stored, standardise
+from .wsconv import STANDARDS, standardise
 
 Convert = Callable[..., nn.Module]  # of a batch norm, its name, and the options that the signature names
 
@@ -47,12 +47,6 @@ class InstanceNorm(nn.GroupNorm):
         return super().forward(input)
 
 
-def _renorm(layer: _BatchNorm, where: str, **bounds: Any) -> nn.Module:
-    if layer.running_mean is None:
-        raise SettingsError(f"norm 'brn': {where} tracks no statistics, which batch renormalisation needs")
-    return BatchRenorm(layer.num_features, layer.eps, layer.momentum, layer.affine, **bounds)
-
-
 NORMS: dict[str, tuple[str, Convert | None]] = {
     "bn": ("batch norm: the model is not changed", None),
     "gn": ("group norm with `groups` groups (default 2)", _group_norm),
@@ -71,7 +65,12 @@ NORMS: dict[str, tuple[str, Convert | None]] = {
         "static batch norm: batch statistics, none tracked (HeteroFL)",
         lambda layer, where: StaticBatchNorm(layer.num_features, eps=layer.eps, affine=layer.affine),
     ),
-    "brn": ("batch renormalisation: the same output in training as in evaluation, within growing bounds", _renorm),
+    "brn": (
+        "batch renormalisation: the same output in training as in evaluation, within growing bounds",
+        lambda layer, where, **bounds: BatchRenorm(
+            layer.num_features, layer.eps, layer.momentum, layer.affine, **bounds
+        ),
+    ),
 }
 
 # The options of each kind; a kind ignores those of the others.
@@ -173,7 +172,6 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.M
             f"norm {kind!r}: {where} is a {type(layer).__name__}, which computes more than batch norm and cannot be "
             "replaced"
         )
-    check_stored(layer, where, kind)
     new = convert(layer, where)
     like = layer.running_mean if layer.weight is None else layer.weight
     if like is not None:

@@ -23,8 +23,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import SettingsError
 
-from .wsconv import check_stored
-
 
 class ResidualBlock(nn.Module):
     """A block whose branch is `conv1`, `bn1`, ReLU, `conv2`, `bn2` (and so on), as those of torchvision's ResNets.
@@ -54,24 +52,6 @@ def convolutions(block: Any) -> list[Any]:
     """The convolutions of a block's branch, in the order in which they compute; None for one that is missing."""
     names = ("conv1", "conv2", "conv3") if hasattr(block, "conv3") else ("conv1", "conv2")
     return [getattr(block, name, None) for name in names]
-
-
-class _Biased:
-    """A scalar that is added to a layer's input."""
-
-    input_bias: nn.Parameter
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x + self.input_bias)  # type: ignore[misc]
-        return y
-
-
-class BiasedConv2d(_Biased, nn.Conv2d):
-    pass
-
-
-class BiasedLinear(_Biased, nn.Linear):
-    pass
 
 
 class Scalars(nn.Module):
@@ -126,7 +106,6 @@ def _layer(model: nn.Module, name: str, kind: type[nn.Module]) -> Any:
         wanted = {nn.Conv2d: "plain convolution", _BatchNorm: "batch norm"}.get(kind, "linear layer")
         is_what = "nothing" if layer is None else f"a {type(layer).__name__}"
         raise SettingsError(f"norm 'fixup': {name} is {is_what}; expected a {wanted}")
-    check_stored(layer, name, "fixup")
     return layer
 
 
@@ -137,9 +116,13 @@ def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
 
 def _biased(layer: Any) -> Any:
     """The convolution or linear layer with a scalar bias before it."""
-    layer.__class__ = BiasedConv2d if isinstance(layer, nn.Conv2d) else BiasedLinear
     layer.input_bias = nn.Parameter(layer.weight.new_zeros(1), layer.weight.requires_grad)
+    layer.register_forward_pre_hook(_plus_bias)
     return layer
+
+
+def _plus_bias(layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    return inputs[0] + layer.input_bias  # type: ignore[operator]
 
 
 def _scalars(like: Any, scaled: bool = False) -> nn.Module:

@@ -116,7 +116,7 @@ def computes_as_batch_norm(layer: nn.Module) -> bool:
 
     from .variants import MaskedBatchNorm1d
 
-    # SyncBatchNorm differs only if torch.distributed has several processes, which models.tensors.check_tensors refuses.
+    # SyncBatchNorm differs only if torch.distributed has several processes.
     return type(layer).forward in (_BatchNorm.forward, SyncBatchNorm.forward, MaskedBatchNorm1d.forward)
 
 

@@ -6,7 +6,6 @@ import copy
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,39 +18,6 @@ from fedbn_flwr.threads import map_batches
 
 from .roles import AFFINE, MEAN, VARIANCE, Role, batch_norms, norm_layers
 from .variants import MaskedBatchNorm1d, real_values
-
-
-@dataclass
-class _Moments:
-    """Mean and variance of the values that a layer has normalised so far, per channel, in float64.
-
-    With `pooled` they are those of all values together; otherwise the means of the batches' own.
-    """
-
-    pooled: bool
-    dtype: torch.dtype  # of the values
-    batches: int = 0
-    values: int = 0
-    mean: Any = 0.0
-    squares: Any = 0.0  # pooled: the sum of squared distances from the mean; else: the mean unbiased variance
-
-    def add(self, n: int, var: torch.Tensor, mean: torch.Tensor) -> None:
-        """Variance (not corrected) and mean of `n` values."""
-        self.batches += 1
-        self.values += n
-        if self.pooled:  # Chan et al. 1979
-            distance = mean - self.mean
-            self.squares = self.squares + n * var + distance.square() * n * (self.values - n) / self.values
-            self.mean = self.mean + distance * (n / self.values)
-        else:
-            self.squares = self.squares + (var * n / max(n - 1, 1) - self.squares) / self.batches
-            self.mean = self.mean + (mean - self.mean) / self.batches
-
-    @property
-    def variance(self) -> torch.Tensor:
-        """Unbiased, like running variances."""
-        variance: torch.Tensor = self.squares / max(self.values - 1, 1) if self.pooled else self.squares
-        return variance
 
 
 @torch.no_grad()
@@ -71,11 +37,13 @@ def reestimate(
     layers = batch_norms(model, "a measurement of statistics")
     names = {layer: name for name, layer in reversed(layers.items())}  # a layer that is used twice: its first name
     found = threading.local()  # the moments of the batch that this thread has
+    dtypes: dict[str, torch.dtype] = {}  # of the values
 
     def measure(name: str, layer: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
         values = real_values(*args, **kwargs) if isinstance(layer, MaskedBatchNorm1d) else args[0]
         var, mean = torch.var_mean(values, dim=[d for d in range(values.ndim) if d != 1], correction=0)
-        found.moments.append((name, values.numel() // values.shape[1], var, mean))
+        dtypes[name] = values.dtype
+        found.moments.append((name, values.numel() // values.shape[1], var.double(), mean.double()))
 
     for layer, name in names.items():
         layer.register_forward_pre_hook(partial(measure, name), with_kwargs=True)
@@ -88,19 +56,27 @@ def reestimate(
         model(each(lambda inputs: inputs.to(device), batch[0]))
         return list(found.moments)
 
-    moments: dict[str, _Moments] = {}  # by the first name of each layer that the model uses
+    # By the first name of each layer that the model uses, in float64: the sum of the weights, and the weighted sums of
+    # means, of variances and of squared means.
+    sums: dict[str, torch.Tensor] = {}
     count = 0
     for measured in map_batches(moments_of, model, batches, threads):
         count += 1
         for name, n, var, mean in measured:
-            moments.setdefault(name, _Moments(pooled, mean.dtype)).add(n, var.double(), mean.double())
+            weight, own = (n, var) if pooled else (1, var * n / max(n - 1, 1))  # unbiased, like running variances
+            terms = torch.stack([torch.ones_like(mean), mean, own, mean.square()])
+            sums[name] = sums.get(name, 0) + weight * terms
     if not count:
         raise ValueError("there are no examples to estimate statistics from")
     statistics: dict[str, torch.Tensor] = {}
     for name, layer in layers.items():
-        if (own := moments.get(names[layer])) is not None:
+        if (first := names[layer]) in sums:
+            total = sums[first][0]
+            _, mean, variance, squares = sums[first] / total
+            if pooled:  # within the batches and between them
+                variance = (variance + (squares - mean.square()).clamp(min=0)) * total / (total - 1).clamp(min=1)
             prefix = f"{name}." if name else ""
-            statistics |= {f"{prefix}{MEAN}": own.mean.to(own.dtype), f"{prefix}{VARIANCE}": own.variance.to(own.dtype)}
+            statistics |= {f"{prefix}{MEAN}": mean.to(dtypes[first]), f"{prefix}{VARIANCE}": variance.to(dtypes[first])}
     return statistics, count
 
 

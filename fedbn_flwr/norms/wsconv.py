@@ -69,16 +69,6 @@ class StdConv3d(Standardised, nn.Conv3d):
     pass
 
 
-def check_stored(layer: nn.Module, where: str, kind: str) -> None:
-    """Refuse a layer whose weight or bias is not a parameter, but computed from others."""
-    for name in ("weight", "bias"):
-        if getattr(layer, name, None) is not None and layer._parameters.get(name) is None:
-            raise SettingsError(
-                f"norm {kind!r}: the {name} of {where} is computed by a parametrization (weight or spectral norm, "
-                "pruning), which would be lost; expected a parameter"
-            )
-
-
 _STANDARDISED: dict[type[nn.Module], type[Standardised]] = {
     nn.Conv1d: StdConv1d,
     nn.Conv2d: StdConv2d,
@@ -107,7 +97,6 @@ def standardise(layer: Any, where: str, kind: str) -> None:
         raise SettingsError(
             f"norm {kind!r}: {where} is a {own.__name__}, a {plain.__name__} of another kind, and cannot be replaced"
         )
-    check_stored(layer, where, kind)
     if layer.weight[0].numel() == 1:
         raise SettingsError(f"norm {kind!r}: a filter of {where} is a single weight, which cannot be standardised")
     layer.__class__, layer.eps, layer.gamma = _STANDARDISED[plain], eps, gamma

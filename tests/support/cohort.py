@@ -22,8 +22,8 @@ def run_cohort(works: Sequence[Callable[[Exchange], Any]], weights: Sequence[flo
     sessions = [Session(work, patience=60) for work in works]
     states = [session.advance() for session in sessions]
     exchanges = 0
-    while isinstance(states[0], Contribution):
+    while all(states):
         exchanges += 1
         agreement = algorithm_3(states, weights)
         states = [session.advance(agreement) for session in sessions]
-    return states, exchanges
+    return [session.result.result() for session in sessions], exchanges

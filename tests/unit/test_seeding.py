@@ -15,9 +15,8 @@ def drawn() -> tuple[float, ...]:
 
 
 def test_every_global_generator_is_seeded_inside_and_restored_afterwards() -> None:
-    before = seeding.states()
-    outside = drawn()
-    seeding.set_states(before)
+    with seeding.kept():
+        outside = drawn()
     inside = []
     for _ in range(2):
         with seeding.streams(3):

@@ -87,11 +87,11 @@ def _works(
     loss_fn: Loss,
 ) -> bool:
     """Whether PyTorch can compile loss and gradients: tried with a copy, and with the same random draws as the step."""
-    streams = seeding.states()
     try:
         if any(isinstance(layer, MaskedBatchNorm1d) for layer in model.modules()):
             raise NotImplementedError("MaskedBatchNorm1d has another number of values in each batch")
-        compiled(copy.deepcopy(model), inputs, targets, loss_fn).backward()
+        with seeding.kept():
+            compiled(copy.deepcopy(model), inputs, targets, loss_fn).backward()
     except Exception as error:  # of the compiler, of the machine's C++ compiler, of the model or of the loss
         log(
             WARNING,
@@ -101,6 +101,4 @@ def _works(
             _TOOLS if any(name in str(error) for name in ("CppCompileError", "InvalidCxxCompiler")) else "",
         )
         return False
-    finally:
-        seeding.set_states(streams)
     return True

@@ -357,9 +357,11 @@ def test_a_site_s_table_needs_no_column_of_groups(tmp_path: Path) -> None:
 
 
 def test_networks_of_images_refuse_a_table_by_name() -> None:
-    with pytest.raises(SettingsError, match=r"'resnet18' takes images.* a table of shape \[30\]; use mlp or module"):
+    with pytest.raises(SettingsError, match=r"'resnet18' takes images.* the shape \[30\]; use mlp, .* or module:"):
         build_model("resnet18", 2, input_shape=[30])
-    with pytest.raises(SettingsError, match=r"'cnn' takes images.* series of shape \[3, 16\]; use cnn1d"):
+    with pytest.raises(
+        SettingsError, match=r"'cnn' takes images.* the shape \[3, 16\]; use .*for series \[channels, time\] cnn1d"
+    ):
         build_model("cnn", 2, input_shape=[3, 16])
     with pytest.raises(SettingsError, match=r"'mlp' takes numbers, but these inputs are tokens"):
         build_model("mlp", 2, input_shape=[16], num_tokens=9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from fedbn_flwr.errors import MissingPackage, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.models.build import MODELS, describe_models
-from tests.support.command import PATIENCE, environment
 
 
 @pytest.fixture(autouse=True)
@@ -195,7 +193,7 @@ def test_a_new_first_convolution_is_drawn_as_torchvision_draws_its_own() -> None
 def test_a_stem_that_a_network_does_not_have_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"model\.stem is 'small', but 'alexnet' has only one stem; .* resnet18"):
         on_meta("alexnet", stem="small")
-    with pytest.raises(SettingsError, match=r"model\.stem='smal' is not a stem; did you mean 'small'"):
+    with pytest.raises(SettingsError, match="stem is 'smal'; expected 'auto', 'small' or 'large'"):
         on_meta("resnet18", stem="smal")
 
 
@@ -216,21 +214,6 @@ def test_deeplab_has_logits_for_each_pixel(encoder: str) -> None:
     model = on_meta(f"deeplabv3plus_{encoder}", 19)
     assert parameters(model) == {"mobilenet_v2": 4_383_139, "resnet50": 26_682_211}[encoder]
     assert tuple(model(torch.zeros(2, 3, 64, 64, device="meta")).shape) == (2, 19, 64, 64)
-
-
-def test_deeplab_imports_no_tracker(tmp_path: Path) -> None:
-    """wandb makes two temporary folders when it is imported, which a process that is killed leaves."""
-    pytest.importorskip("wandb", reason="the extra wandb is not installed")
-    program = (
-        "import os; from fedbn_flwr import build_model; build_model('deeplabv3plus_mobilenet_v2', 2); "
-        "print([name for name in os.listdir(os.environ['TMPDIR']) if 'wandb' in name]); import wandb"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[]\n"
 
 
 def test_deeplab_s_last_convolution_is_not_standardised() -> None:

@@ -13,7 +13,6 @@ import torchvision
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import prune
 from torchvision.ops import FrozenBatchNorm2d
 
 from fedbn_flwr import build_model, convert_norm, roles
@@ -231,11 +230,6 @@ def test_normalisers_of_the_user_share_a_gamma_that_batch_norms_shared() -> None
     model[1].weight = model[0].weight
     convert_norm(model, f"{__name__}:Scaled")
     assert model[0].weight is model[1].weight
-
-
-def test_a_gamma_that_is_computed_is_refused() -> None:
-    with pytest.raises(SettingsError, match="norm 'gn': the weight of 0 is computed by a parametrization"):
-        convert_norm(nn.Sequential(prune.random_unstructured(nn.BatchNorm2d(4), "weight", 0.5)), "gn")
 
 
 @pytest.mark.parametrize("kind", ["gn", "ln", "in", "sbn", "brn", "torch.nn:InstanceNorm2d"])

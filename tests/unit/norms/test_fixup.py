@@ -140,12 +140,6 @@ def no_classifier() -> nn.Module:
     return model
 
 
-def parametrized_classifier() -> nn.Module:
-    model = torchvision.models.resnet18(weights=None)
-    torch.nn.utils.parametrizations.weight_norm(model.fc)
-    return model
-
-
 def block_without_norm() -> nn.Module:
     model = build_model("resnet20", 10)
     del model.stages[0].bn2
@@ -164,10 +158,8 @@ def one_more_norm() -> nn.Module:
         (lambda: build_model("cnn", 10), "Sequential is not a residual network with known branches"),
         (lambda: build_model("mobilenet_v2", 10), "MobileNetV2 is not a residual network with known branches"),
         (lambda: build_model("resnet20", 10, "gn"), r"stages\.0\.bn1 is a GroupNorm; expected a batch norm"),
-        (
-            lambda: build_model("resnet20", 10, "fixup"),
-            r"stages\.0\.conv1 is a BiasedConv2d; expected a plain convolution",
-        ),
+        (lambda: build_model("resnet20", 10, "fixup"), r"stages\.0\.bn1 is a Scalars; expected a batch norm"),
+        (lambda: build_model("resnet20", 10, "won"), r"stages\.0\.conv1 is a StdConv2d; expected a plain convolution"),
         (other_block, r"outside of residual blocks are the batch norms \['bn1', 'layer2\.1\.1'\]"),
         (no_classifier, r"outside .* the linear layers \[\]; expected the stem's and a classifier"),
         (block_without_norm, r"stages\.0\.bn2 is nothing; expected a batch norm"),
@@ -177,8 +169,3 @@ def one_more_norm() -> nn.Module:
 def test_a_network_with_unknown_branches_is_refused(make: Any, message: str) -> None:
     with pytest.raises(SettingsError, match=f"norm 'fixup': {message}"):
         convert_norm(make(), "fixup")
-
-
-def test_a_classifier_with_a_computed_weight_is_refused() -> None:
-    with pytest.raises(SettingsError, match="norm 'fixup': the weight of fc is computed by a parametrization"):
-        convert_norm(parametrized_classifier(), "fixup")

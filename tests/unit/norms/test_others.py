@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision.ops import FrozenBatchNorm2d
 
 from fedbn_flwr import BNClient, Role, convert_norm, roles
@@ -74,26 +70,11 @@ def test_norms_without_statistics_of_a_batch_stay_as_they_are() -> None:
     assert [type(layer) for layer in convert_norm(net, "gn")][1:] == [*map(type, others), nn.GroupNorm]
 
 
-@pytest.fixture
-def two_processes() -> Iterator[None]:
-    """torch.distributed as in the first of two processes, without a second one."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
 def synchronised() -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
 
 
-def test_synchronised_batch_norm_trains_as_batch_norm_in_one_process() -> None:
+def test_synchronised_batch_norm_trains_as_batch_norm() -> None:
     client = BNClient(synchronised(), DATA, DATA)
     client.fit(client.get_parameters({}), {})
     assert client.model[1].running_mean.any()
-
-
-@pytest.mark.usefixtures("two_processes")
-def test_synchronised_batch_norm_is_refused_in_several_processes() -> None:
-    with pytest.raises(SettingsError, match=r"'1' is a SyncBatchNorm, which would average over the 2 processes of"):
-        BNClient(synchronised(), DATA, DATA)
-    BNClient(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), DATA, DATA)

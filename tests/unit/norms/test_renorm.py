@@ -218,8 +218,7 @@ def test_bounds_that_make_no_sense_are_refused(options: dict[str, Any], message:
         convert_norm(two_norms(), "brn", **options)
 
 
-def test_renormalisation_needs_statistics() -> None:
-    with pytest.raises(SettingsError, match="norm 'brn': 1 tracks no statistics"):
-        convert_norm(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, track_running_stats=False)), "brn")
-    with pytest.raises(SettingsError, match="norm 'brn': 1 tracks no statistics"):
-        convert_norm(convert_norm(two_norms(), "sbn"), "brn")
+def test_renormalisation_tracks_statistics_where_batch_norm_did_not() -> None:
+    untracked = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, track_running_stats=False))
+    for net, count in ((untracked, 1), (convert_norm(two_norms(), "sbn"), 2)):
+        assert [key.endswith("running_mean") for key in convert_norm(net, "brn").state_dict()].count(True) == count

@@ -12,7 +12,6 @@ import torch
 from timm.layers import StdConv2d
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import prune
 
 from fedbn_flwr import Role, build_model, convert_norm
 from fedbn_flwr.errors import SettingsError
@@ -88,22 +87,6 @@ def test_a_convolution_with_arithmetic_of_its_own_is_refused(kind: str) -> None:
 class Doubled(nn.Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(2 * input, weight, bias)
-
-
-PARAMETRIZED: dict[str, Any] = {
-    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(1, 4, 3)),
-    "older weight_norm": lambda: torch.nn.utils.weight_norm(nn.Conv2d(1, 4, 3)),
-    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Conv2d(1, 4, 3)),
-    "pruning": lambda: prune.random_unstructured(nn.Conv2d(1, 4, 3), "weight", 0.5),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("kind", ["gn+ws", "won"])
-@pytest.mark.parametrize("name", PARAMETRIZED)
-def test_a_convolution_with_a_computed_weight_is_refused(name: str, kind: str) -> None:
-    with pytest.raises(SettingsError, match="the weight of 0 is computed by a parametrization"):
-        convert_norm(nn.Sequential(PARAMETRIZED[name](), nn.BatchNorm2d(4)), kind)
 
 
 @pytest.mark.parametrize("kind", ["gn+ws", "won"])
