@@ -26,7 +26,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.exchange.carriers import RoundCarrier
+from fedbn_flwr.exchange.carriers import Carrier
 
 PREFIX = "FEDBN_EXCHANGE_"
 
@@ -47,9 +47,9 @@ class ExchangeConfig:
         given = {each.name: environment.get(PREFIX + each.name.upper(), "").strip() for each in fields(cls)}
         return cls(**given) if given["address"] else None
 
-    def carrier(self, grid: Grid, messages: Sequence[Message], timeout: float) -> RoundCarrier:
+    def carrier(self, grid: Grid, messages: Sequence[Message], timeout: float) -> Carrier:
         # By name: the module imports this one.
-        made: RoundCarrier = pkgutil.resolve_name(f"{__package__}.server:StreamCarrier")(self, grid, messages, timeout)
+        made: Carrier = pkgutil.resolve_name(f"{__package__}.server:StreamCarrier")(self, grid, messages, timeout)
         return made
 
     @property
