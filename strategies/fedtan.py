@@ -93,8 +93,6 @@ class FedTAN(FedAvg):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        if self.service is not None:
-            self.service.prepare()
         require_norm(self, {Role.STATISTICS}, arrays, "exchanges statistics of batch norm")
 
     def instructions(self, round: Round) -> dict[str, Any]:
@@ -116,7 +114,7 @@ class FedTAN(FedAvg):
             return messages
         engine = capabilities(grid)
         if self.service is not None:
-            self._carrier = self.service.carrier(grid, messages, self.exchange_timeout)
+            self._carrier = self.service(grid, messages, self.exchange_timeout)
         else:
             pass_on = engine.exchange if self.direct else None
             self._carrier = carriers.ByMessages(grid, messages, self.exchange_timeout, pass_on)

@@ -229,15 +229,13 @@ class LocalGrid(Capabilities, Grid):
                 self._awaited.add(message_id)
             else:
                 self._received(message_id, self._nodes.answer(message, self._contexts[node]))
-        if self._workers:
-            self._waiting.sort(key=lambda each: -self._work[each.metadata.dst_node_id])  # those of a node stay in order
-            self._deal()
-            self._serve_workers(0)
+        self._waiting.sort(key=lambda each: -self._work[each.metadata.dst_node_id])  # those of a node stay in order
+        self._deal()
+        self._serve_workers(0)
         return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        if self._workers:
-            self._serve_workers(0)
+        self._serve_workers(0)
         return [self._replies.pop(key) for key in message_ids if key in self._replies]
 
     def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
@@ -301,7 +299,7 @@ class LocalGrid(Capabilities, Grid):
         """Start the workers that are not, and collect results; waits up to `timeout` seconds for the first."""
         for worker in self._workers:
             worker.begin()  # all at once, because a process can take seconds until it is ready
-        if all(worker.problem for worker in self._workers):
+        if self._workers and all(worker.problem for worker in self._workers):
             raise RunFailed(self._workers[0].problem)
         for worker in self._wait(min(timeout, _LOOK)):
             worker.proceed()

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -73,23 +73,12 @@ class Carrier(Protocol):
         """The replies of the clients that took part in all exchanges, and the number of these clients."""
 
 
-class Service(Protocol):
-    """A part of the kind "carriers"."""
-
-    @classmethod
-    def from_environment(cls) -> Self | None:
-        """The service whose settings the environment of the ServerApp has; None if it has none."""
-
-    def prepare(self) -> None:
-        """Raise SettingsError before the first round if it cannot carry exchanges."""
-
-    def carrier(self, grid: Grid, messages: Sequence[Message], timeout: float) -> Carrier: ...
+MakeCarrier = Callable[[Grid, Sequence[Message], float], Carrier]  # for these train messages, with a time limit
 
 
-def service() -> Service | None:
-    """The exchange service that the environment of the ServerApp names, if any."""
-    installed: list[type[Service]] = parts("carriers")
-    return next(filter(None, (kind.from_environment() for kind in installed)), None)
+def service() -> MakeCarrier | None:
+    """The exchange service that the environment of the ServerApp names, if any; SettingsError if it cannot be used."""
+    return next(filter(None, (found() for found in parts("carriers"))), None)
 
 
 def content_like(message: Message, arrays: ArrayRecord, more: Mapping[str, Any]) -> RecordDict:

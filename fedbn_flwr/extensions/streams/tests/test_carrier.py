@@ -256,10 +256,10 @@ def test_the_environment_of_the_serverapp_opens_it(federation: Federations) -> N
     train(fed, FedTAN(fraction_evaluate=0.0, direct=False), 1)
 
 
-def test_other_machines_need_a_certificate(federation: Federations, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_need_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDBN_EXCHANGE_ADDRESS", "example.org:8001")
     direct = ExchangeConfig.from_environment()
     assert direct is not None
     assert direct.listens_on == "0.0.0.0:8001"
     with pytest.raises(SettingsError, match=r"'example\.org:8001', not on this machine, and there is no certificate"):
-        FedTAN().begin(1, federation((4, 4)).arrays())
+        FedTAN()
