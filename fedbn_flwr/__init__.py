@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import tomllib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,19 +17,7 @@ if TYPE_CHECKING:
     from .results.result import Result, Results
 
 
-def _version() -> str:
-    """The version in pyproject.toml: a checkout and a Flower app bundle have the file, a wheel has its metadata."""
-    file = Path(__file__).parents[1] / "pyproject.toml"
-    if file.is_file():
-        project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
-        if project.get("name") == "fedbn-flwr":
-            return str(project["version"])
-    from importlib import metadata  # a quarter of the time of `fedbn --help`
-
-    return metadata.version("fedbn-flwr")
-
-
-__version__ = _version()
+__version__ = "0.1.0"  # as in pyproject.toml; a Flower app bundle has no metadata
 __all__ = [
     "run",
     "run_all",

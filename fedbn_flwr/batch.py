@@ -1,14 +1,23 @@
 """A batch is a pair (inputs, targets): each of the two is a tensor [N, ...] or a dict of such tensors.
 
-`split_batch` finds both in a batch of another form, for instance a dict of a Hugging Face data set.
+`map_batches` passes a model over many of them. `split_batch` finds both in a batch of another form, for instance a dict
+of a Hugging Face data set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import copy
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+Result = TypeVar("Result")
 
 # All tensors have one row for each example.
 Value = Tensor | Mapping[str, Tensor]
@@ -34,6 +43,33 @@ def first(value: Value) -> Tensor:
 def count(value: Value) -> int:
     """N, the number of examples."""
     return len(first(value))
+
+
+def map_batches(
+    function: Callable[[nn.Module, Any], Result], model: nn.Module, batches: Iterable[Any], threads: int = 1
+) -> Iterator[Result]:
+    """`function(model, batch)` of each batch, in the order of the batches.
+
+    In several threads each batch that is computed has a copy of the modules, because a module may set attributes in
+    `forward`; the tensors are shared. If the modules cannot be copied, there is one batch at a time. Each thread uses
+    one of PyTorch's threads, so the results do not depend on their number. They end with the iteration, so that no
+    forked process inherits them.
+    """
+    if threads <= 1:
+        yield from (function(model, batch) for batch in batches)
+        return
+    tensors = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    copies, waiting = [model], deque[Future[Result]]()
+    with suppress(Exception):  # of modules of the user
+        # One more than threads, so that none waits for the next batch.
+        copies = [copy.deepcopy(model, dict(tensors)) for _ in range(threads + 1)]
+    with ThreadPoolExecutor(threads, "batches", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for copied, batch in zip(itertools.cycle(copies), batches):
+            if len(waiting) == len(copies):
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(function, copied, batch))
+        for future in waiting:
+            yield future.result()
 
 
 # --- batches of other forms ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -16,12 +17,8 @@ def cores() -> int:
 
 
 def limit_of_container(cgroup: Path) -> float:
-    """The CPUs that the container may use, by its cgroup of version 2 or 1; infinite without a limit."""
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        try:
-            quota, period = map(float, " ".join((cgroup / name).read_text() for name in names).split())
-        except (OSError, ValueError):  # another version, or "max"
-            continue
-        if quota > 0:
-            return quota / period
+    """The CPUs that the container may use, by its cgroup of version 2; infinite without a limit."""
+    with suppress(OSError, ValueError):  # another version, or "max"
+        quota, period = map(float, (cgroup / "cpu.max").read_text().split())
+        return quota / period
     return math.inf

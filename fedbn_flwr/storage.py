@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -44,11 +43,9 @@ def temporary_folder(kind: str) -> TemporaryDirectory[str]:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading. OSError if it is another kind of file: opening a FIFO would wait for a writer."""
-    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        stream.close()
+    if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return stream
+    return path.open("rb")
 
 
 @contextmanager
@@ -76,11 +73,8 @@ def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterato
 
 def to_json(content: Any, indent: int | None = None) -> str:
     """JSON of a file, in which a figure that is not finite is null: NaN and Infinity are no JSON."""
-    try:
-        return json.dumps(content, indent=indent, allow_nan=False)
-    except ValueError:
-        finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
-        return json.dumps(finite, indent=indent)
+    finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=indent)
 
 
 def write_store(path: Path, entries: Iterable[tuple[str, bytes]]) -> None:

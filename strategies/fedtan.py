@@ -59,7 +59,7 @@ class FedTAN(FedAvg):
         `docs/privacy.md` has measurements. A client may have a higher limit of its own.
     exchange_timeout : float (default: 600)
         The time limit of one exchange in seconds.
-    direct : Service | bool (default: True)
+    direct : bool (default: True)
         How exchanges are sent: True uses calls if the environment has an exchange service
         (`FEDBN_EXCHANGE_ADDRESS`), else the engine's processes if they have the parked rounds (local, ray), else
         messages; False always uses messages.
@@ -76,7 +76,7 @@ class FedTAN(FedAvg):
         weights: Literal["data", "batch"] = "data",
         min_batch: Annotated[int, Ge(1), "a number of examples, 1 or more"] = protocol.MIN_BATCH,
         exchange_timeout: Annotated[float, Gt(0), "a number of seconds above zero"] = 600,
-        direct: carriers.Service | bool = True,
+        direct: bool = True,
         **options: Any,
     ) -> None:
         if weights == "batch":
@@ -84,13 +84,12 @@ class FedTAN(FedAvg):
         super().__init__(**options)
         self.traits = replace(self.traits, min_batch=min_batch)
         self.exchange, self.weights_by = exchange, weights
-        self.exchange_timeout, self.direct, self.service = exchange_timeout, direct, carriers.service_of(direct)
-        self._carrier: carriers.RoundCarrier | None = None
+        self.exchange_timeout, self.direct = exchange_timeout, direct
+        self.service = carriers.service() if direct else None
+        self._carrier: carriers.Carrier | None = None
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        if self.service is not None:
-            self.service.prepare()
         require_norm(self, {Role.STATISTICS}, arrays, "exchanges statistics of batch norm")
 
     def instructions(self, round: Round) -> dict[str, Any]:
@@ -112,13 +111,13 @@ class FedTAN(FedAvg):
             return messages
         engine = capabilities(grid)
         if self.service is not None:
-            self._carrier = self.service.carrier(grid, messages, self.exchange_timeout)
+            self._carrier = self.service(grid, messages, self.exchange_timeout)
         else:
             pass_on = engine.exchange if self.direct else None
             self._carrier = carriers.ByMessages(grid, messages, self.exchange_timeout, pass_on)
         return self._carrier.run(
-            lambda carrier: carriers.run_exchanges(
-                carrier,
+            lambda ask: carriers.run_exchanges(
+                ask,
                 [message.metadata.dst_node_id for message in messages],
                 f"round {server_round}",
                 self.agree,

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batch import Value, count, each
+from fedbn_flwr.batch import Value, count, each, map_batches
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, SEGMENTATION, SEVERAL, Task
-from fedbn_flwr.threads import map_batches
 
 from .losses import aligned, fit, logits_of
 from .training import Batch, Loss

@@ -19,7 +19,6 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,94 +84,85 @@ class NodeState:
 @contextmanager
 def stored_state(message: Message, config: Mapping[str, Any], context: Context) -> Iterator[None]:
     """Restores the state from the state folder before a message is handled, and saves it there after training."""
-    folder = StateFolder.of(config, context)
-    kind = message.metadata.message_type
-    if folder is None or protocol.ROUND not in config:
+    folder, kind = _folder(config, context), message.metadata.message_type
+    if folder is None:
         yield
         return
-    server_round = int(config[protocol.ROUND])
+    server_round, run = int(config[protocol.ROUND]), str(run_of(config))
     is_after = kind.startswith(MessageType.EVALUATE) or kind == protocol.STATISTICS_QUERY
-    folder.restore(context, server_round if is_after else server_round - 1)
+    _restore(folder, context, run, server_round if is_after else server_round - 1)
     yield
-    if kind.startswith(MessageType.TRAIN):
-        folder.save(context, server_round, int(config.get(protocol.KEPT_ROUND, server_round - 1)))
+    if not kind.startswith(MessageType.TRAIN):
+        return
+    context.state[_RUN] = ConfigRecord({"name": run, "round": server_round})
+    with writing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_store(folder / f"round-{server_round}", [("state", dump(context.state))])
+    # Older ones than that of the round to which the server may return.
+    _delete_outside(folder, int(config.get(protocol.KEPT_ROUND, server_round - 1)), server_round)
+    for unfinished in folder.glob(".round-*.tmp"):  # written by a process that was killed
+        unfinished.unlink(missing_ok=True)
 
 
 def return_to_round(config: Mapping[str, Any], context: Context) -> dict[str, int]:
     """Delete the states of rounds after `server-round`, from which the run resumes; report the latest round left."""
-    folder = StateFolder.of(config, context)
-    if folder is None or protocol.ROUND not in config:  # the server asks only for the partition
+    if (folder := _folder(config, context)) is None:
         return {}
-    folder.check()
-    folder.delete_outside(0, int(config[protocol.ROUND]))
-    return {protocol.STATE_ROUND: max(folder.rounds(), default=0)}
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise MessageError(
+            f"the node config's state={str(folder.parent.parent)!r} is not a folder that this node can write to "
+            f"({error.strerror}); give another folder, or change its owner"
+        ) from None
+    _delete_outside(folder, 0, int(config[protocol.ROUND]))
+    return {protocol.STATE_ROUND: max(_rounds(folder), default=0)}
 
 
-@dataclass(frozen=True)
-class StateFolder:
-    """The states of one client in one training run, one store for each round."""
+def _folder(config: Mapping[str, Any], context: Context) -> Path | None:
+    """The states of this client in this training run, one store for each round.
 
-    path: Path
-    run: str
+    None if the node config has no state folder, or the message names no run or round: one that only asks for the
+    partition does not.
+    """
+    folder, token = context.node_config.get("state"), str(config.get(protocol.TOKEN, ""))
+    if not folder or not token or protocol.ROUND not in config:
+        return None
+    if not re.fullmatch(r"[0-9a-f]{32}", token):  # it becomes part of a path
+        raise MessageError(f"{protocol.TOKEN} is {token!r}; expected 32 hexadecimal digits")
+    name = re.sub(r"[^A-Za-z0-9+=_-]+", "-", str(config.get(protocol.RUN, "run")))[:80]
+    return Path(str(folder)).expanduser() / f"{name}-{token}" / f"client-{number_of(context)}"
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any], context: Context) -> StateFolder | None:
-        """The client's folder; None if the node config has no state folder or the server does not name the run."""
-        folder, token = context.node_config.get("state"), str(config.get(protocol.TOKEN, ""))
-        if not folder or not token:
-            return None
-        if not re.fullmatch(r"[0-9a-f]{32}", token):  # it becomes part of a path
-            raise MessageError(f"{protocol.TOKEN} is {token!r}; expected 32 hexadecimal digits")
-        name = re.sub(r"[^A-Za-z0-9+=_-]+", "-", str(config.get(protocol.RUN, "run")))[:80]
-        path = Path(str(folder)).expanduser() / f"{name}-{token}" / f"client-{number_of(context)}"
-        return cls(path, str(run_of(config)))
 
-    def check(self) -> None:
+def _rounds(folder: Path) -> dict[int, Path]:
+    """The rounds whose state is stored, in ascending order, and their files."""
+    files = {file.name.removeprefix("round-"): file for file in folder.glob("round-*")}
+    return dict(sorted((int(number), file) for number, file in files.items() if number.isdecimal()))
+
+
+def _restore(folder: Path, context: Context, run: str, last: int) -> None:
+    """Load the state of the latest round up to `last`; an empty one if there is none."""
+    stored, records = _rounds(folder), RecordDict()
+    wanted = max((server_round for server_round in stored if server_round <= last), default=0)
+    if {"round": 0, **_owner(context.state)} == {"name": run, "round": wanted}:
+        return  # the context has this state; reloading it would delete the data of a layer-wise round in progress
+    if wanted:
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.path).close()
-        except OSError as error:
+            records = parse(read_store(stored[wanted])["state"])
+        except StorageError as error:
             raise MessageError(
-                f"the node config's state={str(self.path.parent.parent)!r} is not a folder that this node can write to "
-                f"({error.strerror}); give another folder, or change its owner"
+                f"the node's state {error}; restore the folder from a copy, or start a new run"
             ) from None
+    records.update(protocol.volatile(context.state))
+    context.state.clear()
+    context.state.update(records)
 
-    def rounds(self) -> dict[int, Path]:
-        """The rounds whose state is stored, in ascending order, and their files."""
-        files = {file.name.removeprefix("round-"): file for file in self.path.glob("round-*")}
-        return dict(sorted((int(number), file) for number, file in files.items() if number.isdecimal()))
 
-    def restore(self, context: Context, last: int) -> None:
-        """Load the state of the latest round up to `last`; an empty one if there is none."""
-        stored, records = self.rounds(), RecordDict()
-        wanted = max((server_round for server_round in stored if server_round <= last), default=0)
-        if {"round": 0, **_owner(context.state)} == {"name": self.run, "round": wanted}:
-            return  # the context has this state; reloading it would delete the data of a layer-wise round in progress
-        if wanted:
-            try:
-                records = parse(read_store(stored[wanted])["state"])
-            except StorageError as error:
-                raise MessageError(
-                    f"the node's state {error}; restore the folder from a copy, or start a new run"
-                ) from None
-        records.update(protocol.volatile(context.state))
-        context.state.clear()
-        context.state.update(records)
-
-    def save(self, context: Context, server_round: int, kept: int) -> None:
-        """Store the state after a round and delete states older than round `kept`, to which the server may return."""
-        context.state[_RUN] = ConfigRecord({"name": self.run, "round": server_round})
-        with writing(self.path):
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_store(self.path / f"round-{server_round}", [("state", dump(context.state))])
-        self.delete_outside(kept, server_round)
-        for unfinished in self.path.glob(".round-*.tmp"):  # written by a process that was killed
-            unfinished.unlink(missing_ok=True)
-
-    def delete_outside(self, kept: int, last: int) -> None:
-        """Delete the states of rounds after `last`, which will be trained again, and those before that of `kept`."""
-        rounds = self.rounds()
-        oldest = max((stored for stored in rounds if stored <= kept), default=0)
-        for stored, file in rounds.items():
-            if not oldest <= stored <= last:
-                file.unlink(missing_ok=True)
+def _delete_outside(folder: Path, kept: int, last: int) -> None:
+    """Delete the states of rounds after `last`, which will be trained again, and those before that of `kept`."""
+    rounds = _rounds(folder)
+    oldest = max((stored for stored in rounds if stored <= kept), default=0)
+    for stored, file in rounds.items():
+        if not oldest <= stored <= last:
+            file.unlink(missing_ok=True)

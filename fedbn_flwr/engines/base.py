@@ -6,13 +6,12 @@ grid.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from logging import WARNING
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.common import log
 from flwr.serverapp import Grid
 
@@ -71,24 +70,32 @@ def wait_for_nodes(grid: Grid, needed: int, timeout: float, hint: str, *, began:
 
     The wait began at the time `began` of `time.monotonic()`, or begins now.
     """
-    began, reported = time.monotonic() if began is None else began, -math.inf
+    began, seen = time.monotonic() if began is None else began, -1
     while len(nodes := list(grid.get_node_ids())) < needed:
-        now = time.monotonic()
-        if now - began > timeout:
+        if time.monotonic() - began > timeout:
             raise RunFailed(f"{len(nodes)} of {needed} nodes are connected after {timeout:g} s; {hint}")
-        if now - reported > 10:
-            left = began + timeout - now
+        if len(nodes) != seen:
+            seen = len(nodes)
             log(
                 WARNING,
-                "waiting for nodes: %d of %d are connected, at most %.0f s more; %s",
-                len(nodes),
+                "waiting for nodes: %d of %d are connected, at most %g s; %s",
+                seen,
                 needed,
-                left,
+                timeout,
                 hint,
             )
-            reported = now
         time.sleep(0.2)
     return nodes
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    """A method that calls that of the inner grid."""
+
+    def call(self: GridAround, *args: Any, **kwargs: Any) -> Any:
+        grid = capabilities(self.inner) if hasattr(Capabilities, name) else self.inner
+        return getattr(grid, name)(*args, **kwargs)
+
+    return call
 
 
 class GridAround(Capabilities, Grid):
@@ -97,43 +104,18 @@ class GridAround(Capabilities, Grid):
     def __init__(self, inner: Grid) -> None:
         self.inner = inner  # the grid that does the work
 
-    def set_run(self, run: Run) -> None:
-        self.inner.set_run(run)
-
     @property
     def run(self) -> Run:
         return self.inner.run
 
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        return self.inner.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        return self.inner.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self.inner.push_messages(list(messages))  # Flower's grid iterates over them twice
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self.inner.pull_messages(message_ids)
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        return self.inner.send_and_receive(list(messages), timeout=timeout)
-
-
-def _forward(name: str) -> Callable[..., Any]:
-    def call(self: GridAround, *args: Any, **kwargs: Any) -> Any:
-        return getattr(capabilities(self.inner), name)(*args, **kwargs)
-
-    return call
+    set_run = _forwarded("set_run")
+    create_message = _forwarded("create_message")
+    get_node_ids = _forwarded("get_node_ids")
+    push_messages = _forwarded("push_messages")
+    pull_messages = _forwarded("pull_messages")
+    send_and_receive = _forwarded("send_and_receive")
 
 
 for _name in vars(Capabilities):
     if not _name.startswith("_"):
-        setattr(GridAround, _name, _forward(_name))
+        setattr(GridAround, _name, _forwarded(_name))

@@ -20,14 +20,16 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
+from annotated_types import Ge
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
+from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import MissingPackage, RunFailed
 from fedbn_flwr.messages.gate import shown
 from fedbn_flwr.messages.protocol import COHORT_QUERY
@@ -135,22 +137,19 @@ class LocalGrid(Capabilities, Grid):
         Node ids, 1 to `num_nodes` by default.
     """
 
+    @checked
     def __init__(
         self,
         client_app: ClientApp,
-        num_nodes: int,
+        num_nodes: Annotated[int, Ge(1)],
         *,
-        workers: int = 0,
+        workers: Annotated[int, Ge(0)] = 0,
         threads: int | None = None,
         work: Sequence[float] | None = None,
         run_config: UserConfig | None = None,
         node_config: UserConfig | Sequence[UserConfig] | None = None,
         node_ids: Sequence[int] | None = None,
     ) -> None:
-        if num_nodes < 1:
-            raise ValueError(f"num_nodes is {num_nodes}; a grid needs at least one")
-        if workers < 0:
-            raise ValueError(f"workers is {workers}; give 0 (this process) or a number of processes")
         ids = list(range(1, num_nodes + 1) if node_ids is None else node_ids)
         node_configs = [node_config or {}] * num_nodes if isinstance(node_config, Mapping | None) else node_config
         if len(set(ids)) != len(ids):
@@ -230,15 +229,13 @@ class LocalGrid(Capabilities, Grid):
                 self._awaited.add(message_id)
             else:
                 self._received(message_id, self._nodes.answer(message, self._contexts[node]))
-        if self._workers:
-            self._waiting.sort(key=lambda each: -self._work[each.metadata.dst_node_id])  # those of a node stay in order
-            self._deal()
-            self._serve_workers(0)
+        self._waiting.sort(key=lambda each: -self._work[each.metadata.dst_node_id])  # those of a node stay in order
+        self._deal()
+        self._serve_workers(0)
         return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        if self._workers:
-            self._serve_workers(0)
+        self._serve_workers(0)
         return [self._replies.pop(key) for key in message_ids if key in self._replies]
 
     def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
@@ -302,7 +299,7 @@ class LocalGrid(Capabilities, Grid):
         """Start the workers that are not, and collect results; waits up to `timeout` seconds for the first."""
         for worker in self._workers:
             worker.begin()  # all at once, because a process can take seconds until it is ready
-        if all(worker.problem for worker in self._workers):
+        if self._workers and all(worker.problem for worker in self._workers):
             raise RunFailed(self._workers[0].problem)
         for worker in self._wait(min(timeout, _LOOK)):
             worker.proceed()

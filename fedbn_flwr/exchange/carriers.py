@@ -1,8 +1,8 @@
 """The server's side of a round's exchanges: the loop over them, and how they travel.
 
-The loop depends on neither messages nor streams: a `Carrier` sends the agreements and collects the clients'
-contributions, as Flower's messages or by a service that an extension has. A client without a valid contribution is
-excluded from the rest of the round.
+The loop depends on neither messages nor streams: it has a function that sends an agreement and collects the clients'
+contributions. A `Carrier` has it, by Flower's messages or by a service of an extension. A client without a valid
+contribution is excluded from the rest of the round.
 
 By messages, one exchange is a `query.cohort` to each client. An engine that has the clients' parked rounds in its
 processes passes on all exchanges but the first and the last itself: the first message contains the model, and the last
@@ -15,13 +15,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import MessageError, SettingsError
+from fedbn_flwr.errors import MessageError
 from fedbn_flwr.extensions import parts
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -46,16 +46,9 @@ Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]
 Report = Callable[[str, int, int], None]  # what is counted, how many are done, of how many
 # An engine's exchange of parked rounds (nodes, agreement, seconds); None: the engine cannot.
 PassOn = Callable[[Sequence[int], Agreement, float], Answers | None]
-
-
-class Carrier(Protocol):
-    """Sends an agreement to nodes and collects their next contributions."""
-
-    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
-        """The contributions to exchange `step` + 1; `agreement` is that of the previous exchange, None at first.
-
-        A node that does not answer in time has no entry.
-        """
+# Sends an agreement to nodes, that of exchange `step` (None at first), and returns their contributions to the next one.
+# A node that does not answer in time has no entry.
+Ask = Callable[[Sequence[int], int, Agreement | None], Answers]
 
 
 @dataclass(frozen=True)
@@ -67,11 +60,11 @@ class ExchangesDone:
     agreement: Agreement  # the last agreement, which the nodes have not received yet
 
 
-Exchanges = Callable[[Carrier], ExchangesDone]  # all exchanges of a round
+Exchanges = Callable[[Ask], ExchangesDone]  # all exchanges of a round
 
 
-class RoundCarrier(Carrier, Protocol):
-    """A carrier for one round."""
+class Carrier(Protocol):
+    """How the exchanges of one round travel."""
 
     def run(self, exchanges: Exchanges) -> list[Message]:
         """The round's train messages; the exchanges have been run, or run while the clients handle these messages."""
@@ -80,32 +73,12 @@ class RoundCarrier(Carrier, Protocol):
         """The replies of the clients that took part in all exchanges, and the number of these clients."""
 
 
-@runtime_checkable
-class Service(Protocol):
-    """A part of the kind "carriers"."""
-
-    @classmethod
-    def from_environment(cls) -> Self | None:
-        """The service whose settings the environment of the ServerApp has; None if it has none."""
-
-    def prepare(self) -> None:
-        """Raise SettingsError before the first round if it cannot carry exchanges."""
-
-    def carrier(self, grid: Grid, messages: Sequence[Message], timeout: float) -> RoundCarrier: ...
+MakeCarrier = Callable[[Grid, Sequence[Message], float], Carrier]  # for these train messages, with a time limit
 
 
-def service_of(direct: Service | bool) -> Service | None:
-    """The service for exchanges: `direct` itself, with True the one of the environment, if any; None: messages."""
-    if isinstance(direct, Service):
-        return direct
-    if not isinstance(direct, bool):
-        raise SettingsError(
-            f"direct is {direct!r}; expected true or false (the environment variable FEDBN_EXCHANGE_ADDRESS of the "
-            "ServerApp has the address), or an exchange service such as "
-            "fedbn_flwr.extensions.streams.config.ExchangeConfig"
-        )
-    installed: list[type[Service]] = parts("carriers") if direct else []
-    return next(filter(None, (kind.from_environment() for kind in installed)), None)
+def service() -> MakeCarrier | None:
+    """The exchange service that the environment of the ServerApp names, if any; SettingsError if it cannot be used."""
+    return next(filter(None, (found() for found in parts("carriers"))), None)
 
 
 def content_like(message: Message, arrays: ArrayRecord, more: Mapping[str, Any]) -> RecordDict:
@@ -122,7 +95,7 @@ class ByMessages:
         self._left = 0
 
     def run(self, exchanges: Exchanges) -> list[Message]:
-        done = exchanges(self)
+        done = exchanges(self.ask)
         self._left = len(done.nodes)
         return self._messages(MessageType.TRAIN, done.nodes, done.steps, done.agreement)
 
@@ -159,7 +132,7 @@ def _answer(reply: Message) -> Contribution | str:
 
 
 def run_exchanges(
-    carrier: Carrier,
+    ask: Ask,
     nodes: Sequence[int],
     what: str,
     agree: Agree,
@@ -173,7 +146,7 @@ def run_exchanges(
     agreement: Agreement | None = None
     step, remaining, done = 0, None, Counter[str]()
     while remaining != 0:
-        answers = carrier.ask(nodes, step, agreement)
+        answers = ask(nodes, step, agreement)
         step += 1
         exchange = f"{what}, exchange {step}"
         found = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}

@@ -244,17 +244,15 @@ def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], T
             layer.__dict__.pop("forward", None)
 
 
-def count_calls(model: nn.Module, inputs: Value) -> int:
-    """The number of calls of training batch norms in a forward pass; the model remembers its last count."""
-    case = each(lambda tensor: tensor.shape[1:], inputs), [*exchanged_layers(model)]
-    if (counted := getattr(model, "_batch_norm_calls", None)) is None or counted[0] != case:
-        counted = model._batch_norm_calls = case, _count(model, inputs)  # type: ignore[assignment]
-    return int(counted[1])
-
-
 @torch.no_grad()
-def _count(model: nn.Module, inputs: Value) -> int:
-    """Counts the calls with two examples; changes nothing."""
+def count_calls(model: nn.Module, inputs: Value) -> int:
+    """The number of calls of training batch norms in a forward pass, of two examples; the model remembers it.
+
+    It changes nothing else.
+    """
+    case = each(lambda tensor: tensor.shape[1:], inputs), [*exchanged_layers(model)]
+    if (known := getattr(model, "_batch_norm_calls", None)) is not None and known[0] == case:
+        return int(known[1])
     calls, device = 0, first(inputs).device
 
     def counted(layer: _BatchNorm, y: Tensor) -> Tensor:
@@ -265,6 +263,7 @@ def _count(model: nn.Module, inputs: Value) -> int:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), replaced_forward(model, counted):
         model(each(lambda tensor: tensor[:2], inputs))
+    model._batch_norm_calls = case, calls  # type: ignore[assignment]
     return calls
 
 

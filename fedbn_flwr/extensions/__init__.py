@@ -6,7 +6,7 @@ part, name, and where it is. An extension is imported when one of its parts is u
 only its parts with it. The kinds:
 
 - bounds: "Bounds", and "from_settings", which makes them from a mapping such as `{max_share: 0.2}`
-- carriers: classes of exchange services for FedTAN, `fedbn_flwr.exchange.carriers.Service`
+- carriers: functions that return what makes FedTAN's carriers, or None, by the environment's settings
 - client_keys: by config key, the client rule that it selects
 - client_mods: by config key, the mod around the handling of messages that have it: (message, context, call_next). Its
   `keys` document the config keys; it removes them from the message that it passes on

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedbn_flwr.batch import each
+from fedbn_flwr.batch import each, map_batches
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.threads import map_batches
 
 from .roles import AFFINE, MEAN, VARIANCE, Role, batch_norms, norm_layers
 from .variants import MaskedBatchNorm1d, real_values

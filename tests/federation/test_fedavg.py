@@ -385,7 +385,7 @@ def test_a_run_continues_without_a_lost_node_until_it_returns(
     assert asked == [3, 2, 3]
     logged = [record.getMessage() for record in flower_log.records]
     assert "round 2, train: without client 1 (node 2), which is not connected" in logged
-    assert any(line.startswith("waiting for nodes: 1 of 2 are connected, at most 0 s more") for line in logged)
+    assert any(line.startswith("waiting for nodes: 1 of 2 are connected, at most 0.3 s; ") for line in logged)
 
 
 # --- with code of other projects ---------------------------------------------

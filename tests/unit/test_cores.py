@@ -13,23 +13,14 @@ import pytest
 from fedbn_flwr.cores import cores, limit_of_container
 from tests.support.command import PATIENCE
 
-TWO, QUOTA, PERIOD = "cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
-
 
 @pytest.mark.parametrize(
-    ("files", "limit"),
-    [
-        ({TWO: "250000 100000\n"}, 2.5),
-        ({TWO: "max 100000\n"}, math.inf),
-        ({QUOTA: "50000\n", PERIOD: "100000\n"}, 0.5),
-        ({QUOTA: "-1\n", PERIOD: "100000\n"}, math.inf),
-        ({}, math.inf),
-    ],
+    ("text", "limit"),
+    [("250000 100000\n", 2.5), ("50000 100000\n", 0.5), ("max 100000\n", math.inf), (None, math.inf)],
 )
-def test_the_limit_of_a_container_is_read(files: dict[str, str], limit: float, tmp_path: Path) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+def test_the_limit_of_a_container_is_read(text: str | None, limit: float, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "cpu.max").write_text(text)
     assert limit_of_container(tmp_path) == limit
 
 

@@ -25,7 +25,6 @@ FOLDERS = (
     "fedbn_flwr.data",
     "fedbn_flwr.messages",
     "fedbn_flwr.norms",
-    "fedbn_flwr.threads",
     "fedbn_flwr.tasks",
     "fedbn_flwr.schema",
     "fedbn_flwr.batch",

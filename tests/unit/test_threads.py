@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedbn_flwr.batch import map_batches
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.norms.statistics import reestimate
-from fedbn_flwr.threads import map_batches
 from tests.support.nets import net, some_batches
 
 CPU = torch.device("cpu")

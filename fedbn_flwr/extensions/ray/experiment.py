@@ -30,7 +30,6 @@ from flwr.app import Context
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedbn_flwr import __version__
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.errors import RunFailed, UserError
@@ -200,8 +199,6 @@ def stage(folder: Path, modules: Iterable[str]) -> None:
     strategies = _PACKAGE.parent / "strategies"
     if strategies.is_dir() and not _is_installed(strategies):
         shutil.copytree(strategies, folder / _PACKAGE.name / "strategies", ignore=_NOT_CODE)
-    # Otherwise the version is that of an installation.
-    (folder / "pyproject.toml").write_text(f'[project]\nname = "fedbn-flwr"\nversion = "{__version__}"\n')
 
 
 def _source(name: str) -> Path | None:

@@ -5,6 +5,6 @@ uses it; the train message then names the service to the client.
 """
 
 PARTS = {
-    "carriers": {"streams": "config:ExchangeConfig"},
+    "carriers": {"streams": "config:service"},
     "client_keys": {"fedbn.direct": "client:Streams"},
 }

@@ -16,17 +16,15 @@ On loopback there need be no certificate.
 
 from __future__ import annotations
 
+import functools
 import os
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from flwr.app import Message
-from flwr.serverapp import Grid
-
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.exchange.carriers import RoundCarrier
+from fedbn_flwr.exchange.carriers import MakeCarrier
 
 PREFIX = "FEDBN_EXCHANGE_"
 
@@ -46,11 +44,6 @@ class ExchangeConfig:
         """The settings in the ServerApp's environment; None if it contains no address."""
         given = {each.name: environment.get(PREFIX + each.name.upper(), "").strip() for each in fields(cls)}
         return cls(**given) if given["address"] else None
-
-    def carrier(self, grid: Grid, messages: Sequence[Message], timeout: float) -> RoundCarrier:
-        # By name: the module imports this one.
-        made: RoundCarrier = pkgutil.resolve_name(f"{__package__}.server:StreamCarrier")(self, grid, messages, timeout)
-        return made
 
     @property
     def listens_on(self) -> str:
@@ -87,6 +80,15 @@ class ExchangeConfig:
         if b"-----BEGIN" not in content:
             raise SettingsError(f"{PREFIX}{name.upper()} is {path!r}, which is not a PEM file")
         return content
+
+
+def service() -> MakeCarrier | None:
+    """Makes the carriers of the service that the environment names; None if it contains no address."""
+    if (config := ExchangeConfig.from_environment()) is None:
+        return None
+    config.prepare()
+    # By name: the module imports this one.
+    return functools.partial(pkgutil.resolve_name(f"{__package__}.server:StreamCarrier"), config)
 
 
 def split_address(address: str) -> tuple[str, str]:

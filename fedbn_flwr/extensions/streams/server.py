@@ -53,7 +53,7 @@ _JOIN_SECONDS = 60  # to close the service after the last reply has arrived
 
 
 class StreamCarrier:
-    """Runs the exchanges on a service, as their `Carrier`, and observes the replies to the train messages."""
+    """Runs the exchanges on a service, and observes the replies to the train messages."""
 
     def __init__(self, settings: ExchangeConfig, grid: Grid, messages: Sequence[Message], timeout: float) -> None:
         self._engine = capabilities(grid)
@@ -110,7 +110,7 @@ class StreamCarrier:
         failed = self._ended.done() and self._ended.exception() is not None
         return frozenset(self._nodes if failed else self._service.lost)
 
-    # --- the loop's carrier, in the thread ---
+    # --- what the loop asks, in the thread ---
 
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> dict[int, Contribution | str]:
         if agreement is not None:
@@ -122,7 +122,7 @@ class StreamCarrier:
     def _run(self, exchanges: Exchanges) -> None:
         try:
             with self._service:
-                done = exchanges(self)
+                done = exchanges(self.ask)
                 self._send(done.nodes, done.agreement, last=True)
             self._ended.set_result(done.nodes)
         except BaseException as error:

@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.client.node_state import NodeState, StateFolder, return_to_round, stored_state
+from fedbn_flwr.client.node_state import NodeState, return_to_round, stored_state
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack
 
@@ -41,26 +41,29 @@ def node(folder: Path, partition: int = 0) -> Context:
     return Context(1, 1, {"partition-id": partition, "state": str(folder)}, RecordDict(), {})
 
 
+def rounds(folder: Path) -> list[int]:
+    """Those whose state of client 0 is stored."""
+    return sorted(int(file.name.removeprefix("round-")) for file in folder.glob("*/client-0/round-*"))
+
+
 def test_a_folder_keeps_the_rounds_the_server_may_return_to(tmp_path: Path) -> None:
     context = node(tmp_path)
     for server_round, kept in ((1, 0), (2, 0), (4, 2), (6, 5), (7, 5)):
         config = config_of(**{"server-round": server_round, "fedbn.kept-round": kept})
         with stored_state(message("train"), config, context):
             context.state["own"] = pack({"round": np.array(server_round)})
-    folder = StateFolder.of(config_of(), context)
-    assert folder is not None
-    assert [*folder.rounds()] == [4, 6, 7], "round 4 is the latest before 5"
+    assert rounds(tmp_path) == [4, 6, 7], "round 4 is the latest before 5"
     for kind, asked, found in (("train", 7, 6), ("evaluate", 7, 7), ("train", 6, 4), ("train", 5, 4), ("train", 4, 0)):
         config = config_of(**{"server-round": asked})
         with contextlib.suppress(OSError), stored_state(message(kind), config, context):
             record = context.state.array_records.get("own")
             assert (0 if record is None else int(record["round"].numpy())) == found, (kind, asked)
             raise OSError  # a round that fails leaves no trace
-    assert [*folder.rounds()] == [4, 6, 7]
+    assert rounds(tmp_path) == [4, 6, 7]
     assert return_to_round(config_of(**{"server-round": 6}), context) == {"state-round": 6}
-    assert [*folder.rounds()] == [4, 6]
+    assert rounds(tmp_path) == [4, 6]
     assert return_to_round(config_of(), context) == {}, "the query is for the partition only"
-    assert [*folder.rounds()] == [4, 6]
+    assert rounds(tmp_path) == [4, 6]
     other = node(tmp_path, 1)
     assert return_to_round(config_of(**{"server-round": 6}), other) == {"state-round": 0}
 
@@ -75,11 +78,13 @@ def test_without_a_folder_or_a_token_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_a_run_s_name_cannot_leave_the_folder(tmp_path: Path) -> None:
-    folder = StateFolder.of(config_of(**{"fedbn.run": "../../etc/x"}), node(tmp_path / "state"))
-    assert folder is not None
-    assert folder.path.resolve().is_relative_to(tmp_path / "state")
+    config = config_of(**{"fedbn.run": "../../etc/x", "server-round": 1})
+    with stored_state(message("train"), config, node(tmp_path / "state")):
+        pass
+    (file,) = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert file.resolve().is_relative_to(tmp_path / "state")
     with pytest.raises(MessageError, match="expected 32 hexadecimal digits"):
-        StateFolder.of(config_of(**{"fedbn.run-token": "../" * 10 + "ab"}), node(tmp_path / "state"))
+        return_to_round({**config, "fedbn.run-token": "../" * 10 + "ab"}, node(tmp_path / "state"))
 
 
 def train(folder: Path, server_round: int) -> None:
@@ -102,9 +107,7 @@ def test_each_message_may_come_to_a_new_process(tmp_path: Path) -> None:
     context = node(tmp_path)
     with stored_state(message("evaluate"), config_of(**{"server-round": 5}), context):
         assert int(context.state.array_records["own"]["n"].numpy()) == 5
-    folder = StateFolder.of(config_of(), context)
-    assert folder is not None
-    assert [*folder.rounds()] == [4, 5]
+    assert rounds(tmp_path) == [4, 5]
 
 
 def test_a_process_killed_while_it_saves_leaves_the_round_before(tmp_path: Path) -> None:
@@ -117,19 +120,17 @@ def test_a_process_killed_while_it_saves_leaves_the_round_before(tmp_path: Path)
     process.start()
     process.join(30)
     assert process.exitcode == 9
-    folder = StateFolder.of(config_of(), node(tmp_path))
-    assert folder is not None
-    assert [*folder.rounds()] == [1]
+    assert rounds(tmp_path) == [1]
     train(tmp_path, 3)
-    assert sorted(file.name for file in folder.path.iterdir()) == ["round-1", "round-3"], "nothing unfinished is left"
+    assert sorted(file.name for file in tmp_path.glob("*/client-0/*")) == ["round-1", "round-3"], (
+        "nothing unfinished is left"
+    )
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40])
 def test_a_damaged_state_is_named(tmp_path: Path, cut: int) -> None:
     train(tmp_path, 1)
-    folder = StateFolder.of(config_of(), node(tmp_path))
-    assert folder is not None
-    file = folder.path / "round-1"
+    (file,) = tmp_path.glob("*/client-0/round-1")
     data = file.read_bytes()
     file.write_bytes(data[: len(data) - cut] if cut else data[:99] + b"?" + data[100:])
     with pytest.raises(

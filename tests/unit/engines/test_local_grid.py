@@ -161,8 +161,8 @@ def test_a_node_finds_its_configuration() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_nodes": 0}, "at least one"),
-        ({"workers": -1}, "workers is -1"),
+        ({"num_nodes": 0}, "num_nodes is 0; expected an integer >= 1"),
+        ({"workers": -1}, "workers is -1; expected an integer >= 0"),
         ({"node_ids": [1, 1]}, "different numbers"),
         ({"node_ids": [1]}, "node_ids has 1 entries for 2 nodes"),
         ({"work": [1.0]}, "work has 1 entries for 2 nodes"),

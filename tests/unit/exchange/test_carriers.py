@@ -49,7 +49,7 @@ def mean(value: float, *, remaining: int, partition: int, **changes: Any) -> Con
 
 def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[ExchangesDone, Scripted, dict[int, str]]:
     carrier, admission = Scripted(script), Admission()
-    done = run_exchanges(carrier, list(script), "round 3", FedTAN().agree, admission)
+    done = run_exchanges(carrier.ask, list(script), "round 3", FedTAN().agree, admission)
     return done, carrier, admission.reasons
 
 

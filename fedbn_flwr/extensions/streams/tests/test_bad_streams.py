@@ -13,7 +13,6 @@ from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.exchange.codec import Contribution
 from fedbn_flwr.extensions.streams import client
 from fedbn_flwr.extensions.streams.client import to_bytes
-from fedbn_flwr.extensions.streams.config import ExchangeConfig
 from tests.support.attacks import BAD
 from tests.support.federations import Arrays, models_of, same
 from tests.support.hostile import CLIENTS, kept_log
@@ -71,7 +70,8 @@ def test_a_hostile_client_on_a_stream_is_as_good_as_absent(
             return spoil(value) if hostile else to_bytes(value)
 
         monkeypatch.setattr(client, "to_bytes", encode)  # the client's side, in its own process
-        strategy = FedTAN(fraction_evaluate=0.0, direct=ExchangeConfig("127.0.0.1:0"), exchange_timeout=60)
+        monkeypatch.setenv("FEDBN_EXCHANGE_ADDRESS", "127.0.0.1:0")  # any free port
+        strategy = FedTAN(fraction_evaluate=0.0, exchange_timeout=60)
         with kept_log() as log, LocalGrid(client_app(fed.make_client), CLIENTS, workers=CLIENTS) as grid:
             return models_of(fed, strategy, 2, grid=grid)[-1], log
 

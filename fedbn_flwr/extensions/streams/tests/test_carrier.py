@@ -31,7 +31,11 @@ from tests.support.network import make_keys, missing_tools
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
 Federations = Callable[..., Any]
-HERE = ExchangeConfig("127.0.0.1:0")  # any free port
+
+
+@pytest.fixture(autouse=True)
+def _address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDBN_EXCHANGE_ADDRESS", "127.0.0.1:0")  # any free port
 
 
 def train(fed: Any, strategy: Any, rounds: int, **grid: Any) -> tuple[dict[str, np.ndarray], list[Traffic]]:
@@ -63,7 +67,7 @@ def test_streams_give_the_arrays_and_the_ledger_of_messages_bit_for_bit(federati
     fed = federation((6, 9, 4), model=two_norms_with_dropout, lr=0.1, momentum=0.9, steps=2)
     make = STRATEGIES[name]
     by_messages, of_messages = train(fed, make(direct=False), 3)
-    by_streams, of_streams = train(fed, make(direct=HERE), 3, workers=3)
+    by_streams, of_streams = train(fed, make(), 3, workers=3)
     assert by_messages.keys() == by_streams.keys()
     assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
     if name == "GlobalMomentum":  # streams send the momentum with the model, messages with the last agreement
@@ -76,7 +80,7 @@ def test_streams_give_the_arrays_and_the_ledger_of_messages_bit_for_bit(federati
 def test_communication_rounds_and_bytes_of_resnet20_are_the_papers(federation: Federations) -> None:
     """As over messages (test_fedtan.py): 39 rounds fused, and 4 x 1,376 floats more than FedAvg's."""
     fed = federation((2,) * 5, batches=1, model=lambda: build_model("resnet20", 10, in_channels=2), steps=1)
-    _, (_, page) = train(fed, FedTAN(fraction_evaluate=0.0, direct=HERE), 1, workers=5)
+    _, (_, page) = train(fed, FedTAN(fraction_evaluate=0.0), 1, workers=5)
     assert page.communication_rounds == 39
     assert page.bytes_down == page.bytes_up == 4 * 5 * (271_098 - 144 + 2 * 1_376)
     assert page.messages_down == page.messages_up == 5 * 39
@@ -86,14 +90,14 @@ def test_one_client_needs_no_worker(federation: Federations) -> None:
     fed = federation((6,), model=two_norms, dtype=torch.float64)
     single = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
     by_messages, _ = train(fed, FedTAN(direct=False, **single), 2)
-    by_streams, _ = train(fed, FedTAN(direct=HERE, **single), 2)
+    by_streams, _ = train(fed, FedTAN(**single), 2)
     assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
 
 
 def test_clients_that_cannot_be_alive_at_once_are_refused(federation: Federations) -> None:
     fed = federation((6, 6, 6), model=two_norms)
     with pytest.raises(SettingsError, match=r"all 3 clients alive at once.*serves 2 at a time.*engine\.workers"):
-        train(fed, FedTAN(fraction_evaluate=0.0, direct=HERE), 1, workers=2)
+        train(fed, FedTAN(fraction_evaluate=0.0), 1, workers=2)
 
 
 # --- clients that fail ---
@@ -142,7 +146,7 @@ def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
     """Client 1 takes part only in the first exchange: streams lose it as messages do."""
     fed = federation((6, 8, 5), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
     results = []
-    for direct in (False, HERE):
+    for direct in (False, True):
         strategy = FedTAN(fraction_evaluate=0.0, direct=direct)
         used = nodes_in_means(strategy)
         results.append(train(fed, strategy, 1, app=spoiled(fed, 1, spoil), workers=3)[0])
@@ -156,7 +160,7 @@ def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
 
 def test_too_few_clients_end_the_run_with_all_reasons(federation: Federations) -> None:
     fed = federation((6, 6, 6), model=two_norms)
-    strategy = FedTAN(fraction_evaluate=0.0, min_train_nodes=3, direct=HERE)
+    strategy = FedTAN(fraction_evaluate=0.0, min_train_nodes=3)
     with pytest.raises(RunFailed, match=r"(?s)exchange 2: 2 of 3 .*client 1 .*the disk is gone"):
         train(fed, strategy, 1, app=spoiled(fed, 1, failed), workers=3)
 
@@ -173,7 +177,7 @@ def test_reasons_of_earlier_exchanges_are_named_as_well(federation: Federations)
                 client.model[2].register_forward_pre_hook(second_time(lambda: failed(client)))
         return client
 
-    strategy = FedTAN(fraction_evaluate=0.0, min_train_nodes=2, direct=HERE)
+    strategy = FedTAN(fraction_evaluate=0.0, min_train_nodes=2)
     with pytest.raises(RunFailed, match=r"(?s)exchange 2: 1 of 2 .*no such folder"):
         train(fed, strategy, 1, app=client_app(make), workers=3)
 
@@ -183,7 +187,7 @@ def test_a_client_that_stalls_is_left_out_when_its_time_is_over(
 ) -> None:
     """It later finds that the others have continued, and its model is not used."""
     fed = federation((6, 8, 5), batches=1, model=two_norms, steps=1)
-    strategy = FedTAN(fraction_evaluate=0.0, direct=HERE, exchange_timeout=2)
+    strategy = FedTAN(fraction_evaluate=0.0, exchange_timeout=2)
     used = nodes_in_means(strategy)
     train(fed, strategy, 1, app=spoiled(fed, 1, lambda _: time.sleep(4)), workers=3)
     assert len(used[0]) == 2
@@ -211,7 +215,7 @@ def test_clients_that_train_without_exchanges_are_not_waited_for(
     with fed.grid(foreign, workers=4) as local:
         local.start()
         # A wait for either client would last 3000 s.
-        strategy = FedTAN(fraction_evaluate=0.0, direct=HERE, exchange_timeout=3000)
+        strategy = FedTAN(fraction_evaluate=0.0, exchange_timeout=3000)
         used = nodes_in_means(strategy)
         strategy.start(PollingGrid(local), fed.arrays(), num_rounds=1)
     assert len(used[0]) == 2
@@ -223,28 +227,28 @@ def test_a_client_with_a_small_batch_is_named(federation: Federations) -> None:
     fed = federation((32, 31), batches=1, steps=1)
     refuses = "the batch of this client has 31 examples, and it refuses to exchange the statistics of fewer than 32"
     with pytest.raises(RunFailed, match=refuses):
-        train(fed, FedTAN(fraction_evaluate=0.0, min_batch=32, direct=HERE), 1, workers=2)
+        train(fed, FedTAN(fraction_evaluate=0.0, min_batch=32), 1, workers=2)
 
 
 # --- the deployment's settings ---
 
 
 @pytest.mark.skipif(bool(missing_tools()), reason="openssl is not installed")
-def test_tls_with_the_deployments_certificate(federation: Federations, tmp_path: Path) -> None:
+def test_tls_with_the_deployments_certificate(
+    federation: Federations, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("ours", "other"):
         assert make_keys(tmp_path / name).returncode == 0
     keys = tmp_path / "ours" / "exchange"
-    files = {"certificate": str(keys / "server.pem"), "key": str(keys / "server.key")}
-    direct = ExchangeConfig("127.0.0.1:0", ca=str(keys / "ca.crt"), **files)
-    direct.prepare()
+    for name, file in {"CERTIFICATE": "server.pem", "KEY": "server.key", "CA": "ca.crt"}.items():
+        monkeypatch.setenv(f"FEDBN_EXCHANGE_{name}", str(keys / file))
     fed = federation((6, 6), model=two_norms)
     by_messages, _ = train(fed, FedTAN(fraction_evaluate=0.0, direct=False), 2)
-    by_streams, _ = train(fed, FedTAN(fraction_evaluate=0.0, direct=direct), 2, workers=2)
+    by_streams, _ = train(fed, FedTAN(fraction_evaluate=0.0), 2, workers=2)
     assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
 
 
-def test_the_environment_of_the_serverapp_opens_it(federation: Federations, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDBN_EXCHANGE_ADDRESS", "127.0.0.1:0")
+def test_the_environment_of_the_serverapp_opens_it(federation: Federations) -> None:
     fed = federation((6, 6), model=two_norms)
     with pytest.raises(SettingsError, match="alive at once"):
         train(fed, FedTAN(fraction_evaluate=0.0), 1)
@@ -252,9 +256,10 @@ def test_the_environment_of_the_serverapp_opens_it(federation: Federations, monk
     train(fed, FedTAN(fraction_evaluate=0.0, direct=False), 1)
 
 
-def test_other_machines_need_a_certificate(federation: Federations) -> None:
-    direct = ExchangeConfig.from_environment({"FEDBN_EXCHANGE_ADDRESS": "example.org:8001"})
+def test_other_machines_need_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDBN_EXCHANGE_ADDRESS", "example.org:8001")
+    direct = ExchangeConfig.from_environment()
     assert direct is not None
     assert direct.listens_on == "0.0.0.0:8001"
     with pytest.raises(SettingsError, match=r"'example\.org:8001', not on this machine, and there is no certificate"):
-        FedTAN(direct=direct).begin(1, federation((4, 4)).arrays())
+        FedTAN()
