@@ -43,7 +43,7 @@ from fedbn_flwr.experiment.settings import Engine, Experiment
 from fedbn_flwr.named import in_a_line, names_in
 from fedbn_flwr.storage import temporary_folder
 
-from .grid import Actors, Place, RayGrid, machines
+from .grid import Place, RayGrid, machines
 
 
 @contextmanager
@@ -51,13 +51,11 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
     """Grids on the Ray cluster of the first run, one for each run; the connection begins with the first grid."""
     sent = Sent(experiment)
     first = experiment.runs[0].engine
-    idle = Actors()
     with ExitStack() as stack:
 
         @functools.cache
         def connect() -> None:  # now, when all parts are loaded
             stack.enter_context(connected(first.address, sent.modules()))
-            stack.callback(idle.close)
 
         @contextmanager
         def make_grid(parts: Parts) -> Iterator[Grid]:
@@ -70,7 +68,6 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
                 workers=None if engine.workers == "auto" else engine.workers,
                 place=_place(engine),
                 start_timeout=engine.node_timeout,
-                idle=idle,
                 work=parts.work(),
                 threads=engine.threads,
             ) as grid:

@@ -65,25 +65,6 @@ def cluster_text() -> str:
     return ", ".join(each[:8]) + (f" and {len(each) - 8} more" if len(each) > 8 else "") or "none"
 
 
-@dataclass
-class Actors:
-    """Actors that are idle between two grids of this process: the next grid need not wait until its actors start."""
-
-    idle: list[Any] = field(default_factory=list)
-    place: Place | None = None  # of each
-
-    def take(self, place: Place) -> Any:
-        """An idle actor that has this place, or None. Those that have another end, because they need room."""
-        if place != self.place:
-            self.close()
-        self.place = place
-        return self.idle.pop() if self.idle else None
-
-    def close(self) -> None:
-        while self.idle:
-            ray.kill(self.idle.pop())
-
-
 class RayGrid(LocalGrid):
     """A grid of `num_nodes` nodes that actors of the connected Ray cluster serve.
 
@@ -95,8 +76,6 @@ class RayGrid(LocalGrid):
         What Ray reserves for each.
     start_timeout
         Seconds after which the run fails if no actor can be started.
-    idle
-        Idle actors of earlier grids, to which those of this grid are added when it closes; None: they end with it.
 
     The others are those of `LocalGrid`.
     """
@@ -109,7 +88,6 @@ class RayGrid(LocalGrid):
         workers: int | None = None,
         place: Place = Place(),
         start_timeout: float = 120,
-        idle: Actors | None = None,
         threads: int = 1,
         **nodes: Any,
     ) -> None:
@@ -119,23 +97,13 @@ class RayGrid(LocalGrid):
             raise ValueError(f"workers is {workers}; give a number of actors, or None")
         self._place = place
         self._records = _SharedRecords()
-        self._idle = idle or Actors()
-        self._ends_actors = idle is None
         super().__init__(client_app, num_nodes, workers=workers, threads=threads, **nodes)
         self._start_timeout = start_timeout
         self._served_at: float | None = None  # when some actor was last ready
 
     def _make_workers(self, nodes: Nodes, count: int) -> list[ActorWorker]:
         sent = ray.put(nodes)
-        return [ActorWorker(sent, self._place, self._idle, self._records) for _ in range(count)]
-
-    def close(self) -> None:
-        for actor in self._workers:
-            if actor.is_free:
-                actor.release()
-        super().close()
-        if self._ends_actors:
-            self._idle.close()
+        return [ActorWorker(sent, self._place, self._records) for _ in range(count)]
 
     def _wait(self, timeout: float) -> list[Any]:
         waited = {actor.waited: actor for actor in self._workers if actor.then}
@@ -184,18 +152,18 @@ class _SharedRecords:
 
 
 class _Actor:
-    """In an actor's process: answers messages to any node."""
+    """In an actor's process: answers messages to any of these nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
         identify()
         keep_freed_memory()
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the server reports errors; a machine's log is not read
 
-    def begin(self, nodes: Nodes) -> bytes:
-        """Serve these nodes from now on. Returns the address of the machine, and Ray's name of it."""
-        self._nodes = nodes
-        where = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
-        return pickle.dumps(where)
+    def where(self) -> bytes:
+        """The address of the machine, and Ray's name of it."""
+        found = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
+        return pickle.dumps(found)
 
     def handle(self, data: bytes, names: Sequence[str], *records: ArrayRecord) -> bytes:
         call, arguments = pickle.loads(data)  # noqa: S301 (of our own server)
@@ -211,7 +179,6 @@ class ActorWorker(NodeWorker):
 
     nodes: Any  # in the object store
     place: Place
-    idle: Actors
     records: _SharedRecords
     waited: Any = None  # the reference of the result of the current job; None: its machine is lost
     machine: str = ""  # its address
@@ -222,9 +189,8 @@ class ActorWorker(NodeWorker):
     def launch(self) -> None:
         # Ray starts it as soon as some machine has room.
         options = {"num_cpus": self.place.cpus, "num_gpus": self.place.gpus, "scheduling_strategy": "SPREAD"}
-        make = ray.remote(_Actor).options(max_restarts=0, **options).remote
-        self._actor = self.idle.take(self.place) or make()
-        self.waited = self._actor.begin.remote(self.nodes)
+        self._actor = ray.remote(_Actor).options(**options).remote(self.nodes)
+        self.waited = self._actor.where.remote()
 
     def send(self, then: Then, call: str, *arguments: Any) -> None:
         self.then, large = then, dict[str, Any]()
@@ -249,11 +215,6 @@ class ActorWorker(NodeWorker):
                 return None, f"no actor can start on the Ray cluster: {in_a_line(error)}"
             how = f"was lost ({in_a_line(error)})"
         return None, f"the client's actor on {self.machine} {how}"
-
-    def release(self) -> None:
-        """Leave the actor, which is free, to the next grid."""
-        self.idle.idle.append(self._actor)
-        self._actor = None
 
     def close(self) -> None:
         if self._actor is not None:
