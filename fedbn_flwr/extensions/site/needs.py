@@ -190,14 +190,9 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"))
     yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these examples")
     if allowed := make_rule(run).traits.min_batch:
-        exchange = _exchange(min(run.train.batch_size, len(parts.split[0])), allowed, parts.min_batch)
-        yield from asked("exchange", exchange, "have more examples, or allow smaller batches")
-
-
-def _exchange(examples: int, allowed: int, own: int) -> Iterator[Check]:
-    """Whether the statistics of the site's batches may be exchanged."""
-    check_batch(examples, allowed=allowed, own=own)
-    yield Check("exchange", "ok", f"batches of {examples} examples, {max(allowed, own)} are needed")
+        examples = min(run.train.batch_size, len(parts.split[0]))
+        check_batch(examples, allowed=allowed, own=parts.min_batch)
+        yield Check("exchange", "ok", f"batches of {examples} examples, {max(allowed, parts.min_batch)} are needed")
 
 
 def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:

@@ -245,7 +245,7 @@ def test_a_site_knows_before_the_run_whether_it_may_exchange_statistics(
     code, found = check(capsys, *config, site, "evaluate.server=false", *more)
     assert code == bool(verdict), found
     if verdict:
-        assert verdict in found["exchange"]["found"]
+        assert verdict in found["data"]["found"]
 
 
 def test_a_state_folder_may_be_below_the_home_folder_and_absent(
