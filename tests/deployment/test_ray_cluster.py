@@ -28,7 +28,7 @@ from fedbn_flwr import client_app
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.extensions.ray.experiment import connected
-from fedbn_flwr.extensions.ray.grid import Place, RayGrid
+from fedbn_flwr.extensions.ray.grid import RayGrid, fits
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support import sessions
 from tests.support.command import PATIENCE, ROOT, environment, fedbn
@@ -160,20 +160,19 @@ def counts(replies: Any) -> list[Any]:
 
 
 def test_actors_have_the_code_of_this_process_and_what_they_declare(cluster: None) -> None:
-    place = Place(cpus=1, gpus=0.5)
-    with ray_grid(4, place=place) as grid:
+    with ray_grid(4, cpus=1, gpus=0.5) as grid:
         assert grid.start() == 2, "half of the GPU each"
         replies = list(grid.send_and_receive(map(to, (1, 2, 3, 4)), timeout=PATIENCE))
     for reply in replies:
         where = reply.content["where"]
         assert where["gpus"] == "0"
         assert not Path(where["file"]).is_relative_to(ROOT)
-    assert Place(cpus=0.5, gpus=0.25).fits() == 4
+    assert fits({"CPU": 0.5, "GPU": 0.25}) == 4
     with pytest.raises(
         RunFailed, match=r"no machine of the Ray cluster has 64 CPUs for a client; it has .*\(CPU 2, GPU 1\)"
     ):
-        RayGrid(app(), 1, place=Place(cpus=64))
-    with RayGrid(app(), 1, workers=1, place=Place(cpus=64), start_timeout=1) as grid:
+        RayGrid(app(), 1, cpus=64)
+    with RayGrid(app(), 1, workers=1, cpus=64, start_timeout=1) as grid:
         with pytest.raises(RunFailed, match="no actor has started on the Ray cluster for 1 s; each needs 64 CPUs"):
             grid.start()
 

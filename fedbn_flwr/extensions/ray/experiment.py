@@ -43,7 +43,7 @@ from fedbn_flwr.experiment.settings import Engine, Experiment
 from fedbn_flwr.named import in_a_line, names_in
 from fedbn_flwr.storage import temporary_folder
 
-from .grid import Place, RayGrid, machines
+from .grid import RayGrid, machines
 
 
 @contextmanager
@@ -66,7 +66,8 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
                 client_app(sent.make_client, mods=client_mods(experiment)),
                 run.clients,
                 workers=None if engine.workers == "auto" else engine.workers,
-                place=_place(engine),
+                cpus=engine.threads if engine.cpus_per_client is None else engine.cpus_per_client,
+                gpus=_gpus(engine),
                 start_timeout=engine.node_timeout,
                 work=parts.work(),
                 threads=engine.threads,
@@ -76,11 +77,10 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
         yield make_grid
 
 
-def _place(engine: Engine) -> Place:
-    gpus = engine.gpus_per_client
-    if gpus is None:
-        gpus = 1.0 if engine.device != "cpu" and any(each["Resources"].get("GPU") for each in machines()) else 0.0
-    return Place(engine.threads if engine.cpus_per_client is None else engine.cpus_per_client, gpus)
+def _gpus(engine: Engine) -> float:
+    if engine.gpus_per_client is not None:
+        return engine.gpus_per_client
+    return 1.0 if engine.device != "cpu" and any(each["Resources"].get("GPU") for each in machines()) else 0.0
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,29 +30,22 @@ _KEPT = 4  # records whose place in the object store is remembered
 _FETCH_TIMEOUT = 120  # seconds to fetch a result from another machine
 
 
-@dataclass(frozen=True)
-class Place:
-    """What Ray reserves for one actor, which serves one client at a time."""
-
-    cpus: float = 1.0
-    gpus: float = 0.0
-
-    def fits(self) -> int:
-        """The number of actors for which the machines of the cluster have room."""
-        needed = {name: round(each * 1e4) for name, each in (("CPU", self.cpus), ("GPU", self.gpus)) if each}
-        # Ray counts in ten-thousandths.
-        return sum(
-            min(round(node["Resources"].get(name, 0) * 1e4) // each for name, each in needed.items())
-            for node in machines()
-        )
-
-    def __str__(self) -> str:
-        return f"{self.cpus:g} CPUs" + (f" and {self.gpus:g} GPUs" if self.gpus else "")
-
-
 def machines() -> list[dict[str, Any]]:
     """The machines of the cluster that are alive, as Ray describes them."""
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def fits(needs: Mapping[str, float]) -> int:
+    """The number of actors with these needs for which the machines of the cluster have room."""
+    # Ray counts in ten-thousandths.
+    return sum(
+        min(round(node["Resources"].get(name, 0) * 1e4) // round(each * 1e4) for name, each in needs.items())
+        for node in machines()
+    )
+
+
+def _in_words(needs: Mapping[str, float]) -> str:
+    return " and ".join(f"{each:g} {name}s" for name, each in needs.items())
 
 
 def cluster_text() -> str:
@@ -72,8 +65,8 @@ class RayGrid(LocalGrid):
     ----------
     workers
         Number of actors; None: as many as fit.
-    place
-        What Ray reserves for each.
+    cpus, gpus
+        What Ray reserves for each, which serves one client at a time.
     start_timeout
         Seconds after which the run fails if no actor can be started.
 
@@ -86,16 +79,19 @@ class RayGrid(LocalGrid):
         num_nodes: int,
         *,
         workers: int | None = None,
-        place: Place = Place(),
+        cpus: float = 1,
+        gpus: float = 0,
         start_timeout: float = 120,
         threads: int = 1,
         **nodes: Any,
     ) -> None:
-        if workers is None and not (workers := place.fits()):
-            raise RunFailed(f"no machine of the Ray cluster has {place} for a client; it has {cluster_text()}")
+        self._needs = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
+        if workers is None and not (workers := fits(self._needs)):
+            raise RunFailed(
+                f"no machine of the Ray cluster has {_in_words(self._needs)} for a client; it has {cluster_text()}"
+            )
         if workers < 1:
             raise ValueError(f"workers is {workers}; give a number of actors, or None")
-        self._place = place
         self._records = _SharedRecords()
         super().__init__(client_app, num_nodes, workers=workers, threads=threads, **nodes)
         self._start_timeout = start_timeout
@@ -103,7 +99,7 @@ class RayGrid(LocalGrid):
 
     def _make_workers(self, nodes: Nodes, count: int) -> list[ActorWorker]:
         sent = ray.put(nodes)
-        return [ActorWorker(sent, self._place, self._records) for _ in range(count)]
+        return [ActorWorker(sent, self._needs, self._records) for _ in range(count)]
 
     def _wait(self, timeout: float) -> list[Any]:
         waited = {actor.waited: actor for actor in self._workers if actor.then}
@@ -123,9 +119,9 @@ class RayGrid(LocalGrid):
             self._served_at = now
         if now - self._served_at > self._start_timeout:
             raise RunFailed(
-                f"no actor has started on the Ray cluster for {self._start_timeout:g} s; each needs {self._place}, and "
-                f"the machines are {cluster_text()}, which other programs may use; if their processes start slowly, "
-                "set a longer start_timeout (engine.node_timeout of an experiment)"
+                f"no actor has started on the Ray cluster for {self._start_timeout:g} s; each needs "
+                f"{_in_words(self._needs)}, and the machines are {cluster_text()}, which other programs may use; if "
+                "their processes start slowly, set a longer start_timeout (engine.node_timeout of an experiment)"
             )
         super()._receive(timeout)
 
@@ -178,7 +174,7 @@ class ActorWorker(NodeWorker):
     """An actor, on any machine that has room."""
 
     nodes: Any  # in the object store
-    place: Place
+    needs: Mapping[str, float]
     records: _SharedRecords
     waited: Any = None  # the reference of the result of the current job; None: its machine is lost
     machine: str = ""  # its address
@@ -188,8 +184,8 @@ class ActorWorker(NodeWorker):
 
     def launch(self) -> None:
         # Ray starts it as soon as some machine has room.
-        options = {"num_cpus": self.place.cpus, "num_gpus": self.place.gpus, "scheduling_strategy": "SPREAD"}
-        self._actor = ray.remote(_Actor).options(**options).remote(self.nodes)
+        reserved = {"num_cpus": self.needs.get("CPU", 0), "num_gpus": self.needs.get("GPU", 0)}
+        self._actor = ray.remote(_Actor).options(**reserved, scheduling_strategy="SPREAD").remote(self.nodes)
         self.waited = self._actor.where.remote()
 
     def send(self, then: Then, call: str, *arguments: Any) -> None:
