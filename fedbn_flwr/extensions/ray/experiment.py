@@ -151,7 +151,6 @@ def connected(address: str | None = None, modules: Iterable[str] = ()) -> Iterat
         return
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     set_ray_defaults(os.environ)
-    own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     with temporary_folder("code") as folder:
         stage(Path(folder), modules)
         before = signal.getsignal(signal.SIGTERM)
@@ -164,7 +163,7 @@ def connected(address: str | None = None, modules: Iterable[str] = ()) -> Iterat
                 runtime_env={"working_dir": folder},
                 logging_level=logging.ERROR,
                 log_to_driver=False,
-                **own,
+                include_dashboard=False,
             )
         except (OSError, ValueError) as error:
             raise UserError(  # not SettingsError, after which the next run would be tried

@@ -64,7 +64,7 @@ class RayGrid(LocalGrid):
     Parameters
     ----------
     workers
-        Number of actors; None: as many as fit.
+        Number of actors; None: as many as fit; 0: this process serves the nodes.
     cpus, gpus
         What Ray reserves for each, which serves one client at a time.
     start_timeout
@@ -82,7 +82,6 @@ class RayGrid(LocalGrid):
         cpus: float = 1,
         gpus: float = 0,
         start_timeout: float = 120,
-        threads: int = 1,
         **nodes: Any,
     ) -> None:
         self._needs = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
@@ -90,10 +89,8 @@ class RayGrid(LocalGrid):
             raise RunFailed(
                 f"no machine of the Ray cluster has {_in_words(self._needs)} for a client; it has {cluster_text()}"
             )
-        if workers < 1:
-            raise ValueError(f"workers is {workers}; give a number of actors, or None")
         self._records = _SharedRecords()
-        super().__init__(client_app, num_nodes, workers=workers, threads=threads, **nodes)
+        super().__init__(client_app, num_nodes, workers=workers, **nodes)
         self._start_timeout = start_timeout
         self._served_at: float | None = None  # when some actor was last ready
 
