@@ -63,7 +63,7 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
             sent.send_data(parts)
             run, engine = parts.run, parts.run.engine
             with RayGrid(
-                client_app(sent.make_client, mods=client_mods(experiment)),
+                client_app(sent, mods=client_mods(experiment)),
                 run.clients,
                 workers=None if engine.workers == "auto" else engine.workers,
                 cpus=engine.threads if engine.cpus_per_client is None else engine.cpus_per_client,
@@ -83,16 +83,12 @@ def _gpus(engine: Engine) -> float:
     return 1.0 if engine.device != "cpu" and any(each["Resources"].get("GPU") for each in machines()) else 0.0
 
 
-@dataclass
-class Sent:
-    """An experiment with the data and the code that its clients need, in the form in which it is sent to actors."""
+@dataclass(frozen=True)
+class Sent(Clients):
+    """An experiment's clients with the data and the code that they need, in the form in which it is sent to actors."""
 
-    experiment: Experiment
     sent: list[tuple[str, Any]] = field(default_factory=list)  # data sets, with their place in the object store
     main: dict[str, Any] = field(default_factory=dict)  # parts that a script or a notebook defines
-
-    def __post_init__(self) -> None:
-        self.clients = Clients(self.experiment)
 
     def modules(self) -> list[str]:
         """The modules that the experiment names; parts of this program itself are kept in `main`."""
@@ -114,14 +110,14 @@ class Sent:
             self.sent.append((loaded[0], ray.put(loaded[1].to(torch.device("cpu")))))
             ray.util.deregister_serializer(Tensor)
 
-    def make_client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
-        """The client of a node, in an actor."""
+    def __call__(self, context: Context, config: Mapping[str, Any]) -> BNClient:
+        """In an actor."""
         for name, part in self.main.items():
             setattr(sys.modules["__main__"], name, part)
         device = str(choose_device(run_of(self.experiment, config).engine.device))
         for examples, place in self.sent:
             _receive(examples, device, place)
-        return self.clients(context, config)
+        return super().__call__(context, config)
 
 
 @functools.cache
