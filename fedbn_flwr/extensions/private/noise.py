@@ -92,12 +92,9 @@ def gaussian(size: int, deviation: float, seed: int | None) -> Array:
     """
     if seed is not None:
         return np.random.default_rng(seed).normal(0.0, deviation, size)
-    pairs = (size + 1) // 2
-    bits = np.frombuffer(os.urandom(16 * pairs), np.uint64).reshape(2, pairs)
-    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # within (0, 1)
-    radius, angle = np.sqrt(-2.0 * np.log(uniform[0])), 2.0 * np.pi * uniform[1]  # Box and Muller 1958
-    both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
-    return np.asarray(deviation * both)
+    bits = np.frombuffer(os.urandom(8 * size), np.uint64) >> np.uint64(12)
+    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-52  # exact, and within (0, 1)
+    return np.asarray(deviation * torch.special.ndtri(torch.from_numpy(uniform)).numpy())
 
 
 # --- epsilon and delta -------------------------------------------------------

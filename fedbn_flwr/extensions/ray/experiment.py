@@ -42,7 +42,7 @@ from fedbn_flwr.experiment.settings import Engine, Experiment
 from fedbn_flwr.named import in_a_line, names_in
 from fedbn_flwr.storage import temporary_folder
 
-from .grid import Actors, Place, RayGrid, machines
+from .grid import RayGrid, machines
 
 
 @contextmanager
@@ -50,13 +50,11 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
     """Grids on the Ray cluster of the first run, one for each run; the connection begins with the first grid."""
     sent = Sent(experiment)
     first = experiment.runs[0].engine
-    idle = Actors()
     with ExitStack() as stack:
 
         @functools.cache
         def connect() -> None:  # now, when all parts are loaded
             stack.enter_context(connected(first.address, sent.modules()))
-            stack.callback(idle.close)
 
         @contextmanager
         def make_grid(parts: Parts) -> Iterator[Grid]:
@@ -64,12 +62,12 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
             sent.send_data(parts)
             run, engine = parts.run, parts.run.engine
             with RayGrid(
-                client_app(sent.make_client, mods=client_mods(experiment)),
+                client_app(sent, mods=client_mods(experiment)),
                 run.clients,
                 workers=None if engine.workers == "auto" else engine.workers,
-                place=_place(engine),
+                cpus=engine.threads if engine.cpus_per_client is None else engine.cpus_per_client,
+                gpus=_gpus(engine),
                 start_timeout=engine.node_timeout,
-                idle=idle,
                 work=parts.work(),
                 threads=engine.threads,
             ) as grid:
@@ -78,23 +76,18 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
         yield make_grid
 
 
-def _place(engine: Engine) -> Place:
-    gpus = engine.gpus_per_client
-    if gpus is None:
-        gpus = 1.0 if engine.device != "cpu" and any(each["Resources"].get("GPU") for each in machines()) else 0.0
-    return Place(engine.threads if engine.cpus_per_client is None else engine.cpus_per_client, gpus)
+def _gpus(engine: Engine) -> float:
+    if engine.gpus_per_client is not None:
+        return engine.gpus_per_client
+    return 1.0 if engine.device != "cpu" and any(each["Resources"].get("GPU") for each in machines()) else 0.0
 
 
-@dataclass
-class Sent:
-    """An experiment with the data and the code that its clients need, in the form in which it is sent to actors."""
+@dataclass(frozen=True)
+class Sent(Clients):
+    """An experiment's clients with the data and the code that they need, in the form in which it is sent to actors."""
 
-    experiment: Experiment
     sent: list[tuple[str, Any]] = field(default_factory=list)  # data sets, with their place in the object store
     main: dict[str, Any] = field(default_factory=dict)  # parts that a script or a notebook defines
-
-    def __post_init__(self) -> None:
-        self.clients = Clients(self.experiment)
 
     def modules(self) -> list[str]:
         """The modules that the experiment names; parts of this program itself are kept in `main`."""
@@ -116,14 +109,14 @@ class Sent:
             self.sent.append((loaded[0], ray.put(loaded[1].to(torch.device("cpu")))))
             ray.util.deregister_serializer(Tensor)
 
-    def make_client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
-        """The client of a node, in an actor."""
+    def __call__(self, context: Context, config: Mapping[str, Any]) -> BNClient:
+        """In an actor."""
         for name, part in self.main.items():
             setattr(sys.modules["__main__"], name, part)
         device = str(choose_device(run_of(self.experiment, config).engine.device))
         for examples, place in self.sent:
             _receive(examples, device, place)
-        return self.clients(context, config)
+        return super().__call__(context, config)
 
 
 @functools.cache
@@ -153,7 +146,6 @@ def connected(address: str | None = None, modules: Iterable[str] = ()) -> Iterat
         return
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     set_ray_defaults(os.environ)
-    own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     with temporary_folder("code") as folder:
         stage(Path(folder), modules)
         before = signal.getsignal(signal.SIGTERM)
@@ -166,7 +158,7 @@ def connected(address: str | None = None, modules: Iterable[str] = ()) -> Iterat
                 runtime_env={"working_dir": folder},
                 logging_level=logging.ERROR,
                 log_to_driver=False,
-                **own,
+                include_dashboard=False,
             )
         except (OSError, ValueError) as error:
             raise UserError(  # not SettingsError, after which the next run would be tried

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,29 +30,22 @@ _KEPT = 4  # records whose place in the object store is remembered
 _FETCH_TIMEOUT = 120  # seconds to fetch a result from another machine
 
 
-@dataclass(frozen=True)
-class Place:
-    """What Ray reserves for one actor, which serves one client at a time."""
-
-    cpus: float = 1.0
-    gpus: float = 0.0
-
-    def fits(self) -> int:
-        """The number of actors for which the machines of the cluster have room."""
-        needed = {name: round(each * 1e4) for name, each in (("CPU", self.cpus), ("GPU", self.gpus)) if each}
-        # Ray counts in ten-thousandths.
-        return sum(
-            min(round(node["Resources"].get(name, 0) * 1e4) // each for name, each in needed.items())
-            for node in machines()
-        )
-
-    def __str__(self) -> str:
-        return f"{self.cpus:g} CPUs" + (f" and {self.gpus:g} GPUs" if self.gpus else "")
-
-
 def machines() -> list[dict[str, Any]]:
     """The machines of the cluster that are alive, as Ray describes them."""
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def fits(needs: Mapping[str, float]) -> int:
+    """The number of actors with these needs for which the machines of the cluster have room."""
+    # Ray counts in ten-thousandths.
+    return sum(
+        min(round(node["Resources"].get(name, 0) * 1e4) // round(each * 1e4) for name, each in needs.items())
+        for node in machines()
+    )
+
+
+def _in_words(needs: Mapping[str, float]) -> str:
+    return " and ".join(f"{each:g} {name}s" for name, each in needs.items())
 
 
 def cluster_text() -> str:
@@ -65,38 +58,17 @@ def cluster_text() -> str:
     return ", ".join(each[:8]) + (f" and {len(each) - 8} more" if len(each) > 8 else "") or "none"
 
 
-@dataclass
-class Actors:
-    """Actors that are idle between two grids of this process: the next grid need not wait until its actors start."""
-
-    idle: list[Any] = field(default_factory=list)
-    place: Place | None = None  # of each
-
-    def take(self, place: Place) -> Any:
-        """An idle actor that has this place, or None. Those that have another end, because they need room."""
-        if place != self.place:
-            self.close()
-        self.place = place
-        return self.idle.pop() if self.idle else None
-
-    def close(self) -> None:
-        while self.idle:
-            ray.kill(self.idle.pop())
-
-
 class RayGrid(LocalGrid):
     """A grid of `num_nodes` nodes that actors of the connected Ray cluster serve.
 
     Parameters
     ----------
     workers
-        Number of actors; None: as many as fit.
-    place
-        What Ray reserves for each.
+        Number of actors; None: as many as fit; 0: this process serves the nodes.
+    cpus, gpus
+        What Ray reserves for each, which serves one client at a time.
     start_timeout
         Seconds after which the run fails if no actor can be started.
-    idle
-        Idle actors of earlier grids, to which those of this grid are added when it closes; None: they end with it.
 
     The others are those of `LocalGrid`.
     """
@@ -107,35 +79,24 @@ class RayGrid(LocalGrid):
         num_nodes: int,
         *,
         workers: int | None = None,
-        place: Place = Place(),
+        cpus: float = 1,
+        gpus: float = 0,
         start_timeout: float = 120,
-        idle: Actors | None = None,
-        threads: int = 1,
         **nodes: Any,
     ) -> None:
-        if workers is None and not (workers := place.fits()):
-            raise RunFailed(f"no machine of the Ray cluster has {place} for a client; it has {cluster_text()}")
-        if workers < 1:
-            raise ValueError(f"workers is {workers}; give a number of actors, or None")
-        self._place = place
+        self._needs = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
+        if workers is None and not (workers := fits(self._needs)):
+            raise RunFailed(
+                f"no machine of the Ray cluster has {_in_words(self._needs)} for a client; it has {cluster_text()}"
+            )
         self._records = _SharedRecords()
-        self._idle = idle or Actors()
-        self._ends_actors = idle is None
-        super().__init__(client_app, num_nodes, workers=workers, threads=threads, **nodes)
+        super().__init__(client_app, num_nodes, workers=workers, **nodes)
         self._start_timeout = start_timeout
         self._served_at: float | None = None  # when some actor was last ready
 
     def _make_workers(self, nodes: Nodes, count: int) -> list[ActorWorker]:
         sent = ray.put(nodes)
-        return [ActorWorker(sent, self._place, self._idle, self._records) for _ in range(count)]
-
-    def close(self) -> None:
-        for actor in self._workers:
-            if actor.is_free:
-                actor.release()
-        super().close()
-        if self._ends_actors:
-            self._idle.close()
+        return [ActorWorker(sent, self._needs, self._records) for _ in range(count)]
 
     def _wait(self, timeout: float) -> list[Any]:
         waited = {actor.waited: actor for actor in self._workers if actor.then}
@@ -155,9 +116,9 @@ class RayGrid(LocalGrid):
             self._served_at = now
         if now - self._served_at > self._start_timeout:
             raise RunFailed(
-                f"no actor has started on the Ray cluster for {self._start_timeout:g} s; each needs {self._place}, and "
-                f"the machines are {cluster_text()}, which other programs may use; if their processes start slowly, "
-                "set a longer start_timeout (engine.node_timeout of an experiment)"
+                f"no actor has started on the Ray cluster for {self._start_timeout:g} s; each needs "
+                f"{_in_words(self._needs)}, and the machines are {cluster_text()}, which other programs may use; if "
+                "their processes start slowly, set a longer start_timeout (engine.node_timeout of an experiment)"
             )
         super()._receive(timeout)
 
@@ -184,18 +145,18 @@ class _SharedRecords:
 
 
 class _Actor:
-    """In an actor's process: answers messages to any node."""
+    """In an actor's process: answers messages to any of these nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
         identify()
         keep_freed_memory()
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the server reports errors; a machine's log is not read
 
-    def begin(self, nodes: Nodes) -> bytes:
-        """Serve these nodes from now on. Returns the address of the machine, and Ray's name of it."""
-        self._nodes = nodes
-        where = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
-        return pickle.dumps(where)
+    def where(self) -> bytes:
+        """The address of the machine, and Ray's name of it."""
+        found = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
+        return pickle.dumps(found)
 
     def handle(self, data: bytes, names: Sequence[str], *records: ArrayRecord) -> bytes:
         call, arguments = pickle.loads(data)  # noqa: S301 (of our own server)
@@ -210,8 +171,7 @@ class ActorWorker(NodeWorker):
     """An actor, on any machine that has room."""
 
     nodes: Any  # in the object store
-    place: Place
-    idle: Actors
+    needs: Mapping[str, float]
     records: _SharedRecords
     waited: Any = None  # the reference of the result of the current job; None: its machine is lost
     machine: str = ""  # its address
@@ -221,10 +181,9 @@ class ActorWorker(NodeWorker):
 
     def launch(self) -> None:
         # Ray starts it as soon as some machine has room.
-        options = {"num_cpus": self.place.cpus, "num_gpus": self.place.gpus, "scheduling_strategy": "SPREAD"}
-        make = ray.remote(_Actor).options(max_restarts=0, **options).remote
-        self._actor = self.idle.take(self.place) or make()
-        self.waited = self._actor.begin.remote(self.nodes)
+        reserved = {"num_cpus": self.needs.get("CPU", 0), "num_gpus": self.needs.get("GPU", 0)}
+        self._actor = ray.remote(_Actor).options(**reserved, scheduling_strategy="SPREAD").remote(self.nodes)
+        self.waited = self._actor.where.remote()
 
     def send(self, then: Then, call: str, *arguments: Any) -> None:
         self.then, large = then, dict[str, Any]()
@@ -249,11 +208,6 @@ class ActorWorker(NodeWorker):
                 return None, f"no actor can start on the Ray cluster: {in_a_line(error)}"
             how = f"was lost ({in_a_line(error)})"
         return None, f"the client's actor on {self.machine} {how}"
-
-    def release(self) -> None:
-        """Leave the actor, which is free, to the next grid."""
-        self.idle.idle.append(self._actor)
-        self._actor = None
 
     def close(self) -> None:
         if self._actor is not None:

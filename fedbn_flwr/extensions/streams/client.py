@@ -18,7 +18,6 @@ from fedbn_flwr.exchange.codec import (
     Agreement,
     Contribution,
     agreement_from_records,
-    contribution_from_records,
     contribution_to_records,
     numbers_of,
 )
@@ -41,8 +40,6 @@ KEEPALIVE = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
 
-HEADER_LIMIT = 16384  # bytes of a message besides the tensors
-
 
 def to_bytes(value: Contribution | Agreement) -> bytes:
     if isinstance(value, Contribution):
@@ -50,15 +47,8 @@ def to_bytes(value: Contribution | Agreement) -> bytes:
     return dump(RecordDict({"arrays": pack(value.tensors), "config": ConfigRecord(numbers_of(value))}))
 
 
-def contribution_from_bytes(data: bytes) -> Contribution:
-    return contribution_from_records(_from_bytes(data))
-
-
-def agreement_from_bytes(data: bytes) -> Agreement:
-    return agreement_from_records(_from_bytes(data))
-
-
-def _from_bytes(data: bytes) -> RecordDict:
+def from_bytes(data: bytes) -> RecordDict:
+    """The records of a contribution or an agreement."""
     try:
         content = parse(data)
     except ValueError:
@@ -129,7 +119,9 @@ def service_at(
             return answer
 
         try:
-            yield lambda sent: agreement_from_bytes(call(EXCHANGE, to_bytes(sent), timeout + SLACK_SECONDS))
+            yield lambda sent: agreement_from_records(
+                from_bytes(call(EXCHANGE, to_bytes(sent), timeout + SLACK_SECONDS))
+            )
         except BaseException as error:
             with contextlib.suppress(MessageError):
                 call(FAILED, f"{type(error).__name__}: {error}".encode(errors="replace"), SLACK_SECONDS)

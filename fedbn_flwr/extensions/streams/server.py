@@ -9,28 +9,25 @@ continue.
 from __future__ import annotations
 
 import functools
-import math
 import secrets
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
-from flwr.app import ArrayRecord, Message, MessageType
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.exchange.carriers import Exchanges, content_like
-from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution
+from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution, contribution_from_records
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.gate import sent_model
-from fedbn_flwr.norms.roles import Role, roles
 
 from .client import (
     DIRECT,
@@ -40,15 +37,13 @@ from .client import (
     DIRECT_TOKEN,
     EXCHANGE,
     FAILED,
-    HEADER_LIMIT,
     KEEPALIVE,
     TOKEN,
-    contribution_from_bytes,
+    from_bytes,
     to_bytes,
 )
 from .config import ExchangeConfig, split_address
 
-_ROUND_SECONDS = 6 * 3600.0  # for all exchanges of a round; the round's own timeout is usually shorter
 _JOIN_SECONDS = 60  # to close the service after the last reply has arrived
 
 
@@ -68,8 +63,7 @@ class StreamCarrier:
         self._nodes = [message.metadata.dst_node_id for message in messages]
         self._up: list[Arrays] = []  # the contributions to the current exchange
         self._ended: Future[list[int]] = Future()  # the nodes that took part in all exchanges
-        limit = _message_limit(self._model)
-        self._service = ExchangeService(settings, self._nodes, limit=limit, seconds=_ROUND_SECONDS)
+        self._service = ExchangeService(settings, self._nodes)
         ca = settings.read("ca")
         self._config = {
             DIRECT: self._service.address,
@@ -135,15 +129,9 @@ class StreamCarrier:
 
 def _answer(content: bytes | str) -> Contribution | str:
     try:
-        return content if isinstance(content, str) else contribution_from_bytes(content)
+        return content if isinstance(content, str) else contribution_from_records(from_bytes(content))
     except MessageError as error:
         return f"its message cannot be read: {error}"
-
-
-def _message_limit(model: ArrayRecord) -> int:
-    """Bytes of a client's largest message: mean and variance of the widest batch norm in float64, and a header."""
-    widest = max(math.prod(model[key].shape) for key, role in roles(model).items() if role is Role.STATISTICS)
-    return 2 * 8 * widest + HEADER_LIMIT
 
 
 _GRACE_SECONDS = 10  # to deliver the last answers
@@ -172,20 +160,16 @@ class _Client:
 
 
 class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """A service for `nodes`; a client's message may have up to `limit` bytes, and all calls end after `seconds`.
+    """A service for `nodes`. It waits up to `bind_seconds` for its port, which another run's round may have open.
 
-    It waits up to `bind_seconds` for its port, which another run's round may have open.
+    A client's message may have up to 4 MB, gRPC's limit: mean and variance of 260,000 channels in float64.
     """
 
-    def __init__(
-        self, settings: ExchangeConfig, nodes: Sequence[int], *, limit: int, seconds: float, bind_seconds: float = 60
-    ) -> None:
+    def __init__(self, settings: ExchangeConfig, nodes: Sequence[int], bind_seconds: float = 60) -> None:
         self._clients = {node: _Client() for node in nodes}
-        self._end = time.monotonic() + seconds
         options = [
             *KEEPALIVE,
             ("grpc.so_reuseport", 0),  # two runs must not share a port unnoticed
-            ("grpc.max_receive_message_length", limit),
             ("grpc.max_metadata_size", 4096),
             ("grpc.max_concurrent_streams", 16),  # of one connection; a client has one call at a time
             ("grpc.server_handshake_timeout_ms", 20_000),
@@ -226,7 +210,7 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def collect(self, nodes: Sequence[int], seconds: float) -> dict[int, bytes | str]:
         """The next message of each node, or as text why there is none; a node that sends none in time is lost."""
-        end, found = min(time.monotonic() + seconds, self._end), dict[int, bytes]()
+        end, found = time.monotonic() + seconds, dict[int, bytes]()
         for node in nodes:
             client, found[node] = self._clients[node], b""
             try:
@@ -276,11 +260,10 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
             client.ended(context)
         if client.lost is None:
             client.received.put(message)
-            with suppress(Empty):
-                answer = client.answers.get(timeout=max(0.0, self._end - time.monotonic()))
+            answer = client.answers.get()  # the wait ends with the client's part in the round, or with the round
         client.call = None
         if answer is None:
-            context.abort(grpc.StatusCode.ABORTED, client.lost or "the round took too long")  # raises
+            context.abort(grpc.StatusCode.ABORTED, client.lost)  # raises
         return bytes(answer)
 
     def _failed(self, client: _Client, message: bytes, context: Any) -> bytes:

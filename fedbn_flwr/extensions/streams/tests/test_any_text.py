@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.extensions.streams.client import agreement_from_bytes, contribution_from_bytes, to_bytes
+from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records, contribution_from_records
+from fedbn_flwr.extensions.streams.client import from_bytes, to_bytes
 from fedbn_flwr.extensions.streams.config import PREFIX, ExchangeConfig
 from tests.support.command import ROOT
 from tests.support.fuzz import cases, frames
@@ -41,6 +41,6 @@ FRAMES = [
 @settings(max_examples=cases(200))
 @given(frames(FRAMES))
 def test_any_frame_of_an_exchange(data: bytes) -> None:
-    for read in (contribution_from_bytes, agreement_from_bytes):
+    for read in (contribution_from_records, agreement_from_records):
         with contextlib.suppress(MessageError):
-            read(data)
+            read(from_bytes(data))

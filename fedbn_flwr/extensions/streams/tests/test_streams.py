@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from fedbn_flwr.errors import MessageError, RunFailed
-from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution
-from fedbn_flwr.extensions.streams.client import EXCHANGE, FAILED, TOKEN, contribution_from_bytes, service_at, to_bytes
+from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution, contribution_from_records
+from fedbn_flwr.extensions.streams.client import EXCHANGE, FAILED, TOKEN, from_bytes, service_at, to_bytes
 from fedbn_flwr.extensions.streams.config import ExchangeConfig
 from fedbn_flwr.extensions.streams.server import ExchangeService
 from tests.support.network import make_keys, missing_tools
@@ -28,7 +28,7 @@ HERE = ExchangeConfig("127.0.0.1:0")  # any free port
 
 @pytest.fixture
 def service() -> Iterator[ExchangeService]:
-    with ExchangeService(HERE, [7, 8], limit=10_000, seconds=60) as opened:
+    with ExchangeService(HERE, [7, 8]) as opened:
         yield opened
 
 
@@ -61,7 +61,7 @@ def finish(service: ExchangeService, outcomes: list[Any], nodes: list[int]) -> N
     received = service.collect(nodes, 20)
     for node in nodes:
         assert isinstance(content := received[node], bytes), content
-        assert contribution_from_bytes(content).tensors["mean"][0] == node
+        assert contribution_from_records(from_bytes(content)).tensors["mean"][0] == node
     service.answer(nodes, agreed(), last=True)
     for outcome in outcomes:
         assert outcome.result(20).values == 12
@@ -115,13 +115,13 @@ def test_a_token_is_good_for_one_call_at_a_time_and_to_the_last_answer(service: 
 
 
 def test_a_service_does_not_accept_the_tokens_of_another_round(service: ExchangeService) -> None:
-    with ExchangeService(HERE, [7, 8], limit=10_000, seconds=60) as other:
+    with ExchangeService(HERE, [7, 8]) as other:
         assert raw(other, service.tokens[7], [b"x"]) is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_a_message_that_is_too_large_is_not_read(service: ExchangeService) -> None:
     with clients(service, 8) as outcomes:
-        assert raw(service, service.tokens[7], [b"x" * 20_000]) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert raw(service, service.tokens[7], [b"x" * 5_000_000]) is grpc.StatusCode.RESOURCE_EXHAUSTED
         received = service.collect([7, 8], 1)
         assert received[7] == "it sent nothing to the exchange service within 1 s"
         assert isinstance(received[8], bytes)
@@ -163,18 +163,11 @@ def test_a_client_that_never_connects_or_sends_nothing_is_given_up(service: Exch
             late(moments())
 
 
-def test_a_round_ends_when_its_time_is_over() -> None:
-    with ExchangeService(HERE, [7], limit=1000, seconds=1) as short:
-        with called(short, 7) as exchange, pytest.raises(MessageError, match="the round took too long"):
-            exchange(moments())
-        assert isinstance(short.collect([7], 60)[7], bytes | str)
-
-
 def test_a_client_whose_server_is_gone_or_never_answers_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedbn_flwr.extensions.streams.client.SLACK_SECONDS", 0.5)
     monkeypatch.setattr("fedbn_flwr.extensions.streams.client.CONNECT_SECONDS", 1)
     with contextlib.ExitStack() as stack:
-        with ExchangeService(HERE, [7, 8, 9], limit=10_000, seconds=60) as service:
+        with ExchangeService(HERE, [7, 8, 9]) as service:
             with (
                 called(service, 7, timeout=0.5) as exchange,
                 pytest.raises(MessageError, match="did not answer within 1 s"),
@@ -210,16 +203,16 @@ def test_an_answer_that_does_not_fit_is_an_error(service: ExchangeService, answe
 
 
 def test_two_rounds_in_a_row_take_the_same_port(service: ExchangeService) -> None:
-    with ExchangeService(HERE, [1], limit=1000, seconds=60) as first:
+    with ExchangeService(HERE, [1]) as first:
         address = first.address
     for _ in range(3):
-        with ExchangeService(ExchangeConfig(address), [1], limit=1000, seconds=60) as again:
+        with ExchangeService(ExchangeConfig(address), [1]) as again:
             assert raw(again, None, [b"x"]) is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_a_taken_port_is_an_error_with_the_setting_that_helps(service: ExchangeService) -> None:
     with pytest.raises(RunFailed, match=r"cannot listen on .*FEDBN_EXCHANGE_ADDRESS"):
-        ExchangeService(ExchangeConfig(service.address), [1], limit=1000, seconds=60, bind_seconds=0)
+        ExchangeService(ExchangeConfig(service.address), [1], bind_seconds=0)
 
 
 @pytest.mark.skipif(bool(missing_tools()), reason="openssl is not installed")
@@ -231,7 +224,7 @@ def test_a_client_that_does_not_trust_the_certificate_sends_nothing(
         assert make_keys(tmp_path / name).returncode == 0
     keys = tmp_path / "ours" / "exchange"
     direct = ExchangeConfig("127.0.0.1:0", certificate=str(keys / "server.pem"), key=str(keys / "server.key"))
-    with ExchangeService(direct, [7], limit=1000, seconds=60) as service:
+    with ExchangeService(direct, [7]) as service:
         for ca in ((tmp_path / "other" / "ca.crt").read_text(), None):
             trusting = service_at(service.address, service.tokens[7], 5, ca=ca)
             with trusting as exchange, pytest.raises(MessageError, match="cannot be reached"):
