@@ -33,7 +33,6 @@ from fedbn_flwr.tasks import SEVERAL, Task
 from . import trackers
 from .data import Shape, check_labels, try_data
 from .faults import naming
-from .flower_mods import mods_of
 from .parts import Parts, learning_rate, own_loss, plain_loss
 from .settings import Experiment, Settings, name_in, strategy_name
 
@@ -61,7 +60,6 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
     """The parts of a run, which suit each other."""
     for tracker in run.track:
         trackers.check(name_in(tracker))
-    mods_of(run)
     parts = Parts(run, name, rule)
     check_labels(run, parts.shape)
     if parts.dataset is not None:

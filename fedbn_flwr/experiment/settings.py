@@ -71,11 +71,11 @@ def _named(value: Any) -> str | Mapping[str, Any]:
 
 # A part by its name, or by a mapping of its name and options.
 Named = Annotated[str | Mapping[str, Any], PlainValidator(_named), PlainSerializer(lambda value: value)]
-# One part or several; `{}`, as configs of earlier versions have it, is none.
+# One part or several.
 Parts = Annotated[
     tuple[Named, ...],
     Field(strict=False),
-    BeforeValidator(lambda value: [value] if value and isinstance(value, str | Mapping) else value or ()),
+    BeforeValidator(lambda value: [value] if isinstance(value, str | Mapping) else value),
 ]
 
 
@@ -602,13 +602,6 @@ class Settings(Section):
         default=None,
         description=(
             "figures of a paper by label of their run, shown in the report, see [Report](report.md#published-figures)"
-        ),
-    )
-    mods: Parts = Field(
-        default=(),
-        description=(
-            "[mods](plugin.md#flowers-mods) around the messages that clients handle: a list of `module:callable`, or "
-            "of `{name: module:callable, ...}` with arguments"
         ),
     )
     cell: Cell = Cell()

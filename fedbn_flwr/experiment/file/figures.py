@@ -18,7 +18,7 @@ from .expansion import Cell, values_in_words
 AVERAGE = "average"  # of the domains of a figure that is given by domain
 
 # Settings that a paper's figure does not depend on, or that it has no word on.
-FREE = ("name", "label", "cell", "size", "seed", "seeds", "track", "published", "engine", "evaluate", "mods")
+FREE = ("name", "label", "cell", "size", "seed", "seeds", "track", "published", "engine", "evaluate")
 FREE_KEYS = ("data.root", "data.revision", "data.stream", "data.memory", "data.readers", "train.compile")
 
 
