@@ -135,7 +135,7 @@ def status(item: Mapping[str, Any]) -> tuple[str, str]:
         return f"counted by `{item['test']}`", ""
     runs = [run for entry in item.get("files", []) for run in measured(entry)]
     if not runs:
-        return f"smoke only{needs}", ""
+        return f"not measured{needs}", ""
     rows: dict[str, Settings] = {}
     seeds: dict[str, set[int]] = {}
     for paper in load_experiment(name).runs:

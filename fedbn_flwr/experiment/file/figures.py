@@ -81,6 +81,6 @@ def with_set_up(figures: Any, size: str, in_file: Mapping[str, Any], changes: Ma
     before = flat_settings(in_file)
     changed = [key for key, value in flat_settings(changes).items() if before.get(key) != value]
     keys = [key for key in changed if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
-    if not keys or not isinstance(figures, Mapping) or "differs" in figures:
+    if not keys or not isinstance(figures, Mapping) or figures.get("differs"):
         return figures
     return {**figures, "differs": shorten(f"size {size}, other {', '.join(keys)}", 200)}
