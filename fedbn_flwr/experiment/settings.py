@@ -75,7 +75,7 @@ Named = Annotated[str | Mapping[str, Any], PlainValidator(_named), PlainSerializ
 Parts = Annotated[
     tuple[Named, ...],
     Field(strict=False),
-    BeforeValidator(lambda value: [value] if isinstance(value, str | Mapping) else value),
+    BeforeValidator(lambda value: [value] if isinstance(value, str | Mapping) else value or ()),
 ]
 
 
@@ -85,6 +85,12 @@ def name_in(part: str | Mapping[str, Any]) -> str:
 
 def options_in(part: str | Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in part.items() if key != "name"} if isinstance(part, Mapping) else {}
+
+
+def tracker_of(part: str | Mapping[str, Any]) -> str:
+    """The `module:callable` of a tracker."""
+    name = name_in(part)
+    return "fedbn_flwr.experiment.tensorboard:TensorBoard" if name == "tensorboard" else name
 
 
 def _one_of(known: Sequence[str], what: str) -> AfterValidator:
