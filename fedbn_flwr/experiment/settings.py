@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     PlainSerializer,
@@ -31,12 +33,12 @@ from fedbn_flwr.experiment.registry import check_strategy
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
+from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import file_name
 from fedbn_flwr.schema import Few, Names, Positive, Section, expects
 from fedbn_flwr.tasks import LOSSES, METRICS
 
 from .file.expansion import PAPER, Cell
-from .file.figures import Published
 
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
@@ -564,6 +566,29 @@ class Engine(Section):
             f"device is 'cpu', but gpus_per_client is {self.gpus_per_client}; leave it out": self.device == "cpu"
             and bool(self.gpus_per_client),
         }
+
+
+class Published(BaseModel):
+    """Figures of a paper, by their keys in summary.json, for the report; a figure may have a standard deviation."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[
+        str, Annotated[float | tuple[float, float], expects("a number, or a mean and a standard deviation")]
+    ]
+
+    source: Annotated[str, Field(min_length=1)]
+    # Why the figures are not those of this run's set-up: its size, or overrides; a file may give a reason of its own.
+    differs: str | None = None
+
+    @model_validator(mode="after")
+    def _fractions(self) -> Self:
+        figures = self.__pydantic_extra__
+        if not figures:
+            raise ValueError("there is no figure; give one by its key in summary.json, for instance accuracy: 0.7689")
+        for key, value in figures.items():
+            if Measure.of(key).is_fraction and (value[0] if isinstance(value, tuple) else value) > 1:
+                raise ValueError(f"{key} is {value}; expected a fraction, for instance 0.7689, not percent")
+        return self
 
 
 Strategy = Annotated[Mapping[str, Any], AfterValidator(check_strategy)]

@@ -126,6 +126,11 @@ def values_in_words(cell: Cell) -> list[str]:
     ]
 
 
+def condition(cell: Cell) -> str:
+    """The label of a cell without the values that it tries."""
+    return ", ".join([cell.row, *values_in_words(cell)[: len(cell.sweep)]])
+
+
 def _short(key: str) -> str:
     first, _, last = key.rpartition(".")
     return first.rpartition(".")[2] if first and last in ("name", "kind") else last

@@ -28,12 +28,15 @@ from .expansion import (
     at,
     cells_of,
     changes_of_size,
+    condition,
     lists_of,
     values_in_words,
 )
-from .figures import condition, figures_by_label, with_set_up
 
 COMMAND_LINE = "command line"
+# Settings that a paper's figure does not depend on, or that it has no word on.
+FREE = ("name", "label", "cell", "size", "seed", "seeds", "track", "published", "engine", "evaluate")
+FREE_KEYS = ("data.root", "data.revision", "data.stream", "data.memory", "data.readers", "train.compile")
 
 
 def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
@@ -189,6 +192,31 @@ def _check_different(runs: Sequence[Settings], name: str) -> None:
             raise SettingsError(
                 f"{name}: the overrides make the runs {other!r} and {run.label!r} equal; select one with only=LABEL"
             )
+
+
+# --- figures of a paper -------------------------------------------------------
+
+
+def figures_by_label(figures: Any, rows: Sequence[str], conditions: Iterable[str], name: str) -> Mapping[str, Any]:
+    """The figures by the label of a row or of one of its conditions, of those that the file has."""
+    if figures is None or rows == [""]:
+        return {"": figures}
+    if not isinstance(figures, Mapping):
+        raise SettingsError(f"{name}: published is {figures!r}; expected the figures by the labels of their runs")
+    known = dict.fromkeys([*rows, *conditions])
+    if unknown := next((str(label) for label in figures if str(label) not in known), None):
+        raise SettingsError(f"{name}: published has {unknown!r}, which is no run; {did_you_mean(unknown, known)}")
+    return {str(label): content for label, content in figures.items()}
+
+
+def with_set_up(figures: Any, size: str, in_file: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+    """The figures of a run, with a note if a size or the command line changes its settings in the file."""
+    before = flat_settings(in_file)
+    changed = [key for key, value in flat_settings(changes).items() if before.get(key) != value]
+    keys = [key for key in changed if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
+    if not keys or not isinstance(figures, Mapping) or figures.get("differs"):
+        return figures
+    return {**figures, "differs": shorten(f"size {size}, other {', '.join(keys)}", 200)}
 
 
 # --- origins ------------------------------------------------------------------

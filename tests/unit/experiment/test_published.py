@@ -72,15 +72,6 @@ def test_changed_settings_of_a_run_are_another_set_up() -> None:
     assert run.published.differs == "size paper, other rounds"
 
 
-def test_figures_by_domain_have_the_keys_of_a_summary() -> None:
-    text = "{published: {clients_own_accuracy: {amazon: 0.5, dslr: [0.7, 0.01], average: 0.6}, source: Table 2}}"
-    figures = read(text).model_dump()["published"]
-    assert figures == {
-        "source": "Table 2", "differs": None, "clients_own_accuracy_amazon": 0.5,
-        "clients_own_accuracy_dslr": (0.7, 0.01), "clients_own_accuracy": 0.6,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("published", "says"),
     [
