@@ -4,7 +4,6 @@ from fedbn_flwr.commands.common import loading
 
 with loading():  # a SuperNode starts a process for each message
     from fedbn_flwr import client_app
-    from fedbn_flwr.experiment.flower_mods import experiment_mods
     from fedbn_flwr.experiment.node import make_client
 
-app = client_app(make_client, mods=[experiment_mods])
+app = client_app(make_client)

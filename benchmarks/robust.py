@@ -24,6 +24,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ import numpy as np
 import pyarrow.parquet as parquet
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from fedbn_flwr import run, seeding
+from fedbn_flwr import LocalGrid, client_app, seeding
 from fedbn_flwr.errors import FedbnError
+from fedbn_flwr.experiment.node import make_client
+from fedbn_flwr.experiment.run.loop import serve
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 
@@ -147,14 +150,20 @@ def measured(case: Mapping[str, Any]) -> dict[str, Any]:
     strategy = dict(RULES[case["rule"]])
     options = OPTIONS[case["options"]]
     strategy |= {"base": {"name": "FedAvg", **options}} if case["rule"] == "FixBN" else options
-    attack = {"name": "robust:Attack", "kind": case["attack"], "clients": case["malicious"]}
-    mods = [attack] if case["malicious"] else []
-    settings = {**COMMON, **SETS[case["set"]], "strategy": strategy, "mods": mods}
+    mods = [Attack(case["attack"], case["malicious"])] if case["malicious"] else []
+    settings = {**COMMON, **SETS[case["set"]], "strategy": strategy}
     with tempfile.TemporaryDirectory() as folder:
         if case["set"] == "cifar10":
             settings["data"] = settings["data"] | {"root": part_of_cifar10().name}
         try:
-            accuracy = run(settings, out=Path(folder) / "run", progress=False).summary.accuracy
+            run_config = {"experiment": json.dumps(settings), "out": f"{folder}/run"}
+            with (
+                redirect_stdout(sys.stderr),
+                LocalGrid(client_app(make_client, mods=mods), settings["clients"], run_config=run_config) as grid,
+            ):
+                serve(grid, run_config)
+            (file,) = Path(folder).rglob("summary.json")
+            accuracy = json.loads(file.read_text())["accuracy"]
         except FedbnError as error:
             return {**case, "accuracy": None, "failed": str(error).split(":")[0]}
     return {**case, "accuracy": accuracy}

@@ -14,8 +14,8 @@ import yaml
 from described import describe
 
 from fedbn_flwr.experiment.file.content import shipped_experiments
-from fedbn_flwr.experiment.file.figures import FREE, FREE_KEYS, condition
-from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.file.expansion import condition
+from fedbn_flwr.experiment.file.layers import FREE, FREE_KEYS, load_experiment
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.report.tables import paired
@@ -135,7 +135,7 @@ def status(item: Mapping[str, Any]) -> tuple[str, str]:
         return f"counted by `{item['test']}`", ""
     runs = [run for entry in item.get("files", []) for run in measured(entry)]
     if not runs:
-        return f"smoke only{needs}", ""
+        return f"not measured{needs}", ""
     rows: dict[str, Settings] = {}
     seeds: dict[str, set[int]] = {}
     for paper in load_experiment(name).runs:

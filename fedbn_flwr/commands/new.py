@@ -1,4 +1,4 @@
-"""`fedbn new`: writes a commented experiment file."""
+"""`fedbn new`: writes an experiment file to start from, a copy of a shipped one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def add(commands: Commands) -> None:
         new,
         summary="write an experiment file to start from",
         description=(
-            "Write a commented experiment file: the settings of a shipped experiment, and the keys that one changes "
-            "most with their defaults. An existing file is not overwritten."
+            "Write an experiment file to start from: a copy of a shipped experiment or of another file, with its "
+            "comments. An existing file is not overwritten."
         ),
         epilog="Example: fedbn new mine --from demo, then: fedbn explain mine.yaml; fedbn run mine.yaml",
     )
@@ -30,18 +30,25 @@ def add(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="another file, ending in .yaml")
 
 
+_HEAD = """\
+# An experiment of fedbn-flwr, a copy of {source}.
+#   fedbn explain {file}      what it sends, who has which examples; with --all all keys and their defaults
+#   fedbn run {file}          changes on the command line: rounds=3 train.lr=0.01
+# The page "Experiments" of the documentation describes all keys.
+"""
+
+
 def new(arguments: argparse.Namespace) -> None:
-    from fedbn_flwr.experiment.file.content import read_content
-    from fedbn_flwr.experiment.file.layers import load_experiment
-    from fedbn_flwr.experiment.file.template import template
+    from fedbn_flwr.experiment.file.content import extended, text_of
+    from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 
     name = arguments.name.removesuffix(".yaml").removesuffix(".yml")
     file: Path = arguments.out or Path(f"{name}.yaml")
     if file.suffix not in (".yaml", ".yml") or not str(file).isprintable():
         raise SettingsError(f"the file is {str(file)!r}; expected a name of printable characters that ends in .yaml")
-    load_experiment(arguments.source)  # names what is wrong in it
-    content, _ = read_content(arguments.source)
-    text = template({key: value for key, value in content.items() if key != "name"}, shlex.quote(str(file)))
+    text = text_of(arguments.source)
+    read_experiment(extended(parse_yaml(text), file.parent), name=arguments.source)  # names what is wrong in it
+    text = _HEAD.format(source=arguments.source, file=shlex.quote(str(file))) + text
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)

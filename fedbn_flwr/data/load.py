@@ -132,11 +132,6 @@ def digits() -> Mapping[str, Any]:
     return {**parts, "classes": range(10)}
 
 
-def has_form(name: str, classes: int | None, channels: int | None, size: Any) -> bool:
-    """Whether the form of the images is known: of a listed data set, or from the settings."""
-    return name in CATALOGUE or None not in (classes, channels, size)
-
-
 def random_images(source: Source) -> DataSet:
     """Images of uniform noise, to try an experiment without its data; accuracies on them mean nothing.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr import seeding
+from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Value, each
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
 from fedbn_flwr.client.training import check_optimizer
@@ -30,12 +30,10 @@ from fedbn_flwr.schema import refuse
 from fedbn_flwr.strategies import Rule, as_rule
 from fedbn_flwr.tasks import SEVERAL, Task
 
-from . import trackers
 from .data import Shape, check_labels, try_data
 from .faults import naming
-from .flower_mods import mods_of
 from .parts import Parts, learning_rate, own_loss, plain_loss
-from .settings import Experiment, Settings, name_in, strategy_name
+from .settings import Experiment, Settings, name_in, strategy_name, tracker_of
 
 
 def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_data: bool = False) -> list[Parts]:
@@ -43,8 +41,8 @@ def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_
 
     With `own_data`, nodes may have data of their own, so that the sizes of the partitions do not matter.
     """
-    named = [(run, name) for name, run in experiment.named.items()]
-    chosen = named if places is None else [named[place] for place in places]
+    by_place = [(run, name) for name, run in experiment.named.items()]
+    chosen = by_place if places is None else [by_place[place] for place in places]
     several = len({run.label for run, _ in chosen}) > 1
     prepared: list[Parts] = []
     for run, name in chosen:
@@ -60,8 +58,7 @@ def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_
 def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
     """The parts of a run, which suit each other."""
     for tracker in run.track:
-        trackers.check(name_in(tracker))
-    mods_of(run)
+        named.load("track", tracker_of(tracker))
     parts = Parts(run, name, rule)
     check_labels(run, parts.shape)
     if parts.dataset is not None:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     PlainSerializer,
@@ -31,12 +33,12 @@ from fedbn_flwr.experiment.registry import check_strategy
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
+from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import file_name
 from fedbn_flwr.schema import Few, Names, Positive, Section, expects
 from fedbn_flwr.tasks import LOSSES, METRICS
 
 from .file.expansion import PAPER, Cell
-from .file.figures import Published
 
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
@@ -71,11 +73,11 @@ def _named(value: Any) -> str | Mapping[str, Any]:
 
 # A part by its name, or by a mapping of its name and options.
 Named = Annotated[str | Mapping[str, Any], PlainValidator(_named), PlainSerializer(lambda value: value)]
-# One part or several; `{}`, as configs of earlier versions have it, is none.
+# One part or several.
 Parts = Annotated[
     tuple[Named, ...],
     Field(strict=False),
-    BeforeValidator(lambda value: [value] if value and isinstance(value, str | Mapping) else value or ()),
+    BeforeValidator(lambda value: [value] if isinstance(value, str | Mapping) else value or ()),
 ]
 
 
@@ -85,6 +87,12 @@ def name_in(part: str | Mapping[str, Any]) -> str:
 
 def options_in(part: str | Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in part.items() if key != "name"} if isinstance(part, Mapping) else {}
+
+
+def tracker_of(part: str | Mapping[str, Any]) -> str:
+    """The `module:callable` of a tracker."""
+    name = name_in(part)
+    return "fedbn_flwr.experiment.tensorboard:TensorBoard" if name == "tensorboard" else name
 
 
 def _one_of(known: Sequence[str], what: str) -> AfterValidator:
@@ -557,6 +565,29 @@ class Engine(Section):
         }
 
 
+class Published(BaseModel):
+    """Figures of a paper, by their keys in summary.json, for the report; a figure may have a standard deviation."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[
+        str, Annotated[float | tuple[float, float], expects("a number, or a mean and a standard deviation")]
+    ]
+
+    source: Annotated[str, Field(min_length=1)]
+    # Why the figures are not those of this run's set-up: its size, or overrides; a file may give a reason of its own.
+    differs: str | None = None
+
+    @model_validator(mode="after")
+    def _fractions(self) -> Self:
+        figures = self.__pydantic_extra__
+        if not figures:
+            raise ValueError("there is no figure; give one by its key in summary.json, for instance accuracy: 0.7689")
+        for key, value in figures.items():
+            if Measure.of(key).is_fraction and (value[0] if isinstance(value, tuple) else value) > 1:
+                raise ValueError(f"{key} is {value}; expected a fraction, for instance 0.7689, not percent")
+        return self
+
+
 Strategy = Annotated[Mapping[str, Any], AfterValidator(check_strategy)]
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # without control characters, which terminals obey
 
@@ -599,13 +630,6 @@ class Settings(Section):
         default=None,
         description=(
             "figures of a paper by label of their run, shown in the report, see [Report](report.md#published-figures)"
-        ),
-    )
-    mods: Parts = Field(
-        default=(),
-        description=(
-            "[mods](plugin.md#flowers-mods) around the messages that clients handle: a list of `module:callable`, or "
-            "of `{name: module:callable, ...}` with arguments"
         ),
     )
     cell: Cell = Cell()

@@ -8,14 +8,14 @@ from typing import Any
 
 from fedbn_flwr.errors import needs
 
-from .trackers import Session, Status, TrackedRun
+from .listeners.track import TrackedRun
 
 with needs("tensorboard", "track=tensorboard"):
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
 
-class TensorBoard(Session):
+class TensorBoard:
     """Event files in the run folder; `tensorboard --logdir DIR` shows all runs in DIR."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -30,7 +30,7 @@ class TensorBoard(Session):
             self.writer.add_scalar(name, value, round)
         self.writer.flush()
 
-    def end(self, status: Status, summary: Mapping[str, Any]) -> None:
+    def end(self, status: str, summary: Mapping[str, Any]) -> None:
         self.writer.add_text("summary", f"```json\n{json.dumps(dict(summary), indent=2)}\n```")
         self.writer.add_text("status", status)
         if status == "finished":

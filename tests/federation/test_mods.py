@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod, message_size_mod
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.clientapp.mod import fixedclipping_mod, message_size_mod
 
 from fedbn_flwr import client_app
 from fedbn_flwr.client.app import weights_only
-from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
-from fedbn_flwr.experiment.flower_mods import experiment_mods
-from fedbn_flwr.experiment.node import Clients
-from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run.loop import carry_out
-from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.models.tensors import initial_arrays
+from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import FedAvg, FixBN
 from tests.support.command import ROOT, python_blocks
@@ -142,81 +133,3 @@ def test_the_documented_mods_work(federation: Federations) -> None:
     assert (sent["0.weight"] != reply["0.weight"]).any()
     with pytest.raises(RunFailed, match="clipping_norm"):  # the reason, without the strategy that the mod needs
         FedAvg().start(fed.grid(names["app"]), fed.arrays(), num_rounds=1)
-
-
-# --- in experiments ----------------------------------------------------------
-
-EXPERIMENT = """
-rounds: 1
-clients: 2
-model: {name: cnn}
-train: {lr: 0.05, steps: 1}
-evaluate: {clients: true}
-engine: {workers: 0, device: cpu}
-"""
-
-
-def noted(message: Message, context: Context, call_next: Any) -> Any:
-    """A mod of the user: marks the replies."""
-    reply = call_next(message, context)
-    reply.content["metrics"]["noted"] = 1.0
-    return reply
-
-
-def test_an_experiment_s_mods_see_the_messages_on_the_local_engine_and_in_flower_s_client_app() -> None:
-    from apps.client_app import app
-
-    experiment = read_experiment(parse_yaml(EXPERIMENT + "mods: [tests.federation.test_mods:noted]"))
-    here = client_app(Clients(experiment), mods=[functools.partial(experiment_mods, experiment=experiment)])
-    for grid in (RecordingGrid(here, 2), RecordingGrid(app, 2, run_config=experiment.run_config)):
-        (prepared,) = prepare(experiment)
-        arrays, config = pack(initial_arrays(prepared.model)), ConfigRecord({"fedbn.run": prepared.name})
-        for message in (
-            *prepared.rule.configure_train(1, arrays, config, grid),
-            *prepared.rule.configure_evaluate(1, arrays, config, grid),
-            Message(RecordDict({"config": config}), 1, "query.partition"),
-        ):
-            (reply,) = grid.send_and_receive([message])
-            assert grid.errors() == []
-            assert "noted" in reply.content["metrics"]
-
-
-@pytest.mark.parametrize(
-    ("mods", "words"),
-    [
-        ("[mesage_size_mod]", "mods='mesage_size_mod': expected module:callable"),
-        ("{trian: [message_size_mod]}", r"mods.0: found \{'trian'.*expected a name"),
-        (
-            "[{name: 'flwr.clientapp.mod:LocalDpMod', clipping_norm: 1.0}]",
-            "mods='flwr.*LocalDpMod' failed: .*missing 3",
-        ),
-        ("[tests.federation.test_mods:absent]", "has no 'absent'"),
-    ],
-)
-def test_wrong_mods_are_refused_before_anything_runs(mods: str, words: str) -> None:
-    with pytest.raises(SettingsError, match=words):
-        prepare(read_experiment(parse_yaml(EXPERIMENT + f"mods: {mods}")))
-
-
-class Private:
-    """A mod of the user with arguments: local privacy of the weights in replies to train messages."""
-
-    def __init__(self, **options: float) -> None:
-        self.mod = weights_only(LocalDpMod(**options))
-
-    def __call__(self, message: Message, context: Context, call_next: Any) -> Message:
-        is_train = message.metadata.message_type == "train"
-        return self.mod(message, context, call_next) if is_train else call_next(message, context)
-
-
-def test_an_experiment_with_local_privacy_trains(tmp_path: Path) -> None:
-    private = (
-        "mods: [{name: tests.federation.test_mods:Private, clipping_norm: 0.01, sensitivity: 1.0e-6, epsilon: 10, "
-        "delta: 1e-5}]"
-    )
-    losses = []
-    for name, mods in (("plain", ""), ("private", private)):
-        carry_out(read_experiment(parse_yaml(EXPERIMENT + mods)), tmp_path / name, resume=False, quiet=True)
-        (file,) = (tmp_path / name).glob("*/history.jsonl")
-        losses.append(json.loads(file.read_text().splitlines()[-1])["loss"])
-    assert losses[0] != losses[1]

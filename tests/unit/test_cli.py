@@ -267,7 +267,7 @@ def test_report_joins_seeds_and_names_a_folder_without_runs(tmp_path: Path, caps
 
 
 def test_changes_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", "quick", "rounds=7", "--size", "smoke", "seed=3"]) == 0
+    assert cli.main(["explain", "quick", "rounds=7", "--size", "paper", "seed=3"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^rounds +7 +command line$", text, re.MULTILINE)
     assert re.search(r"^seed +3 +command line$", text, re.MULTILINE)
@@ -282,7 +282,7 @@ def test_changes_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_cluster_that_does_not_answer_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        words = ["--engine", "ray", "engine.address=127.0.0.1:9", "--size", "smoke"]
+        words = ["--engine", "ray", "engine.address=127.0.0.1:9", "rounds=2"]
         assert cli.main(["run", "demo", "only=[FixBN, FedTAN]", "--out", str(tmp_path), *words]) == 2
     error = capsys.readouterr().err
     assert error.count("no Ray cluster answers at engine.address='127.0.0.1:9'") == 1

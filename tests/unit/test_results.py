@@ -64,9 +64,9 @@ ITEM: dict[str, Any] = {"experiment": "fedtan/table3", "files": [{"file": "repor
 EVERY: tuple[tuple[str, dict[str, Any]], ...] = (("FedAvg+GN", {}), ("FedAvg+BN", {}), ("FedTAN", {}))
 
 
-def test_an_item_without_a_raw_file_is_smoke_only() -> None:
-    assert results.status({"experiment": "fedtan/table3"}) == ("smoke only", "")
-    assert results.status({"experiment": "fedtan/table3", "needs": "a GPU"}) == ("smoke only; needs a GPU", "")
+def test_an_item_without_a_raw_file_is_not_measured() -> None:
+    assert results.status({"experiment": "fedtan/table3"}) == ("not measured", "")
+    assert results.status({"experiment": "fedtan/table3", "needs": "a GPU"}) == ("not measured; needs a GPU", "")
     assert results.status({"experiment": "fedtan/table3", "impossible": "no data"}) == ("not possible: no data", "")
 
 

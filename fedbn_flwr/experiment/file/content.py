@@ -33,6 +33,11 @@ def read_content(source: str) -> tuple[Any, str]:
     return extended(_content(path), path.parent), name
 
 
+def text_of(source: str) -> str:
+    """The text of the file of an experiment."""
+    return _text(_file(source, Path())[0])
+
+
 # What an experiment does not take from the one that it extends.
 _OWN = ("name", "description", "runs", "sweep", "published")
 _CHAIN = 5  # files that extend each other

@@ -19,7 +19,7 @@ from fedbn_flwr.schema import Section
 
 from .content import merge, nested, written_out
 
-PAPER, SMOKE = "paper", "smoke"
+PAPER = "paper"
 LISTS = ("sweep", "tune")
 _WHOLE_FILE = ("name", "label", "cell", "size", "sizes", "runs", "description", "published", *LISTS)
 MOST = 1_000  # runs of an experiment
@@ -126,6 +126,11 @@ def values_in_words(cell: Cell) -> list[str]:
     ]
 
 
+def condition(cell: Cell) -> str:
+    """The label of a cell without the values that it tries."""
+    return ", ".join([cell.row, *values_in_words(cell)[: len(cell.sweep)]])
+
+
 def _short(key: str) -> str:
     first, _, last = key.rpartition(".")
     return first.rpartition(".")[2] if first and last in ("name", "kind") else last
@@ -136,7 +141,7 @@ def _short(key: str) -> str:
 
 def changes_of_size(size: str, parts: Iterable[tuple[str, Mapping[str, Any]]], name: str) -> list[dict[str, Any]]:
     """What `sizes` of an experiment and of each of its runs have for a size; the file itself is `paper`."""
-    known = {PAPER, SMOKE}  # which every experiment has
+    known = {PAPER}
     found = []
     for where, content in parts:
         sizes = content.get("sizes") or {}

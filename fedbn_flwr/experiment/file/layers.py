@@ -22,20 +22,21 @@ from .expansion import (
     LISTS,
     MOST,
     PAPER,
-    SMOKE,
     VALIDATION,
     Cell,
     Lists,
     at,
     cells_of,
     changes_of_size,
+    condition,
     lists_of,
     values_in_words,
 )
-from .figures import condition, figures_by_label, with_set_up
-from .smoke import smoke
 
 COMMAND_LINE = "command line"
+# Settings that a paper's figure does not depend on, or that it has no word on.
+FREE = ("name", "label", "cell", "size", "seed", "seeds", "track", "published", "engine", "evaluate")
+FREE_KEYS = ("data.root", "data.revision", "data.stream", "data.memory", "data.readers", "train.compile")
 
 
 def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
@@ -111,10 +112,16 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     runs, layers = [], {}
     for row in rows.values() if only is None else _select(rows, only, name):
         cells = cells_of(row.label, row.number, row.lists, merge(row.of_size, changes))
-        for cell in itertools.islice(cells, 1 if size == SMOKE else None):
+        for cell in cells:
             label = ", ".join([*filter(None, [row.label]), *values_in_words(cell)])
             with naming(f"{name}, run {label!r}" if label else name):
-                given = [default, *_layers_of(row, cell, size, changes)]
+                given = [
+                    default,
+                    *row.layers,
+                    *(Layer(kind, nested(getattr(cell, kind))) for kind in LISTS),
+                    Layer(f"size {size}", row.of_size),
+                    Layer(COMMAND_LINE, changes),
+                ]
                 settings = _settings_of(row, cell, given, compared)
                 if (known := figures.get(condition(cell), figures.get(row.label))) is not None:
                     settings["published"] = with_set_up(known, size, merged(given[:-2]), merged(given[-2:]))
@@ -123,12 +130,12 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
                 seeds = settings.pop("seeds", None)
                 if seeds is not None and not (isinstance(seeds, list) and seeds and {*map(type, seeds)} == {int}):
                     raise SettingsError(f"seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
-                for seed in (seeds or [settings.get("seed", 0)])[: 1 if size == SMOKE else None]:
+                for seed in seeds or [settings.get("seed", 0)]:
                     runs.append(check_settings({**settings, "seed": seed}))
             layers[runs[-1].label] = [Layer("data set", {"data": of_catalogue(runs[-1].data.name)}), *given]
             if len(runs) > MOST:
                 raise SettingsError(f"{name}: more than {MOST:,} runs; shorten the lists of sweep and tune, or seeds")
-    if size != SMOKE and (overrides or size != PAPER):  # two rounds are too few for some differences
+    if overrides or size != PAPER:
         _check_different(runs, name)
     return Experiment(
         name=runs[0].name,
@@ -138,16 +145,6 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
         seeded="seeds" in {**content, **of_size} or changes.get("seeds") is not None,
         layers=layers,
     )
-
-
-def _layers_of(row: _Row, cell: Cell, size: str, changes: Mapping[str, Any]) -> list[Layer]:
-    """The layers of a cell: its row, its values, the changes of the size, and the overrides."""
-    layers = [*row.layers, *(Layer(kind, nested(getattr(cell, kind))) for kind in LISTS)]
-    of_size = row.of_size
-    if size == SMOKE:
-        run = check_settings(without(merge(merged(layers), changes), "seeds"))
-        of_size = merge(smoke(run, keep_partition="partition" in changes.get("data", {})), of_size)
-    return [*layers, Layer(f"size {size}", of_size), Layer(COMMAND_LINE, changes)]
 
 
 def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> dict[str, Any]:
@@ -195,6 +192,31 @@ def _check_different(runs: Sequence[Settings], name: str) -> None:
             raise SettingsError(
                 f"{name}: the overrides make the runs {other!r} and {run.label!r} equal; select one with only=LABEL"
             )
+
+
+# --- figures of a paper -------------------------------------------------------
+
+
+def figures_by_label(figures: Any, rows: Sequence[str], conditions: Iterable[str], name: str) -> Mapping[str, Any]:
+    """The figures by the label of a row or of one of its conditions, of those that the file has."""
+    if figures is None or rows == [""]:
+        return {"": figures}
+    if not isinstance(figures, Mapping):
+        raise SettingsError(f"{name}: published is {figures!r}; expected the figures by the labels of their runs")
+    known = dict.fromkeys([*rows, *conditions])
+    if unknown := next((str(label) for label in figures if str(label) not in known), None):
+        raise SettingsError(f"{name}: published has {unknown!r}, which is no run; {did_you_mean(unknown, known)}")
+    return {str(label): content for label, content in figures.items()}
+
+
+def with_set_up(figures: Any, size: str, in_file: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+    """The figures of a run, with a note if a size or the command line changes its settings in the file."""
+    before = flat_settings(in_file)
+    changed = [key for key, value in flat_settings(changes).items() if before.get(key) != value]
+    keys = [key for key in changed if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
+    if not keys or not isinstance(figures, Mapping) or figures.get("differs"):
+        return figures
+    return {**figures, "differs": shorten(f"size {size}, other {', '.join(keys)}", 200)}
 
 
 # --- origins ------------------------------------------------------------------

@@ -1,5 +1,9 @@
 """Records a run in a tracker (`track`): settings, figures of every round, summary and status.
 
+A tracker is a function of a `TrackedRun` and of its own settings that returns a session, an object with
+`log(round, figures)` and `end(status, summary)`. Addresses and keys of servers come from the tracker's own environment
+variables and login: an experiment file has no secrets, because nodes receive its content.
+
 Trackers wait for networks and fail. So each has a thread, to which the run passes figures without waiting; an error
 ends the tracking with one warning, never the run; and at its end the run waits a limited time for the last figures.
 """
@@ -9,37 +13,49 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from logging import WARNING
+from pathlib import Path
 from typing import Any
 
 from flwr.common import log
 
+from fedbn_flwr import named
 from fedbn_flwr.results.folder import RunFolder, flat_settings
-from fedbn_flwr.results.text import file_name
-from fedbn_flwr.storage import replacing
 
-from ..settings import name_in, options_in
-from ..trackers import Session, TrackedRun, begin
+from ..settings import name_in, options_in, tracker_of
 from .listener import Listener, Round, Running
 
 LAST_FIGURES = 30  # seconds that a run waits for its tracker at the end
 
 
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker has to know about a run."""
+
+    folder: Path
+    experiment: str
+    name: str  # of the run
+    settings: Mapping[str, Any]  # flat: numbers, booleans and text
+    done: int  # rounds of earlier sessions
+    measure: str = "accuracy"  # that runs of its task are compared by
+
+
 class Track(Listener):
     def __init__(self, part: str | Mapping[str, Any], folder: RunFolder) -> None:
-        self.name, self.options, self.folder = name_in(part), options_in(part), folder
-        self._id_file = folder.path / f"{file_name(self.name)}.id"
-        self._calls: queue.SimpleQueue[Callable[[Session], None] | None] = queue.SimpleQueue()
+        self.part, self.folder = part, folder
+        self._calls: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
 
     def on_start(self, running: Running, at: Round) -> Round:
+        prepared, settings = running.prepared, running.run.model_dump(mode="json", exclude={"name", "track"})
+        flat = {key: value for key, value in flat_settings(settings).items() if value is not None}
         run = TrackedRun(
             folder=self.folder.path,
             experiment=running.run.name,
-            name=running.prepared.name,
-            settings=_settings(running.run.model_dump(mode="json")),
+            name=prepared.name,
+            settings={k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flat.items()},
             done=at.number,
-            measure=running.prepared.task.main,
-            id=self._id_file.read_text(encoding="utf-8").strip() if self._id_file.exists() else None,
+            measure=prepared.task.main,
         )
         running.grid.start()  # a process must not be forked while the thread imports modules
         self._thread = threading.Thread(target=self._work, args=(run,), daemon=True, name="track")
@@ -66,12 +82,7 @@ class Track(Listener):
     def _work(self, run: TrackedRun) -> None:
         """The thread: pass calls to the tracker until the run or the tracker ends."""
         try:
-            session = begin(self.name, self.options, run)
-            if session.id is not None and session.id != run.id:
-                with replacing(self._id_file, durable=False) as file:
-                    file.write_text(f"{session.id}\n", encoding="utf-8")
-            if session.address is not None:
-                print(f"{run.name}: {session.address}", flush=True)
+            session = named.call("track", tracker_of(self.part), run, **options_in(self.part))
             while (call := self._calls.get()) is not None:
                 call(session)
         except Exception as error:
@@ -79,14 +90,4 @@ class Track(Listener):
 
     def _warn(self, reason: str) -> None:
         text = "%s: tracking by %s ended: %s; the run folder has all figures"
-        log(WARNING, text, self.folder.path.name, self.name, reason)
-
-
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as numbers, booleans and text, by dotted key; those that are not given are left out."""
-    flat = flat_settings({key: value for key, value in config.items() if key not in ("name", "track")})
-    return {
-        key: value if isinstance(value, bool | int | float | str) else str(value)
-        for key, value in flat.items()
-        if value is not None
-    }
+        log(WARNING, text, self.folder.path.name, name_in(self.part), reason)

@@ -40,7 +40,6 @@ from fedbn_flwr.strategies import restore
 from fedbn_flwr.tasks import Task
 
 from ..file.layers import from_run_config
-from ..flower_mods import client_mods
 from ..listeners.dynamics import Dynamics
 from ..listeners.evaluate import Best, Evaluate, Final, values_of
 from ..listeners.listener import Listener, Round, Running
@@ -326,7 +325,7 @@ def _local_grid(
 ) -> LocalGrid:
     run = parts.run
     return LocalGrid(
-        client_app(Clients(experiment), mods=client_mods(experiment)),
+        client_app(Clients(experiment)),
         run.clients,
         workers=workers_of(run),
         work=parts.work(),

@@ -34,7 +34,6 @@ from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.errors import RunFailed, UserError
 from fedbn_flwr.experiment.data import loaded_data, receive
-from fedbn_flwr.experiment.flower_mods import client_mods
 from fedbn_flwr.experiment.node import Clients, run_of
 from fedbn_flwr.experiment.parts import Parts, choose_device
 from fedbn_flwr.experiment.ray_settings import START, set_ray_defaults
@@ -62,7 +61,7 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
             sent.send_data(parts)
             run, engine = parts.run, parts.run.engine
             with RayGrid(
-                client_app(sent, mods=client_mods(experiment)),
+                client_app(sent),
                 run.clients,
                 workers=None if engine.workers == "auto" else engine.workers,
                 cpus=engine.threads if engine.cpus_per_client is None else engine.cpus_per_client,

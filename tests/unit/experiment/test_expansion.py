@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.experiments import fault
@@ -237,32 +236,6 @@ def test_a_run_can_have_changes_of_its_own() -> None:
 )
 def test_faulty_sizes_are_refused(text: str, overrides: list[str], found: str) -> None:
     assert found in fault(text, *overrides)
-
-
-@pytest.mark.parametrize("name", sorted(shipped_experiments()))
-def test_smoke_is_a_valid_small_experiment_of_each_file(name: str) -> None:
-    content, _ = read_content(name)
-    found = read_experiment(content, ["size=smoke"], name=name).runs
-    assert [run.cell.row for run in found] == list(content.get("runs", [found[0].label]))
-    for run in found:
-        assert (run.rounds, run.data.random, run.size) == (2, True, "smoke")
-        assert run.data.examples is not None
-        assert run.data.examples < 2_000
-
-
-def test_smoke_scales_rounds_and_keeps_what_the_command_line_says() -> None:
-    (run,) = runs("strategy: {name: FixBN, freeze_round: 5}", "size=smoke", "rounds=3", "strategy.freeze_round=3")
-    assert (run.rounds, run.strategy["freeze_round"]) == (3, 3)
-    assert [run.strategy["freeze_round"] for run in runs(SWEPT, "size=smoke", "only=FixBN")] == [1]
-    (run,) = runs("strategy: {name: FedTANII, fedtan_rounds: 0.1}", "size=smoke")
-    assert run.strategy["fedtan_rounds"] == 1, "one round of two, not none"
-
-
-def test_smoke_splits_images_by_chance_unless_the_command_line_says_how() -> None:
-    text = "data: {partition: {kind: dirichlet, alpha: 0.3}}"
-    assert runs(text, "size=smoke")[0].data.partition.kind == "iid"
-    (run,) = runs(text, "size=smoke", "data.partition.alpha=0.5")
-    assert (run.data.partition.kind, run.data.partition.model_dump()["alpha"]) == ("dirichlet", 0.5)
 
 
 def test_settings_of_a_run_are_an_experiment() -> None:

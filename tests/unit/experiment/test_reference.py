@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fedbn_flwr.experiment.file.content import shipped_experiments
-from fedbn_flwr.experiment.file.figures import condition
+from fedbn_flwr.experiment.file.expansion import condition
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.parts import schedule_of
 from fedbn_flwr.experiment.settings import Settings

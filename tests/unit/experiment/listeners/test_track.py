@@ -14,8 +14,8 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners import track
+from fedbn_flwr.experiment.listeners.track import TrackedRun
 from fedbn_flwr.experiment.settings import name_in
-from fedbn_flwr.experiment.trackers import Session, TrackedRun
 from fedbn_flwr.results.folder import RunFolder, deciding
 from tests.support.command import ROOT
 from tests.support.experiments import fault, read
@@ -76,9 +76,7 @@ def test_tensorboard_hides_the_rounds_that_a_resumed_run_repeats(tmp_path: Path)
 
     folder = run(tmp_path, "track=tensorboard")
     settings: dict[str, Any] = {}
-    again = TensorBoard(
-        TrackedRun(folder.path, experiment="tracked", name="FedAvg", settings=settings, done=1, id=None)
-    )
+    again = TensorBoard(TrackedRun(folder.path, experiment="tracked", name="FedAvg", settings=settings, done=1))
     for number in (2, 3):
         again.log(number, {"accuracy": 1.0})
     again.end("finished", {})
@@ -96,7 +94,7 @@ def test_wandb_has_figures_under_the_id_in_the_run_folder(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     tracker = "track={name: 'trackers:WandB', project: norms, mode: offline}"
     folder = run(tmp_path, tracker)
-    identifier = (folder.path / "trackers-WandB.id").read_text().strip()
+    identifier = (folder.path / "wandb.id").read_text().strip()
     (first,) = (folder.path / "wandb").glob(f"offline-run-*-{identifier}/run-{identifier}.wandb")
     figures = wandb_history(first)
     assert [line["_step"] for line in figures] == [1, 2, 3]
@@ -132,7 +130,7 @@ def test_a_tracker_of_the_user_has_both_sessions(tmp_path: Path, monkeypatch: py
     client = MlflowClient(tracking_uri=store)
     experiment = client.get_experiment_by_name("tracked")
     (tracked,) = client.search_runs([experiment.experiment_id])
-    assert tracked.info.run_id == (folder.path / "trackers-MLflow.id").read_text().strip()
+    assert tracked.info.run_id == (folder.path / "mlflow.id").read_text().strip()
     assert (tracked.info.status, tracked.info.run_name) == ("FINISHED", "FedAvg")
     assert (tracked.data.params["train.lr"], tracked.data.params["model.norm"]) == ("0.05", "bn")
     points = client.get_metric_history(tracked.info.run_id, "accuracy")
@@ -145,7 +143,10 @@ def test_a_tracker_of_the_user_has_both_sessions(tmp_path: Path, monkeypatch: py
 # --- trackers that fail ------------------------------------------------------
 
 
-class Broken(Session):
+class Broken:
+    def __init__(self, run: TrackedRun) -> None:
+        assert (run.experiment, run.settings["train.lr"], run.done) == ("tracked", 0.05, 0)
+
     def log(self, round: int, figures: Mapping[str, float]) -> None:
         raise ConnectionError("the server is\ngone")
 
@@ -163,19 +164,18 @@ class Slow(Broken):
     [(Broken, "ConnectionError: the server is gone"), (Slow, "it did not take the last figures within 0.2 s")],
 )
 def test_a_tracker_that_fails_costs_one_warning(
-    session: type[Session],
+    session: type[Broken],
     reason: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     flower_log: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(track, "LAST_FIGURES", 0.2)
-    monkeypatch.setattr(track, "begin", lambda name, options, run: session())
-    folder = run(tmp_path, "track=tensorboard")
+    folder = run(tmp_path, f"track={__name__}:{session.__name__}")
     assert [line["round"] for line in folder.history()] == [1, 2, 3]
     assert folder.is_finished()
     assert [record.getMessage() for record in flower_log.records if "tracking" in record.getMessage()] == [
-        f"FedAvg: tracking by tensorboard ended: {reason}; the run folder has all figures"
+        f"FedAvg: tracking by {__name__}:{session.__name__} ended: {reason}; the run folder has all figures"
     ]
 
 

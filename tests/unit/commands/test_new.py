@@ -1,0 +1,53 @@
+"""Experiment files that `fedbn new` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr import cli
+from fedbn_flwr.experiment.file.content import shipped_experiments
+from fedbn_flwr.experiment.file.layers import load_experiment
+
+
+@pytest.mark.parametrize("source", sorted(shipped_experiments()))
+def test_the_file_has_the_settings_and_comments_of_the_experiment_it_is_made_from(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    assert cli.main(["new", "mine", "--from", source, "--out", str(file)]) == 0
+    assert load_experiment(str(file), [f"name={source.replace('/', '-')}"]).runs == load_experiment(source).runs
+    assert file.read_text().endswith(shipped_experiments()[source].read_text())
+
+
+def test_a_new_experiment_runs_and_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["new", "mine"]) == 0
+    assert "fedbn run mine.yaml" in capsys.readouterr().out
+    assert cli.main(["run", "mine.yaml", "rounds=1", "train.steps=1", "train.epochs=null",
+                     "strategy.freeze_round=1", "engine.workers=0", "--out", "out"]) == 0  # fmt: skip
+    assert (tmp_path / "out" / "FixBN" / "model.safetensors").exists()
+    before = (tmp_path / "mine.yaml").read_bytes()
+    capsys.readouterr()
+    assert cli.main(["new", "mine", "--from", "demo"]) == 2
+    assert "'mine.yaml' exists already" in capsys.readouterr().err
+    assert (tmp_path / "mine.yaml").read_bytes() == before
+    assert cli.main(["new", "other", "--from", "demoo"]) == 2
+    assert "did you mean 'demo'" in capsys.readouterr().err
+    assert cli.main(["new", "other", "--out", "other.txt"]) == 2
+    assert cli.main(["new", "other", "--out", "no/such/folder.yaml"]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "out"]
+
+
+def test_a_copy_in_another_folder_must_find_what_it_extends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "first.yaml").write_text("rounds: 2\n")
+    (tmp_path / "there" / "second.yaml").write_text("extends: first.yaml\n")
+    assert cli.main(["new", "mine", "--from", "there/second.yaml"]) == 2
+    assert "cannot read the experiment 'first.yaml'" in capsys.readouterr().err
+    assert cli.main(["new", "there/mine", "--from", "there/second.yaml"]) == 0
+    assert load_experiment("there/mine.yaml").runs[0].rounds == 2
