@@ -85,8 +85,8 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
 def make_rule(run: Settings) -> Rule:
     # By default all clients train, and `evaluate.clients` decides whether they evaluate. A run begins with all clients
     # (run.cohort.check_nodes) and continues without those that fail.
-    least = 1 if run.trained == 1 else 2
-    _check_demands(run.strategy, run.trained)
+    least = min(run.clients, 2)
+    _check_demands(run.strategy, run.clients)
     strategy = build_strategy(
         run.strategy,
         seed=run.seed,
@@ -102,8 +102,6 @@ def make_rule(run: Settings) -> Rule:
         {
             f"evaluate.clients is false, but {name} trains no global model, and only clients can be evaluated; leave "
             "evaluate.clients out": options.clients is False and not traits.has_global_model,
-            f"evaluate.unseen is {options.unseen}, but {name} trains no global model that a new client could use; "
-            "leave evaluate.unseen out": options.unseen > 0 and not traits.has_global_model,
             f"evaluate.dynamics is true and reads the statistics of single clients, but {name} {hides}; leave "
             "evaluate.dynamics out": options.dynamics and hides is not None,
         }
@@ -115,7 +113,7 @@ def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
     """Refuse a minimum number of nodes above the number of clients: a round would wait for them until its timeout."""
     for key in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
         if isinstance(needed := spec.get(key), int) and needed > clients:
-            raise SettingsError(f"strategy.{key} of {spec.get('name')} is {needed}, but {clients} clients train")
+            raise SettingsError(f"strategy.{key} of {spec.get('name')} is {needed}, but there are {clients} clients")
     about, bad = FLOWER.get(str(spec.get("name"))), spec.get("num_malicious_nodes", 0)
     if about is not None and about.needs is not None and isinstance(bad, int) and about.needs(bad) > clients:
         raise SettingsError(
@@ -148,8 +146,8 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
 def check_partition(parts: Parts) -> None:
     """Refuse clients with so few examples that they would not exchange the statistics of their batches."""
     run, least = parts.run, parts.rule.traits.min_batch
-    trained = enumerate(parts.partition[: run.trained] if least > 1 else ())
-    sizes = {client: len(hold_out(part, run.evaluate.validation, run.seed, client)[0]) for client, part in trained}
+    clients = enumerate(parts.partition if least > 1 else ())
+    sizes = {client: len(hold_out(part, run.evaluate.validation, run.seed, client)[0]) for client, part in clients}
     if small := [f"{client} ({size})" for client, size in sizes.items() if size < least]:
         raise SettingsError(
             f"{len(small)} of {len(sizes)} clients have fewer than {least} training examples with seed {run.seed}: "

@@ -74,10 +74,7 @@ CASES = {name: SPECIAL.get(name, f"strategy: {{name: {name}}}") for name in sort
 if "Private" in STRATEGIES:
     CASES["Private, keep"] = "strategy: {name: Private, noise_seed: 1, base: {name: SiloBN, global_norm: initial}}"
 CASES |= dict.fromkeys(OPTIMISERS, "")
-CHOICES = {
-    "early end": "strategy: {name: FedBN}\n"
-    "train: {lr: 1.0e-20}\nevaluate: {every: 1, validation: 0.1, patience: 3, unseen: 1, finetune_steps: 2}"
-}
+CHOICES = {"best round": "strategy: {name: FedBN}\ntrain: {lr: 1.0e-20}\nevaluate: {every: 1, validation: 0.1}"}
 SHORT = {"short FedBN": "rounds: 3\nstrategy: {name: FedBN}\nevaluate: {every: 3, clients: false}"}  # for real nodes
 
 

@@ -27,7 +27,6 @@ def smoke(run: Settings, *, keep_partition: bool) -> dict[str, Any]:
     """The changes to a run."""
     own = is_name(run.data.partition.kind)  # which may need all clients
     clients = run.clients if own else min(run.clients, CLIENTS)
-    unseen = min(run.evaluate.unseen, 1)
     entry = CATALOGUE.get(run.data.name)
     classes = run.data.classes or (entry.classes if entry is not None else 10)
     length = {"epochs": 1} if run.train.steps is None else {"steps": min(run.train.steps, STEPS)}
@@ -46,10 +45,10 @@ def smoke(run: Settings, *, keep_partition: bool) -> dict[str, Any]:
             "compile": False,
             "schedule": {"warmup": 0, "milestones": list(MILESTONES)},
         },
-        "evaluate": {"every": 1, "unseen": unseen},
+        "evaluate": {"every": 1},
         "track": [],
         "model": {"weights": None, "brn": {"warmup": 0}},
-        "strategy": _strategy(run.strategy, clients - unseen),
+        "strategy": _strategy(run.strategy, clients),
     }
 
 

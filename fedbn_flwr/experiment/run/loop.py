@@ -42,16 +42,16 @@ from fedbn_flwr.tasks import Task
 from ..file.layers import from_run_config
 from ..flower_mods import client_mods
 from ..listeners.dynamics import Dynamics
-from ..listeners.evaluate import Best, Evaluate, Final, values_of
+from ..listeners.evaluate import Best, Evaluate, values_of
 from ..listeners.listener import Listener, Round, Running
 from ..listeners.progress import Progress, Reporter, WatchedGrid
 from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.track import Track
-from ..node import Clients, trains
+from ..node import Clients
 from ..parts import Parts, choose_device, counts_of
 from ..prepare import check_partition, prepare
 from ..settings import Experiment, Settings
-from .cohort import TrainedNodes, agree, agreed_before, check_nodes, restore_clients
+from .cohort import agree, agreed_before, check_nodes, restore_clients
 from .side_by_side import failed_because, jobs_of, side_by_side
 
 
@@ -88,8 +88,6 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(prepared)
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
-        if unseen := {client: node for client, node in nodes.ids.items() if not trains(run, client)}:
-            running = replace(running, grid=TrainedNodes(ledger, frozenset(unseen.values())), unseen=unseen)
         rule.begin(run.rounds, at.arrays)
         if snapshot is not None and snapshot.strategy is not None:
             restore_clients(prepared, ledger, folder, snapshot.trained, nodes.folders)
@@ -117,11 +115,10 @@ def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progre
     """Those that measure a round, choose the best one and the last one, show and record it, in this order."""
     run = prepared.run
     dynamics = [Dynamics(folder)] if run.evaluate.dynamics else []
-    best = [Best(folder, prepared.task, run.evaluate.patience)] if run.evaluate.validation else []
-    final = [Final()] if run.evaluate.unseen else []  # after the last round, which is chosen now
+    best = [Best(folder, prepared.task)] if run.evaluate.validation else []
     trackers = [Track(entry, folder) for entry in run.track]
     evaluate = Evaluate(prepared, threads=workers_of(run))
-    return [*dynamics, evaluate, *best, *final, progress, History(folder, ledger), Saving(folder), *trackers]
+    return [*dynamics, evaluate, *best, progress, History(folder, ledger), Saving(folder), *trackers]
 
 
 def train_round(running: Running, before: Round, listeners: Sequence[Listener] = ()) -> Round:

@@ -131,7 +131,10 @@ def test_wrong_names_are_reported_with_wrong_types() -> None:
 
 
 def test_ten_faults_of_a_run_are_reported() -> None:
-    sections = {"train": ("lr", "momentum", "clip", "epochs", "steps", "batch_size"), "evaluate": ("every", "patience")}
+    sections = {
+        "train": ("lr", "momentum", "clip", "epochs", "steps", "batch_size"),
+        "evaluate": ("every", "validation"),
+    }
     words = [f"{section}.{key}=x" for section, keys in sections.items() for key in keys]
     found = fault("{}", *words, "rounds=x", "clients=x", "seed=x", "engine.threads=x")
     assert found.count("'x'") == 10
