@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.listener import Round
+from fedbn_flwr.experiment.listeners.listener import Round, Running
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
@@ -89,8 +89,8 @@ class Stopping(Reporter):
         super().__init__()
         self.last = last
 
-    def stops_after(self, at: Round) -> bool:
-        return at.number == self.last
+    def on_round(self, running: Running, at: Round) -> Round:
+        return dataclasses.replace(super().on_round(running, at), stop=at.number == self.last)
 
 
 def session(

@@ -161,17 +161,11 @@ def _in_history(key: str, task: Task) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    folder: Path
-    table: str
-    page: Path
-    picture: Path | None  # without matplotlib there is none
-    failures: tuple[str, ...]  # failed runs, each with its reason
+    report: str  # its tables, and the paths of its files
+    failures: Sequence[str]  # failed runs, each with its reason
 
     def announce(self) -> None:
-        """Print the table and the paths of the files; raise RunFailed if a run failed."""
-        page = self.page.with_suffix(".html")
-        plot = f"plot:  {self.picture}\n" if self.picture else ""
-        print(f"\n{self.table}\n\ntable: {self.page}\n{plot}page:  {page}", flush=True)
+        print(f"\n{self.report}", flush=True)
         check_failures(self.failures)
 
 
@@ -264,14 +258,15 @@ def run_experiment(
                     failed[place] = str(error)
                     problem = failed_because(failed[place])
                 progress.end(place, problem)
-        failures = tuple(f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items()))
+        failures = [f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items())]
         progress.status("writing the report")
         try:
             table, page, picture = write_report([out], out)
         except (UserError, StorageError) as error:
             check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
-    return Outcome(out, table, page, picture, failures)
+    plot = f"plot:  {picture}\n" if picture else ""  # without matplotlib there is none
+    return Outcome(f"{table}\n\ntable: {page}\n{plot}page:  {page.with_suffix('.html')}", failures)
 
 
 def workers_of(run: Settings) -> int:

@@ -194,15 +194,15 @@ def carry_out_with(folder: RunFolder, more: str, kind: str, who: Sequence[int], 
     kind=st.sampled_from(["train", "evaluate"]),
     who=st.sampled_from([(1,), (0, 1, 2)]),
     added=metrics,
-    more=st.sampled_from(["every: 1", "validation: 0.2"]),
+    more=st.sampled_from(["batch_size: 50", "validation: 0.2"]),
 )
-@example(kind="train", who=(1,), added={"train-loss": -(2**63)}, more="every: 1")
-@example(kind="train", who=(1,), added={"x": 2**63 - 1}, more="every: 1")
-@example(kind="evaluate", who=(1,), added={"loss": -(2**63)}, more="every: 1")
+@example(kind="train", who=(1,), added={"train-loss": -(2**63)}, more="batch_size: 50")
+@example(kind="train", who=(1,), added={"x": 2**63 - 1}, more="batch_size: 50")
+@example(kind="evaluate", who=(1,), added={"loss": -(2**63)}, more="batch_size: 50")
 @example(
     kind="train", who=(0, 1, 2), added={"round": 7, "best-round": 1.5, "class-accuracy": [0.5]}, more="validation: 0"
 )
-@example(kind="evaluate", who=(0, 1, 2), added={"accuracy": [0.5, 1.0]}, more="every: 1")
+@example(kind="evaluate", who=(0, 1, 2), added={"accuracy": [0.5, 1.0]}, more="batch_size: 50")
 def test_any_accepted_reply_leaves_a_folder_that_is_read_and_resumed(
     tmp_path_factory: pytest.TempPathFactory, kind: str, who: tuple[int, ...], added: dict[str, Any], more: str
 ) -> None:

@@ -188,5 +188,5 @@ def test_progress_names_each_run_and_its_last_round(running: Running, capsys: py
     assert re.sub(r"in .* m?s", "in 0 ms", capsys.readouterr().out).splitlines() == [
         "1 of 2 runs are finished already",
         "[2/2] second: 5 rounds, continuing after round 3",
-        "[2/2] second: 5 rounds in 0 ms  accuracy 0.5000  loss 2.0000",
+        "[2/2] second: finished in 0 ms: round 5/5  accuracy 0.5000  loss 2.0000",
     ]
