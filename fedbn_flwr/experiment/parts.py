@@ -199,7 +199,7 @@ def schedule_of(run: Settings) -> Schedule:
 def loss_of(run: Settings, dataset: DataSet, indices: Tensor) -> Loss:
     """The loss of a client, whose training examples are those at `indices`."""
     train, task = run.train, dataset.task
-    if own_loss(run) is not None or not (train.label_smoothing or train.class_weights):
+    if has_own_loss(run) or not (train.label_smoothing or train.class_weights):
         return plain_loss(run, task)
     weights: Tensor | None = None
     if train.class_weights == "balanced":
@@ -212,21 +212,20 @@ def loss_of(run: Settings, dataset: DataSet, indices: Tensor) -> Loss:
 
 def plain_loss(run: Settings, task: Task) -> Loss:
     """The loss that evaluations report, without label smoothing and class weights."""
-    if (own := own_loss(run)) is not None:
-        return own
-    return make_loss(name_in(run.train.loss or task.losses[0]), **options_in(run.train.loss))
+    name, options = name_in(run.train.loss or task.losses[0]), options_in(run.train.loss)
+    if not has_own_loss(run):
+        return make_loss(name, **options)
+    loss: Loss = named.load("train.loss", name)
+    if isinstance(loss, type):
+        loss = named.call("train.loss", name, **options)
+    elif options:
+        loss = functools.partial(loss, **options)
+    return loss
 
 
-def own_loss(run: Settings) -> Loss | None:
-    """The loss of the user, or None for one of `tasks.LOSSES`."""
-    name = name_in(run.train.loss or "")
-    if not named.is_name(name):
-        return None
-    options, function = options_in(run.train.loss), named.load("train.loss", name)
-    if isinstance(function, type):
-        made: Loss = named.call("train.loss", name, **options)
-        return made
-    return functools.partial(function, **options) if options else function
+def has_own_loss(run: Settings) -> bool:
+    """Whether the loss is the user's, not one of `tasks.LOSSES`."""
+    return named.is_name(name_in(run.train.loss or ""))
 
 
 def metrics_of(run: Settings) -> Sequence[Metric]:

@@ -34,7 +34,7 @@ from . import trackers
 from .data import Shape, check_labels, try_data
 from .faults import naming
 from .flower_mods import mods_of
-from .parts import Parts, learning_rate, own_loss, plain_loss
+from .parts import Parts, has_own_loss, learning_rate, plain_loss
 from .settings import Experiment, Settings, name_in, strategy_name
 
 
@@ -281,7 +281,7 @@ def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inp
     forms = (expected, [2]) if dataset.outputs == 1 and not dataset.dense else (expected,)
     is_right = isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) in forms
     is_right = is_right and of_pixels == dataset.dense
-    if model.training and (is_right or own_loss(run) is not None):
+    if model.training and (is_right or has_own_loss(run)):
         targets = targets_like(dataset.task, dataset.classes, 2, expected[2:]).to(main(inputs).device)
         given = f"what model.name={run.model.name!r} returns{mode} ({found}) and targets {list(targets.shape)}"
         asked = f"train.loss={name_in(run.train.loss or dataset.task.losses[0])!r}, given {given},"
@@ -338,9 +338,9 @@ def check_loss(run: Settings, shape: DataSet | Shape) -> None:
         {
             f"data.task is 'binary', but {run.data.name!r} has {count} classes; expected two, or task: "
             "classification": task.name == "binary" and count != 2,
-            f"train.loss is {name}, but {found}; expected {suited}module:callable, a loss of your own": own_loss(run)
-            is None
-            and name not in task.losses,
+            f"train.loss is {name}, but {found}; expected {suited}module:callable, a loss of your own": name
+            not in task.losses
+            and not has_own_loss(run),
             f"train.label_smoothing is {train.label_smoothing}, but {found}; leave it out": train.label_smoothing > 0
             and "label_smoothing" not in task.options,
             f"train.class_weights is {weights}, but {found}; leave it out": weights is not None

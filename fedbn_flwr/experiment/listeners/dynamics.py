@@ -45,13 +45,12 @@ class Dynamics(Listener):
         self.folder = folder
         self._before: Statistics = {}  # of the previous round; empty if nothing is recorded
 
-    def on_start(self, running: Running, at: Round) -> Round:
+    def on_start(self, running: Running, at: Round) -> None:
         if Role.STATISTICS not in running.prepared.rule.traits.unsent:
             self._before = statistics_in(unpack(at.arrays))
         if not self._before:
             text = "%s: evaluate.dynamics records nothing: with these settings, clients send no running statistics"
             log(WARNING, text, running.prepared.name)
-        return at
 
     def on_round(self, running: Running, at: Round) -> Round:
         if before := self._before:

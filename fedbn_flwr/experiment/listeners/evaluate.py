@@ -155,10 +155,9 @@ class Best(Listener):
         self.folder, self.main = folder, task.main
         self.best = -math.inf  # how good the best round is
 
-    def on_start(self, running: Running, at: Round) -> Round:
+    def on_start(self, running: Running, at: Round) -> None:
         for line in self.folder.history():
             self._is_best(line)
-        return at
 
     def on_round(self, running: Running, at: Round) -> Round:
         if self._is_best(at.line):

@@ -54,9 +54,8 @@ class Round:
 class Listener:
     """Hooks that are called during a run; by default they do nothing."""
 
-    def on_start(self, running: Running, at: Round) -> Round:
+    def on_start(self, running: Running, at: Round) -> None:
         """Before the first round, or the first one after resuming."""
-        return at
 
     def on_messages(self, running: Running) -> None:
         """Before the messages of a round are sent."""

@@ -42,11 +42,12 @@ _BAR = 12  # characters
 
 @dataclass(frozen=True)
 class News:
-    """What a run reports."""
+    """What a run reports: the rounds that are finished, or an event."""
 
-    round: int  # the last one that is finished
-    text: str  # its figures, or how far the next one is
-    is_event: bool = False  # which is shown as a line of its own
+    round: int = 0
+    figures: str = ""  # of that round
+    within: str = ""  # how far the next round is
+    event: str = ""  # to be shown as a line
 
 
 class Reporter(Listener):
@@ -57,31 +58,29 @@ class Reporter(Listener):
     ) -> None:
         self.send = send
         self._stop_asked = stop_asked
-        self._round = self._rounds = 0
+        self._latest = News()
         self._sent = 0.0
 
-    def on_start(self, running: Running, at: Round) -> Round:
-        self._round, self._rounds = at.number, running.run.rounds
-        self.message(f"{self._rounds} rounds" + (f", continuing after round {at.number}" if at.number else ""))
-        return at
+    def on_start(self, running: Running, at: Round) -> None:
+        self._latest = News(at.number)
+        self.message(counted(running.run.rounds) + (f", continuing after round {at.number}" if at.number else ""))
 
     def report(self, what: str, done: int, total: int) -> None:
         """How far the current round is."""
         if time.monotonic() - self._sent > _DRAWN:
             self._sent = time.monotonic()
-            self.send(News(self._round, f"round {self._round + 1}/{self._rounds}  {what}: {done} of {total}"))
+            self.send(replace(self._latest, within=f"{what}: {done} of {total}"))
 
     def on_round(self, running: Running, at: Round) -> Round:
-        self._round = at.number
-        figures = figures_of(at.line, running.prepared.task.main)
-        self.send(News(at.number, f"round {at.number}/{self._rounds}  {figures}".rstrip()))
+        self._latest = News(at.number, figures_of(at.line, running.prepared.task.main))
+        self.send(self._latest)
         for note in running.prepared.rule.notes().values() if at.is_last else ():
             if isinstance(note, Mapping) and "in_words" in note:
                 self.message(note["in_words"])
         return replace(at, stop=self._stop_asked())
 
     def message(self, text: str) -> None:
-        self.send(News(self._round, text, is_event=True))
+        self.send(replace(self._latest, event=text))
 
 
 _COUNTED = {
@@ -129,6 +128,7 @@ class Progress:
         self._bars = Bars(
             TextColumn("{task.description}", markup=False),
             BarColumn(_BAR),
+            TextColumn("{task.completed:g}/{task.total:g}"),
             TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(),
             console=console,
@@ -181,25 +181,29 @@ class Progress:
 
     def begin(self, place: int) -> Reporter:
         """A run begins in this process, unless its news come from another one."""
-        self._tasks[place] = self._bars.add_task(self._title(place), total=self._rounds[place], text="starting")
+        self._tasks[place] = self._bars.add_task(
+            self._title(place), total=self._rounds[place], text="starting", figures=""
+        )
         self.status("")
         return Reporter(functools.partial(self.news, place), lambda: self.stop_asked)
 
     def news(self, place: int, news: News) -> None:
-        task = self._bars.tasks[self._tasks[place]]
+        task, now = self._bars.tasks[self._tasks[place]], time.monotonic()
         self._bars.update(self._all, advance=news.round - task.completed)
-        self._bars.update(task.id, completed=news.round, text=task.fields["text"] if news.is_event else news.text)
-        if news.is_event:
-            self._say_of(place, news.text)
-        elif not self._draws and time.monotonic() - self._printed >= _LINES:
-            self._printed = time.monotonic()
+        self._bars.update(task.id, completed=news.round, text=news.within or news.figures, figures=news.figures)
+        if news.event:
+            self._say_of(place, news.event)
+        elif not self._draws and now - self._printed >= _LINES:
+            self._printed = now
             left = self._bars.tasks[self._all].time_remaining
-            self._say_of(place, news.text + (f"  about {duration(left)} left" if left else ""))
+            text = f"round {news.round + bool(news.within)}/{task.total:g}  {news.within or news.figures}"
+            self._say_of(place, text + (f"  about {duration(left)} left" if left else ""))
 
     def end(self, place: int, problem: str = "") -> None:
         """A run is finished, or has ended for this reason."""
         task = self._bars.tasks[self._tasks[place]]
-        self._say_of(place, problem or f"finished in {duration(task.elapsed or 0.0)}: {task.fields['text']}")
+        took = f"{counted(int(task.completed))} in {duration(task.elapsed or 0.0)}  {task.fields['figures']}".rstrip()
+        self._say_of(place, problem or took)
         self._bars.update(self._all, advance=task.remaining)
         self._bars.update(task.id, visible=False)
 
@@ -218,6 +222,10 @@ class Progress:
 
     def _say_of(self, place: int, text: str) -> None:
         self.message(f"{self._title(place)}: {text}")
+
+
+def counted(rounds: int) -> str:
+    return f"{rounds} round" if rounds == 1 else f"{rounds} rounds"
 
 
 def figures_of(line: Mapping[str, Any], main: str) -> str:

@@ -31,7 +31,7 @@ class History(Listener):
         self.folder = folder
         self.ledger = ledger
 
-    def on_start(self, running: Running, at: Round) -> Round:
+    def on_start(self, running: Running, at: Round) -> None:
         self.mark = time.monotonic()
         self.summary = begin_summary(running.prepared)
         with suppress(UserError):  # a damaged summary is written again
@@ -40,7 +40,6 @@ class History(Listener):
         for line in self.folder.history():
             self.summary.account(line)
         self.folder.write_summary(self.summary)
-        return at
 
     def on_messages(self, running: Running) -> None:
         rule = running.prepared.rule

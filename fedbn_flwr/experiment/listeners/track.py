@@ -31,7 +31,7 @@ class Track(Listener):
         self._id_file = folder.path / f"{file_name(self.name)}.id"
         self._calls: queue.SimpleQueue[Callable[[Session], None] | None] = queue.SimpleQueue()
 
-    def on_start(self, running: Running, at: Round) -> Round:
+    def on_start(self, running: Running, at: Round) -> None:
         run = TrackedRun(
             folder=self.folder.path,
             experiment=running.run.name,
@@ -44,7 +44,6 @@ class Track(Listener):
         running.grid.start()  # a process must not be forked while the thread imports modules
         self._thread = threading.Thread(target=self._work, args=(run,), daemon=True, name="track")
         self._thread.start()
-        return at
 
     def on_round(self, running: Running, at: Round) -> Round:
         numbers = {key: value for key, value in at.line.items() if isinstance(value, int | float) and key != "round"}

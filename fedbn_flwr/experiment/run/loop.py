@@ -68,10 +68,10 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     at = Round(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
     listeners = listeners_of(prepared, folder, ledger, progress)
     begun: list[Listener] = []
-    error: BaseException | None = None
-    try:
+    with ExitStack() as stack:
+        stack.push(lambda _, error, __: end(begun, running, error))
         for listener in listeners:
-            at = listener.on_start(running, at)
+            listener.on_start(running, at)
             begun.append(listener)
         asked = {protocol.COHORT_MIN_BATCH: least} if (least := rule.traits.min_batch) else {}
         nodes = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
@@ -102,13 +102,13 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
                 raise KeyboardInterrupt
         if not at.trained:
             raise RunFailed(f"no client trained in any of the {at.number} rounds")
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        with ExitStack() as ends:  # all of them end, also if one cannot write its file because the disk is full
-            for listener in reversed(begun):
-                ends.callback(listener.on_end, running, error)
+
+
+def end(begun: Sequence[Listener], running: Running, error: BaseException | None) -> None:
+    """End all of them in their order, also if one cannot write its file because the disk is full."""
+    with ExitStack() as ends:
+        for listener in reversed(begun):
+            ends.callback(listener.on_end, running, error)
 
 
 def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progress: Reporter) -> list[Listener]:
@@ -223,18 +223,11 @@ def run_experiment(
             folder = folders[place]
             item = prepared.pop(place)  # a finished strategy would keep the model of its last round
             given = experiment.runs[place].model_dump(mode="json")
-            commit = None if item.dataset is None else item.dataset.commit
-            more: dict[str, Any] = {"data_commit": commit} if commit else {}
+            about = {"data_commit": item.dataset and item.dataset.commit, "runs_at_the_same_time": jobs}
             with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
-                if resume and folder.is_finished():  # by another process, since this one began
-                    return
                 # Another process may have begun this run while this one was loading data.
                 folder.check(given, resume=resume)
-                first = folder.begin(given, {**more, "runs_at_the_same_time": jobs})
-                try:
-                    run_one(item, grid, folder, listener, first)
-                except StorageError as error:
-                    raise StorageError(f"{error}; correct this, then continue with --resume") from None
+                run_one(item, grid, folder, listener, folder.begin(given, about))
 
         failed: dict[int, str] = {}
         progress.skip([place for place, is_done in enumerate(done) if is_done])
