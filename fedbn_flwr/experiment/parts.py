@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedbn_flwr import named, seeding
 from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.losses import balanced_weights, make_loss
-from fedbn_flwr.client.schedules import Schedule, cosine, exponential, linear_warmup, steps
+from fedbn_flwr.client.schedules import cosine, step
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise
@@ -166,34 +166,21 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
 
 
 def learning_rate(run: Settings, server_round: int) -> float:
-    rate = schedule_of(run)(server_round, run.rounds)
-    if not (isinstance(rate, int | float) and rate >= 0):
-        raise SettingsError(
-            f"train.schedule.kind={run.train.schedule.kind!r} returned {rate!r} for round {server_round}; expected a "
-            "learning rate, zero or more"
-        )
-    return float(rate)
-
-
-def schedule_of(run: Settings) -> Schedule:
     lr, options = run.train.lr, run.train.schedule
     match options.kind:
         case "constant":
-            schedule: Schedule = steps(lr)
+            return lr
         case "step":
-            schedule = steps(lr, options.milestones, 0.1 if options.gamma is None else options.gamma)
+            return step(server_round, run.rounds, lr, options.milestones, options.gamma or 0.1)
         case "cosine":
-            schedule = cosine(lr, options.warmup)
-        case "exponential":
-            assert options.gamma is not None
-            schedule = exponential(lr, options.gamma, options.warmup)
-        case name:
-
-            def schedule(server_round: int, rounds: int) -> float:
-                rate: float = named.call("train.schedule.kind", name, server_round, rounds, lr)
-                return rate
-
-    return linear_warmup(lr, options.warmup, schedule) if options.warmup else schedule
+            return cosine(server_round, run.rounds, lr)
+    rate = named.call("train.schedule.kind", options.kind, server_round, run.rounds, lr)
+    if not (isinstance(rate, int | float) and rate >= 0):
+        raise SettingsError(
+            f"train.schedule.kind={options.kind!r} returned {rate!r} for round {server_round}; expected a "
+            "learning rate, zero or more"
+        )
+    return float(rate)
 
 
 def loss_of(run: Settings, dataset: DataSet, indices: Tensor) -> Loss:

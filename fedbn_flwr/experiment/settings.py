@@ -240,14 +240,9 @@ class Schedule(Section):
     kind: str = Field(
         default="constant",
         description=(
-            "learning rate schedule: `constant`, `step`, `cosine`, `exponential` or `module:function`; "
+            "learning rate schedule: `constant`, `step`, `cosine` or `module:function`; "
             "`schedule: cosine` is short for `schedule: {kind: cosine}` ([Training](training.md#schedules))"
         ),
-    )
-    warmup: int = Field(
-        default=0,
-        ge=0,
-        description="rounds in which the learning rate rises linearly to `lr` before the schedule begins",
     )
     milestones: Annotated[tuple[float, ...], Field(strict=False)] = Field(
         default=MILESTONES,
@@ -259,7 +254,7 @@ class Schedule(Section):
         default=None,
         gt=0,
         le=1,
-        description="the factor: at each milestone for `step`, in each round for `exponential`",
+        description="for `step`: the factor at each milestone",
     )
     switch: float | None = Field(
         default=None,
@@ -272,17 +267,15 @@ class Schedule(Section):
     )
 
     def faults(self) -> dict[str, bool]:
-        kinds = ("constant", "step", "cosine", "exponential")
+        kinds = ("constant", "step", "cosine")
         kind, odd = self.kind, next((each for each in self.milestones if each <= 0 or (each > 1 and each % 1)), 1)
         return {
             f"kind is {kind!r}; {did_you_mean(kind, kinds)}, or module:function": kind not in kinds and ":" not in kind,
-            "kind is 'exponential', which needs gamma, the factor of each round, for instance 0.99": self.gamma is None
-            and kind == "exponential",
-            f"gamma ({self.gamma}) is for kind step or exponential, but kind is {kind!r}": self.gamma is not None
+            f"gamma ({self.gamma}) is for kind step, but kind is {kind!r}": self.gamma is not None
             and kind in ("constant", "cosine"),
             f"milestones ({list(self.milestones)}) are for kind step, but kind is {kind!r}": self.milestones
             != MILESTONES
-            and kind in ("constant", "cosine", "exponential"),
+            and kind in ("constant", "cosine"),
             f"milestones has {odd:g}; expected a fraction of the rounds, above 0 and at most 1, or a round "
             "(2, 3, ...)": odd != 1,
         }
@@ -588,10 +581,8 @@ class Settings(Section):
     size: str = PAPER
 
     def faults(self) -> dict[str, bool]:
-        warmup, of_brn, steps = self.train.schedule.warmup, self.model.brn.warmup, self.rounds * (self.train.steps or 0)
+        of_brn, steps = self.model.brn.warmup, self.rounds * (self.train.steps or 0)
         return {
-            f"train.schedule.warmup is {warmup}, but there are {self.rounds} rounds; expected fewer": warmup
-            >= self.rounds,
             f"model.norm: brn is batch norm in a client's first {of_brn} steps (model.brn.warmup), and a client takes "
             f"at most {steps} steps in this run; set a smaller warmup": self.model.norm == "brn"
             and self.train.steps is not None

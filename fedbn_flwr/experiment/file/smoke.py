@@ -43,7 +43,7 @@ def smoke(run: Settings, *, keep_partition: bool) -> dict[str, Any]:
             **length,
             "batch_size": min(run.train.batch_size, BATCH),
             "compile": False,
-            "schedule": {"warmup": 0, "milestones": list(MILESTONES)},
+            "schedule": {"milestones": list(MILESTONES)},
         },
         "evaluate": {"every": 1},
         "track": [],
