@@ -56,7 +56,8 @@ def percentages(text: str, folder: Path) -> list[float]:
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32}
         running = Running(prepared, grid, identity)  # type: ignore[arg-type]
         listener = Timed(RunFolder(folder))
-        at = listener.on_start(running, Round(0, arrays, arrays))
+        at = Round(0, arrays, arrays)
+        listener.on_start(running, at)
         shares = []
         for _ in range(ROUNDS):
             start = time.perf_counter()

@@ -35,7 +35,7 @@ from fedbn_flwr.tasks import Task, task_named
 from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
 from .node_state import NodeState, number_of, place_of, run_of
-from .rule import ALWAYS_KNOWN, BY_KEY, ClientRule, LocalRound, known_keys, rule_of
+from .rule import BY_KEY, ClientRule, LocalRound, known_keys, rule_of
 from .training import (
     Adjust,
     Batch,
@@ -206,7 +206,7 @@ class BNClient(NumPyClient):
         records["arrays"] = arrays
         local = LocalRound(config, records, self, exchange)
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
-        loss, first_batch = self._trained(config, rules, epochs=self.epochs, steps=self.steps)
+        loss, first_batch = self._trained(config, rules)
         sent, returned = set(arrays), frozenset[Role]()
         if protocol.RETURN in config:
             returned = protocol.roles_of(config, protocol.RETURN, frozenset(Role))
@@ -225,31 +225,18 @@ class BNClient(NumPyClient):
         """Loss and accuracy on the client's test data of the model made of `arrays` and the client's own arrays.
 
         If there are several test sets, the names of the metrics of the second and later ones begin with the set's name.
-        If the message asks for fine-tuning, the metrics after it begin with "tuned"; the model is then restored.
         """
         rules_for(config)
         self._load(arrays, config)
-        metrics = self._measure(config)
-        if steps := int(config.get(protocol.TUNE_STEPS, 0)):
-            before = self._parts.taken(self.roles)
-            try:
-                self._trained(config, purpose="fine-tuning", lr=config.get(protocol.TUNE_LR), steps=steps)
-                tuned = self._measure(config)
-            finally:
-                self._parts.load(before)
-            metrics |= {f"{protocol.TUNED}-{key}": value for key, value in tuned.items()}
-        return metrics
-
-    def _measure(self, config: Config) -> Metrics:
         data = self.eval_data() if callable(self.eval_data) else self.eval_data
         if data is None:
             raise MessageError("this client has no data to evaluate on (eval_data was not given)")
         sets = data if isinstance(data, Mapping) else {"": data}
-        first, wanted = next(iter(sets), ""), str(config.get(protocol.TEST_SETS, ",".join(sets))).split(",")
+        first = next(iter(sets), "")
         found: Metrics = {}
-        for name in filter(wanted.__contains__, sets):
+        for name, batches in sets.items():
             figures = evaluate(
-                self.model, self._pairs(sets[name]), self.eval_loss, self._parts.device, self.metrics, task=self.task
+                self.model, self._pairs(batches), self.eval_loss, self._parts.device, self.metrics, task=self.task
             )
             found |= {key if name == first else f"{name}-{key}": value for key, value in figures.items()}
         return found
@@ -291,17 +278,8 @@ class BNClient(NumPyClient):
     def _pairs(self, batches: Iterable[Any]) -> Iterator[Batch]:
         return (split_batch(batch, self.batch) for batch in batches)
 
-    def _trained(
-        self,
-        config: Config,
-        rules: Sequence[ClientRule] = (),
-        *,
-        purpose: str = "model",
-        lr: float | None = None,
-        epochs: int | None = None,
-        steps: int | None = None,
-    ) -> tuple[float, int]:
-        """Train the model that is loaded; the mean loss, and the size of the first batch. `purpose` separates draws."""
+    def _trained(self, config: Config, rules: Sequence[ClientRule]) -> tuple[float, int]:
+        """Train the model that is loaded; the mean loss, and the size of the first batch."""
         server_round = int(config.get(protocol.ROUND, 1))
         rate = self.lr(server_round) if callable(self.lr) else self.lr
         not_begun, compiled = iter(rules), None
@@ -313,12 +291,12 @@ class BNClient(NumPyClient):
         adjust: list[Adjust] = [begin, *(rule.adjust for rule in rules)]
         self._parts.train()
         with ExitStack() as stack:
-            seed = seeding.seed_for(self.seed, purpose, server_round, self._number)
+            seed = seeding.seed_for(self.seed, "model", server_round, self._number)
             stack.enter_context(seeding.streams(seed, self._parts.device))
             for rule in rules:
                 stack.enter_context(rule.around())
             # The server scales the rate after the round in which its strategy switched.
-            lr = lr or rate * float(config.get(protocol.LR_FACTOR, 1.0))
+            lr = rate * float(config.get(protocol.LR_FACTOR, 1.0))
             optimizer = self._optimizer(self._parts.trained, lr)
             for rule in rules:
                 rule.local.optimizer = optimizer
@@ -328,7 +306,7 @@ class BNClient(NumPyClient):
             if self.compile:  # imports PyTorch's compiler, which takes seconds
                 size = getattr(self.train_data, "batch_size", None)
                 compiled = part("passes", "compiled")(self.model, self.loss, size)
-            pairs = self._pairs(local_batches(self.train_data, server_round, epochs=epochs, steps=steps))
+            pairs = self._pairs(local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps))
             trained = train(
                 self.model,
                 ((each(_channels_last, inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
@@ -371,7 +349,8 @@ def rules_for(config: Config) -> set[type[ClientRule]]:
 
 def is_known(key: str) -> bool:
     """Whether the modules that are imported support a config key, or one that `BY_KEY` lists."""
-    return not key.startswith(protocol.PREFIX) or key in ALWAYS_KNOWN or key in BY_KEY or key in declared("client_mods")
+    known = {*protocol.RUN_KEYS, *BY_KEY, *declared("client_mods")}
+    return not key.startswith(protocol.PREFIX) or key in known
 
 
 def _channels_last(inputs: Tensor) -> Tensor:

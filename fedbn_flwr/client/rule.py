@@ -86,7 +86,6 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
 }
 
 # Keys that no rule declares.
-ALWAYS_KNOWN = protocol.RUN_KEYS | protocol.EVALUATION_KEYS
 
 
 def rule_of(key: str) -> type[ClientRule]:
@@ -102,4 +101,4 @@ def known_keys() -> dict[str, Key]:
     for key in [*BY_KEY]:
         rule_of(key)
     of_mods = {key: extensions.part("client_mods", key).keys[key] for key in extensions.declared("client_mods")}
-    return ALWAYS_KNOWN | {key: rule_of(key).keys[key] for key in BY_KEY} | of_mods
+    return protocol.RUN_KEYS | {key: rule_of(key).keys[key] for key in BY_KEY} | of_mods

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fedbn_flwr.experiment.file.layers import Setting
-    from fedbn_flwr.experiment.preview import ExplainedRun, Explanation
+    from fedbn_flwr.experiment.preview import ExplainedRun
     from fedbn_flwr.experiment.settings import Experiment
+    from fedbn_flwr.results.folder.clients import PartitionCounts
 
 
 def add(commands: Commands) -> None:
@@ -39,24 +40,29 @@ def explain(arguments: argparse.Namespace) -> None:
 
     with loading():
         from fedbn_flwr.experiment.file.layers import load_experiment
-        from fedbn_flwr.experiment.preview import explain
+        from fedbn_flwr.experiment.preview import count_partitions, explain
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     experiment = load_experiment(arguments.experiment, overrides_of(arguments))
-    print("\n\n".join(_pages(experiment, explain(experiment), every=arguments.all)))
+    runs = explain(experiment)
+    has_data = all(run.evaluate.server for run in experiment.runs)
+    partitions = count_partitions(experiment) if has_data else []
+    print("\n\n".join(_pages(experiment, runs, partitions, every=arguments.all)))
 
 
-def _pages(experiment: Experiment, explanation: Explanation, *, every: bool) -> list[str]:
+def _pages(
+    experiment: Experiment, runs: Sequence[ExplainedRun], partitions: Sequence[PartitionCounts], *, every: bool
+) -> list[str]:
     from fedbn_flwr.results.report.tables import partition_table
 
-    first, *others = runs = explanation.runs
+    first, *others = runs
     shared = [each for each in first.settings if all(each in other.settings for other in others)]
     pages = [f"{experiment.name}: {experiment.description}" if experiment.description else experiment.name]
     pages.append(_settings("settings", shared, every))
     if others:
         for run in runs:
             pages.append(_settings(f"run {run.label}", [each for each in run.settings if each not in shared], True))
-    pages += [f"data {partition_table(each)}" for each in explanation.partitions]
+    pages += [f"data {partition_table(each)}" for each in partitions]
     pages += list(dict.fromkeys(_model(run) for run in runs))
     return pages + [_traffic(run) for run in runs]
 

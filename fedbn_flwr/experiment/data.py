@@ -110,12 +110,11 @@ def _shares(_: str, data: settings.Data, clients: int, seed: int, device: str) -
 
 def validation_rows(run: Settings, partition: Sequence[Tensor]) -> Tensor:
     """Indices of the training examples that all clients together hold out; SettingsError if there is none."""
-    parts = partition[: run.trained]
-    held = [hold_out(part, run.evaluate.validation, run.seed, client)[1] for client, part in enumerate(parts)]
+    held = [hold_out(part, run.evaluate.validation, run.seed, client)[1] for client, part in enumerate(partition)]
     if not any(map(len, held)):
         raise SettingsError(
             f"evaluate.validation is {run.evaluate.validation:g}, which is less than half an example for each of the "
-            f"{len(parts)} clients; use a larger share or fewer clients"
+            f"{len(partition)} clients; use a larger share or fewer clients"
         )
     return torch.cat(held)
 

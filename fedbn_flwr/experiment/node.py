@@ -122,8 +122,7 @@ class ClientParts:
     @functools.cached_property
     def split(self) -> tuple[Tensor, Tensor]:
         """The indices of the training examples that the client trains on, and of those that it holds out."""
-        held = self.run.evaluate.validation if trains(self.run, self.number) else 0.0
-        return hold_out(self.part[0], held, self.run.seed, self.number)
+        return hold_out(self.part[0], self.run.evaluate.validation, self.run.seed, self.number)
 
     @functools.cached_property
     def losses(self) -> tuple[Loss, Loss]:
@@ -275,7 +274,3 @@ def _free_models(kind: Hashable, device: str) -> list[ModelTensors]:
 def _is_own(run: Settings) -> bool:
     """Whether the model has modules of the user, which may have state outside of their state dict."""
     return is_name(run.model.name) or is_name(run.model.norm)
-
-
-def trains(run: Settings, client: int) -> bool:
-    return not run.evaluate.unseen or client < run.trained

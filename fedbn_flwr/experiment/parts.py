@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedbn_flwr import named, seeding
 from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.losses import balanced_weights, make_loss
-from fedbn_flwr.client.schedules import Schedule, cosine, exponential, linear_warmup, steps
+from fedbn_flwr.client.schedules import cosine, step
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise
@@ -166,40 +166,27 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
 
 
 def learning_rate(run: Settings, server_round: int) -> float:
-    rate = schedule_of(run)(server_round, run.rounds)
+    lr, options = run.train.lr, run.train.schedule
+    match options.kind:
+        case "constant":
+            return lr
+        case "step":
+            return step(server_round, run.rounds, lr, options.milestones, options.gamma or 0.1)
+        case "cosine":
+            return cosine(server_round, run.rounds, lr)
+    rate = named.call("train.schedule.kind", options.kind, server_round, run.rounds, lr)
     if not (isinstance(rate, int | float) and rate >= 0):
         raise SettingsError(
-            f"train.schedule.kind={run.train.schedule.kind!r} returned {rate!r} for round {server_round}; expected a "
+            f"train.schedule.kind={options.kind!r} returned {rate!r} for round {server_round}; expected a "
             "learning rate, zero or more"
         )
     return float(rate)
 
 
-def schedule_of(run: Settings) -> Schedule:
-    lr, options = run.train.lr, run.train.schedule
-    match options.kind:
-        case "constant":
-            schedule: Schedule = steps(lr)
-        case "step":
-            schedule = steps(lr, options.milestones, 0.1 if options.gamma is None else options.gamma)
-        case "cosine":
-            schedule = cosine(lr, options.warmup)
-        case "exponential":
-            assert options.gamma is not None
-            schedule = exponential(lr, options.gamma, options.warmup)
-        case name:
-
-            def schedule(server_round: int, rounds: int) -> float:
-                rate: float = named.call("train.schedule.kind", name, server_round, rounds, lr)
-                return rate
-
-    return linear_warmup(lr, options.warmup, schedule) if options.warmup else schedule
-
-
 def loss_of(run: Settings, dataset: DataSet, indices: Tensor) -> Loss:
     """The loss of a client, whose training examples are those at `indices`."""
     train, task = run.train, dataset.task
-    if own_loss(run) is not None or not (train.label_smoothing or train.class_weights):
+    if has_own_loss(run) or not (train.label_smoothing or train.class_weights):
         return plain_loss(run, task)
     weights: Tensor | None = None
     if train.class_weights == "balanced":
@@ -212,21 +199,20 @@ def loss_of(run: Settings, dataset: DataSet, indices: Tensor) -> Loss:
 
 def plain_loss(run: Settings, task: Task) -> Loss:
     """The loss that evaluations report, without label smoothing and class weights."""
-    if (own := own_loss(run)) is not None:
-        return own
-    return make_loss(name_in(run.train.loss or task.losses[0]), **options_in(run.train.loss))
+    name, options = name_in(run.train.loss or task.losses[0]), options_in(run.train.loss)
+    if not has_own_loss(run):
+        return make_loss(name, **options)
+    loss: Loss = named.load("train.loss", name)
+    if isinstance(loss, type):
+        loss = named.call("train.loss", name, **options)
+    elif options:
+        loss = functools.partial(loss, **options)
+    return loss
 
 
-def own_loss(run: Settings) -> Loss | None:
-    """The loss of the user, or None for one of `tasks.LOSSES`."""
-    name = name_in(run.train.loss or "")
-    if not named.is_name(name):
-        return None
-    options, function = options_in(run.train.loss), named.load("train.loss", name)
-    if isinstance(function, type):
-        made: Loss = named.call("train.loss", name, **options)
-        return made
-    return functools.partial(function, **options) if options else function
+def has_own_loss(run: Settings) -> bool:
+    """Whether the loss is the user's, not one of `tasks.LOSSES`."""
+    return named.is_name(name_in(run.train.loss or ""))
 
 
 def metrics_of(run: Settings) -> Sequence[Metric]:

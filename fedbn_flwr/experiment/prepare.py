@@ -32,7 +32,7 @@ from fedbn_flwr.tasks import SEVERAL, Task
 
 from .data import Shape, check_labels, try_data
 from .faults import naming
-from .parts import Parts, learning_rate, own_loss, plain_loss
+from .parts import Parts, has_own_loss, learning_rate, plain_loss
 from .settings import Experiment, Settings, name_in, strategy_name, tracker_of
 
 
@@ -82,8 +82,8 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
 def make_rule(run: Settings) -> Rule:
     # By default all clients train, and `evaluate.clients` decides whether they evaluate. A run begins with all clients
     # (run.cohort.check_nodes) and continues without those that fail.
-    least = 1 if run.trained == 1 else 2
-    _check_demands(run.strategy, run.trained)
+    least = min(run.clients, 2)
+    _check_demands(run.strategy, run.clients)
     strategy = build_strategy(
         run.strategy,
         seed=run.seed,
@@ -99,8 +99,6 @@ def make_rule(run: Settings) -> Rule:
         {
             f"evaluate.clients is false, but {name} trains no global model, and only clients can be evaluated; leave "
             "evaluate.clients out": options.clients is False and not traits.has_global_model,
-            f"evaluate.unseen is {options.unseen}, but {name} trains no global model that a new client could use; "
-            "leave evaluate.unseen out": options.unseen > 0 and not traits.has_global_model,
             f"evaluate.dynamics is true and reads the statistics of single clients, but {name} {hides}; leave "
             "evaluate.dynamics out": options.dynamics and hides is not None,
         }
@@ -112,7 +110,7 @@ def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
     """Refuse a minimum number of nodes above the number of clients: a round would wait for them until its timeout."""
     for key in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
         if isinstance(needed := spec.get(key), int) and needed > clients:
-            raise SettingsError(f"strategy.{key} of {spec.get('name')} is {needed}, but {clients} clients train")
+            raise SettingsError(f"strategy.{key} of {spec.get('name')} is {needed}, but there are {clients} clients")
     about, bad = FLOWER.get(str(spec.get("name"))), spec.get("num_malicious_nodes", 0)
     if about is not None and about.needs is not None and isinstance(bad, int) and about.needs(bad) > clients:
         raise SettingsError(
@@ -145,8 +143,8 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
 def check_partition(parts: Parts) -> None:
     """Refuse clients with so few examples that they would not exchange the statistics of their batches."""
     run, least = parts.run, parts.rule.traits.min_batch
-    trained = enumerate(parts.partition[: run.trained] if least > 1 else ())
-    sizes = {client: len(hold_out(part, run.evaluate.validation, run.seed, client)[0]) for client, part in trained}
+    clients = enumerate(parts.partition if least > 1 else ())
+    sizes = {client: len(hold_out(part, run.evaluate.validation, run.seed, client)[0]) for client, part in clients}
     if small := [f"{client} ({size})" for client, size in sizes.items() if size < least]:
         raise SettingsError(
             f"{len(small)} of {len(sizes)} clients have fewer than {least} training examples with seed {run.seed}: "
@@ -280,7 +278,7 @@ def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inp
     forms = (expected, [2]) if dataset.outputs == 1 and not dataset.dense else (expected,)
     is_right = isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) in forms
     is_right = is_right and of_pixels == dataset.dense
-    if model.training and (is_right or own_loss(run) is not None):
+    if model.training and (is_right or has_own_loss(run)):
         targets = targets_like(dataset.task, dataset.classes, 2, expected[2:]).to(main(inputs).device)
         given = f"what model.name={run.model.name!r} returns{mode} ({found}) and targets {list(targets.shape)}"
         asked = f"train.loss={name_in(run.train.loss or dataset.task.losses[0])!r}, given {given},"
@@ -337,9 +335,9 @@ def check_loss(run: Settings, shape: DataSet | Shape) -> None:
         {
             f"data.task is 'binary', but {run.data.name!r} has {count} classes; expected two, or task: "
             "classification": task.name == "binary" and count != 2,
-            f"train.loss is {name}, but {found}; expected {suited}module:callable, a loss of your own": own_loss(run)
-            is None
-            and name not in task.losses,
+            f"train.loss is {name}, but {found}; expected {suited}module:callable, a loss of your own": name
+            not in task.losses
+            and not has_own_loss(run),
             f"train.label_smoothing is {train.label_smoothing}, but {found}; leave it out": train.label_smoothing > 0
             and "label_smoothing" not in task.options,
             f"train.class_weights is {weights}, but {found}; leave it out": weights is not None

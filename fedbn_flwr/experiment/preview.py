@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -30,57 +30,35 @@ class Part:
 @dataclass(frozen=True)
 class ExplainedRun:
     label: str
-    seeds: tuple[int, ...]
     settings: tuple[Setting, ...]
     model: dict[str, Part]  # by role
     down: tuple[str, ...]  # the roles of the arrays that a client receives in a round of training, and what else
     up: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Explanation:
-    partitions: tuple[PartitionCounts, ...]  # empty if the server has no data
-    runs: tuple[ExplainedRun, ...]  # those of further seeds are not repeated
-
-
-def explain(experiment: Experiment) -> Explanation:
-    """Prepare all runs as `fedbn run` does."""
-    first: dict[str, Parts] = {}
+def explain(experiment: Experiment) -> list[ExplainedRun]:
+    """Prepare all runs as `fedbn run` does; those of further seeds are not repeated."""
+    found: dict[str, ExplainedRun] = {}
     for prepared in prepare(experiment):
-        first.setdefault(prepared.run.label, prepared)
-    has_data = all(prepared.dataset is not None for prepared in first.values())
-    explained = []
-    for label in list(first):
-        prepared = first.pop(label)  # with its model, so that it is not in memory with those of the next runs
-        traits, model = prepared.rule.traits, _parts_of(prepared)
-        explained.append(
-            ExplainedRun(
-                label,
-                tuple(run.seed for run in experiment.runs if run.label == label),
-                tuple(settings_of(experiment, prepared.run)),
-                model,
-                (*(role for role in model if role not in {Role.COUNTER, *traits.kept}), *traits.besides),
-                (*(role for role in model if role not in {Role.COUNTER, *traits.unsent}), *traits.besides),
-            )
-        )
-    return Explanation(tuple(count_partitions(experiment) if has_data else ()), tuple(explained))
+        label, traits = prepared.run.label, prepared.rule.traits
+        if label not in found:
+            model = _parts_of(prepared)
+            down = (*(role for role in model if role not in {Role.COUNTER, *traits.kept}), *traits.besides)
+            up = (*(role for role in model if role not in {Role.COUNTER, *traits.unsent}), *traits.besides)
+            found[label] = ExplainedRun(label, tuple(settings_of(experiment, prepared.run)), model, down, up)
+            prepared.release()
+    return list(found.values())
 
 
 def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
     """The numbers of examples of each different partition of the runs, with the first seed that uses it."""
-    users: dict[tuple[str, Options, int], list[Settings]] = {}
+    users: dict[tuple[str, Options, int], Settings] = {}
     for run in experiment.runs:
-        users.setdefault((examples_of(run.data), run.data.partition, run.clients), []).append(run)
-    counted = []
-    for runs in users.values():
-        parts = partition_of(runs[0].data, runs[0].clients, runs[0].seed, "cpu")
-        found = counts_of(runs[0], load_data(runs[0].data, "cpu"), parts)
-        if len(users) > 1:
-            names = list(dict.fromkeys(run.label for run in runs))
-            title = f"{found.title} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-            found = replace(found, title=title)
-        counted.append(found)
-    return counted
+        users.setdefault((examples_of(run.data), run.data.partition, run.clients), run)
+    return [
+        counts_of(run, load_data(run.data, "cpu"), partition_of(run.data, run.clients, run.seed, "cpu"))
+        for run in users.values()
+    ]
 
 
 def _parts_of(prepared: Parts) -> dict[str, Part]:

@@ -245,14 +245,9 @@ class Schedule(Section):
     kind: str = Field(
         default="constant",
         description=(
-            "learning rate schedule: `constant`, `step`, `cosine`, `exponential` or `module:function`; "
+            "learning rate schedule: `constant`, `step`, `cosine` or `module:function`; "
             "`schedule: cosine` is short for `schedule: {kind: cosine}` ([Training](training.md#schedules))"
         ),
-    )
-    warmup: int = Field(
-        default=0,
-        ge=0,
-        description="rounds in which the learning rate rises linearly to `lr` before the schedule begins",
     )
     milestones: Annotated[tuple[float, ...], Field(strict=False)] = Field(
         default=MILESTONES,
@@ -264,7 +259,7 @@ class Schedule(Section):
         default=None,
         gt=0,
         le=1,
-        description="the factor: at each milestone for `step`, in each round for `exponential`",
+        description="for `step`: the factor at each milestone",
     )
     switch: float | None = Field(
         default=None,
@@ -277,17 +272,15 @@ class Schedule(Section):
     )
 
     def faults(self) -> dict[str, bool]:
-        kinds = ("constant", "step", "cosine", "exponential")
+        kinds = ("constant", "step", "cosine")
         kind, odd = self.kind, next((each for each in self.milestones if each <= 0 or (each > 1 and each % 1)), 1)
         return {
             f"kind is {kind!r}; {did_you_mean(kind, kinds)}, or module:function": kind not in kinds and ":" not in kind,
-            "kind is 'exponential', which needs gamma, the factor of each round, for instance 0.99": self.gamma is None
-            and kind == "exponential",
-            f"gamma ({self.gamma}) is for kind step or exponential, but kind is {kind!r}": self.gamma is not None
+            f"gamma ({self.gamma}) is for kind step, but kind is {kind!r}": self.gamma is not None
             and kind in ("constant", "cosine"),
             f"milestones ({list(self.milestones)}) are for kind step, but kind is {kind!r}": self.milestones
             != MILESTONES
-            and kind in ("constant", "cosine", "exponential"),
+            and kind in ("constant", "cosine"),
             f"milestones has {odd:g}; expected a fraction of the rounds, above 0 and at most 1, or a round "
             "(2, 3, ...)": odd != 1,
         }
@@ -449,41 +442,14 @@ class Evaluate(Section):
         le=0.5,
         description=(
             "share of each client's training examples that is held out, to choose the best round: "
-            "`model-best.safetensors`, `best_round`; see [Clients](clients.md#best-round-and-early-stopping)"
+            "`model-best.safetensors`, `best_round`; see [Clients](clients.md#best-round)"
         ),
     )
-    patience: Positive | None = Field(
-        default=None, description="end the run after this many evaluations without a better validation figure"
-    )
-    unseen: int = Field(
-        default=0,
-        ge=0,
-        le=1_000_000,
-        description=(
-            "number of clients that never train, those of the last partitions; the global model is evaluated "
-            "on their own test examples after the last round, see "
-            "[Clients](clients.md#clients-that-never-trained)"
-        ),
-    )
-    finetune_steps: int = Field(
-        default=10,
-        ge=0,
-        le=1_000_000,
-        description="steps by which unseen clients then adapt the global model, for a second evaluation; 0: none",
-    )
-    finetune_lr: float | None = Field(default=None, gt=0, description="learning rate of these steps")
 
     def faults(self) -> dict[str, bool]:
         unknown = next((name for name in self.metrics if name not in METRICS and ":" not in name), None)
         return {
             f"metrics has {unknown!r}; {did_you_mean(str(unknown), METRICS)}, or module:function": unknown is not None,
-            f"patience is {self.patience}, but validation is 0: a run ends by its validation figure, never by the "
-            "test examples; set validation, for instance to 0.1": self.patience is not None and not self.validation,
-            "finetune_lr has no effect without unseen clients and finetune_steps; set unseen too": self.finetune_lr
-            is not None
-            and not (self.unseen and self.finetune_steps),
-            f"finetune_steps ({self.finetune_steps}) has no effect without unseen clients; set unseen": not self.unseen
-            and self.finetune_steps != 10,
             "server and clients are both false; one of them must evaluate": not self.server and self.clients is False,
             "statistics is 'reestimated', which needs the server's test examples, but server is false": not self.server
             and self.statistics == "reestimated",
@@ -635,18 +601,9 @@ class Settings(Section):
     cell: Cell = Cell()
     size: str = PAPER
 
-    @property
-    def trained(self) -> int:
-        """The number of clients that train, those of the first partitions."""
-        return self.clients - self.evaluate.unseen
-
     def faults(self) -> dict[str, bool]:
-        warmup, of_brn, steps = self.train.schedule.warmup, self.model.brn.warmup, self.rounds * (self.train.steps or 0)
+        of_brn, steps = self.model.brn.warmup, self.rounds * (self.train.steps or 0)
         return {
-            f"evaluate.unseen is {self.evaluate.unseen}, but there are {self.clients} clients; expected at most "
-            f"{self.clients - 1}, so that one trains": self.trained < 1,
-            f"train.schedule.warmup is {warmup}, but there are {self.rounds} rounds; expected fewer": warmup
-            >= self.rounds,
             f"model.norm: brn is batch norm in a client's first {of_brn} steps (model.brn.warmup), and a client takes "
             f"at most {steps} steps in this run; set a smaller warmup": self.model.norm == "brn"
             and self.train.steps is not None

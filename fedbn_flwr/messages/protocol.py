@@ -50,16 +50,6 @@ RUN_KEYS = {
     READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 
-# The keys of an evaluate message.
-TEST_SETS = "fedbn.test-sets"
-TUNE_STEPS = "fedbn.tune-steps"
-TUNE_LR = "fedbn.tune-lr"
-EVALUATION_KEYS = {
-    TEST_SETS: Key("names, comma separated", "(evaluate) use only these of the test sets"),
-    TUNE_STEPS: Key("int", "(evaluate) then train this many steps, evaluate again, and restore the model"),
-    TUNE_LR: Key("float", "(evaluate) the learning rate of these steps; default: that of the round"),
-}
-
 # The keys of a layer-wise round (FedTAN), which strategies/fedtan.py declares.
 COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
@@ -84,7 +74,6 @@ OWN_DATA = "own-data"  # the node has data of its own instead of a partition of 
 STATE_ROUND = "state-round"  # the round of the latest state in the state folder, see fedbn_flwr.client.node_state
 BATCH_EXAMPLES = "batch-examples"  # examples in the first batch of the round
 BATCH_VALUES = "batch-values"  # values per channel in a batch norm's input, in an exchange
-TUNED = "tuned"  # the beginning of metrics after the steps that TUNE_STEPS asks for
 VALIDATION = "validation"  # the test set that is a share of the client's training data
 OWN = "own"  # the test set that is the client's own share of all test examples
 EXCHANGES_LEFT = "exchanges-left"  # exchanges of a layer-wise step that follow the one in the reply

@@ -210,4 +210,4 @@ def test_impossible_jobs_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["run", "quick", "--jobs", "0"]) == 2
     assert "--jobs is 0; expected a number of runs" in capsys.readouterr().err
     assert cli.main(["run", "quick", "engine.threads=2", "--jobs", "2"]) == 2
-    assert "--jobs is 2, but the run 'FixBN' has engine.threads=2" in capsys.readouterr().err
+    assert "--jobs is 2, but a run trains on a GPU or has engine.threads above 1" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_the_experiments_train(tmp_path: Path, number: int) -> None:
         for key in (name, f"clients_{name}", f"clients_own_{name}"):
             assert all(-1 <= line[key] <= 1 for line in lines), key
             assert summary[key] == lines[-1][key]
-        assert f"{title_of(name)} on own data" in outcome.table
+        assert f"{title_of(name)} on own data" in outcome.report
     assert summary["status"] == "finished"
 
 

@@ -337,7 +337,7 @@ engine: {device: cpu, checkpoint_every: 1}
 @pytest.mark.parametrize("rule", ["{name: FixBN, freeze_round: 1}", "{name: FedBN}"])
 def test_an_experiment_in_bfloat16_counts_its_bytes_and_resumes_to_the_same_bits(rule: str, tmp_path: Path) -> None:
     experiment = load_experiment(EXPERIMENT, [f"strategy={rule}"])
-    explained = explain(experiment).runs[0].model
+    explained = explain(experiment)[0].model
     for name, stop in (("whole", 0), ("parts", 1), ("parts", 0)):
         (prepared,) = prepare(experiment)
         run = RunFolder(tmp_path / name)

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.listener import Round
+from fedbn_flwr.experiment.listeners.listener import Round, Running
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
@@ -74,10 +74,7 @@ CASES = {name: SPECIAL.get(name, f"strategy: {{name: {name}}}") for name in sort
 if "Private" in STRATEGIES:
     CASES["Private, keep"] = "strategy: {name: Private, noise_seed: 1, base: {name: SiloBN, global_norm: initial}}"
 CASES |= dict.fromkeys(OPTIMISERS, "")
-CHOICES = {
-    "early end": "strategy: {name: FedBN}\n"
-    "train: {lr: 1.0e-20}\nevaluate: {every: 1, validation: 0.1, patience: 3, unseen: 1, finetune_steps: 2}"
-}
+CHOICES = {"best round": "strategy: {name: FedBN}\ntrain: {lr: 1.0e-20}\nevaluate: {every: 1, validation: 0.1}"}
 SHORT = {"short FedBN": "rounds: 3\nstrategy: {name: FedBN}\nevaluate: {every: 3, clients: false}"}  # for real nodes
 
 
@@ -92,8 +89,8 @@ class Stopping(Reporter):
         super().__init__()
         self.last = last
 
-    def stops_after(self, at: Round) -> bool:
-        return at.number == self.last
+    def on_round(self, running: Running, at: Round) -> Round:
+        return dataclasses.replace(super().on_round(running, at), stop=at.number == self.last)
 
 
 def session(

@@ -22,7 +22,6 @@ from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import Message
 from flwr.common import log
 from numpy.typing import NDArray
 
@@ -31,7 +30,6 @@ from fedbn_flwr.messages.gate import number_of, read_reply
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers
 from fedbn_flwr.results.folder import RunFolder
 
-from ..settings import strategy_name
 from .listener import Listener, Round, Running
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -45,61 +43,44 @@ EPS = 1e-5  # PyTorch's default; the arrays do not contain a layer's own
 class Dynamics(Listener):
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self._before: Statistics | None = None  # of the previous round; None if nothing is recorded
+        self._before: Statistics = {}  # of the previous round; empty if nothing is recorded
 
-    def on_start(self, running: Running, at: Round) -> Round:
-        arrays, traits = unpack(at.arrays), running.prepared.rule.traits
-        self.sizes = sizes_of(arrays)
-        reason = None
-        if not self.sizes:
-            reason = "the model has no batch norm with running statistics"
-        elif Role.STATISTICS in traits.unsent:
-            reason = f"with these settings, {strategy_name(running.run.strategy)} leaves the statistics on the clients"
-        if reason is None:
-            self._before = statistics_in(arrays, self.sizes)
-        else:
-            log(WARNING, "%s: evaluate.dynamics records nothing: %s", running.prepared.name, reason)
-        return at
+    def on_start(self, running: Running, at: Round) -> None:
+        if Role.STATISTICS not in running.prepared.rule.traits.unsent:
+            self._before = statistics_in(unpack(at.arrays))
+        if not self._before:
+            text = "%s: evaluate.dynamics records nothing: with these settings, clients send no running statistics"
+            log(WARNING, text, running.prepared.name)
 
     def on_round(self, running: Running, at: Round) -> Round:
-        before, self._before = self._before, self._before and statistics_in(unpack(at.arrays), self.sizes)
-        if before and self._before and at.is_evaluated:
-            clients = self._clients(at.replies, self._before)
-            layers = distances(before, self._before, DRIFT)
-            self.folder.add_line("norms.jsonl", {"round": at.number, "layers": layers, "clients": clients})
+        if before := self._before:
+            self._before = now = statistics_in(unpack(at.arrays))
+            if at.is_evaluated:
+                replies = {str(number_of(each)): read_reply(each).arrays for each in sorted(at.replies, key=number_of)}
+                clients = {key: distances(statistics_in(arrays), now, DEVIATION) for key, arrays in replies.items()}
+                line = {"round": at.number, "layers": distances(before, now, DRIFT), "clients": clients}
+                self.folder.add_line("norms.jsonl", line)
         return replace(at, replies=())
 
-    def _clients(self, replies: Sequence[Message], overall: Statistics) -> dict[str, Any]:
-        found = {}
-        for reply in sorted(replies, key=number_of):
-            if (statistics := statistics_in(read_reply(reply).arrays, self.sizes)) is not None:
-                found[str(number_of(reply))] = distances(statistics, overall, DEVIATION)
-        return found
 
-
-def sizes_of(arrays: Arrays) -> dict[str, int]:
-    """The channels of each layer that tracks running statistics, by its prefix."""
-    return {prefix: arrays[f"{prefix}{MEAN}"].size for prefix in layers(arrays)}
-
-
-def statistics_in(arrays: Arrays, sizes: Mapping[str, int]) -> Statistics | None:
-    """The statistics of these layers; None if one is missing, has another size or is not finite."""
-    found = {}
-    for prefix, size in sizes.items():
-        pair = [arrays[key].reshape(-1) for name in (MEAN, VARIANCE) if (key := f"{prefix}{name}") in arrays]
-        if [each.size for each in pair] != [size, size] or not np.isfinite(pair).all():
-            return None
-        mean, var = (each.astype(np.float64) for each in pair)
-        found[prefix.removesuffix(".") or "norm"] = mean, np.maximum(var, 0)  # a privacy strategy's noise may be larger
-    return found
+def statistics_in(arrays: Arrays) -> Statistics:
+    """The statistics of each layer that tracks some. What the server has received is finite and of the right sizes."""
+    return {
+        prefix.removesuffix(".") or "norm": (
+            arrays[f"{prefix}{MEAN}"].astype(np.float64).reshape(-1),
+            arrays[f"{prefix}{VARIANCE}"].astype(np.float64).reshape(-1),
+        )
+        for prefix in layers(arrays)
+    }
 
 
 def distances(found: Statistics, overall: Statistics, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """By layer: mean distance, variance distance and variance ratio, or the first of them, under these names."""
     of_layers = {}
-    for layer, (mean, var) in overall.items():
-        scaled = (found[layer][0] - mean) / np.sqrt(var + EPS)
-        ratios = np.log((found[layer][1] + EPS) / (var + EPS))
+    for layer, (mean, var) in found.items():
+        overall_mean, overall_var = overall[layer]
+        scaled = (mean - overall_mean) / np.sqrt(overall_var + EPS)
+        ratios = np.log((var + EPS) / (overall_var + EPS))
         figures = (_rms(scaled), _rms(ratios), float(np.exp(ratios.mean())))
         # Six digits, because a file has a number for every round, client and layer.
         of_layers[layer] = {name: float(f"{value:.6g}") for name, value in zip(names, figures, strict=False)}

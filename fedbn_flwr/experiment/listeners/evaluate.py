@@ -1,6 +1,6 @@
 """Evaluates after a round: the global model on the server's test examples, and the clients' models on the clients.
 
-Then chooses the best round; after the last one, evaluates the global model also on clients that never trained.
+Then chooses the best round.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ import functools
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from logging import WARNING
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
-from flwr.common import log
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr import strategies
@@ -29,11 +26,10 @@ from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.clients import is_count, spread
-from fedbn_flwr.tasks import Task, goodness, title_of
+from fedbn_flwr.tasks import Task, goodness
 
 from ..data import rows_by_domain
 from ..parts import Parts, plain_loss
-from ..run.cohort import failures
 from .listener import Listener, Round, Running
 
 ByClient = dict[int, dict[str, float]]  # metrics by the number of the client
@@ -150,80 +146,31 @@ class Evaluate(Listener):
 
 
 class Best(Listener):
-    """Finds the round with the best main figure on the validation examples, and ends a run that no longer improves.
+    """Finds the round with the best main figure on the validation examples, the first of equal ones.
 
-    Everything follows from the history, so a resumed run continues with the same counts.
+    It follows from the history, so a resumed run has the same.
     """
 
-    def __init__(self, folder: RunFolder, task: Task, patience: int | None) -> None:
-        self.folder = folder
-        self.main = task.main
-        self.patience = patience
-        self.best_round = 0
-        self.best: float | None = None
-        self.waited = 0  # evaluations since the best one
+    def __init__(self, folder: RunFolder, task: Task) -> None:
+        self.folder, self.main = folder, task.main
+        self.best = -math.inf  # how good the best round is
 
-    def on_start(self, running: Running, at: Round) -> Round:
+    def on_start(self, running: Running, at: Round) -> None:
         for line in self.folder.history():
-            self._note(line)
-        return self._ended(at)
+            self._is_best(line)
 
     def on_round(self, running: Running, at: Round) -> Round:
-        if self._note(at.line):
+        if self._is_best(at.line):
             at = at.with_figures({"best_round": at.number}, {}, is_best=running.prepared.rule.traits.has_global_model)
-        return self._ended(at)
+        return at
 
-    def _ended(self, at: Round) -> Round:
-        reason = None if at.is_last else self._reason()
-        return at if reason is None else replace(at, ended=reason, is_last=True)
-
-    def _note(self, line: Mapping[str, Any]) -> bool:
-        """Take a line of the history into account; whether its round is the best so far (the first of equal ones)."""
-        figure: float | None = line.get(f"validation_{self.main}")
-        if figure is None:
-            return False
-        before = -math.inf if self.best is None else goodness(self.main, self.best)
-        if is_best := goodness(self.main, figure) > before:
-            self.best, self.best_round, self.waited = figure, line["round"], 0
-        else:
-            self.waited += 1
+    def _is_best(self, line: Mapping[str, Any]) -> bool:
+        """Whether the round of this line of the history is the best so far."""
+        figure = line.get(f"validation_{self.main}")
+        found = -math.inf if figure is None else goodness(self.main, figure)
+        is_best = found > self.best
+        self.best = max(self.best, found)
         return is_best
-
-    def _reason(self) -> str | None:
-        if self.patience is None or self.waited < self.patience:
-            return None
-        count = "evaluation" if self.waited == 1 else "evaluations"
-        best = "" if self.best is None else f"; its best is {self.best:.4f} in round {self.best_round}"
-        return f"validation {title_of(self.main)} has not improved in {self.waited} {count}{best}"
-
-
-class Final(Listener):
-    def on_round(self, running: Running, at: Round) -> Round:
-        """Send the whole global model, its batch norm included; the run is complete without those that fail."""
-        if not at.is_last:
-            return at
-        options = running.run.evaluate
-        keys: dict[str, Any] = {**running.identity, protocol.ROUND: at.number, protocol.TEST_SETS: protocol.OWN}
-        if options.finetune_steps:
-            keys[protocol.TUNE_STEPS] = options.finetune_steps
-            keys[protocol.TUNE_LR] = options.finetune_lr or running.run.train.lr
-        content = RecordDict({"arrays": at.arrays, "config": ConfigRecord(keys)})
-        messages = [Message(content, node, MessageType.EVALUATE) for node in running.unseen.values()]
-        replies = list(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
-        for problem in failures(running.run, len(messages), replies):
-            log(WARNING, "after the last round: without %s", problem)
-        measured = {client: _renamed(values) for client, values in values_of(replies, "test_examples").items()}
-        means = {name: statistics.fmean(each) for name, each in by_metric(measured).items() if not is_count(name)}
-        return at.with_figures(means, measured)
-
-
-def _renamed(values: Mapping[str, float]) -> dict[str, float]:
-    """`own_accuracy` as `unseen_accuracy`, `tuned_own_accuracy` as `unseen_accuracy_tuned`."""
-    tuned, own = f"{protocol.TUNED}_", f"{protocol.OWN}_"
-    return {
-        f"unseen_{name.removeprefix(tuned).removeprefix(own)}" + ("_tuned" if name.startswith(tuned) else ""): value
-        for name, value in values.items()
-    }
 
 
 # --- the values of each client, their means and their spread ---

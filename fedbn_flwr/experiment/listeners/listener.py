@@ -22,7 +22,6 @@ class Running:
     grid: GridAround
     # The config keys that name the run to its clients, and those of the moments on which the sites agreed.
     identity: Mapping[str, Any]
-    unseen: Mapping[int, int] = field(default_factory=dict)  # client -> node, of the clients that never train
 
     @property
     def run(self) -> Settings:
@@ -43,7 +42,6 @@ class Round:
     line: Mapping[str, Any] = field(default_factory=dict)  # in the history
     clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # the values of each client
     is_best: bool = False  # of those so far, by validation
-    ended: str | None = None  # the reason why training ends before the last round
     stop: bool = False  # the user asked to stop after this round
     kept_round: int = 0  # the round of the last checkpoint
 
@@ -56,9 +54,8 @@ class Round:
 class Listener:
     """Hooks that are called during a run; by default they do nothing."""
 
-    def on_start(self, running: Running, at: Round) -> Round:
+    def on_start(self, running: Running, at: Round) -> None:
         """Before the first round, or the first one after resuming."""
-        return at
 
     def on_messages(self, running: Running) -> None:
         """Before the messages of a round are sent."""

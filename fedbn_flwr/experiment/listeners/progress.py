@@ -1,7 +1,7 @@
 """Shows the progress of runs, within a round too, and stops them on Ctrl-C.
 
-On a terminal and in a notebook: how many runs have ended and the time left, and a bar of each run's rounds with how far
-its current round is. Elsewhere: a line after rounds, at most every two seconds, and within a long round every ten.
+On a terminal: a bar of all rounds, and one of each run with what it does. Elsewhere, in a notebook too: a line at most
+every five seconds.
 
 The first Ctrl-C stops the runs after their current round, so that no work is lost. The second one, SIGTERM and
 SIGHUP stop them immediately; a resumed run then repeats the rounds after the last checkpoint.
@@ -9,8 +9,10 @@ SIGHUP stop them immediately; a resumed run then repeats the rounds after the la
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import math
 import os
 import signal
 import sys
@@ -24,8 +26,8 @@ from typing import Any
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.messages import protocol
@@ -34,7 +36,7 @@ from fedbn_flwr.tasks import title_of
 
 from .listener import Listener, Round, Running
 
-_AFTER_ROUND, _WITHIN_ROUND, _DRAWN = 2.0, 10.0, 0.2  # seconds between lines, and between two views of a notebook
+_LINES, _DRAWN = 5.0, 0.2  # seconds between lines, and between reports of a run
 _BAR = 12  # characters
 
 
@@ -45,7 +47,7 @@ class News:
     round: int = 0
     figures: str = ""  # of that round
     within: str = ""  # how far the next round is
-    message: str = ""  # an event, to be shown as a line; the first one, that it begins
+    event: str = ""  # to be shown as a line
 
 
 class Reporter(Listener):
@@ -54,38 +56,31 @@ class Reporter(Listener):
     def __init__(
         self, send: Callable[[News], None] = lambda news: None, stop_asked: Callable[[], bool] = lambda: False
     ) -> None:
-        self._send_news = send
+        self.send = send
         self._stop_asked = stop_asked
         self._latest = News()
         self._sent = 0.0
 
-    def on_start(self, running: Running, at: Round) -> Round:
-        self._latest = News(at.number, within="starting")
+    def on_start(self, running: Running, at: Round) -> None:
+        self._latest = News(at.number)
         self.message(counted(running.run.rounds) + (f", continuing after round {at.number}" if at.number else ""))
-        return at
-
-    def stops_after(self, at: Round) -> bool:
-        """Whether the user asked to stop after this round."""
-        return self._stop_asked()
 
     def report(self, what: str, done: int, total: int) -> None:
         """How far the current round is."""
         if time.monotonic() - self._sent > _DRAWN:
-            self._send(replace(self._latest, within=f"{what}: {done} of {total}"))
+            self._sent = time.monotonic()
+            self.send(replace(self._latest, within=f"{what}: {done} of {total}"))
 
     def on_round(self, running: Running, at: Round) -> Round:
-        self._send(News(at.number, figures_of(at.line, running.prepared.task.main)))
+        self._latest = News(at.number, figures_of(at.line, running.prepared.task.main))
+        self.send(self._latest)
         for note in running.prepared.rule.notes().values() if at.is_last else ():
             if isinstance(note, Mapping) and "in_words" in note:
                 self.message(note["in_words"])
-        return replace(at, stop=self.stops_after(at))
+        return replace(at, stop=self._stop_asked())
 
     def message(self, text: str) -> None:
-        self._send_news(replace(self._latest, message=text))
-
-    def _send(self, news: News) -> None:
-        self._latest, self._sent = news, time.monotonic()
-        self._send_news(news)
+        self.send(replace(self._latest, event=text))
 
 
 _COUNTED = {
@@ -115,18 +110,8 @@ class WatchedGrid(GridAround):
         self._watcher(what, done, total)
 
 
-@dataclass
-class _Running:
-    began: float
-    last_round: float  # when it ended
-    news: News = News()  # the latest; it is frozen
-
-
 class Progress:
-    """The progress of an experiment's runs; `rounds` has the number of rounds of each.
-
-    The time left is estimated as if the rounds of all runs took as long as those of this session did on average.
-    """
+    """The progress of an experiment's runs, by their places in it; `rounds` has the number of rounds of each."""
 
     def __init__(
         self,
@@ -136,17 +121,25 @@ class Progress:
         plain: bool = False,
         quiet: bool = False,
     ) -> None:
-        self.console = Console(highlight=False)
-        self._draws = (self.console.is_terminal or self.console.is_jupyter) and not (quiet or plain)
+        console = Console(highlight=False)
+        self._draws = console.is_terminal and not (plain or quiet)
         self._quiet = quiet
         self._labels, self._rounds = labels, rounds
-        self._running: dict[int, _Running] = {}  # by place
-        self._left_over = dict(enumerate(rounds))  # the rounds that are left of the runs that have not ended, by place
-        self._counted = 0  # rounds of this session
-        self._within = ""  # the activity between runs
-        self._began = self._printed = self._last_round = time.monotonic()
-        self._training_began: float | None = None
-        self._show: Callable[[], object] = lambda: None  # draws now, on a terminal or in a notebook
+        self._bars = Bars(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(_BAR),
+            TextColumn("{task.completed:g}/{task.total:g}"),
+            TextColumn("{task.fields[text]}", markup=False),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not self._draws,
+            get_time=time.monotonic,
+            speed_estimate_period=math.inf,
+        )
+        self._all = self._bars.add_task("all runs", total=sum(rounds), text="")
+        self._tasks: dict[int, TaskID] = {}  # of the runs that have begun, by place
+        self._printed = time.monotonic()
         self._stack = ExitStack()
         self.stop_asked = False
 
@@ -159,29 +152,17 @@ class Progress:
         for number, handler in handlers.items() if threading.current_thread() is threading.main_thread() else ():
             if (before := signal.getsignal(number)) is signal.SIG_DFL or before is signal.default_int_handler:
                 self._stack.callback(signal.signal, number, signal.signal(number, handler))
-        if self._draws and self.console.is_jupyter:
-            from IPython.display import display
-
-            # Not rich's own display, which needs ipywidgets and is lost when a notebook is saved.
-            cell = display(self.render(), display_id=True)
-            self._show = lambda: cell.update(self.render())
-        elif self._draws:
-            live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=True)
-            live.start()
-            self._show = live.refresh
-            self._stack.callback(live.stop)
-            for log in logging.getLogger("flwr").handlers:  # log lines are then printed above the bars
-                if isinstance(log, logging.StreamHandler):
-                    self._stack.callback(log.setStream, log.setStream(sys.stderr))
+        self._stack.enter_context(self._bars)
+        for log in logging.getLogger("flwr").handlers if self._draws else ():  # its lines are printed above the bars
+            if isinstance(log, logging.StreamHandler):
+                self._stack.callback(log.setStream, log.setStream(sys.stderr))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._running, self._within = {}, "finished" if error is None else "stopped"
-        self._show()
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        if self.stop_asked or self._training_began is None:
+        if self.stop_asked or not self._tasks:
             raise KeyboardInterrupt
         self.stop_asked = True
         print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
@@ -190,57 +171,45 @@ class Progress:
 
     def status(self, text: str) -> None:
         """What happens before the first run or after the last one; shown only where it can be drawn over."""
-        self._within = f"{text} ..."
-        self._show()
+        self._bars.update(self._all, text=text)
 
     def skip(self, places: Sequence[int]) -> None:
         """These runs are finished already."""
-        for place in places:
-            del self._left_over[place]
+        self._bars.update(self._all, advance=sum(self._rounds[place] for place in places))
         if places:
             self.message(f"{len(places)} of {len(self._labels)} runs are finished already")
 
     def begin(self, place: int) -> Reporter:
         """A run begins in this process, unless its news come from another one."""
-        now = time.monotonic()
-        self._training_began = self._training_began or now  # from now on, Ctrl-C lets rounds finish
-        self._running[place], self._printed = _Running(now, now), now
-        return Reporter(lambda news: self.news(place, news), lambda: self.stop_asked)
+        self._tasks[place] = self._bars.add_task(
+            self._title(place), total=self._rounds[place], text="starting", figures=""
+        )
+        self.status("")
+        return Reporter(functools.partial(self.news, place), lambda: self.stop_asked)
 
     def news(self, place: int, news: News) -> None:
-        run, now, rounds = self._running[place], time.monotonic(), self._rounds[place]
-        before, run.news = run.news.round, replace(news, message="")
-        self._left_over[place] = rounds - news.round
-        if news.message:
-            self._say_of(place, news.message)
-            self._show()
-            return
-        if news.round > before:
-            self._counted += 1
-            self._last_round = run.last_round = now
-        between = _DRAWN if self._draws else _WITHIN_ROUND if news.within else _AFTER_ROUND
-        if now - self._printed < between:
-            return
-        self._printed = now
-        if self._draws:
-            self._show()
-        elif news.within:
-            passed = duration(now - run.last_round)
-            self._say_of(place, f"round {news.round + 1}/{rounds}  {news.within} after {passed}")
-        else:
-            self._say_of(place, f"round {news.round}/{rounds}  {news.figures}{self._left()}")
+        task, now = self._bars.tasks[self._tasks[place]], time.monotonic()
+        self._bars.update(self._all, advance=news.round - task.completed)
+        self._bars.update(task.id, completed=news.round, text=news.within or news.figures, figures=news.figures)
+        if news.event:
+            self._say_of(place, news.event)
+        elif not self._draws and now - self._printed >= _LINES:
+            self._printed = now
+            left = self._bars.tasks[self._all].time_remaining
+            text = f"round {news.round + bool(news.within)}/{task.total:g}  {news.within or news.figures}"
+            self._say_of(place, text + (f"  about {duration(left)} left" if left else ""))
 
     def end(self, place: int, problem: str = "") -> None:
         """A run is finished, or has ended for this reason."""
-        run = self._running[place]
-        took = f"{counted(run.news.round)} in {duration(time.monotonic() - run.began)}  {run.news.figures}".rstrip()
+        task = self._bars.tasks[self._tasks[place]]
+        took = f"{counted(int(task.completed))} in {duration(task.elapsed or 0.0)}  {task.fields['figures']}".rstrip()
         self._say_of(place, problem or took)
-        del self._running[place], self._left_over[place]
-        self._show()
+        self._bars.update(self._all, advance=task.remaining)
+        self._bars.update(task.id, visible=False)
 
     def message(self, text: str) -> None:
-        if self._draws and self.console.is_terminal:
-            self.console.print(text, markup=False, soft_wrap=True)
+        if self._draws:
+            self._bars.console.print(text, markup=False, soft_wrap=True)
         elif not self._quiet:
             try:
                 print(text, file=sys.stdout, flush=True)  # rich would wrap it at 80 columns without a terminal
@@ -248,32 +217,11 @@ class Progress:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 self._quiet = True
 
-    # --- output ---
-
     def _title(self, place: int) -> str:
         return f"[{place + 1}/{len(self._labels)}] {self._labels[place]}"
 
     def _say_of(self, place: int, text: str) -> None:
         self.message(f"{self._title(place)}: {text}")
-
-    def _left(self) -> str:
-        """The time to the end of all runs; empty before the first round of this session."""
-        if not self._counted or self._training_began is None:
-            return ""
-        each = (self._last_round - self._training_began) / self._counted
-        left = each * sum(self._left_over.values()) - (time.monotonic() - self._last_round)
-        return f"  about {duration(max(0.0, left))} left"
-
-    def render(self) -> Text:
-        """How far all runs are, and a bar of each that is running."""
-        passed = duration(time.monotonic() - self._began)
-        ended = f"{len(self._labels) - len(self._left_over)} of {len(self._labels)} runs ended"
-        lines = [f"{ended}  {passed}{self._left()}" if self._running else f"{self._within}  {passed}"]
-        for place, run in sorted(self._running.items()):
-            news, total = run.news, self._rounds[place]
-            bar = "━" * (_BAR * news.round // total)
-            lines.append(f"{self._title(place)} {bar:─<{_BAR}} {news.round}/{total}  {news.within or news.figures}")
-        return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
 
 def counted(rounds: int) -> str:

@@ -31,17 +31,15 @@ class History(Listener):
         self.folder = folder
         self.ledger = ledger
 
-    def on_start(self, running: Running, at: Round) -> Round:
+    def on_start(self, running: Running, at: Round) -> None:
         self.mark = time.monotonic()
         self.summary = begin_summary(running.prepared)
-        self.summary.stopped_early = at.ended
         with suppress(UserError):  # a damaged summary is written again
             if (before := self.folder.summary()) is not None:
                 self.summary.notes = before.notes  # until the next round begins or ends
         for line in self.folder.history():
             self.summary.account(line)
         self.folder.write_summary(self.summary)
-        return at
 
     def on_messages(self, running: Running) -> None:
         rule = running.prepared.rule
@@ -57,7 +55,7 @@ class History(Listener):
         self.folder.add_line("history.jsonl", at.line)
         self.folder.add_line("clients.jsonl", {"round": at.number, "clients": dict(sorted(at.clients.items()))})
         self.summary.account(at.line)
-        self.summary.notes, self.summary.stopped_early = dict(running.prepared.rule.notes()), at.ended
+        self.summary.notes = dict(running.prepared.rule.notes())
         self.folder.write_summary(self.summary)
         return at
 

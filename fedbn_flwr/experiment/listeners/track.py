@@ -46,7 +46,7 @@ class Track(Listener):
         self.part, self.folder = part, folder
         self._calls: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
 
-    def on_start(self, running: Running, at: Round) -> Round:
+    def on_start(self, running: Running, at: Round) -> None:
         prepared, settings = running.prepared, running.run.model_dump(mode="json", exclude={"name", "track"})
         flat = {key: value for key, value in flat_settings(settings).items() if value is not None}
         run = TrackedRun(
@@ -60,7 +60,6 @@ class Track(Listener):
         running.grid.start()  # a process must not be forked while the thread imports modules
         self._thread = threading.Thread(target=self._work, args=(run,), daemon=True, name="track")
         self._thread.start()
-        return at
 
     def on_round(self, running: Running, at: Round) -> Round:
         numbers = {key: value for key, value in at.line.items() if isinstance(value, int | float) and key != "round"}

@@ -8,7 +8,7 @@ from model.json in its folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
@@ -34,17 +34,6 @@ from fedbn_flwr.schema import refuse
 
 from ..parts import Parts
 from ..settings import Settings, strategy_name
-
-
-class TrainedNodes(GridAround):
-    """A grid without the nodes of clients that never train; strategies do not see them."""
-
-    def __init__(self, inner: Grid, unseen: Collection[int]) -> None:
-        super().__init__(inner)
-        self.unseen = unseen
-
-    def get_node_ids(self) -> Iterable[int]:
-        return [node for node in self.inner.get_node_ids() if node not in self.unseen]
 
 
 @dataclass(frozen=True)
@@ -99,11 +88,6 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
             folders[number_of(reply)] = kept
     if not problems:
         problems += _wrong_numbers(holders, run.clients)
-    if not problems and run.evaluate.unseen and None in holders:
-        problems.append(
-            f"evaluate.unseen is {run.evaluate.unseen}, but the nodes have no partition-id that says which clients "
-            "are the last; give each node a partition-id"
-        )
     refuse_nodes(problems)
     ids = {number_of(reply): reply.metadata.src_node_id for reply in replies}
     return Nodes(ids, folders, own_data or None in holders)

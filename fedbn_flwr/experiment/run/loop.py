@@ -41,16 +41,16 @@ from fedbn_flwr.tasks import Task
 
 from ..file.layers import from_run_config
 from ..listeners.dynamics import Dynamics
-from ..listeners.evaluate import Best, Evaluate, Final, values_of
+from ..listeners.evaluate import Best, Evaluate, values_of
 from ..listeners.listener import Listener, Round, Running
 from ..listeners.progress import Progress, Reporter, WatchedGrid
 from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.track import Track
-from ..node import Clients, trains
+from ..node import Clients
 from ..parts import Parts, choose_device, counts_of
 from ..prepare import check_partition, prepare
 from ..settings import Experiment, Settings
-from .cohort import TrainedNodes, agree, agreed_before, check_nodes, restore_clients
+from .cohort import agree, agreed_before, check_nodes, restore_clients
 from .side_by_side import failed_because, jobs_of, side_by_side
 
 
@@ -67,10 +67,10 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     at = Round(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
     listeners = listeners_of(prepared, folder, ledger, progress)
     begun: list[Listener] = []
-    error: BaseException | None = None
-    try:
+    with ExitStack() as stack:
+        stack.push(lambda _, error, __: end(begun, running, error))
         for listener in listeners:
-            at = listener.on_start(running, at)
+            listener.on_start(running, at)
             begun.append(listener)
         asked = {protocol.COHORT_MIN_BATCH: least} if (least := rule.traits.min_batch) else {}
         nodes = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
@@ -87,8 +87,6 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(prepared)
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
-        if unseen := {client: node for client, node in nodes.ids.items() if not trains(run, client)}:
-            running = replace(running, grid=TrainedNodes(ledger, frozenset(unseen.values())), unseen=unseen)
         rule.begin(run.rounds, at.arrays)
         if snapshot is not None and snapshot.strategy is not None:
             restore_clients(prepared, ledger, folder, snapshot.trained, nodes.folders)
@@ -103,24 +101,23 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
                 raise KeyboardInterrupt
         if not at.trained:
             raise RunFailed(f"no client trained in any of the {at.number} rounds")
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        with ExitStack() as ends:  # all of them end, also if one cannot write its file because the disk is full
-            for listener in reversed(begun):
-                ends.callback(listener.on_end, running, error)
+
+
+def end(begun: Sequence[Listener], running: Running, error: BaseException | None) -> None:
+    """End all of them in their order, also if one cannot write its file because the disk is full."""
+    with ExitStack() as ends:
+        for listener in reversed(begun):
+            ends.callback(listener.on_end, running, error)
 
 
 def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progress: Reporter) -> list[Listener]:
     """Those that measure a round, choose the best one and the last one, show and record it, in this order."""
     run = prepared.run
     dynamics = [Dynamics(folder)] if run.evaluate.dynamics else []
-    best = [Best(folder, prepared.task, run.evaluate.patience)] if run.evaluate.validation else []
-    final = [Final()] if run.evaluate.unseen else []  # after the last round, which is chosen now
+    best = [Best(folder, prepared.task)] if run.evaluate.validation else []
     trackers = [Track(entry, folder) for entry in run.track]
     evaluate = Evaluate(prepared, threads=workers_of(run))
-    return [*dynamics, evaluate, *best, *final, progress, History(folder, ledger), Saving(folder), *trackers]
+    return [*dynamics, evaluate, *best, progress, History(folder, ledger), Saving(folder), *trackers]
 
 
 def train_round(running: Running, before: Round, listeners: Sequence[Listener] = ()) -> Round:
@@ -163,17 +160,11 @@ def _in_history(key: str, task: Task) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    folder: Path
-    table: str
-    page: Path
-    picture: Path | None  # without matplotlib there is none
-    failures: tuple[str, ...]  # failed runs, each with its reason
+    report: str  # its tables, and the paths of its files
+    failures: Sequence[str]  # failed runs, each with its reason
 
     def announce(self) -> None:
-        """Print the table and the paths of the files; raise RunFailed if a run failed."""
-        page = self.page.with_suffix(".html")
-        plot = f"plot:  {self.picture}\n" if self.picture else ""
-        print(f"\n{self.table}\n\ntable: {self.page}\n{plot}page:  {page}", flush=True)
+        print(f"\n{self.report}", flush=True)
         check_failures(self.failures)
 
 
@@ -231,18 +222,11 @@ def run_experiment(
             folder = folders[place]
             item = prepared.pop(place)  # a finished strategy would keep the model of its last round
             given = experiment.runs[place].model_dump(mode="json")
-            commit = None if item.dataset is None else item.dataset.commit
-            more: dict[str, Any] = {"data_commit": commit} if commit else {}
+            about = {"data_commit": item.dataset and item.dataset.commit, "runs_at_the_same_time": jobs}
             with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
-                if resume and folder.is_finished():  # by another process, since this one began
-                    return
                 # Another process may have begun this run while this one was loading data.
                 folder.check(given, resume=resume)
-                first = folder.begin(given, {**more, "runs_at_the_same_time": jobs})
-                try:
-                    run_one(item, grid, folder, listener, first)
-                except StorageError as error:
-                    raise StorageError(f"{error}; correct this, then continue with --resume") from None
+                run_one(item, grid, folder, listener, folder.begin(given, about))
 
         failed: dict[int, str] = {}
         progress.skip([place for place, is_done in enumerate(done) if is_done])
@@ -266,14 +250,15 @@ def run_experiment(
                     failed[place] = str(error)
                     problem = failed_because(failed[place])
                 progress.end(place, problem)
-        failures = tuple(f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items()))
+        failures = [f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items())]
         progress.status("writing the report")
         try:
             table, page, picture = write_report([out], out)
         except (UserError, StorageError) as error:
             check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
-    return Outcome(out, table, page, picture, failures)
+    plot = f"plot:  {picture}\n" if picture else ""  # without matplotlib there is none
+    return Outcome(f"{table}\n\ntable: {page}\n{plot}page:  {page.with_suffix('.html')}", failures)
 
 
 def workers_of(run: Settings) -> int:

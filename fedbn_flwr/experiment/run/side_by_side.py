@@ -33,24 +33,14 @@ def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
     """The number of runs to carry out at the same time: `jobs`, or by default one per core if there are enough runs."""
     if jobs is not None and jobs < 1:
         raise SettingsError(f"--jobs is {jobs}; expected a number of runs at the same time, 1 or more")
-    for run in runs:
-        reason = (
-            f"trains on a GPU (engine.device={run.engine.device})"
-            if choose_device(run.engine.device).type == "cuda"
-            else f"has engine.threads={run.engine.threads}"
-            if run.engine.threads > 1
-            else ""
-        )
-        if reason and (jobs or 1) > 1:
-            raise SettingsError(f"--jobs is {jobs}, but the run {run.label!r} {reason}; leave --jobs out")
-        if reason:
-            return 1
-    if jobs is not None:
-        return max(1, min(jobs, unfinished))
-    if any(run.engine.workers != "auto" for run in runs):
-        return 1
-    # With fewer runs than cores, the cores share out the clients of one run at a time.
-    return cores() if unfinished >= cores() else 1
+    engines = [run.engine for run in runs]
+    alone = any(each.threads > 1 or choose_device(each.device).type == "cuda" for each in engines)
+    if alone and jobs is not None and jobs > 1:
+        raise SettingsError(f"--jobs is {jobs}, but a run trains on a GPU or has engine.threads above 1; leave it out")
+    if jobs is None:  # with fewer runs than cores, the cores share out the clients of one run at a time
+        shared = alone or unfinished < cores() or any(each.workers != "auto" for each in engines)
+        jobs = 1 if shared else cores()
+    return max(1, min(jobs, unfinished))
 
 
 def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress: Progress) -> dict[int, str]:

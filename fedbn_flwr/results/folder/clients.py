@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fedbn_flwr.tasks import is_lower_better
 
-_EXAMPLES = re.compile(r"(own_|test_|validation_|unseen_)?examples(_|$)")
+_EXAMPLES = re.compile(r"(own_|test_|validation_)?examples(_|$)")
 
 
 @dataclass(frozen=True)

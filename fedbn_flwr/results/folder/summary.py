@@ -37,7 +37,6 @@ class Summary:
     accuracy_of: str  # the models that `accuracy` and `loss` are of, in words
     status: Status = "running"
     error: str | None = None  # of a run that failed
-    stopped_early: str | None = None  # the reason why a finished run has fewer rounds than it might have had
     size: str | None = None  # of the experiment, if not that of the file
     task: str | None = None  # if not classification
     metrics: Sequence[str] = ()  # the names of evaluate.metrics
@@ -132,12 +131,10 @@ _LATEST = ("loss", "evaluated_with")
 def keys_of(task: Task, metrics: Iterable[str]) -> list[str]:
     """The keys of figures in history and summary, beside spreads over clients and domains.
 
-    Of the global model, of clients on all and on own test examples, and of clients that never trained, before and after
-    fine-tuning.
+    Of the global model, and of clients on all and on own test examples.
     """
     places = ("", "clients_", "clients_own_")
-    first = [*(place + task.main for place in places), f"unseen_{task.main}", f"unseen_{task.main}_tuned"]
-    return list(dict.fromkeys([*first, *(place + name for name in (*task.figures, *metrics) for place in places)]))
+    return list(dict.fromkeys(place + name for name in (task.main, *task.figures, *metrics) for place in places))
 
 
 def _best(task: Task) -> list[str]:
@@ -155,7 +152,7 @@ def is_taken(name: str, task: Task) -> bool:
     keys = {"round", "clients", "num_examples", "broadcast_mib_per_round", *_LATEST, *keys_of(task, ()), *_best(task)}
     keys |= {item.name for of in (Summary, Traffic) for item in fields(of)}
     of_domains = (f"{metric}_" for metric in METRICS)
-    prefixes = (*of_domains, "clients_", "own_", "train_", "validation_", "unseen_", "tuned_")
+    prefixes = (*of_domains, "clients_", "own_", "train_", "validation_")
     return name in keys or name.startswith(prefixes) or name.endswith((*SPREAD, "examples"))
 
 

@@ -29,7 +29,6 @@ _TITLES = {
     "clients_own_": "{} on own data",
     "clients_": "clients' {}",
     "validation_": "validation {}",
-    "unseen_": "new clients' {}",
     "train_": "training {}",
     "best_test_": "best {} on test",
     "best_round_": "{} of the best round",
@@ -37,7 +36,7 @@ _TITLES = {
     "": "{}",
 }
 _OF_OTHERS = tuple(filter(None, _TITLES))
-_ENDINGS = {"_worst_tenth": "mean of the worst tenth", "_std": "deviation over clients", "_tuned": "fine-tuned"}
+_ENDINGS = {"_worst_tenth": "mean of the worst tenth", "_std": "deviation over clients"}
 _SPENT = {"bytes_down": ("MiB down", 1 / MIB, 2), "bytes_up": ("MiB up", 1 / MIB, 2), "seconds": ("seconds", 1, 1)}
 _NO_MEASURES = {"round", "clients", "seconds", *(field.name for field in fields(Traffic))}
 
@@ -71,7 +70,7 @@ class Measure:
     @classmethod
     def of_client(cls, key: str) -> Measure:
         """A key of `clients.jsonl`."""
-        return cls.of(key if key.startswith(("train_", "validation_", "unseen_")) else f"clients_{key}")
+        return cls.of(key if key.startswith(("train_", "validation_")) else f"clients_{key}")
 
     @property
     def is_fraction(self) -> bool:

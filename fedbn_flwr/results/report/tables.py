@@ -196,7 +196,7 @@ def measures_of_clients(run: Run) -> dict[str, Measure]:
     """The main figure and those of `evaluate.metrics`; on the clients' own test examples first."""
     main, summary = run.summary.of_task.main, run.summary
     names = dict.fromkeys((main, *summary.metrics))
-    keys = [*(f"own_{name}" for name in names), *names, f"unseen_{main}", f"unseen_{main}_tuned"]
+    keys = [*(f"own_{name}" for name in names), *names]
     return {key: Measure.of_client(key) for key in keys if key in run.clients}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.schedules import cosine, exponential, linear_warmup, steps
+from fedbn_flwr.client.schedules import cosine, step
 from fedbn_flwr.client.training import backpropagate, local_batches, make_optimizer, train
 
 CPU = torch.device("cpu")
@@ -184,52 +184,33 @@ def test_a_parameter_without_gradient_does_not_change() -> None:
 
 def test_step_schedule_falls_after_its_milestones() -> None:
     """Half and three quarters of 100 rounds: rounds 50 and 75 are the last at each rate."""
-    schedule = steps(1.0, (0.5, 0.75), gamma=0.1)
-    rates = {server_round: schedule(server_round, 100) for server_round in (1, 50, 51, 75, 76, 100)}
+    rates = {number: step(number, 100, 1.0, (0.5, 0.75), gamma=0.1) for number in (1, 50, 51, 75, 76, 100)}
     assert rates == pytest.approx({1: 1.0, 50: 1.0, 51: 0.1, 75: 0.1, 76: 0.01, 100: 0.01})
 
 
 def test_step_schedule_takes_rounds_as_well() -> None:
-    schedule = steps(2.0, (6, 8), gamma=0.5)
-    assert [schedule(server_round, 10) for server_round in (6, 7, 8, 9)] == [2.0, 1.0, 1.0, 0.5]
+    assert [step(server_round, 10, 2.0, (6, 8), gamma=0.5) for server_round in (6, 7, 8, 9)] == [2.0, 1.0, 1.0, 0.5]
 
 
 @pytest.mark.parametrize("milestone", [0.07, 0.14, 0.28, 0.29, 0.55, 0.56, 0.57, 0.58])
 def test_a_fraction_of_a_hundred_rounds_is_the_round_it_names(milestone: float) -> None:
     """0.29 * 100 is 28.999999999999996 in floating point, and 0.07 * 100 is 7.000000000000001."""
     last = round(milestone * 100)
-    schedule = steps(1.0, (milestone,), gamma=0.5)
-    assert (schedule(last, 100), schedule(last + 1, 100)) == (1.0, 0.5)
+    assert [step(each, 100, 1.0, (milestone,), gamma=0.5) for each in (last, last + 1)] == [1.0, 0.5]
 
 
 def test_no_milestones_is_a_constant_rate() -> None:
-    assert {steps(0.3)(server_round, 10) for server_round in range(1, 11)} == {0.3}
+    assert {step(server_round, 10, 0.3, (), gamma=0.1) for server_round in range(1, 11)} == {0.3}
 
 
 def test_cosine_schedule_begins_at_lr_and_would_end_at_zero() -> None:
-    schedule = cosine(0.4)
-    assert schedule(1, 10) == 0.4
-    assert schedule(6, 10) == pytest.approx(0.2)
-    assert schedule(10, 10) == pytest.approx(0.2 * (1 + math.cos(math.pi * 0.9)))
-    assert schedule(11, 10) == pytest.approx(0.0, abs=1e-15)
-    rates = [schedule(server_round, 10) for server_round in range(1, 11)]
+    rates = [cosine(server_round, 10, 0.4) for server_round in range(1, 12)]
+    assert rates[0] == 0.4
+    assert rates[5] == pytest.approx(0.2)
+    assert rates[9] == pytest.approx(0.2 * (1 + math.cos(math.pi * 0.9)))
+    assert rates.pop() == pytest.approx(0.0, abs=1e-15)
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] > 0
-
-
-def test_exponential_schedule_falls_in_each_round() -> None:
-    schedule = exponential(0.4, 0.5)
-    assert [schedule(server_round, 9) for server_round in (1, 2, 4)] == [0.4, 0.2, 0.05]
-
-
-def test_after_the_warm_up_the_schedule_begins_at_lr() -> None:
-    """Three rounds of four steps to 0.8; cosine over the other eight rounds."""
-    schedule = linear_warmup(0.8, 3, cosine(0.8, 3))
-    rates = [schedule(server_round, 11) for server_round in range(1, 12)]
-    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert rates[3:] == pytest.approx([cosine(0.8)(server_round, 8) for server_round in range(1, 9)])
-    falling = linear_warmup(0.8, 3, exponential(0.8, 0.5, 3))
-    assert [falling(server_round, 11) for server_round in (3, 4, 5)] == pytest.approx([0.6, 0.8, 0.4])
 
 
 # --- evaluate ----------------------------------------------------------------

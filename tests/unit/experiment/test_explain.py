@@ -35,7 +35,7 @@ WHOLE = ("weights", "affine", "statistics")
 
 def test_the_bytes_are_those_of_the_ledger(tmp_path: Path) -> None:
     experiment = load_experiment(SMALL + STRATEGIES, ["rounds=3", "only=[FedAvg,FedBN,SiloBN,FixBN,Standalone]"])
-    explained = {run.label: run for run in explain(experiment).runs}
+    explained = {run.label: run for run in explain(experiment)}
     carry_out(experiment, tmp_path, resume=False)
     for name, run in experiment.named.items():
         found = explained[run.label]
@@ -45,7 +45,7 @@ def test_the_bytes_are_those_of_the_ledger(tmp_path: Path) -> None:
 
 
 def test_what_travels_is_named_by_role() -> None:
-    runs = {run.label: run for run in explain(load_experiment(SMALL + STRATEGIES)).runs}
+    runs = {run.label: run for run in explain(load_experiment(SMALL + STRATEGIES))}
     found = {label: (run.down, run.up) for label, run in runs.items()}
     assert found["FedAvg"] == (WHOLE, WHOLE)
     assert found["FedBN"] == (("weights",), WHOLE)

@@ -11,7 +11,7 @@ import yaml
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.expansion import condition
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.parts import schedule_of
+from fedbn_flwr.experiment.parts import learning_rate
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.models.build import build_model
 from tests.support.command import ROOT
@@ -220,7 +220,7 @@ def test_the_runs_of_fixbn_have_the_set_up_of_the_paper(experiments: Mapping[str
 def rates_of(run: Settings, last: int) -> list[float]:
     """The learning rate of each round of a strategy that switches after round `last`."""
     factor = run.train.schedule.switch or 1.0
-    rates = [schedule_of(run)(number, run.rounds) for number in range(1, run.rounds + 1)]
+    rates = [learning_rate(run, number) for number in range(1, run.rounds + 1)]
     return [rate * (factor if number >= last else 1.0) for number, rate in enumerate(rates)]
 
 

@@ -92,8 +92,7 @@ def test_keys_of_experiments_are_suggested_too() -> None:
         ("train: {class_weights: [1, -2]}", ["train.class_weights: found [1, -2]; expected balanced, or a list"]),
         ("train: {class_weights: even}", ["train.class_weights: found 'even'; expected balanced, or a list"]),
         ("train: {schedule: cosinus}", ["train.schedule: kind is 'cosinus'; did you mean 'cosine'?"]),
-        ("train: {schedule: exponential}", ["train.schedule: kind is 'exponential', which needs gamma"]),
-        ("{rounds: 5, train: {schedule: {warmup: 5}}}", ["train.schedule.warmup is 5, but there are 5 rounds"]),
+        ("train: {schedule: exponential}", ["train.schedule: kind is 'exponential'; known: con"]),
         ("train: {clip: 0}", ["train.clip is 0", "greater than 0"]),
         ("evaluate: {metrics: [macro-f1]}", ["evaluate: metrics has 'macro-f1'; did you mean 'macro_f1'?"]),
     ],
@@ -131,7 +130,10 @@ def test_wrong_names_are_reported_with_wrong_types() -> None:
 
 
 def test_ten_faults_of_a_run_are_reported() -> None:
-    sections = {"train": ("lr", "momentum", "clip", "epochs", "steps", "batch_size"), "evaluate": ("every", "patience")}
+    sections = {
+        "train": ("lr", "momentum", "clip", "epochs", "steps", "batch_size"),
+        "evaluate": ("every", "validation"),
+    }
     words = [f"{section}.{key}=x" for section, keys in sections.items() for key in keys]
     found = fault("{}", *words, "rounds=x", "clients=x", "seed=x", "engine.threads=x")
     assert found.count("'x'") == 10
@@ -154,8 +156,8 @@ def test_settings_are_frozen() -> None:
 def test_a_name_stands_for_a_section_with_only_a_name() -> None:
     text = "{train: {schedule: cosine, optimizer: adamw}}"
     assert read(text).train.schedule.kind == "cosine"
-    run = read(text, "rounds=9", "train.schedule.warmup=3", "train.optimizer.eps=0.1")
-    assert (run.train.schedule.kind, run.train.schedule.warmup) == ("cosine", 3)
+    run = read(text, "train.schedule.switch=0.5", "train.optimizer.eps=0.1")
+    assert (run.train.schedule.kind, run.train.schedule.switch) == ("cosine", 0.5)
     assert run.train.optimizer == {"name": "adamw", "eps": 0.1}
 
 

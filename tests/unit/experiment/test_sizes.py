@@ -57,8 +57,8 @@ def examples_of(run: Settings) -> float:
     strategy = run.strategy
     while "base" in strategy:  # the innermost one chooses
         strategy = strategy["base"]
-    clients = max(int(run.trained * strategy.get("fraction_train", 1)), strategy.get("min_train_nodes", 2))
-    clients = min(run.trained, clients)
+    clients = max(int(run.clients * strategy.get("fraction_train", 1)), strategy.get("min_train_nodes", 2))
+    clients = min(run.clients, clients)
     if run.train.steps is not None:
         return run.rounds * clients * run.train.steps * run.train.batch_size
     of_each = run.data.partition.model_dump().get("examples")
@@ -85,7 +85,7 @@ def work(run: Settings) -> float:
     by_clients = run.clients + 1 if personal else 0  # each tests on all images, and on its own
     evaluations = math.ceil(run.rounds / run.evaluate.every)
     testing = evaluations * tested * (by_server + by_clients) * FORWARD * of_an_image
-    return training * CORES / min(CORES, run.trained) + testing
+    return training * CORES / min(CORES, run.clients) + testing
 
 
 def marked(name: str) -> Any:

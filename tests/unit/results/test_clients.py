@@ -84,13 +84,12 @@ def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
 def test_tables_and_the_plot_have_the_main_figure_and_the_metrics_of_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     write_run(folder, "FedBN", metrics=("kappa",))
-    names = ("accuracy", "accuracy_new", "kappa", "other", "unseen_accuracy", "unseen_kappa_tuned")
+    names = ("accuracy", "accuracy_new", "kappa", "other")
     values = {name: 0.5 for kind in ("", "own_", "validation_") for name in (kind + name for name in names)}
     (folder / "clients.jsonl").write_text(json.dumps({"round": 3, "clients": {"0": values, "1": values}}) + "\n")
     _, *lines = client_table(group(find_runs([folder])))
     assert [line[1] for line in lines] == [
-        "accuracy on own data", "kappa on own data", "clients' accuracy", "clients' kappa",
-        "new clients' accuracy",
+        "accuracy on own data", "kappa on own data", "clients' accuracy", "clients' kappa"
     ]  # fmt: skip
     text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
     assert "kappa on own data" in text

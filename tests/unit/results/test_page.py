@@ -109,7 +109,6 @@ def test_long_runs_are_thinned_evenly_with_first_and_last_round() -> None:
         ("my_metric", "my metric", False),
         ("validation_accuracy", "validation accuracy", True),
         ("best_round", "best round", False),
-        ("unseen_accuracy_tuned", "new clients' accuracy, fine-tuned", True),
     ],
 )
 def test_measures_are_named_in_words(key: str, title: str, fraction: bool) -> None:

@@ -57,7 +57,7 @@ def test_the_file_is_flat_and_has_no_figure_that_there_is_not(tmp_path: Path) ->
 
 
 OF_REGRESSION = [
-    line(1, rmse=2.0, mae=1.0, r2=-0.5, loss=4.0, rmse_sea=3.0, clients_rmse=2.5, unseen_rmse_tuned=1.0),
+    line(1, rmse=2.0, mae=1.0, r2=-0.5, loss=4.0, rmse_sea=3.0, clients_rmse=2.5),
     line(2, rmse=1.5, mae=0.5, r2=0.5, loss=2.25, validation_rmse=1.25, best_round=2),
     line(3, rmse=1.75, mae=0.75, r2=0.25, loss=3.0, validation_rmse=1.5),
 ]
@@ -72,7 +72,7 @@ def test_of_a_regression_the_lowest_error_is_the_best() -> None:
     assert (found.main, found.accuracy) == (1.75, None)
     assert found.figures == {
         "rmse": 1.75, "mae": 0.75, "r2": 0.25, "loss": 3.0, "rmse_sea": 3.0, "clients_rmse": 2.5,
-        "unseen_rmse_tuned": 1.0, "best_test_rmse": 1.5, "best_round": 2, "best_round_rmse": 1.5,
+        "best_test_rmse": 1.5, "best_round": 2, "best_round_rmse": 1.5,
         "best_validation_rmse": 1.25,
     }  # fmt: skip
     assert found.domains == {"rmse_sea": 3.0}

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from scipy.stats import norm
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.listener import Round
+from fedbn_flwr.experiment.listeners.listener import Round, Running
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
@@ -78,10 +79,10 @@ class KilledAtTheEnd(Reporter):
         super().__init__()
         self.at = stop
 
-    def stops_after(self, at: Round) -> bool:
+    def on_round(self, running: Running, at: Round) -> Round:
         if self.at == (at.number, POINTS[2]):
             os._exit(9)
-        return False
+        return super().on_round(running, at)
 
 
 def settings(strategy: dict[str, Any]) -> Any:
@@ -156,8 +157,8 @@ def test_a_stop_between_rounds_costs_nothing(tmp_path: Path) -> None:
     config = prepared.run.model_dump(mode="json")
 
     class Stopping(Reporter):
-        def stops_after(self, at: Round) -> bool:
-            return at.number == 2
+        def on_round(self, running: Running, at: Round) -> Round:
+            return replace(super().on_round(running, at), stop=at.number == 2)
 
     for ended in (True, False):
         done = run.begin(config)

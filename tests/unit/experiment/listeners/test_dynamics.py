@@ -65,17 +65,12 @@ def test_strategies_whose_clients_send_their_statistics_are_recorded(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("strategy", "norm", "says"),
-    [
-        ("{name: FedAvg}", "gn", "no batch norm with running statistics"),
-        ("{name: FedBN, global_norm: initial}", "bn", "FedBN leaves the statistics on the clients"),
-        ("{name: Standalone}", "bn", "Standalone leaves the statistics on the clients"),
-    ],
+    ("strategy", "norm"),
+    [("{name: FedAvg}", "gn"), ("{name: FedBN, global_norm: initial}", "bn"), ("{name: Standalone}", "bn")],
 )
 def test_where_nothing_can_be_recorded_the_log_says_why(
-    strategy: str, norm: str, says: str, tmp_path: Path, flower_log: pytest.LogCaptureFixture
+    strategy: str, norm: str, tmp_path: Path, flower_log: pytest.LogCaptureFixture
 ) -> None:
     folder = run(tmp_path, strategy=strategy, norm=norm)
-    assert "one: evaluate.dynamics records nothing: " in flower_log.text
-    assert says in flower_log.text
+    assert "one: evaluate.dynamics records nothing: with these settings, clients send no" in flower_log.text
     assert not (folder.path / "norms.jsonl").exists()

@@ -108,7 +108,7 @@ def run_of(*words: str, out: Path) -> Result:
 
 
 def test_a_listener_that_cannot_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Saving, running: Running, at: Round) -> Round:
+    def full(self: Saving, running: Running, at: Round) -> None:
         raise StorageError("the disk is full")
 
     monkeypatch.setattr(Saving, "on_start", full)
@@ -120,7 +120,8 @@ def test_a_listener_that_cannot_start_ends_the_run(tmp_path: Path, monkeypatch: 
 
 def test_the_history_has_what_was_sent_and_the_summary_adds_it_up(running: Running, tmp_path: Path) -> None:
     listener = history(running, tmp_path)
-    at = listener.on_start(running, start(running))
+    at = start(running)
+    listener.on_start(running, at)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "running"
     for _ in range(2):
         at = listener.on_round(running, train_round(running, at))
@@ -152,7 +153,8 @@ def test_the_end_of_a_run_is_in_its_summary(
 def checkpoints(running: Running, folder: Path, stop: int = 0) -> list[int]:
     """The round of the checkpoint after each of four rounds."""
     files, listener = history(running, folder), Saving(RunFolder(folder))
-    at, rounds = files.on_start(running, start(running)), []
+    at, rounds = start(running), []
+    files.on_start(running, at)
     for _ in range(4):
         at = files.on_round(running, train_round(running, at))
         at = listener.on_round(running, dataclasses.replace(at, stop=at.number == stop))
@@ -181,7 +183,8 @@ def test_progress_names_each_run_and_its_last_round(running: Running, capsys: py
     with Progress(["first", "second"], [5, 5], plain=True) as progress:
         progress.skip([0])
         reporter = progress.begin(1)
-        at = reporter.on_start(running, dataclasses.replace(start(running), number=3))
+        at = dataclasses.replace(start(running), number=3)
+        reporter.on_start(running, at)
         line = {"round": 5, "accuracy": 0.5, "loss": 2.0}
         reporter.on_round(running, dataclasses.replace(at, number=5, line=line))
         progress.end(1)
