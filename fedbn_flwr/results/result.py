@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from fedbn_flwr.errors import UserError, did_you_mean, needs
 from fedbn_flwr.tasks import title_of
 
 from .read.runs import Run, find_runs
-from .report.pictures import Look, plot
+from .report.pictures import plot
 from .report.rows import Choice, choose, group
 from .report.tables import Form, as_html, numbers, tables, tables_as_text
 from .text import in_html
@@ -76,12 +76,9 @@ class Result(Run):
 
         return normalisation(self.files)
 
-    def plot(self, **look: Unpack[Look]) -> Plot:
-        """The main figure of the task against rounds, communication rounds and bytes; a notebook shows it.
-
-        The options are those of `Results.plot`.
-        """
-        return Results([self]).plot(**look)
+    def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:
+        """The main figure of the task against rounds, communication rounds and bytes; see `Results.plot`."""
+        return Results([self]).plot(measure, axis)
 
     def __repr__(self) -> str:
         summary = self.summary
@@ -157,13 +154,19 @@ class Results(tuple[Result, ...]):
         found = numbers(self._choice.rows, Form(tuple(columns), baseline))
         return frame_of("Results.frame()", found).set_index("run")
 
-    def plot(self, **look: Unpack[Look]) -> Plot:
+    def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:
         """The plot of `fedbn report`: the main figure of the task against what was spent; a notebook shows it.
 
-        For a paper: `measure`, a key of the history; `axis` (`round`, `communication_rounds`, `mib` or `seconds`) for
-        a single panel; `size`, width and height in inches; `band=False` without the deviation over runs.
+        It is a figure of matplotlib.
+
+        Parameters
+        ----------
+        measure
+            Another key of the history.
+        axis
+            `round`, `communication_rounds`, `mib` or `seconds`: a single panel with its legend inside.
         """
-        return plot(self._choice.rows, **look)
+        return plot(self._choice.rows, measure, axis)
 
     @property
     def _choice(self) -> Choice:

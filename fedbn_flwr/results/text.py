@@ -41,15 +41,6 @@ def in_markdown(text: str) -> str:
     return _MARKS.sub(r"\\\g<0>", printable(text))
 
 
-_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "[": "{[}", "]": "{]}"}
-_LATEX |= {char: f"\\{char}" for char in "&%$#_{}"} | {char: f"${char}$" for char in "<>|"}
-
-
-def in_latex(text: str) -> str:
-    """Brackets are in braces, because a line break of a table would take them for its option."""
-    return "".join(_LATEX.get(char, char) for char in printable(text))
-
-
 def in_plot(text: str, length: int = 60) -> str:
     """Text in which matplotlib finds no formula."""
     return shorten(printable(text), length).replace("$", r"\$")

@@ -7,7 +7,7 @@ import io
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedbn_flwr.errors import UserError, did_you_mean
@@ -16,7 +16,7 @@ from fedbn_flwr.tasks import is_lower_better, title_of
 from ..folder.clients import PartitionCounts, spread
 from ..folder.summary import domain_keys, keys_of
 from ..read.runs import Run
-from ..text import in_csv, in_html, in_latex, in_markdown, printable
+from ..text import in_csv, in_html, in_markdown, printable
 from .curves import Measure
 from .rows import Choice, Row, Sweep, deviation, differing, headline, mean, repetitions, runs_of, sweeps, validation
 
@@ -126,7 +126,7 @@ def _of_pairs(found: Paired | None, measure: Measure, digits: int) -> list[str]:
     return [difference, "-" if low == "-" else f"{low} to {high}", p, str(found.pairs)]
 
 
-# --- for a paper: numbers as they are, for CSV and pandas, and LaTeX ---
+# --- for a paper: numbers as they are, for CSV and pandas ---
 
 
 def numbers(rows: Sequence[Row], form: Form) -> list[dict[str, Any]]:
@@ -150,20 +150,6 @@ def as_csv(rows: Sequence[Row], form: Form) -> str:
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerows([map(in_csv, line) for line in (found[0], *(each.values() for each in found))])
     return stream.getvalue()
-
-
-def as_latex(rows: Sequence[Row], form: Form) -> str:
-    """The table for booktabs; without a choice of columns the best figure on test examples is left out."""
-    if not form.columns:
-        form = replace(
-            form, columns=tuple(each.key for each in columns(rows, form) if not each.key.startswith("best_test_"))
-        )
-    head, *body = [
-        " & ".join(in_latex(cell).replace("±", r"$\pm$") for cell in line) + r" \\" for line in table(rows, form)
-    ]
-    note = f"% {printable(set_up(rows))} Mean ± standard deviation over seeds; needs \\usepackage{{booktabs}}.\n"
-    begin = rf"\begin{{tabular}}{{l{'r' * head.count(' & ')}}}"
-    return note + "\n".join([begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
 # --- domains and clients ---

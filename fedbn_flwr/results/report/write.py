@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
@@ -25,7 +25,7 @@ from ..read.runs import Run, find_runs, is_number
 from ..text import in_html, in_markdown
 from ..yaml_text import dump_yaml
 from .curves import measures, spent, thinned
-from .pictures import Look, clients_plot, curve_panel, dynamics_plot, partitions_plot, plot, sweeps_plot
+from .pictures import clients_plot, curve_panel, dynamics_plot, partitions_plot, plot, sweeps_plot
 from .rows import Choice, Row, choose, group, headline, runs_of, sweeps
 from .tables import (
     DEFAULT,
@@ -33,7 +33,6 @@ from .tables import (
     Table,
     as_csv,
     as_html,
-    as_latex,
     as_markdown,
     differing_settings,
     notes,
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 _CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # of report.json, with the figures
 _CLIENTS = 100  # bars of a picture
-_LINES = 200  # rounds of a heat map
+_LINES = 200  # rounds of a picture of batch norm
 _NOTE = (
     '<p class="note">Figures are those of the last evaluated round; "best" is the best round on the test examples. '
     'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": of those that finished. A MiB '
@@ -59,18 +58,16 @@ def read_choice(folders: Sequence[Path]) -> Choice:
     return choose(group(find_runs(folders)))
 
 
-def write_report(
-    folders: Sequence[Path], out: Path, form: Form = DEFAULT, **look: Unpack[Look]
-) -> tuple[str, Path, Path | None]:
+def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT) -> tuple[str, Path, Path | None]:
     """Write a report on the runs in `folders` into the folder `out`.
 
-    report.md has the tables, report.json settings, summary and curve of each run, and report.html everything in one
-    page. Pictures are PNG and SVG: `report` the curves, `sweep` the values of sweeps, `clients` a box plot of clients.
-    Without matplotlib there are none; the text names the extra. Returns the tables as text, and the paths of report.md
-    and report.png.
+    report.md has the tables, report.csv the first one without rounding, report.json settings, summary and curve of each
+    run, and report.html everything in one page. Pictures are PNG and SVG: `report` the curves, `sweep` the values of
+    sweeps, `clients` a box plot of clients. Without matplotlib there are none; the text names the extra. Returns the
+    tables as text, and the paths of report.md and report.png.
     """
     choice = read_choice(folders)
-    shown, missing = _pictures(choice.rows, **look)
+    shown, missing = _pictures(choice.rows)
     for name, picture in shown.items():
         for ending in ("png", "svg"):
             picture.write(out / f"{name}.{ending}")
@@ -79,6 +76,7 @@ def write_report(
     sentences = (f"{in_markdown(note)}\n" for note in (set_up(choice.rows), *notes(choice.every)))
     images = (f"![{name}]({name}.png)\n" for name in shown)
     _write(out / "report.md", "\n".join([*sentences, *parts, *images]))
+    _write(out / "report.csv", as_csv(choice.rows, form))
     figures = [_figures(run, choice.has(row)) for row in choice.every for run in row.runs]
     _write(out / "report.json", to_json(figures) + "\n")
     _write(out / "report.html", page(choice, form, shown))
@@ -92,30 +90,17 @@ def write_html(folders: Sequence[Path], file: Path, form: Form = DEFAULT) -> str
     return _as_text(choice, form)
 
 
-def write_table(folders: Sequence[Path], file: Path | None, form: Form, *, latex: bool) -> str:
-    """The first table as CSV or LaTeX: returned, or written to a file, whose path is returned."""
-    text = (as_latex if latex else as_csv)(read_choice(folders).rows, form)
-    if file is None:
-        return text
-    _write(file, text)
-    return f"table: {file}\n"
-
-
-def write_plot(folders: Sequence[Path], file: Path, **look: Unpack[Look]) -> None:
-    """Write only the plot, in the format that the file's name ends in."""
-    plot(read_choice(folders).rows, **look).write(file)
-
-
 def _write(file: Path, text: str) -> None:
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
 
 
-def _pictures(rows: Sequence[Row], **look: Unpack[Look]) -> tuple[dict[str, Plot], str]:
+def _pictures(rows: Sequence[Row]) -> tuple[dict[str, Plot], str]:
     """The pictures by the names of their files; or none, and why."""
+    swept = sweeps(rows)
     try:
-        found = {"report": plot(rows, **look), "sweep": sweeps_plot(sweeps(rows)), "clients": clients_plot(rows)}
+        found = {"report": plot(rows), "sweep": sweeps_plot(swept) if swept else None, "clients": clients_plot(rows)}
     except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
         return {}, f"\n\nno plots: {error}"
     return {name: picture for name, picture in found.items() if picture is not None}, ""
@@ -186,12 +171,8 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
     for measure in measures([lines]):
         axis = "seconds" if measure.key in (first, f"clients_own_{first}") else "round"  # others are in the plot
         values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
-        scales = (False, True) if not measure.is_fraction and min(values, default=0) > 0 else (False,)
-        yield (
-            "Curves",
-            measure.title,
-            [curve_panel(rows, measure.key, axis, log=log, layout="none") for log in scales],
-        )
+        scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)
+        yield "Curves", measure.title, [curve_panel(rows, measure.key, axis, scale=scale) for scale in scales]
     partitions: dict[str, list[str]] = {}
     for row in rows:
         run, name = row.first, f"{row.label}, seed {row.first.summary.seed}"  # other seeds are alike

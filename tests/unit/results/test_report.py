@@ -184,7 +184,7 @@ def test_the_command_writes_into_a_new_folder(
     assert folder.name.startswith("report-")
     assert f"table: {folder / 'report.md'}\nplot:  {folder / 'report.png'}" in capsys.readouterr().out
     assert {file.name for file in folder.iterdir()} == {
-        "report.md", "report.png", "report.svg", "report.json", "report.html",
+        "report.md", "report.csv", "report.png", "report.svg", "report.json", "report.html",
     }  # fmt: skip
     assert "| second |" in (folder / "report.md").read_text()
     assert (tmp_path / "first" / "report.md").read_bytes() == before
