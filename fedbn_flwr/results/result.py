@@ -12,7 +12,7 @@ from fedbn_flwr.tasks import title_of
 
 from .read.runs import Run, find_runs
 from .report.pictures import plot
-from .report.rows import Choice, choose, group
+from .report.rows import Row, choose, group
 from .report.tables import Form, as_html, numbers, tables, tables_as_text
 from .text import in_html
 
@@ -139,7 +139,7 @@ class Results(tuple[Result, ...]):
 
     def table(self) -> str:
         """The tables of `fedbn report`: a row per label, with mean and standard deviation over seeds."""
-        return tables_as_text(tables(self._choice))
+        return tables_as_text(tables(self._rows))
 
     def frame(self, columns: Sequence[str] = (), *, baseline: str = "") -> pd.DataFrame:
         """The first table of `fedbn report` as numbers: a row per label, a mean and a deviation (`_std`) per figure.
@@ -151,7 +151,7 @@ class Results(tuple[Result, ...]):
         baseline
             The label of a row, with which the others are compared in the first column by a paired t test over seeds.
         """
-        found = numbers(self._choice.rows, Form(tuple(columns), baseline))
+        found = numbers(choose(self._rows), Form(tuple(columns), baseline))
         return frame_of("Results.frame()", found).set_index("run")
 
     def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:
@@ -166,17 +166,17 @@ class Results(tuple[Result, ...]):
         axis
             `round`, `communication_rounds`, `mib` or `seconds`: a single panel with its legend inside.
         """
-        return plot(self._choice.rows, measure, axis)
+        return plot(choose(self._rows), measure, axis)
 
     @property
-    def _choice(self) -> Choice:
-        return choose(group(self))
+    def _rows(self) -> list[Row]:
+        return group(self)
 
     def __repr__(self) -> str:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return "".join(as_html(*table) for table in tables(self._choice))
+        return "".join(as_html(*table) for table in tables(self._rows))
 
 
 def frame_of(what: str, lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -18,7 +18,20 @@ from ..folder.summary import domain_keys, keys_of
 from ..read.runs import Run
 from ..text import in_csv, in_html, in_markdown, printable
 from .curves import Measure
-from .rows import Choice, Row, Sweep, deviation, differing, headline, mean, repetitions, runs_of, sweeps, validation
+from .rows import (
+    Row,
+    Sweep,
+    candidates,
+    choose,
+    deviation,
+    differing,
+    headline,
+    mean,
+    repetitions,
+    runs_of,
+    sweeps,
+    validation,
+)
 
 Lines = list[tuple[str, ...]]  # of a table: the headings, and the cells of each row
 Table = tuple[str, Lines]  # with its title; the first one of a report has none
@@ -224,16 +237,17 @@ def _figure_of(row: Row, measure: Measure, **options: Any) -> str:
     return as_measured(measure, row.figures(measure.key), **options)
 
 
-def candidates_table(choice: Choice) -> Table:
+def candidates_table(rows: Sequence[Row]) -> Table:
     """All candidates of `tune`; only headings if there are none."""
-    main = headline(runs_of(choice.candidates))
+    found, chosen = candidates(rows), choose(rows)
+    main = headline(runs_of(found))
     measure, word = Measure.of(main), title_of(main)
     lines: Lines = [("run", f"validation {word}", f"test {word}", "runs", "chosen")]
-    for row in choice.candidates:
+    for row in found:
         values, ended = validation(row), sum(run.summary.status == "finished" for run in row.runs)
         runs = str(len(row.runs)) if ended == len(row.runs) else f"{ended} of {len(row.runs)} finished"
-        chosen = "chosen" if values and choice.has(row) else ""
-        lines.append((row.label, as_measured(measure, values), _figure_of(row, measure), runs, chosen))
+        mark = "chosen" if values and row in chosen else ""
+        lines.append((row.label, as_measured(measure, values), _figure_of(row, measure), runs, mark))
     return f"candidates: the best is chosen by the {word} on held-out training examples, mean over seeds", lines
 
 
@@ -372,12 +386,12 @@ def as_html(title: str, lines: Sequence[Sequence[str]]) -> str:
     return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def tables(choice: Choice, form: Form = DEFAULT) -> list[Table]:
+def tables(every: Sequence[Row], form: Form = DEFAULT) -> list[Table]:
     """The tables of a report, with a title each."""
-    rows = choice.rows
+    rows = choose(every)
     found = [("", table(rows, form)), *(domain_table(rows, *each) for each in by_domain(rows).items())]
     found += [("clients with equal weights, last evaluated round", client_table(rows))]
-    found += [*map(sweep_table, sweeps(rows)), candidates_table(choice)]
+    found += [*map(sweep_table, sweeps(rows)), candidates_table(every)]
     found += [("published and measured figures", published(rows))]
     return [(title, lines) for title, lines in found if len(lines) > 1]
 

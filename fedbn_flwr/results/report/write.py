@@ -10,7 +10,6 @@ import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +25,7 @@ from ..text import in_html, in_markdown
 from ..yaml_text import dump_yaml
 from .curves import measures, spent, thinned
 from .pictures import clients_plot, curve_panel, dynamics_plot, partitions_plot, plot, sweeps_plot
-from .rows import Choice, Row, choose, group, headline, runs_of, sweeps
+from .rows import Row, choose, group, headline, runs_of, sweeps
 from .tables import (
     DEFAULT,
     Form,
@@ -54,10 +53,6 @@ _NOTE = (
 )
 
 
-def read_choice(folders: Sequence[Path]) -> Choice:
-    return choose(group(find_runs(folders)))
-
-
 def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT) -> tuple[str, Path, Path | None]:
     """Write a report on the runs in `folders` into the folder `out`.
 
@@ -66,28 +61,29 @@ def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT) -> tu
     sweeps, `clients` a box plot of clients. Without matplotlib there are none; the text names the extra. Returns the
     tables as text, and the paths of report.md and report.png.
     """
-    choice = read_choice(folders)
-    shown, missing = _pictures(choice.rows)
+    every = group(find_runs(folders))
+    rows, found, notices = choose(every), tables(every, form), notes(every)
+    shown, missing = _pictures(rows)
     for name, picture in shown.items():
         for ending in ("png", "svg"):
             picture.write(out / f"{name}.{ending}")
-    found = [*tables(choice, form), differing_settings(choice.rows)]
-    parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found if lines]
-    sentences = (f"{in_markdown(note)}\n" for note in (set_up(choice.rows), *notes(choice.every)))
+    lines = [*found, differing_settings(rows)]
+    parts = [(f"{name}:\n\n" if name else "") + as_markdown(cells) for name, cells in lines if cells]
+    sentences = (f"{in_markdown(note)}\n" for note in (set_up(rows), *notices))
     images = (f"![{name}]({name}.png)\n" for name in shown)
     _write(out / "report.md", "\n".join([*sentences, *parts, *images]))
-    _write(out / "report.csv", as_csv(choice.rows, form))
-    figures = [_figures(run, choice.has(row)) for row in choice.every for run in row.runs]
-    _write(out / "report.json", to_json(figures) + "\n")
-    _write(out / "report.html", page(choice, form, shown))
-    return _as_text(choice, form) + missing, out / "report.md", out / "report.png" if shown else None
+    _write(out / "report.csv", as_csv(rows, form))
+    _write(out / "report.json", to_json([_figures(run, row in rows) for row in every for run in row.runs]) + "\n")
+    _write(out / "report.html", page(every, form, shown))
+    text = "\n\n".join([*notices, tables_as_text(found)])
+    return text + missing, out / "report.md", out / "report.png" if shown else None
 
 
 def write_html(folders: Sequence[Path], file: Path, form: Form = DEFAULT) -> str:
     """Write only the page of a report; returns the tables as text."""
-    choice = read_choice(folders)
-    _write(file, page(choice, form, _pictures(choice.rows)[0]))
-    return _as_text(choice, form)
+    every = group(find_runs(folders))
+    _write(file, page(every, form, _pictures(choose(every))[0]))
+    return "\n\n".join([*notes(every), tables_as_text(tables(every, form))])
 
 
 def _write(file: Path, text: str) -> None:
@@ -104,10 +100,6 @@ def _pictures(rows: Sequence[Row]) -> tuple[dict[str, Plot], str]:
     except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
         return {}, f"\n\nno plots: {error}"
     return {name: picture for name, picture in found.items() if picture is not None}, ""
-
-
-def _as_text(choice: Choice, form: Form) -> str:
-    return "\n\n".join([*notes(choice.every), tables_as_text(tables(choice, form))])
 
 
 def _figures(run: Run, chosen: bool) -> dict[str, Any]:
@@ -127,11 +119,12 @@ def _figures(run: Run, chosen: bool) -> dict[str, Any]:
 # --- the page ---
 
 
-def page(choice: Choice, form: Form, pictures: Mapping[str, Plot]) -> str:
+def page(every: Sequence[Row], form: Form, pictures: Mapping[str, Plot]) -> str:
     """The tables and pictures; and more pictures, if there are some, since then matplotlib is installed."""
-    rows, runs = choice.rows, runs_of(choice.rows)
+    rows = choose(every)
+    runs = runs_of(rows)
     sections = {
-        "Results": "".join(map(_table, tables(choice, form))) + _NOTE,
+        "Results": "".join(map(_table, tables(every, form))) + _NOTE,
         "Pictures": _shown(list(pictures.values()), "scroll wide"),
     }
     for heading, name, picture in _more(rows) if pictures else ():
@@ -144,7 +137,7 @@ def page(choice: Choice, form: Form, pictures: Mapping[str, Plot]) -> str:
     made = f"Made by fedbn-flwr {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC."
     parts = {
         "title": in_html(", ".join(dict.fromkeys(run.summary.name for run in runs))),
-        "about": in_html(" ".join([set_up(rows), f"{words}. {made}", *notes(choice.every)])),
+        "about": in_html(" ".join([set_up(rows), f"{words}. {made}", *notes(every)])),
         "contents": "".join(f'<a href="#{name.split()[0]}">{name}</a>' for name in shown),
         "sections": "".join(f'<section id="{n.split()[0]}"><h2>{n}</h2>{text}</section>' for n, text in shown.items()),
     }
@@ -173,17 +166,13 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
         values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
         scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)
         yield "Curves", measure.title, [curve_panel(rows, measure.key, axis, scale=scale) for scale in scales]
-    partitions: dict[str, list[str]] = {}
     for row in rows:
-        run, name = row.first, f"{row.label}, seed {row.first.summary.seed}"  # other seeds are alike
-        if (counts := run.files.read("partition.json")) is not None:
-            partitions.setdefault(json.dumps(counts), []).append(name)
-        if norms := run.files.lines("norms.jsonl"):
-            yield "Batch norm by layer", name, [dynamics_plot(thinned(norms, _LINES))]
-    for text, names in partitions.items():
-        found = PartitionCounts(**json.loads(text))
-        shown = replace(found, counts=found.counts[:_CLIENTS], clients=found.clients[:_CLIENTS])
-        yield "Data of the clients", f"{found.title}: {', '.join(names)}", [partitions_plot([shown])]
+        if norms := row.first.files.lines("norms.jsonl"):  # other seeds are alike
+            yield "Batch norm by layer", row.label, [dynamics_plot(thinned(norms, _LINES))]
+    known = (row.first.files.read("partition.json") for row in rows)
+    for found in {json.dumps(counts): counts for counts in known if counts}.values():
+        found |= {key: found[key][:_CLIENTS] for key in ("counts", "clients")}
+        yield "Data of the clients", found["title"], [partitions_plot([PartitionCounts(**found)])]
 
 
 def _run(run: Run) -> str:

@@ -94,8 +94,8 @@ def test_the_candidate_with_the_lowest_validation_error_is_chosen(tmp_path: Path
                 tmp_path / f"{lr}-{seed}", f"A, lr={lr}", seed, task="regression", lines=lines(error or 1.0),
                 config=config, status="finished" if error else "failed",
             )  # fmt: skip
-    found = choose(group(find_runs([tmp_path])))
-    assert [row.label for row in found.rows] == ["A, lr=0.001"]
+    found = group(find_runs([tmp_path]))
+    assert [row.label for row in choose(found)] == ["A, lr=0.001"]
     title, (heads, *_) = candidates_table(found)
     assert heads[1:3] == ("validation RMSE", "test RMSE")
     assert "chosen by the RMSE on held-out" in title
