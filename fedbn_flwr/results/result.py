@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any
 
-from fedbn_flwr.errors import UserError, did_you_mean, needs
+from fedbn_flwr.errors import UserError, needs
 from fedbn_flwr.tasks import title_of
 
 from .read.runs import Run, find_runs
@@ -91,35 +91,13 @@ class Result(Run):
 
 
 class Results(tuple[Result, ...]):
-    """Several runs in the order of their experiment, for instance `Results([run("quick"), run("quick", seed=1)])`.
-
-    `results[0]` is a run by its number and `results["FixBN"]` by its label, or by the name of its folder.
-    """
+    """Several runs in the order of their experiment, for instance `Results([run("quick"), run("quick", seed=1)])`."""
 
     @classmethod
     def read(cls, *folders: str | Path) -> Results:
         """The runs in the folders and their subfolders."""
-        if not folders:
-            raise UserError("Results.read() needs a folder, for instance Results.read('runs')")
         found = find_runs([Path(folder).expanduser() for folder in folders])
         return cls(Result(run.folder, run.summary, run.lines) for run in found)
-
-    @overload
-    def __getitem__(self, key: SupportsIndex | str) -> Result: ...
-    @overload
-    def __getitem__(self, key: slice) -> Results: ...
-    def __getitem__(self, key: SupportsIndex | str | slice) -> Result | Results:
-        if isinstance(key, slice):
-            return Results(super().__getitem__(key))
-        if not isinstance(key, str):
-            return super().__getitem__(key)
-        found = [result for result in self if key in (result.label, result.folder.name)]
-        if not found:
-            raise KeyError(f"there is no run {key!r}; {did_you_mean(key, self.labels)}")
-        if len(found) > 1:
-            folders = ", ".join(repr(result.folder.name) for result in found)
-            raise KeyError(f"{len(found)} runs are called {key!r}; use one of {folders}")
-        return found[0]
 
     @property
     def labels(self) -> list[str]:

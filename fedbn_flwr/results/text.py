@@ -60,11 +60,3 @@ def duration(seconds: float) -> str:
         if seconds >= 1.5 * length:
             return f"{seconds / length:.{0 if seconds >= 10 * length else 1}f} {unit}"
     return f"{seconds:.2g} s" if seconds >= 0.1 else f"{max(seconds, 0) * 1000:.2g} ms"
-
-
-def size_text(size: float) -> str:
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while size >= 999.5 and len(units) > 1:
-        size /= 1000
-        del units[0]
-    return f"{size:.3g} {units[0]}"

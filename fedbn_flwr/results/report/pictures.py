@@ -26,9 +26,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "<", ">", "p")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _MOST_BANDS = 8  # with more rows the bands of deviation cover each other
 _PANELS = ("round", "communication_rounds", "mib")
-_TIPS, _TIPPED = 100, 20  # points of a curve that have a tip, and of one of many layers
+_TIPS = 100  # points of a curve that have a tip
 _SHOWN_CLASSES = 24  # in a legend
-_LABELLED = 40  # more names of clients or layers do not fit
+_LABELLED = 40  # more names of clients do not fit
 _BOX: dict[str, Any] = {
     "widths": 0.5,
     "whis": (0, 100),
@@ -203,21 +203,11 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
         return None
     figure, panels = _panels(len(metrics), 3, max(5.0, 2.5 + 0.7 * len(rows)), 4.2)
     for panel, (key, measure) in zip(panels, metrics.items(), strict=True):
-        for number, row in enumerate(rows):
-            found = [
-                (measure.scale * value, f"{row.label}, seed {run.summary.seed}, client {client}")
-                for run in row.counted
-                for client, value in run.clients.get(key, {}).items()
-                if math.isfinite(value)
-            ]
-            values = [value for value, _ in found]
-            panel.boxplot([values], positions=[number], **_BOX)
-            # Side by side, so that equal clients can be distinguished.
-            step = 0.4 / max(len(found) - 1, 1)
-            places = [number + step * (i - (len(found) - 1) / 2) for i in range(len(found))]
-            panel.plot(places, values, ".", alpha=0.5, color=_style(number)["color"])
-            for place, (value, name) in thinned(list(zip(places, found, strict=True)), _TIPS):
-                panel.figure.tip(panel, place, value, f"{name}: {value:.4g}{measure.unit}")
+        values = [
+            [measure.scale * each for run in row.counted for each in run.clients.get(key, {}).values()] for row in rows
+        ]
+        finite = [list(filter(math.isfinite, each)) for each in values]
+        panel.boxplot(finite, positions=range(len(rows)), **_BOX)
         panel.set_xticks(range(len(rows)), [in_plot(row.label, 24) for row in rows], rotation=20, ha="right")
         _finish(panel, measure.title, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
     return figure
@@ -257,36 +247,3 @@ def class_colours(count: int) -> list[Any]:
     from matplotlib import colormaps
 
     return [colormaps["turbo"]((i + 0.5) / count)[:3] for i in range(count)]
-
-
-# --- batch norm by layer ---
-
-# The panels: a figure of norms.jsonl, whose clients are averaged, and a title.
-_DYNAMICS = {
-    "mean_drift": "global mean, change from the round before",
-    "variance_drift": "global variance, change from the round before",
-    "mean_deviation": "clients' means, distance from the global one",
-    "variance_deviation": "clients' variances, distance from the global one",
-}
-
-
-def dynamics_plot(lines: Sequence[Mapping[str, Any]]) -> Plot:
-    """A panel for each quantity, with a curve for each layer; `lines` are those of norms.jsonl."""
-    layers, rounds = list(lines[0]["layers"]), [line["round"] for line in lines]
-    figure, panels = _panels(4, 2, 6, 3.6)
-    handles: dict[str, Any] = {}
-    for panel, (name, title) in zip(panels, _DYNAMICS.items(), strict=True):
-        for layer, colour in zip(layers, class_colours(len(layers)), strict=True):
-            values = [_value(line, layer, name) for line in lines]
-            (handles[layer],) = panel.plot(rounds, values, ".-", color=colour)
-            for number, value in thinned(list(zip(rounds, values, strict=True)), _TIPPED):
-                panel.figure.tip(panel, number, value, f"{layer}, round {number}: {value:.3g}")
-        _finish(panel, title, xlabel="rounds", yscale="log")
-    _legend(figure, dict(thinned(list(handles.items()), _LABELLED)), loc="outside right upper")
-    return figure
-
-
-def _value(line: Mapping[str, Any], layer: str, name: str) -> float:
-    """Of the layer, or the mean over the clients; NaN, which is not drawn, if it was not recorded."""
-    found = [of[layer][name] for of in (line["layers"], *line["clients"].values()) if name in of.get(layer, {})]
-    return statistics.fmean(found or [math.nan])

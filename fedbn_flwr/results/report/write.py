@@ -23,8 +23,8 @@ from ..folder.clients import PartitionCounts
 from ..read.runs import Run, find_runs, is_number
 from ..text import in_html, in_markdown
 from ..yaml_text import dump_yaml
-from .curves import measures, spent, thinned
-from .pictures import clients_plot, curve_panel, dynamics_plot, partitions_plot, plot, sweeps_plot
+from .curves import measures, spent
+from .pictures import clients_plot, curve_panel, partitions_plot, plot, sweeps_plot
 from .rows import Row, choose, group, headline, runs_of, sweeps
 from .tables import (
     DEFAULT,
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 _CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # of report.json, with the figures
 _CLIENTS = 100  # bars of a picture
-_LINES = 200  # rounds of a picture of batch norm
 _NOTE = (
     '<p class="note">Figures are those of the last evaluated round; "best" is the best round on the test examples. '
     'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": of those that finished. A MiB '
@@ -158,7 +157,7 @@ def _shown(pictures: Sequence[Plot], kind: str = "pictures") -> str:
 
 
 def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
-    """The section, the name and the pictures of each measure, partition and norm state."""
+    """The section, the name and the pictures of each measure and partition."""
     first = headline(runs_of(rows))
     lines = [line for row in rows for run in row.counted for line in run.lines]
     for measure in measures([lines]):
@@ -166,10 +165,7 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
         values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
         scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)
         yield "Curves", measure.title, [curve_panel(rows, measure.key, axis, scale=scale) for scale in scales]
-    for row in rows:
-        if norms := row.first.files.lines("norms.jsonl"):  # other seeds are alike
-            yield "Batch norm by layer", row.label, [dynamics_plot(thinned(norms, _LINES))]
-    known = (row.first.files.read("partition.json") for row in rows)
+    known = (row.first.files.read("partition.json") for row in rows)  # other seeds are alike
     for found in {json.dumps(counts): counts for counts in known if counts}.values():
         found |= {key: found[key][:_CLIENTS] for key in ("counts", "clients")}
         yield "Data of the clients", found["title"], [partitions_plot([PartitionCounts(**found)])]
