@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from fedbn_flwr.results.text import size_text
+from rich.filesize import decimal
 
 from .common import Commands, add_command, add_experiment, loading, overrides_of
 
@@ -85,7 +85,7 @@ def _model(run: ExplainedRun) -> str:
     from fedbn_flwr.results.report.tables import as_text
 
     values = {each.key: each.value for each in run.settings}
-    rows = [(role, str(part.arrays), f"{part.values:,}", size_text(part.bytes)) for role, part in run.model.items()]
+    rows = [(role, str(part.arrays), f"{part.values:,}", decimal(part.bytes)) for role, part in run.model.items()]
     title = f"model {values['model.name']}, {values['model.norm']}"
     return as_text([(title, "arrays", "values", "size"), *rows])
 
@@ -97,5 +97,5 @@ def _traffic(run: ExplainedRun) -> str:
     rows = [(f"run {run.label}, a round", "size", "arrays")]
     for title, sent in (("a client receives", run.down), ("a client sends", run.up)):
         size = sum(part.bytes for role, part in run.model.items() if role in sent)
-        rows.append((title, size_text(size), ", ".join(sent) or "none"))
+        rows.append((title, decimal(size), ", ".join(sent) or "none"))
     return as_text(rows)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedbn_flwr.results.text import duration, printable, shorten, size_text
+from fedbn_flwr.results.text import duration, printable, shorten
 from fedbn_flwr.tasks import title_of
 
 from .common import Commands, add_command, default_folder
@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
         commands,
         "status",
         status,
-        summary="the state of runs: round, accuracy, time left, size",
+        summary="the state of runs: round, accuracy, time left",
         description=(
             "Show the state of runs from their folders, the last changed first: running, silent (its process has not "
             "written for ten minutes and five times its longest round), finished, interrupted or failed."
@@ -56,8 +56,6 @@ def status(arguments: argparse.Namespace) -> None:
 
 def _as_json(state: RunState) -> dict[str, object]:
     """Its main figure is called by its name. Of a run that diverged, JSON has no number: null."""
-    from fedbn_flwr.results.read.runs import size_of
-
     run, summary = state.run, state.run.summary
     last: dict[str, object] = run.lines[-1] if run.lines else {}
     found = {
@@ -78,7 +76,6 @@ def _as_json(state: RunState) -> dict[str, object]:
         "changed": state.changed,
         "traffic": dataclasses.asdict(summary.traffic),
         "error": summary.error,
-        "size": size_of(run.folder),
     }
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in found.items()
@@ -86,19 +83,18 @@ def _as_json(state: RunState) -> dict[str, object]:
 
 
 def _table(states: list[RunState]) -> str:
-    from fedbn_flwr.results.read.runs import size_of
     from fedbn_flwr.results.report.tables import as_text
 
     now = time.time()
     mains = {state.run.summary.of_task.main for state in states}
-    rows = [("run", "status", "round", title_of(*mains) if len(mains) == 1 else "figure", "changed", "left", "size")]
+    rows = [("run", "status", "round", title_of(*mains) if len(mains) == 1 else "figure", "changed", "left")]
     for state in states:
         run, summary = state.run, state.run.summary
         named = f"{title_of(summary.of_task.main)} " if len(mains) > 1 else ""
         figure = "" if summary.main is None else f"{named}{summary.main:.4f}"
         left = "" if state.seconds_left is None else duration(state.seconds_left)
         rounds, ago = f"{summary.rounds}/{state.rounds}", f"{duration(max(1.0, now - state.changed))} ago"
-        rows.append((str(run.folder), state.status, rounds, figure, ago, left, size_text(size_of(run.folder))))
+        rows.append((str(run.folder), state.status, rounds, figure, ago, left))
     head, rule, *lines = as_text(rows).splitlines()
     errors = [state.run.summary.error for state in states]
     below = (f"\n  {shorten(printable(error), 110)}" if error else "" for error in errors)

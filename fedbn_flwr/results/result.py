@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, overload
+from typing import TYPE_CHECKING, Any
 
-from fedbn_flwr.errors import UserError, did_you_mean, needs
+from fedbn_flwr.errors import UserError, needs
 from fedbn_flwr.tasks import title_of
 
 from .read.runs import Run, find_runs
-from .report.pictures import Look, plot
-from .report.rows import Choice, choose, group
+from .report.pictures import plot
+from .report.rows import Row, choose, group
 from .report.tables import Form, as_html, numbers, tables, tables_as_text
 from .text import in_html
 
@@ -76,12 +76,9 @@ class Result(Run):
 
         return normalisation(self.files)
 
-    def plot(self, **look: Unpack[Look]) -> Plot:
-        """The main figure of the task against rounds, communication rounds and bytes; a notebook shows it.
-
-        The options are those of `Results.plot`.
-        """
-        return Results([self]).plot(**look)
+    def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:
+        """The main figure of the task against rounds, communication rounds and bytes; see `Results.plot`."""
+        return Results([self]).plot(measure, axis)
 
     def __repr__(self) -> str:
         summary = self.summary
@@ -94,35 +91,13 @@ class Result(Run):
 
 
 class Results(tuple[Result, ...]):
-    """Several runs in the order of their experiment, for instance `Results([run("quick"), run("quick", seed=1)])`.
-
-    `results[0]` is a run by its number and `results["FixBN"]` by its label, or by the name of its folder.
-    """
+    """Several runs in the order of their experiment, for instance `Results([run("quick"), run("quick", seed=1)])`."""
 
     @classmethod
     def read(cls, *folders: str | Path) -> Results:
         """The runs in the folders and their subfolders."""
-        if not folders:
-            raise UserError("Results.read() needs a folder, for instance Results.read('runs')")
         found = find_runs([Path(folder).expanduser() for folder in folders])
         return cls(Result(run.folder, run.summary, run.lines) for run in found)
-
-    @overload
-    def __getitem__(self, key: SupportsIndex | str) -> Result: ...
-    @overload
-    def __getitem__(self, key: slice) -> Results: ...
-    def __getitem__(self, key: SupportsIndex | str | slice) -> Result | Results:
-        if isinstance(key, slice):
-            return Results(super().__getitem__(key))
-        if not isinstance(key, str):
-            return super().__getitem__(key)
-        found = [result for result in self if key in (result.label, result.folder.name)]
-        if not found:
-            raise KeyError(f"there is no run {key!r}; {did_you_mean(key, self.labels)}")
-        if len(found) > 1:
-            folders = ", ".join(repr(result.folder.name) for result in found)
-            raise KeyError(f"{len(found)} runs are called {key!r}; use one of {folders}")
-        return found[0]
 
     @property
     def labels(self) -> list[str]:
@@ -142,7 +117,7 @@ class Results(tuple[Result, ...]):
 
     def table(self) -> str:
         """The tables of `fedbn report`: a row per label, with mean and standard deviation over seeds."""
-        return tables_as_text(tables(self._choice))
+        return tables_as_text(tables(self._rows))
 
     def frame(self, columns: Sequence[str] = (), *, baseline: str = "") -> pd.DataFrame:
         """The first table of `fedbn report` as numbers: a row per label, a mean and a deviation (`_std`) per figure.
@@ -154,26 +129,32 @@ class Results(tuple[Result, ...]):
         baseline
             The label of a row, with which the others are compared in the first column by a paired t test over seeds.
         """
-        found = numbers(self._choice.rows, Form(tuple(columns), baseline))
+        found = numbers(choose(self._rows), Form(tuple(columns), baseline))
         return frame_of("Results.frame()", found).set_index("run")
 
-    def plot(self, **look: Unpack[Look]) -> Plot:
+    def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:
         """The plot of `fedbn report`: the main figure of the task against what was spent; a notebook shows it.
 
-        For a paper: `measure`, a key of the history; `axis` (`round`, `communication_rounds`, `mib` or `seconds`) for
-        a single panel; `size`, width and height in inches; `band=False` without the deviation over runs.
+        It is a figure of matplotlib.
+
+        Parameters
+        ----------
+        measure
+            Another key of the history.
+        axis
+            `round`, `communication_rounds`, `mib` or `seconds`: a single panel with its legend inside.
         """
-        return plot(self._choice.rows, **look)
+        return plot(choose(self._rows), measure, axis)
 
     @property
-    def _choice(self) -> Choice:
-        return choose(group(self))
+    def _rows(self) -> list[Row]:
+        return group(self)
 
     def __repr__(self) -> str:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return "".join(as_html(*table) for table in tables(self._choice))
+        return "".join(as_html(*table) for table in tables(self._rows))
 
 
 def frame_of(what: str, lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

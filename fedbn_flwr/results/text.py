@@ -41,15 +41,6 @@ def in_markdown(text: str) -> str:
     return _MARKS.sub(r"\\\g<0>", printable(text))
 
 
-_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "[": "{[}", "]": "{]}"}
-_LATEX |= {char: f"\\{char}" for char in "&%$#_{}"} | {char: f"${char}$" for char in "<>|"}
-
-
-def in_latex(text: str) -> str:
-    """Brackets are in braces, because a line break of a table would take them for its option."""
-    return "".join(_LATEX.get(char, char) for char in printable(text))
-
-
 def in_plot(text: str, length: int = 60) -> str:
     """Text in which matplotlib finds no formula."""
     return shorten(printable(text), length).replace("$", r"\$")
@@ -69,11 +60,3 @@ def duration(seconds: float) -> str:
         if seconds >= 1.5 * length:
             return f"{seconds / length:.{0 if seconds >= 10 * length else 1}f} {unit}"
     return f"{seconds:.2g} s" if seconds >= 0.1 else f"{max(seconds, 0) * 1000:.2g} ms"
-
-
-def size_text(size: float) -> str:
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while size >= 999.5 and len(units) > 1:
-        size /= 1000
-        del units[0]
-    return f"{size:.3g} {units[0]}"

@@ -41,7 +41,7 @@ from fedbn_flwr.storage import read_store, replacing, to_json, write_store, writ
 from ..text import file_name
 from .checkpoint import CheckpointFile, Snapshot
 from .environment import environment
-from .files import check_types, damaged, parse, read_text, write_text
+from .files import check, damaged, parse, read_text, write_text
 from .summary import Summary
 
 LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
@@ -164,7 +164,7 @@ class RunFolder:
             if not isinstance(found, dict) or not found:
                 raise ValueError("it has no settings")
             sections = ("engine", "evaluate", "published", "cell", "data")
-            check_types(found, dict.fromkeys(sections, dict[str, Any] | None))
+            check(found, dict.fromkeys(sections, dict[str, Any] | None))
         except ValueError as error:
             raise damaged(file, str(error)) from None
         return found

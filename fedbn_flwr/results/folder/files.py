@@ -71,17 +71,13 @@ def parse(text: str, file: Path, line: int | None = None) -> dict[str, Any]:
         content = json.loads(text, object_hook=with_nan if file.suffix == ".jsonl" else None)
         if not isinstance(content, dict):
             raise ValueError(f"it is a {type(content).__name__}; expected a mapping")
-        if file.name != "environment.json":  # to which later versions have added keys
-            check_keys(content, types)
         if file.name == "history.jsonl":
             types = {key: float for key in content if any(main in key for main in MAINS)} | types
-        check_types(content, types)
-    except RecursionError:
-        raise damaged(file, "it is nested too deeply", line) from None
-    except json.JSONDecodeError as error:
-        raise damaged(file, f"it is no JSON: {error}", line) from None
-    except ValueError as error:
-        raise damaged(file, str(error), line) from None
+        # Later versions have added keys to environment.json.
+        check(content, types, () if file.name == "environment.json" else types)
+    except (ValueError, RecursionError) as error:
+        reason = f"it is no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise damaged(file, reason, line) from None
     return content
 
 
@@ -90,13 +86,10 @@ def with_nan(figures: dict[str, Any]) -> dict[str, Any]:
     return {key: math.nan if value is None else value for key, value in figures.items()}
 
 
-def check_keys(content: Mapping[str, Any], required: Iterable[str]) -> None:
+def check(content: Mapping[str, Any], expected: Mapping[str, Any], required: Iterable[str] = ()) -> None:
+    """ValueError if a value from JSON is missing, or of another type; whole numbers fit into 64 bits."""
     if missing := [key for key in required if key not in content]:
         raise ValueError(f"it lacks {', '.join(missing)}")
-
-
-def check_types(content: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """ValueError if a value from JSON is of another type; whole numbers fit into 64 bits."""
     for key in content.keys() & expected.keys():
         try:
             _adapter(expected[key]).validate_python(content[key], strict=True)

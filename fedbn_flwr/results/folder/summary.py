@@ -10,7 +10,7 @@ from typing import Any, Literal, get_type_hints
 from fedbn_flwr.storage import to_json
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, TASKS, Task, goodness
 
-from .files import check_keys, check_types
+from .files import check
 from .ledger import Traffic
 
 Status = Literal["running", "finished", "interrupted", "failed"]
@@ -101,9 +101,8 @@ class Summary:
     def from_json(cls, content: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> Summary:
         """The summary from what `to_json` returned; ValueError if it is not that of these lines of history.jsonl."""
         own = [item for item in fields(cls) if item.name not in ("traffic", "figures", "notes")]
-        check_keys(content, [item.name for item in own if item.default is MISSING])
         given = {item.name: content[item.name] for item in own if item.name in content}
-        check_types(given, get_type_hints(cls))
+        check(given, get_type_hints(cls), [item.name for item in own if item.default is MISSING])
         if given.get("task") not in (None, *TASKS):
             raise ValueError(f"task is {given['task']!r}; expected one of {', '.join(TASKS)}")
         found = cls(**given).of(history[: given.get("rounds", 0)])

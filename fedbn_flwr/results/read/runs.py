@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from fedbn_flwr.errors import UserError
 
@@ -143,14 +141,12 @@ def read_state(path: Path) -> RunState | None:
         timeout = float(run.config.get("engine", {}).get("timeout", 3600))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    bound = max(_SILENT, _ROUNDS * max(seconds)) if seconds else timeout
-    if run.summary.status != "running" or now - changed > bound:
-        status: State = "silent" if run.summary.status == "running" else run.summary.status
-        return RunState(run, status, rounds, changed, None)
-    left = None
-    if seconds:
+    status, left = cast(State, run.summary.status), None
+    if status == "running" and now - changed > (max(_SILENT, _ROUNDS * max(seconds)) if seconds else timeout):
+        status = "silent"
+    elif status == "running" and seconds:
         left = max(0.0, statistics.fmean(seconds[-_RECENT:]) * (rounds - run.summary.rounds) - (now - changed))
-    return RunState(run, "running", rounds, changed, left)
+    return RunState(run, status, rounds, changed, left)
 
 
 def stopped_runs(out: Path) -> str:
@@ -162,13 +158,3 @@ def stopped_runs(out: Path) -> str:
         if state.status != "finished"
     ]
     return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
-
-
-def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder; links are not followed."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):  # replaced meanwhile
-                total += os.lstat(os.path.join(parent, name)).st_size
-    return total

@@ -81,9 +81,6 @@ class Measure:
         """The title of an axis of values."""
         return self.title + (", %" if self.is_fraction else "")
 
-    def in_words(self, value: float) -> str:
-        return f"{self.scale * value:.4g}{self.unit}"
-
     def digits(self, values: Collection[float]) -> int:
         """The digits after the point with which values are shown: about five digits in all, four after a point."""
         if self.places is not None:

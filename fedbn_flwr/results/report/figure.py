@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,9 @@ class Plot(Figure):
         FigureCanvasAgg(self)
         self._tips: list[tuple[Any, float, float, str]] = []
 
-    def tips(self, panel: Any, points: Sequence[tuple[float, float]], words: Sequence[str]) -> None:
-        """Words that an SVG shows under the pointer at each point of a panel."""
-        self._tips += [(panel, *point, text) for point, text in zip(points, words, strict=True)]
+    def tip(self, panel: Any, x: float, y: float, words: str) -> None:
+        """Words that an SVG shows under the pointer at a point of a panel."""
+        self._tips.append((panel, x, y, words))
 
     def write(self, file: Path) -> None:
         """Into a folder that may not exist yet, in the format that the file's name ends in."""
@@ -60,7 +59,8 @@ class Plot(Figure):
     def _drawn(self, kind: str, **options: Any) -> bytes:
         stream = io.BytesIO()
         with warnings.catch_warnings(), rc_context(_STYLE):
-            warnings.filterwarnings("ignore", message="Glyph")  # a label in a script that the font lacks
+            # A label in a script that the font lacks, or that is longer than its axis.
+            warnings.filterwarnings("ignore", message="Glyph|constrained_layout")
             self.savefig(stream, format=kind, metadata=_NO_DATE.get(kind), **options)
         self.set_layout_engine("none")  # the places of the panels are known now
         return stream.getvalue()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fedbn_flwr.tasks import goodness, is_lower_better
+from fedbn_flwr.tasks import goodness
 
 from ..folder.summary import GLOBAL_MODEL
 from ..read.runs import Run, is_number
@@ -81,7 +81,7 @@ def group(runs: Sequence[Run]) -> list[Row]:
     rows: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         rows.setdefault((run.label, repr(sorted(run.settings.items()))), []).append(run)
-    names = apart([(label, alike[0], alike[0].settings) for (label, _), alike in rows.items()])
+    names = apart([(label, alike[0].settings) for (label, _), alike in rows.items()])
     mixed, found = len({run.summary.accuracy_of for run in runs}) > 1, []
     for name, alike in zip(names, rows.values(), strict=True):
         of = alike[0].summary.accuracy_of.removesuffix(", mean")
@@ -90,46 +90,27 @@ def group(runs: Sequence[Run]) -> list[Row]:
     return found
 
 
-def apart(found: Sequence[tuple[str, Run, Mapping[str, Any]]]) -> list[str]:
-    """The labels, each with an ending if runs with the same one have other settings."""
-    names = [label for label, _, _ in found]
-    for label in dict.fromkeys(names):
-        same = [i for i, (each, _, _) in enumerate(found) if each == label]
-        for i, ending in zip(same, endings([found[i][1:] for i in same]), strict=True):
-            names[i] += ending
-    return names
+def apart(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """The labels; those with other settings than an equal one get an ending: the values if they are short, or a number.
 
-
-def endings(found: Sequence[tuple[Run, Mapping[str, Any]]]) -> list[str]:
-    """An ending for the name of each run, short, and the same if and only if its settings are.
-
-    That is: the values that differ, the experiment, its folder, or a number.
+    Endings are the same if and only if the settings are.
     """
-    different = differences([settings for _, settings in found])
-    names = list(dict.fromkeys(different))
-    ways = (
-        [each and f", {each}" for each in different],
-        [f" ({run.summary.name})" for run, _ in found],
-        [f" ({run.folder.parent.name})" for run, _ in found],
-    )
-    for way in ways:
-        if len(set(way)) == len(names) == len(set(zip(way, different, strict=True))) and max(map(len, way)) <= _ENDING:
-            return way
-    return [f" ({names.index(each) + 1})" for each in different]
+    names = [label for label, _ in found]
+    for label in dict.fromkeys(names):
+        same = [i for i, (each, _) in enumerate(found) if each == label]
+        settings = [found[i][1] for i in same]
+        keys = {key: re.sub(r"\.(name|kind)$", "", key).rpartition(".")[2] for key in differing(settings)}
+        words = [", ".join(f"{keys[key]}={each[key]}" for key in keys if key in each) for each in settings]
+        short = max(map(len, words)) <= _ENDING
+        for i, text in zip(same, words, strict=True):
+            names[i] += (text and f", {text}") if short else f" ({list(dict.fromkeys(words)).index(text) + 1})"
+    return names
 
 
 def differing(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys whose values differ."""
     keys = dict.fromkeys(key for each in found for key in each)
     return [key for key in keys if any(each.get(key) != found[0].get(key) for each in found)]
-
-
-def differences(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each of several settings in words: its values where they differ; empty if they are equal."""
-    keys = differing(found)
-    short = [re.sub(r"^.*?([^.]+?)(\.name|\.kind)?$", r"\1", key) for key in keys]
-    names = dict(zip(keys, short if len(set(short)) == len(keys) else keys, strict=True))
-    return [", ".join(f"{name}={each[key]}" for key, name in names.items() if key in each) for each in found]
 
 
 def repetitions(row: Row) -> str:
@@ -152,34 +133,26 @@ def deviation(values: Sequence[float]) -> float | None:
 # --- candidates of `tune` ---
 
 
-@dataclass(frozen=True)
-class Choice:
-    rows: list[Row]  # without the candidates that were not chosen
-    candidates: list[Row]
-    every: list[Row]
-
-    def has(self, row: Row) -> bool:
-        return any(row is each for each in self.rows)
-
-
-def choose(rows: Sequence[Row]) -> Choice:
-    """Choose the best candidate of each run and condition.
+def choose(rows: Sequence[Row]) -> list[Row]:
+    """The rows with only the best candidate of each run and condition.
 
     That has the best main figure of its task (accuracy, RMSE) on held-out training examples in the last evaluated
-    round, mean over seeds. The test examples have no part in it. If none has a figure, all are shown.
+    round, mean over seeds. The test examples have no part in it. If none has a figure, all are kept.
     """
     groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.first.cell.get("tune"):
-            cell = row.first.cell
-            place = [row.first.summary.name, cell.get("row"), cell.get("sweep"), row.first.fixed_settings]
-            groups.setdefault(json.dumps(place, sort_keys=True, default=str), []).append(row)
-    dropped: set[int] = set()
-    for candidates in groups.values():
-        if any(map(validation, candidates)):
-            dropped |= {id(row) for row in candidates} - {id(max(candidates, key=_goodness))}
-    kept = [row for row in rows if id(row) not in dropped]
-    return Choice(kept, [row for candidates in groups.values() for row in candidates], list(rows))
+    for row in candidates(rows):
+        cell = row.first.cell
+        place = [row.first.summary.name, cell.get("row"), cell.get("sweep"), row.first.fixed_settings]
+        groups.setdefault(json.dumps(place, sort_keys=True, default=str), []).append(row)
+    dropped: set[Row] = set()
+    for group in groups.values():
+        if any(map(validation, group)):
+            dropped |= {*group} - {max(group, key=_goodness)}
+    return [row for row in rows if row not in dropped]
+
+
+def candidates(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.first.cell.get("tune")]
 
 
 def validation(row: Row) -> list[float]:
@@ -193,13 +166,10 @@ def validation(row: Row) -> list[float]:
     return found
 
 
-def _goodness(row: Row) -> float:
+def _goodness(row: Row) -> tuple[float, float]:
+    """A row is not preferred for the seeds that have a figure: those of other rows may have diverged too, or failed."""
     values, main = validation(row), row.first.summary.of_task.main
-    if not values:
-        return -math.inf
-    # A run that diverged or failed has no figure: its row is not preferred for the seeds that did not.
-    share = len(values) / len(row.runs)
-    return goodness(main, statistics.fmean(values) * (1 / share if is_lower_better(main) else share))
+    return len(values) / len(row.runs), goodness(main, statistics.fmean(values)) if values else 0.0
 
 
 # --- sweeps ---
@@ -248,7 +218,7 @@ def _sweep(key: str, title: str, values: Mapping[str, Any], rows: Sequence[tuple
     if all(is_number(values[word]) for word in words):
         words.sort(key=float)
     labels = [str(row.first.cell.get("row") or row.first.summary.strategy) + row.accuracy_of for row, _ in rows]
-    names = apart([(label, row.first, row.first.fixed_settings) for label, (row, _) in zip(labels, rows, strict=True)])
+    names = apart([(label, row.first.fixed_settings) for label, (row, _) in zip(labels, rows, strict=True)])
     lines: dict[str, dict[str, Row]] = {}
     for name, (row, word) in zip(names, rows, strict=True):
         line = lines.setdefault(name, {})

@@ -7,7 +7,7 @@ import io
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedbn_flwr.errors import UserError, did_you_mean
@@ -16,9 +16,22 @@ from fedbn_flwr.tasks import is_lower_better, title_of
 from ..folder.clients import PartitionCounts, spread
 from ..folder.summary import domain_keys, keys_of
 from ..read.runs import Run
-from ..text import in_csv, in_html, in_latex, in_markdown, printable
+from ..text import in_csv, in_html, in_markdown, printable
 from .curves import Measure
-from .rows import Choice, Row, Sweep, deviation, differing, headline, mean, repetitions, runs_of, sweeps, validation
+from .rows import (
+    Row,
+    Sweep,
+    candidates,
+    choose,
+    deviation,
+    differing,
+    headline,
+    mean,
+    repetitions,
+    runs_of,
+    sweeps,
+    validation,
+)
 
 Lines = list[tuple[str, ...]]  # of a table: the headings, and the cells of each row
 Table = tuple[str, Lines]  # with its title; the first one of a report has none
@@ -126,7 +139,7 @@ def _of_pairs(found: Paired | None, measure: Measure, digits: int) -> list[str]:
     return [difference, "-" if low == "-" else f"{low} to {high}", p, str(found.pairs)]
 
 
-# --- for a paper: numbers as they are, for CSV and pandas, and LaTeX ---
+# --- for a paper: numbers as they are, for CSV and pandas ---
 
 
 def numbers(rows: Sequence[Row], form: Form) -> list[dict[str, Any]]:
@@ -150,20 +163,6 @@ def as_csv(rows: Sequence[Row], form: Form) -> str:
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerows([map(in_csv, line) for line in (found[0], *(each.values() for each in found))])
     return stream.getvalue()
-
-
-def as_latex(rows: Sequence[Row], form: Form) -> str:
-    """The table for booktabs; without a choice of columns the best figure on test examples is left out."""
-    if not form.columns:
-        form = replace(
-            form, columns=tuple(each.key for each in columns(rows, form) if not each.key.startswith("best_test_"))
-        )
-    head, *body = [
-        " & ".join(in_latex(cell).replace("±", r"$\pm$") for cell in line) + r" \\" for line in table(rows, form)
-    ]
-    note = f"% {printable(set_up(rows))} Mean ± standard deviation over seeds; needs \\usepackage{{booktabs}}.\n"
-    begin = rf"\begin{{tabular}}{{l{'r' * head.count(' & ')}}}"
-    return note + "\n".join([begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
 # --- domains and clients ---
@@ -238,16 +237,17 @@ def _figure_of(row: Row, measure: Measure, **options: Any) -> str:
     return as_measured(measure, row.figures(measure.key), **options)
 
 
-def candidates_table(choice: Choice) -> Table:
+def candidates_table(rows: Sequence[Row]) -> Table:
     """All candidates of `tune`; only headings if there are none."""
-    main = headline(runs_of(choice.candidates))
+    found, chosen = candidates(rows), choose(rows)
+    main = headline(runs_of(found))
     measure, word = Measure.of(main), title_of(main)
     lines: Lines = [("run", f"validation {word}", f"test {word}", "runs", "chosen")]
-    for row in choice.candidates:
+    for row in found:
         values, ended = validation(row), sum(run.summary.status == "finished" for run in row.runs)
         runs = str(len(row.runs)) if ended == len(row.runs) else f"{ended} of {len(row.runs)} finished"
-        chosen = "chosen" if values and choice.has(row) else ""
-        lines.append((row.label, as_measured(measure, values), _figure_of(row, measure), runs, chosen))
+        mark = "chosen" if values and row in chosen else ""
+        lines.append((row.label, as_measured(measure, values), _figure_of(row, measure), runs, mark))
     return f"candidates: the best is chosen by the {word} on held-out training examples, mean over seeds", lines
 
 
@@ -386,12 +386,12 @@ def as_html(title: str, lines: Sequence[Sequence[str]]) -> str:
     return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def tables(choice: Choice, form: Form = DEFAULT) -> list[Table]:
+def tables(every: Sequence[Row], form: Form = DEFAULT) -> list[Table]:
     """The tables of a report, with a title each."""
-    rows = choice.rows
+    rows = choose(every)
     found = [("", table(rows, form)), *(domain_table(rows, *each) for each in by_domain(rows).items())]
     found += [("clients with equal weights, last evaluated round", client_table(rows))]
-    found += [*map(sweep_table, sweeps(rows)), candidates_table(choice)]
+    found += [*map(sweep_table, sweeps(rows)), candidates_table(every)]
     found += [("published and measured figures", published(rows))]
     return [(title, lines) for title, lines in found if len(lines) > 1]
 

@@ -10,11 +10,10 @@ import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
@@ -24,16 +23,15 @@ from ..folder.clients import PartitionCounts
 from ..read.runs import Run, find_runs, is_number
 from ..text import in_html, in_markdown
 from ..yaml_text import dump_yaml
-from .curves import measures, spent, thinned
-from .pictures import Look, clients_plot, curve_panel, dynamics_plot, partitions_plot, plot, sweeps_plot
-from .rows import Choice, Row, choose, group, headline, runs_of, sweeps
+from .curves import measures, spent
+from .pictures import clients_plot, curve_panel, partitions_plot, plot, sweeps_plot
+from .rows import Row, choose, group, headline, runs_of, sweeps
 from .tables import (
     DEFAULT,
     Form,
     Table,
     as_csv,
     as_html,
-    as_latex,
     as_markdown,
     differing_settings,
     notes,
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 
 _CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # of report.json, with the figures
 _CLIENTS = 100  # bars of a picture
-_LINES = 200  # rounds of a heat map
 _NOTE = (
     '<p class="note">Figures are those of the last evaluated round; "best" is the best round on the test examples. '
     'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": of those that finished. A MiB '
@@ -55,55 +52,37 @@ _NOTE = (
 )
 
 
-def read_choice(folders: Sequence[Path]) -> Choice:
-    return choose(group(find_runs(folders)))
-
-
-def write_report(
-    folders: Sequence[Path], out: Path, form: Form = DEFAULT, **look: Unpack[Look]
-) -> tuple[str, Path, Path | None]:
+def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT) -> tuple[str, Path, Path | None]:
     """Write a report on the runs in `folders` into the folder `out`.
 
-    report.md has the tables, report.json settings, summary and curve of each run, and report.html everything in one
-    page. Pictures are PNG and SVG: `report` the curves, `sweep` the values of sweeps, `clients` a box plot of clients.
-    Without matplotlib there are none; the text names the extra. Returns the tables as text, and the paths of report.md
-    and report.png.
+    report.md has the tables, report.csv the first one without rounding, report.json settings, summary and curve of each
+    run, and report.html everything in one page. Pictures are PNG and SVG: `report` the curves, `sweep` the values of
+    sweeps, `clients` a box plot of clients. Without matplotlib there are none; the text names the extra. Returns the
+    tables as text, and the paths of report.md and report.png.
     """
-    choice = read_choice(folders)
-    shown, missing = _pictures(choice.rows, **look)
+    every = group(find_runs(folders))
+    rows, found, notices = choose(every), tables(every, form), notes(every)
+    shown, missing = _pictures(rows)
     for name, picture in shown.items():
         for ending in ("png", "svg"):
             picture.write(out / f"{name}.{ending}")
-    found = [*tables(choice, form), differing_settings(choice.rows)]
-    parts = [(f"{name}:\n\n" if name else "") + as_markdown(lines) for name, lines in found if lines]
-    sentences = (f"{in_markdown(note)}\n" for note in (set_up(choice.rows), *notes(choice.every)))
+    lines = [*found, differing_settings(rows)]
+    parts = [(f"{name}:\n\n" if name else "") + as_markdown(cells) for name, cells in lines if cells]
+    sentences = (f"{in_markdown(note)}\n" for note in (set_up(rows), *notices))
     images = (f"![{name}]({name}.png)\n" for name in shown)
     _write(out / "report.md", "\n".join([*sentences, *parts, *images]))
-    figures = [_figures(run, choice.has(row)) for row in choice.every for run in row.runs]
-    _write(out / "report.json", to_json(figures) + "\n")
-    _write(out / "report.html", page(choice, form, shown))
-    return _as_text(choice, form) + missing, out / "report.md", out / "report.png" if shown else None
+    _write(out / "report.csv", as_csv(rows, form))
+    _write(out / "report.json", to_json([_figures(run, row in rows) for row in every for run in row.runs]) + "\n")
+    _write(out / "report.html", page(every, form, shown))
+    text = "\n\n".join([*notices, tables_as_text(found)])
+    return text + missing, out / "report.md", out / "report.png" if shown else None
 
 
 def write_html(folders: Sequence[Path], file: Path, form: Form = DEFAULT) -> str:
     """Write only the page of a report; returns the tables as text."""
-    choice = read_choice(folders)
-    _write(file, page(choice, form, _pictures(choice.rows)[0]))
-    return _as_text(choice, form)
-
-
-def write_table(folders: Sequence[Path], file: Path | None, form: Form, *, latex: bool) -> str:
-    """The first table as CSV or LaTeX: returned, or written to a file, whose path is returned."""
-    text = (as_latex if latex else as_csv)(read_choice(folders).rows, form)
-    if file is None:
-        return text
-    _write(file, text)
-    return f"table: {file}\n"
-
-
-def write_plot(folders: Sequence[Path], file: Path, **look: Unpack[Look]) -> None:
-    """Write only the plot, in the format that the file's name ends in."""
-    plot(read_choice(folders).rows, **look).write(file)
+    every = group(find_runs(folders))
+    _write(file, page(every, form, _pictures(choose(every))[0]))
+    return "\n\n".join([*notes(every), tables_as_text(tables(every, form))])
 
 
 def _write(file: Path, text: str) -> None:
@@ -112,17 +91,14 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
 
 
-def _pictures(rows: Sequence[Row], **look: Unpack[Look]) -> tuple[dict[str, Plot], str]:
+def _pictures(rows: Sequence[Row]) -> tuple[dict[str, Plot], str]:
     """The pictures by the names of their files; or none, and why."""
+    swept = sweeps(rows)
     try:
-        found = {"report": plot(rows, **look), "sweep": sweeps_plot(sweeps(rows)), "clients": clients_plot(rows)}
+        found = {"report": plot(rows), "sweep": sweeps_plot(swept) if swept else None, "clients": clients_plot(rows)}
     except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
         return {}, f"\n\nno plots: {error}"
     return {name: picture for name, picture in found.items() if picture is not None}, ""
-
-
-def _as_text(choice: Choice, form: Form) -> str:
-    return "\n\n".join([*notes(choice.every), tables_as_text(tables(choice, form))])
 
 
 def _figures(run: Run, chosen: bool) -> dict[str, Any]:
@@ -142,11 +118,12 @@ def _figures(run: Run, chosen: bool) -> dict[str, Any]:
 # --- the page ---
 
 
-def page(choice: Choice, form: Form, pictures: Mapping[str, Plot]) -> str:
+def page(every: Sequence[Row], form: Form, pictures: Mapping[str, Plot]) -> str:
     """The tables and pictures; and more pictures, if there are some, since then matplotlib is installed."""
-    rows, runs = choice.rows, runs_of(choice.rows)
+    rows = choose(every)
+    runs = runs_of(rows)
     sections = {
-        "Results": "".join(map(_table, tables(choice, form))) + _NOTE,
+        "Results": "".join(map(_table, tables(every, form))) + _NOTE,
         "Pictures": _shown(list(pictures.values()), "scroll wide"),
     }
     for heading, name, picture in _more(rows) if pictures else ():
@@ -159,7 +136,7 @@ def page(choice: Choice, form: Form, pictures: Mapping[str, Plot]) -> str:
     made = f"Made by fedbn-flwr {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC."
     parts = {
         "title": in_html(", ".join(dict.fromkeys(run.summary.name for run in runs))),
-        "about": in_html(" ".join([set_up(rows), f"{words}. {made}", *notes(choice.every)])),
+        "about": in_html(" ".join([set_up(rows), f"{words}. {made}", *notes(every)])),
         "contents": "".join(f'<a href="#{name.split()[0]}">{name}</a>' for name in shown),
         "sections": "".join(f'<section id="{n.split()[0]}"><h2>{n}</h2>{text}</section>' for n, text in shown.items()),
     }
@@ -180,29 +157,18 @@ def _shown(pictures: Sequence[Plot], kind: str = "pictures") -> str:
 
 
 def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
-    """The section, the name and the pictures of each measure, partition and norm state."""
+    """The section, the name and the pictures of each measure and partition."""
     first = headline(runs_of(rows))
     lines = [line for row in rows for run in row.counted for line in run.lines]
     for measure in measures([lines]):
         axis = "seconds" if measure.key in (first, f"clients_own_{first}") else "round"  # others are in the plot
         values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
-        scales = (False, True) if not measure.is_fraction and min(values, default=0) > 0 else (False,)
-        yield (
-            "Curves",
-            measure.title,
-            [curve_panel(rows, measure.key, axis, log=log, layout="none") for log in scales],
-        )
-    partitions: dict[str, list[str]] = {}
-    for row in rows:
-        run, name = row.first, f"{row.label}, seed {row.first.summary.seed}"  # other seeds are alike
-        if (counts := run.files.read("partition.json")) is not None:
-            partitions.setdefault(json.dumps(counts), []).append(name)
-        if norms := run.files.lines("norms.jsonl"):
-            yield "Batch norm by layer", name, [dynamics_plot(thinned(norms, _LINES))]
-    for text, names in partitions.items():
-        found = PartitionCounts(**json.loads(text))
-        shown = replace(found, counts=found.counts[:_CLIENTS], clients=found.clients[:_CLIENTS])
-        yield "Data of the clients", f"{found.title}: {', '.join(names)}", [partitions_plot([shown])]
+        scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)
+        yield "Curves", measure.title, [curve_panel(rows, measure.key, axis, scale=scale) for scale in scales]
+    known = (row.first.files.read("partition.json") for row in rows)  # other seeds are alike
+    for found in {json.dumps(counts): counts for counts in known if counts}.values():
+        found |= {key: found[key][:_CLIENTS] for key in ("counts", "clients")}
+        yield "Data of the clients", found["title"], [partitions_plot([PartitionCounts(**found)])]
 
 
 def _run(run: Run) -> str:

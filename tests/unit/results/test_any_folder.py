@@ -31,7 +31,7 @@ from fedbn_flwr.results.folder import LINES, RunFolder
 from fedbn_flwr.results.folder.ledger import Traffic
 from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.results.read.runs import find_runs, read_state
-from fedbn_flwr.results.report.rows import choose, group
+from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import DEFAULT
 from fedbn_flwr.results.report.write import page, write_html
 from tests.support.fuzz import cases, changed, check_refusal, damaged
@@ -73,7 +73,7 @@ def with_other_value(content: bytes, seed: int, name: str) -> bytes:
 def read_all(folder: Path) -> None:
     """What a report and `fedbn status` read."""
     read_state(folder)
-    page(choose(group(find_runs([folder]))), DEFAULT, {})
+    page(group(find_runs([folder])), DEFAULT, {})
     for run in find_runs([folder]):
         for name in ("partition.json", "norms.jsonl", "clients.jsonl"):
             RunFolder(run.folder).lines(name) if name.endswith("l") else RunFolder(run.folder).read(name)

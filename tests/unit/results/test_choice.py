@@ -42,13 +42,13 @@ def rows_of(out: Path) -> dict[str, Row]:
 
 
 def shown(rows: dict[str, Row]) -> set[str]:
-    return {row.label for row in choose(list(rows.values())).rows}
+    return {row.label for row in choose(list(rows.values()))}
 
 
 def test_the_candidate_with_the_best_validation_accuracy_is_shown_and_all_are_listed(out: Path) -> None:
     rows = rows_of(out)
     assert shown(rows) == {BEST, OTHER}
-    listed = {line[0]: line[-1] for line in candidates_table(choose(list(rows.values())))[1][1:]}
+    listed = {line[0]: line[-1] for line in candidates_table(list(rows.values()))[1][1:]}
     assert listed == {BEST: "chosen", WORSE: ""}
 
 
@@ -78,7 +78,7 @@ def test_a_candidate_that_failed_is_not_chosen(out: Path) -> None:
     for run in rows[BEST].runs:
         run.summary.status = "failed"
     assert shown(rows) == {WORSE, OTHER}
-    listed = {line[0]: line[1:] for line in candidates_table(choose(list(rows.values())))[1]}
+    listed = {line[0]: line[1:] for line in candidates_table(list(rows.values()))[1]}
     assert (listed[BEST][0], *listed[BEST][2:]) == ("-", "0 of 2 finished", "")
     for run in rows[WORSE].runs:
         run.summary.status = "failed"

@@ -13,7 +13,7 @@ from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.pictures import clients_plot, plot
 from fedbn_flwr.results.report.rows import choose, group
-from fedbn_flwr.results.report.tables import candidates_table
+from fedbn_flwr.results.report.tables import Form, candidates_table, table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
@@ -44,21 +44,17 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
-    assert cli.main(["report", *map(str, words)]) == 0
-    return capsys.readouterr().out
-
-
-def test_no_error_is_in_percent(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--latex", runs, "--columns", "rmse,best_test_rmse,mae,r2,loss", "--baseline", "FedAvg")
-    _, _, _, heads, _, first, second, third, *_ = text.splitlines()
-    assert heads.startswith(r"run & RMSE & best RMSE on test & MAE & R² & loss & difference to FedAvg &")
-    assert r"61.250 $\pm$ 1.768 & 59.250 $\pm$ 1.768 & 49.000" in first
-    assert r"53.500 $\pm$ 2.121 & 51.500 $\pm$ 2.121 & 42.800" in second
-    assert r"53.625 $\pm$ 0.530" in third
-    assert "-7.750" in second, "value minus baseline: negative is better"
-    assert "%" not in text.split("\n", 1)[1].replace(r"95 \%", "")
-    assert "RMSE on test" not in printed(capsys, "--latex", runs)
+def test_no_error_is_in_percent(runs: Path) -> None:
+    form = Form(("rmse", "best_test_rmse", "mae", "r2", "loss"), "FedAvg")
+    heads, first, second, third = table(group(find_runs([runs])), form)
+    assert heads[1:7] == ("RMSE", "best RMSE on test", "MAE", "R²", "loss", "difference to FedAvg")
+    assert first[1:3] == ("61.250 ± 1.768", "59.250 ± 1.768")
+    assert first[3].startswith("49.000")
+    assert second[1:3] == ("53.500 ± 2.121", "51.500 ± 2.121")
+    assert second[3].startswith("42.800")
+    assert third[1] == "53.625 ± 0.530"
+    assert second[6] == "-7.750", "value minus baseline: negative is better"
+    assert not any("%" in cell for line in (first, second, third) for cell in line)
 
 
 def test_tables_pictures_and_page_have_the_error_in_its_own_unit(runs: Path, tmp_path: Path) -> None:
@@ -98,8 +94,8 @@ def test_the_candidate_with_the_lowest_validation_error_is_chosen(tmp_path: Path
                 tmp_path / f"{lr}-{seed}", f"A, lr={lr}", seed, task="regression", lines=lines(error or 1.0),
                 config=config, status="finished" if error else "failed",
             )  # fmt: skip
-    found = choose(group(find_runs([tmp_path])))
-    assert [row.label for row in found.rows] == ["A, lr=0.001"]
+    found = group(find_runs([tmp_path]))
+    assert [row.label for row in choose(found)] == ["A, lr=0.001"]
     title, (heads, *_) = candidates_table(found)
     assert heads[1:3] == ("validation RMSE", "test RMSE")
     assert "chosen by the RMSE on held-out" in title

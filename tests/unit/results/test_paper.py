@@ -1,12 +1,9 @@
-"""Tables and plots for a paper: CSV, LaTeX, a data frame, the paired test, and the options of the plot."""
+"""Tables and plots for a paper: CSV, a data frame, the paired test, and the options of the plot."""
 
 from __future__ import annotations
 
-import io
 import math
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,9 @@ from fedbn_flwr.errors import MissingPackage, UserError
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import plot
 from fedbn_flwr.results.report.rows import group
-from fedbn_flwr.results.report.tables import paired
+from fedbn_flwr.results.report.tables import Form, paired
+from fedbn_flwr.results.report.write import write_report
+from tests.support.command import ROOT, python_blocks
 from tests.support.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -76,9 +75,9 @@ def test_without_a_spread_there_is_no_p_value(values: dict[int, float]) -> None:
 # --- tables ---
 
 
-def test_csv_has_means_deviations_and_numbers_of_seeds(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--csv", runs, "--columns", "accuracy,rounds,seconds", "--baseline", "FedAvg & co")
-    frame = pd.read_csv(io.StringIO(text), index_col="run")
+def test_csv_has_means_deviations_and_numbers_of_seeds(runs: Path, tmp_path: Path) -> None:
+    write_report([runs], tmp_path, Form(("accuracy", "rounds", "seconds"), "FedAvg & co"))
+    frame = pd.read_csv(tmp_path / "report.csv", index_col="run")
     assert list(frame.index) == list(ACCURACIES)
     assert list(frame["seeds"]) == [3, 3, 1]
     assert list(frame["runs_left_out"]) == [0, 0, 2]
@@ -95,10 +94,10 @@ def test_csv_has_means_deviations_and_numbers_of_seeds(runs: Path, capsys: pytes
     assert np.isnan(frame.loc["[c] Fed#TAN", "p"])
 
 
-def test_a_frame_has_the_same_numbers_as_the_csv(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_frame_has_the_same_numbers_as_the_csv(runs: Path, tmp_path: Path) -> None:
     results = Results.read(runs)
-    text = printed(capsys, "--csv", runs)
-    pd.testing.assert_frame_equal(results.frame(), pd.read_csv(io.StringIO(text), index_col="run"))
+    write_report([runs], tmp_path)
+    pd.testing.assert_frame_equal(results.frame(), pd.read_csv(tmp_path / "report.csv", index_col="run"))
     assert list(results.frame(["loss"]).columns)[-2:] == ["loss", "loss_std"]
 
 
@@ -107,49 +106,6 @@ def test_a_frame_needs_pandas(runs: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingPackage, match=r"Results.frame\(\) needs the package 'pandas'.*fedbn-flwr\[data\]"):
         results.frame()
-
-
-def test_latex_is_the_first_table(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--latex", runs, "--columns", "accuracy,loss,seconds", "--baseline", "FedAvg & co")
-    note, *lines = text.splitlines()
-    assert note.startswith("% name: digits, 4 clients, seeds 0, 1, 2.")
-    assert lines == [
-        r"\begin{tabular}{lrrrrrrr}",
-        r"\toprule",
-        r"run & accuracy & loss & seconds & difference to FedAvg \& co & 95 \% interval & p & pairs \\",
-        r"\midrule",
-        r"FedAvg \& co (3 seeds) & 72.00\% $\pm$ 2.00 & 1.2800 $\pm$ 0.0200 & 4.0 $\pm$ 2.0 & - & - & - & - \\",
-        r"Fix\_BN 100\% (3 seeds) & 76.33\% $\pm$ 3.21 & 1.2367 $\pm$ 0.0321 & 4.0 $\pm$ 2.0"
-        r" & +4.33 & -0.84 to +9.50 & 0.069 & 3 \\",
-        r"{[}c{]} Fed\#TAN {[}failed{]} (1 of 3 seeds) & 90.00\% & 1.1000 & 2.0 & +20.00 & - & - & 1 \\",
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
-
-
-def test_latex_leaves_the_choice_by_test_images_out(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--latex", runs)
-    assert "best accuracy on test" not in text
-    assert "MiB down" in text
-    assert "best accuracy on test" in printed(capsys, "--latex", runs, "--columns", "best_test_accuracy")
-
-
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="LaTeX is not installed")
-def test_latex_compiles(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(runs / "odd", r"\end{x}~^$&%#_{}[|<>", 0)
-    table = printed(capsys, "--latex", runs, "--baseline", "FedAvg & co")
-    document = rf"\documentclass{{article}}\usepackage{{booktabs}}\begin{{document}}{table}\end{{document}}"
-    (tmp_path / "a.tex").write_text(document)
-    subprocess.run(["pdflatex", "-halt-on-error", "a.tex"], cwd=tmp_path, check=True, capture_output=True, timeout=120)
-
-
-def test_tables_are_written_to_a_file(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--csv", runs)
-    file = tmp_path / "new" / "table.csv"
-    assert printed(capsys, "--csv", runs, "--out", file) == f"table: {file}\n"
-    assert file.read_text() == text
-    assert cli.main(["report", "--csv", str(runs), "--out", str(tmp_path)]) == 1
-    assert "cannot be written: Is a directory" in capsys.readouterr().err
 
 
 def test_columns_and_baseline_are_those_of_the_whole_report(runs: Path, tmp_path: Path, capsys: Any) -> None:
@@ -171,33 +127,43 @@ def test_columns_and_baseline_are_those_of_the_whole_report(runs: Path, tmp_path
 def test_what_a_table_cannot_show_is_named(
     runs: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["report", "--latex", str(runs), *words]) == 2
+    assert cli.main(["report", str(runs), *words]) == 2
     assert message in capsys.readouterr().err
 
 
 # --- plots ---
 
 
-def test_a_plot_for_a_paper_is_one_panel_of_a_size(runs: Path, tmp_path: Path, capsys: Any) -> None:
-    rows = group(find_runs([runs]))
-    figure = plot(rows, measure="loss", axis="seconds", size=(3.4, 2.6))
+def test_a_plot_for_a_paper_is_one_panel(runs: Path, tmp_path: Path) -> None:
+    figure = plot(group(find_runs([runs])), "loss", "seconds")
+    figure.set_size_inches(3.4, 2.6)
     (panel,) = figure.axes
     assert (panel.get_xlabel(), panel.get_ylabel()) == ("seconds", "loss")
-    assert tuple(figure.get_size_inches()) == (3.4, 2.6)
     assert panel.get_lines()[0].get_xydata()[-1].tolist() == pytest.approx([4.0, 2 - 0.72]), "no percent"
-    file = tmp_path / "new" / "a.pdf"
-    assert printed(capsys, runs, "--plot", file, "--axis", "mib", "--size", 3.4, 2.6) == f"plot:  {file}\n"
-    assert file.read_bytes().startswith(b"%PDF")
-    printed(capsys, runs, "--plot", tmp_path / "a.png", "--axis", "mib", "--size", 2, 3)
+    figure.write(tmp_path / "new" / "a.pdf")
+    assert (tmp_path / "new" / "a.pdf").read_bytes().startswith(b"%PDF")
+    figure.savefig(tmp_path / "a.png", dpi=100)
     with Image.open(tmp_path / "a.png") as picture:
-        assert picture.size == (260, 390)
+        assert picture.size == (340, 260)
 
 
-def test_bands_are_chosen(runs: Path) -> None:
+def test_the_code_of_the_page_makes_a_table_and_a_plot(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.rename(tmp_path / "compare")
+    runs.mkdir()
+    (tmp_path / "compare").rename(runs / "compare")
+    monkeypatch.chdir(tmp_path)
+    (code,) = python_blocks((ROOT / "docs" / "report.md").read_text())
+    exec(code, {})
+    assert r"FedAvg \& co & 0.720 & 0.020" in capsys.readouterr().out
+    assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_few_rows_have_a_band(runs: Path) -> None:
     rows = group(find_runs([runs]))
-    assert [len(plot(rows, band=band, axis="round").axes[0].collections) for band in (None, True, False)] == [2, 2, 0]
-    many = [*rows[:2]] * 6
-    assert [len(plot(many, band=band, axis="round").axes[0].collections) for band in (None, True, False)] == [0, 12, 0]
+    assert len(plot(rows, axis="round").axes[0].collections) == 2
+    assert len(plot([*rows[:2]] * 6, axis="round").axes[0].collections) == 0
 
 
 @pytest.mark.parametrize(
@@ -205,15 +171,8 @@ def test_bands_are_chosen(runs: Path) -> None:
     [
         ({"measure": "acuracy"}, "no measure 'acuracy'; did you mean 'accuracy'"),
         ({"axis": "time"}, "no axis 'time'; .*communication_rounds, mib, round, seconds"),
-        ({"size": (0, 3)}, "expected width and height"),
-        ({"size": (3,)}, "expected width and height"),
     ],
 )
 def test_a_plot_that_cannot_be_drawn_says_why(runs: Path, look: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         plot(group(find_runs([runs])), **look)
-
-
-def test_an_unknown_format_is_named(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(runs), "--plot", str(tmp_path / "a.foo")]) == 2
-    assert "a.foo' has no known format; expected a name that ends in" in capsys.readouterr().err

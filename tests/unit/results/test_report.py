@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -184,7 +183,7 @@ def test_the_command_writes_into_a_new_folder(
     assert folder.name.startswith("report-")
     assert f"table: {folder / 'report.md'}\nplot:  {folder / 'report.png'}" in capsys.readouterr().out
     assert {file.name for file in folder.iterdir()} == {
-        "report.md", "report.png", "report.svg", "report.json", "report.html",
+        "report.md", "report.csv", "report.png", "report.svg", "report.json", "report.html",
     }  # fmt: skip
     assert "| second |" in (folder / "report.md").read_text()
     assert (tmp_path / "first" / "report.md").read_bytes() == before
@@ -271,23 +270,13 @@ def test_rows_follow_the_given_folders_and_in_them_the_file(tmp_path: Path) -> N
     assert find_runs([tmp_path / "b" / "FedBN-1", tmp_path / "b"])[0].folder.name == "FedBN-1"
 
 
-def write_differing(folder: Path, name: str, value: int, more: int = 12) -> None:
-    write_run(folder, "FixBN", config={"train": {f"setting_{number}": value for number in range(more)}})
-    change_summary(folder, name=name)
-
-
-def test_rows_with_many_differences_are_named_after_their_experiment_or_folder(tmp_path: Path) -> None:
-    for folder, name in (("compare", "one"), ("low", "two"), ("high", "one")):
-        write_differing(tmp_path / folder / "FixBN", name, len(folder))
+def test_rows_with_many_differences_have_numbers(tmp_path: Path) -> None:
+    for number, folder in enumerate(("compare", "low")):
+        config = {"train": {f"setting_{each}": number for each in range(12)}}
+        write_run(tmp_path / folder / "FixBN", "FixBN", config=config)
     write_run(tmp_path / "compare" / "Z", "Z")
     labels = [row.label for row in group(find_runs([tmp_path / "compare", tmp_path / "low"]))]
-    assert labels == ["FixBN (one)", "Z", "FixBN (two)"], "a further folder does not move the rows of the first"
-    shutil.rmtree(tmp_path / "compare" / "Z")
-    labels = [row.label for row in group(find_runs([tmp_path / "compare", tmp_path / "high"]))]
-    assert labels == ["FixBN (compare)", "FixBN (high)"]
-    write_differing(tmp_path / "high" / "again", "one", 0)
-    labels = [row.label for row in group(find_runs([tmp_path / "compare", tmp_path / "high"]))]
-    assert labels == ["FixBN (1)", "FixBN (2)", "FixBN (3)"]
+    assert labels == ["FixBN (1)", "Z", "FixBN (2)"], "a further folder does not move the rows of the first"
 
 
 def test_a_report_says_what_its_runs_have_in_common_and_where_they_differ(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_run_that_has_not_finished_is_marked_and_not_compared(tmp_path: Path, 
     found = dict(zip(head, line, strict=True))
     assert found["run"] == f"A [{status}] (1 of 2 seeds)"
     assert (found["difference"], found["within both spreads"]) == ("-", "not finished")
-    assert [lines[1][0] for _, lines in tables(choose(rows))] == [f"A [{status}] (1 of 2 seeds)"] * 3
+    assert [lines[1][0] for _, lines in tables(rows)] == [f"A [{status}] (1 of 2 seeds)"] * 3
 
 
 # --- sweeps ---
@@ -144,9 +144,9 @@ def test_rows_with_other_settings_are_chosen_and_shown_by_themselves(tmp_path: P
                 config = {"rounds": rounds, "train": {"lr": lr}, "data": {"partition": {"alpha": alpha}}}
                 more = {"tune": {"train.lr": lr}, "config": config, "validation_accuracy": lr}
                 write_cell(tmp_path, "BN", {"data.partition.alpha": alpha}, rounds / 10, **more)
-    choice = choose(rows_of(tmp_path))
-    assert [row.runs[0].config["train"]["lr"] for row in choice.rows] == [0.3] * 4
-    ((_, lines),) = map(sweep_table, sweeps(choice.rows))
+    chosen = choose(rows_of(tmp_path))
+    assert [row.runs[0].config["train"]["lr"] for row in chosen] == [0.3] * 4
+    ((_, lines),) = map(sweep_table, sweeps(chosen))
     assert lines[1:] == [("BN, rounds=2", "20.00%", "20.00%"), ("BN, rounds=4", "40.00%", "40.00%")]
 
 
@@ -161,14 +161,14 @@ def test_settings_below_a_varied_key_do_not_divide_a_line(tmp_path: Path, key: s
     ((_, lines),) = map(sweep_table, sweeps(rows_of(tmp_path / "swept")))
     other = [] if key == "data.partition" else ["BN, data.partition.kind=domain, clients_per_domain=2"]
     assert [line[0] for line in lines[1:]] == ["BN", *other]
-    assert len(choose(rows_of(tmp_path / "tuned")).rows) == 1
+    assert len(choose(rows_of(tmp_path / "tuned"))) == 1
 
 
 def test_candidates_none_of_which_is_chosen_are_all_shown(tmp_path: Path) -> None:
     for alpha in (0.1, 1.0):
         for lr in (0.1, 0.3):
             write_cell(tmp_path, "BN", {"alpha": alpha}, lr, tune={"train.lr": lr}, config={"train": {"lr": lr}})
-    ((_, lines),) = map(sweep_table, sweeps(choose(rows_of(tmp_path)).rows))
+    ((_, lines),) = map(sweep_table, sweeps(choose(rows_of(tmp_path))))
     assert lines[1:] == [
         ("BN", "10.00%", "10.00%"),
         ("BN, alpha=0.1, lr=0.3", "30.00%", "-"),
@@ -181,7 +181,7 @@ def test_of_tuned_values_a_sweep_shows_the_best_by_validation(tmp_path: Path) ->
         for lr, validation, test in ((0.1, 0.8, 0.5), (0.3, 0.7, 0.9)):
             more = {"tune": {"train.lr": lr}, "config": {"train": {"lr": lr}}, "validation_accuracy": validation}
             write_cell(tmp_path, "BN", {"alpha": alpha}, test, **more)
-    ((_, lines),) = map(sweep_table, sweeps(choose(rows_of(tmp_path)).rows))
+    ((_, lines),) = map(sweep_table, sweeps(choose(rows_of(tmp_path))))
     assert lines[1] == ("BN", "50.00%", "50.00%"), "the higher test accuracy has the lower validation accuracy"
 
 
