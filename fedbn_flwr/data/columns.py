@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +21,10 @@ from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, Task
 
 from . import IGNORED
 from .catalogue import Entry
-from .dataset import DataSet, Examples, Groups
-from .examples import InMemory, main
+from .dataset import DataSet, Groups, fewer
+from .examples import Examples, main
 from .source import Source
 from .values import Parts, Rows, Targets, as_rows, inputs_of, several, targets_of
-
-if TYPE_CHECKING:
-    from .decoding import Stream
 
 Splits = Mapping[str, Any]  # "train", and "test" unless a share of "train" is held out
 ARRAYS = {"inputs": "inputs", "label": "labels", "domain": "domains", "group": "groups"}  # their usual names
@@ -75,14 +72,13 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
             f"data.label={label[0]!r} of {source.name!r} has the type {kind}; expected a number or a text for each "
             f"example, or images and a column of masks. Its columns: {_in_words(columns)}"
         )
-    examples: Mapping[str, Examples]
+    values: Targets
     features: Names = ()
-    if are_files:
-        masks = label[0] if task is SEGMENTATION else None
-        examples = _streams(source, splits, entry, inputs[0], masks, targets, len(names))
+    if are_files:  # the inputs are row numbers, until it is clear which images are used
+        values = {part: torch.arange(len(split)) for part, split in splits.items()}
     else:
         values, features = inputs_of(source, _values(columns, inputs), is_table=is_table)
-        examples = _in_memory(source, values, targets, task)
+    examples = {part: Examples(some, targets[part]) for part, some in values.items()}
     if entry is not None and not source.class_names and task is CLASSIFICATION and len(names) != entry.classes:
         raise DataError(
             f"data.name={source.name!r} ({entry.title}) has {entry.classes} classes, the data {len(names)} in "
@@ -90,7 +86,7 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
         )
     for part, split in examples.items():
         of_groups = [getattr(each, part) for each in (domains, groups) if each is not None]
-        _check_lengths(f"{source.name!r}: {part}", split, of_groups)
+        _check_sizes(f"{source.name!r}: {part}", split, of_groups, dense=task is SEGMENTATION and not are_files)
     data = DataSet(
         source.name,
         examples["train"],
@@ -106,7 +102,23 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     ).wanted()
     if source.held_out:
         data = data.held_out(source.held_out)
-    return _decoded(source, data).alike()
+    data = fewer(data, source.examples, source.test_examples)
+    if are_files:
+        from .decoding import Files  # needs packages of the extra `data`
+
+        files = Files(
+            splits["train"],
+            inputs[0],
+            source.name,
+            source.pixels or (entry.pixels if entry else None),
+            source.fit or (entry.fit if entry else "stretch"),
+            label[0] if task is SEGMENTATION else None,
+            entry.ids if entry else None,
+            len(names),
+        )
+        of_test = replace(files, split=splits.get("test", splits["train"]))
+        data = replace(data, train=files.decoded(data.train), test=of_test.decoded(data.test))
+    return data.alike()
 
 
 def commit_of(split: Any) -> str | None:
@@ -300,54 +312,12 @@ def _targets(
 # --- examples ----------------------------------------------------------------
 
 
-def _in_memory(source: Source, inputs: Targets, targets: Targets, task: Task) -> Mapping[str, InMemory]:
-    """The examples of tables and arrays."""
-    found = {part: InMemory(some, targets[part]) for part, some in inputs.items()}
-    if sum(made.nbytes for made in found.values()) > source.memory * 2**30:
-        raise DataError(
-            f"{source.name!r} takes more than data.memory, {source.memory:g} GiB; raise data.memory (images that are "
-            "a column of image files, for instance of a datasets.DatasetDict, are decoded when needed)"
-        )
-    for part, made in found.items():
-        size = list(main(made.inputs).shape[2:])
-        if task is SEGMENTATION and (masks := list(main(made.targets).shape[1:])) != size:
-            raise DataError(
-                f"{source.name!r}: {part} has inputs of size {size} and masks of {masks}; expected the same size"
-            )
-    return found
-
-
-def _streams(
-    source: Source, splits: Splits, entry: Entry | None, image: str, masks: str | None, targets: Targets, classes: int
-) -> Mapping[str, Stream]:
-    """Images that are decoded later."""
-    from .decoding import Files, Stream
-
-    size = source.pixels or (entry.pixels if entry else None)
-    fit = source.fit or (entry.fit if entry else "stretch")
-    ids = entry.ids if entry and masks else None
-    found = {}
-    for part, split in splits.items():
-        files = Files(split, image, source.name, size, fit, masks, ids, classes)
-        found[part] = Stream(files, main(targets[part]), readers=source.readers)
-    return found
-
-
-def _check_lengths(where: str, split: Examples, groups: Sequence[Tensor | None]) -> None:
-    """Arrays may have different numbers of rows."""
-    inputs = tensors(split.inputs) if isinstance(split, InMemory) else []
-    found = {"inputs": inputs, "labels": tensors(split.targets), "domains or groups": groups}
+def _check_sizes(where: str, split: Examples, groups: Sequence[Tensor | None], *, dense: bool) -> None:
+    """Arrays may have different numbers of rows, and masks another size."""
+    found = {"inputs": tensors(split.inputs), "labels": tensors(split.targets), "domains or groups": groups}
     for what, values in found.items():
         if wrong := [len(some) for some in values if some is not None and len(some) != len(split)]:
             raise DataError(f"{where} has {len(split)} labels and {wrong[0]} {what}; expected as many")
-
-
-def _decoded(source: Source, data: DataSet) -> DataSet:
-    """With its images in memory, or tried if they stay on the disk."""
-    train, test = data.train, data.test
-    if isinstance(train, InMemory) or isinstance(test, InMemory):
-        return data
-    is_large = train.decoded_bytes + test.decoded_bytes > source.memory * 2**30
-    stays = is_large if source.stream == "auto" else source.stream
-    train, test = (split.tried() if stays else split.decoded() for split in (train, test))
-    return replace(data, train=train, test=test)
+    size = list(split.shape[1:])
+    if dense and (masks := list(main(split.targets).shape[1:])) != size:
+        raise DataError(f"{where} has inputs of size {size} and masks of {masks}; expected the same size")

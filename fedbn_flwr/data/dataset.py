@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +19,9 @@ from fedbn_flwr.errors import DataError, did_you_mean
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, SEVERAL, Task
 
 from . import Moments, Size
-from .examples import InMemory, main
+from .examples import Examples, main
 from .moments import moments_from, sums_of
 
-if TYPE_CHECKING:  # decoding needs packages of the extra `data`
-    from .decoding import Stream
-
-Examples = Union[InMemory, "Stream"]  # of a split
 BINS = 10  # of the numbers to predict, where examples are drawn or divided in proportion to their targets
 
 
@@ -133,26 +130,22 @@ class DataSet(Form):
     @cached_property  # a client builds its model for each message
     def tokens(self) -> int | None:
         """The number of tokens, where the inputs are whole numbers."""
-        parts = [main(part.inputs) for part in (self.train, self.test) if isinstance(part, InMemory)]
-        if not parts or parts[0].dtype is not torch.int64:
+        parts = [main(part.inputs) for part in (self.train, self.test)]
+        if parts[0].dtype is not torch.int64:
             return None
         return self.given_tokens or 1 + max(int(part.max()) for part in parts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory; images on the disk take none."""
-        return sum(part.nbytes for part in (self.train, self.test) if isinstance(part, InMemory))
+        return self.train.nbytes + self.test.nbytes
 
     def blank(self, number: int) -> Value:
         return self.train.blank(number)
 
     @cached_property
     def moments(self) -> Moments:
-        """Mean and standard deviation of each feature or channel over the training examples; see moments.py.
-
-        For a streamed set they are estimated from 512 evenly spaced images.
-        """
-        return moments_from([sums_of(self.train.sample())])
+        """Mean and standard deviation of each feature or channel over the training examples; see moments.py."""
+        return moments_from([sums_of(self.train.inputs)])
 
     def strata(self, bins: int | None = None) -> Strata:
         """Classes, combinations of labels, or `bins` ranges of the (first) number with equally many examples."""
@@ -226,8 +219,10 @@ class DataSet(Form):
         channels = max(train[0], test[0])
         return replace(self, train=self.train.coloured(channels), test=self.test.coloured(channels))
 
-    def to(self, device: torch.device) -> DataSet:
-        return replace(self, train=self.train.to(device), test=self.test.to(device))
+    def to(self, device: torch.device, most: float = math.inf) -> DataSet:
+        """On a device, as a whole if it has at most `most` bytes, or else batch by batch."""
+        most = most if self.nbytes <= most else 0
+        return replace(self, train=self.train.to(device, most), test=self.test.to(device, most))
 
 
 # --- fewer examples ----------------------------------------------------------

@@ -27,7 +27,7 @@ from fedbn_flwr.schema import refuse
 
 from .catalogue import CATALOGUE, Entry
 from .columns import ARRAYS, read
-from .dataset import DataSet, fewer
+from .dataset import DataSet
 from .source import PARTS, Source
 
 KEY = "data.name"
@@ -37,7 +37,6 @@ COUNTS = {"train": 1_000, "test": 200}  # images, if their numbers are not given
 def load(source: Source) -> DataSet:
     """The data set that `source` describes, checked against what it says of classes and channels."""
     dataset = random_images(source) if source.random else _read(source)
-    dataset = fewer(dataset, source.examples, source.test_examples)
     name, names = source.name, dataset.class_names
     expected = {"classes": (source.classes, dataset.classes), "channels": (source.channels, dataset.channels)}
     refuse(
@@ -67,11 +66,11 @@ def _read(source: Source) -> DataSet:
     parts = PARTS[:1] if source.held_out else PARTS
     given = _returned(source, parts) if is_own else digits()
     if isinstance(given["train"], Mapping):
-        for key in ("train", "test", "fit", "stream"):
-            if (value := getattr(source, key)) not in (None, False, "auto", "stretch", source.held_out):
+        for key in ("train", "test", "fit"):
+            if (value := getattr(source, key)) not in (None, "stretch", source.held_out):
                 raise DataError(
-                    f"data.{key} is {str(value).lower() if value is True else repr(value)}, which is for files, but "
-                    f"the examples of {source.name!r} are arrays in memory; leave it out"
+                    f"data.{key} is {value!r}, which is for files, but the examples of {source.name!r} are arrays in "
+                    "memory; leave it out"
                 )
     with needs("data", f"{KEY}={source.name!r}"):
         return read(source, {part: given[part] for part in parts}, known=given.get("classes") or ())

@@ -16,7 +16,7 @@ from fedbn_flwr.batch import Value, tensors
 from fedbn_flwr.data.batches import ClientBatches, Normalise, own_augmentation, own_normalisation
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.dataset import DataSet, Form
-from fedbn_flwr.data.examples import MASK, InMemory
+from fedbn_flwr.data.examples import MASK
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import hold_out, partition, share_test
 from fedbn_flwr.data.source import Source
@@ -49,8 +49,8 @@ def load_data(data: settings.Data, device: str) -> DataSet:
     if (found := _kept.get(key)) is None:
         loaded = load(data)
         rows_by_domain(loaded)  # checks the names
-        found = _kept[key] = loaded.to(torch.device(device))
-        while len(_kept) > 2 and sum(each.nbytes for each in list(_kept.values())) > data.memory * 2**30:
+        found = _kept[key] = loaded.to(torch.device(device), most := data.memory * 2**30)
+        while len(_kept) > 2 and sum(each.nbytes for each in list(_kept.values())) > most:
             _kept.pop(next(iter(_kept)), None)
     return found
 
@@ -62,9 +62,9 @@ def forget_data() -> None:
 
 
 def loaded_data(data: settings.Data, device: str) -> tuple[str, DataSet] | None:
-    """What to pass on to other processes; None if the examples are read from the disk when they are needed."""
+    """What to pass on to other processes; None if it is too large for that."""
     dataset = load_data(data, device)
-    return (examples_of(data), dataset) if isinstance(dataset.train, InMemory) else None
+    return (examples_of(data), dataset) if dataset.nbytes <= data.memory * 2**30 else None
 
 
 def receive(examples: str, device: str, dataset: DataSet) -> None:

@@ -19,7 +19,7 @@ AVERAGE = "average"  # of the domains of a figure that is given by domain
 
 # Settings that a paper's figure does not depend on, or that it has no word on.
 FREE = ("name", "label", "cell", "size", "seed", "seeds", "track", "published", "engine", "evaluate", "mods")
-FREE_KEYS = ("data.root", "data.revision", "data.stream", "data.memory", "data.readers", "train.compile")
+FREE_KEYS = ("data.root", "data.revision", "data.memory", "train.compile")
 
 
 class Published(BaseModel):

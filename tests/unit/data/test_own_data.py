@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from fedbn_flwr.data.batches import ClientBatches, TestBatches, own_augmentation, own_normalisation
-from fedbn_flwr.data.examples import InMemory
+from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import partition
 from fedbn_flwr.data.source import Source
@@ -80,7 +80,6 @@ def test_every_form_of_a_data_set_has_the_same_images(
 ) -> None:
     monkeypatch.setenv("FEDBN_CACHE", str(tmp_path))
     found = load(Source(name=own(lambda: {"train": split(kind), "test": split(kind)})))
-    assert isinstance(found.train, InMemory)
     assert found.train.inputs.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
     assert found.train.labels.tolist() == LABELS.tolist()
     assert (found.channels, found.size, found.class_names) == (3, (6, 8), ("0", "1", "2"))
@@ -234,8 +233,6 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "inputs of type <U21; expected numbers",
     ),
-    "memory": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"memory": 1e-7}, r"more than data\.memory"),
-    "stream": ({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)}, {"stream": True}, r"data\.stream is true"),
     "column": (
         {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)},
         {"inputs": "x"},
@@ -321,7 +318,7 @@ def test_a_partition_that_draws_by_itself_is_refused(own: Own) -> None:
 
 # --- augmentation and normalisation ------------------------------------------
 
-IMAGES = InMemory(torch.from_numpy(PIXELS).permute(0, 3, 1, 2), torch.from_numpy(LABELS))
+IMAGES = Examples(torch.from_numpy(PIXELS).permute(0, 3, 1, 2), torch.from_numpy(LABELS))
 
 
 def batches(name: str, seed: int = 0, **options: Any) -> Tensor:
