@@ -409,7 +409,9 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_its_variable(
     write_both(folder, pixels(3, (4, 4)), [0, 1, 2])
     (folder.parent / "file").touch()
     monkeypatch.setenv("FEDBN_CACHE", str(folder.parent / "file" / "cache"))
-    with pytest.raises(StorageError, match=r"file/cache', cannot be written: .*; set FEDBN_CACHE to a folder with more"):
+    with pytest.raises(
+        StorageError, match=r"file/cache', cannot be written: .*; set FEDBN_CACHE to a folder with more"
+    ):
         load(Source(name=str(folder)))
 
 
