@@ -17,14 +17,14 @@ from torch import Tensor
 
 from fedbn_flwr.batch import tensors
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, Task
+from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
 
 from . import IGNORED
 from .catalogue import Entry
 from .dataset import DataSet, Groups, fewer
 from .examples import Examples, main
 from .source import Source
-from .values import Parts, Rows, Targets, as_rows, inputs_of, several, targets_of
+from .values import Parts, Rows, Targets, as_rows, inputs_of, targets_of
 
 Splits = Mapping[str, Any]  # "train", and "test" unless a share of "train" is held out
 ARRAYS = {"inputs": "inputs", "label": "labels", "domain": "domains", "group": "groups"}  # their usual names
@@ -66,7 +66,7 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
         targets: Targets = {part: torch.zeros(len(split), dtype=torch.int64) for part, split in splits.items()}
         names, task = classes, SEGMENTATION
     else:
-        targets, names, task = _targets(source, columns, label, classes, numbered=not is_table)
+        targets, names, task = targets_of(source, _values(columns, label), classes, numbered=not is_table)
     if task is SEGMENTATION and are_files != (kind == "Image"):
         raise DataError(
             f"data.label={label[0]!r} of {source.name!r} has the type {kind}; expected a number or a text for each "
@@ -179,14 +179,8 @@ def _single(source: Source, split: Any, column: str) -> Any:
 
 
 def _values(columns: Columns, used: Sequence[str]) -> dict[str, Parts]:
-    """The values of columns by split; those of an array that is a mapping of arrays by its keys."""
-    found: dict[str, Parts] = {}
-    for part, split in columns.items():
-        for column in used:
-            rows = split[column].read()
-            for name, some in (rows if isinstance(rows, Mapping) else {column: rows}).items():
-                found.setdefault(name, {})[part] = some
-    return found
+    """The values of columns by split."""
+    return {column: {part: split[column].read() for part, split in columns.items()} for column in used}
 
 
 def _in_words(columns: Columns) -> str:
@@ -298,15 +292,6 @@ def _known(source: Source, entry: Entry | None, columns: Columns, label: Sequenc
     if absent := [name for name in entry.keep if name not in there]:
         raise DataError(f"data.name={source.name!r} ({entry.title}): the data has no class {', '.join(absent)}")
     return entry.keep
-
-
-def _targets(
-    source: Source, columns: Columns, label: Sequence[str], known: Sequence[str], *, numbered: bool
-) -> tuple[Targets, Names, Task]:
-    rows = _values(columns, label)
-    if rows.keys() != set(label):  # an array that is a mapping of them
-        return several(rows)
-    return targets_of(source, rows, known, numbered=numbered)
 
 
 # --- examples ----------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError, did_you_mean
-from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, SEVERAL, Task
+from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, Task
 
 from . import Moments, Size
 from .examples import Examples, main
@@ -68,7 +68,7 @@ class Strata:
     train: Tensor  # int64 [N], a place among the names
     test: Tensor
     names: tuple[str, ...]
-    of_labels: bool = True  # False: labels are per pixel or of several kinds, and all examples are one stratum
+    of_labels: bool = True  # False: labels are per pixel, and all examples are one stratum
 
 
 class Form:
@@ -165,7 +165,7 @@ class DataSet(Form):
             kinds, places = rows.unique(dim=0, return_inverse=True)
             names = ["+".join(np.array(self.class_names)[kind.numpy()]) or "none" for kind in kinds]
             return Strata(places[: len(train)], places[len(train) :], tuple(names))
-        if self.dense or self.task is SEVERAL:
+        if self.dense:
             return Strata(train, test, ("examples",), of_labels=False)
         return Strata(train, test, self.class_names)
 

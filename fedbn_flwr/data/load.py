@@ -5,8 +5,7 @@ A callable returns a mapping with `train` and `test` (`train` is enough if `data
 `classes`, the names of the classes. Splits of `datasets` are read like those of the hub; others are one of these, which
 are kept in memory:
 
-- a pair (inputs, labels), or a mapping of arrays or tensors by name, usually `inputs`, `labels`, `domains`, `groups`;
-  the inputs, or the labels, may be a mapping of arrays themselves
+- a pair (inputs, labels), or a mapping of arrays or tensors by name, usually `inputs`, `labels`, `domains`, `groups`
 - a torch `Dataset` of pairs (inputs, label), or of triples with a domain
 """
 
@@ -42,7 +41,9 @@ def load(source: Source) -> DataSet:
     refuse(
         {
             f"data.class_names is {list(source.class_names)}, but {name!r} has {list(names)}": not source.random
-            and source.class_names not in ((), names)
+            and source.class_names not in ((), names),
+            f"data.size is {source.size}, but {name!r} has arrays of {'x'.join(map(str, dataset.size))} pixels, "
+            "and only image files are resized": dataset.is_image and source.pixels not in (None, dataset.size),
         }
         | {
             f"data.{key} is {wanted}, but {name!r} has {found} {key}": wanted not in (None, found)
@@ -108,14 +109,7 @@ def _columns(where: str, split: Any) -> Mapping[str, Any]:
             f"{where} is a {type(split).__name__} with {what}; expected a pair (inputs, labels), a mapping of arrays, "
             "or a Dataset of pairs (inputs, label)"
         )
-    return dict(zip(usual, map(_gathered, zip(*rows, strict=True)), strict=False))
-
-
-def _gathered(values: Sequence[Any]) -> Any:
-    """A list of the values; of mappings, a mapping of lists."""
-    if not isinstance(values[0], Mapping):
-        return list(values)
-    return {key: [value[key] for value in values] for key in values[0]}
+    return dict(zip(usual, map(list, zip(*rows, strict=True)), strict=False))
 
 
 def digits() -> Mapping[str, Any]:

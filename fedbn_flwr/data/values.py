@@ -7,7 +7,7 @@ Inputs:
   tokens: int64 [N, T]; where lengths differ, shorter ones are padded, and the inputs are {"inputs": ..., "mask": ...}
 - arrays keep their shape: [N, features], [N, channels, T], [N, channels, height, width] and so on. Whole numbers are
   tokens in [N, T], and pixels from 0 to 255 in arrays of more dimensions
-- several arrays, or a mapping of them, become a dict of tensors
+- several arrays become a dict of tensors
 
 Targets, by the types of the label columns: texts and whole numbers are classes, floats are numbers to predict. Several
 columns of floats are several numbers, several of 0 and 1 several labels. `data.task` decides otherwise.
@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
 from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError, SettingsError, did_you_mean
@@ -31,12 +30,11 @@ from fedbn_flwr.tasks import (
     MULTILABEL,
     REGRESSION,
     SEGMENTATION,
-    SEVERAL,
     TASKS,
     Task,
 )
 
-from . import IGNORED, Size
+from . import IGNORED
 from .dataset import numbers
 from .examples import MASK, main
 from .source import Source
@@ -47,9 +45,9 @@ Targets = dict[str, Value]  # by split
 
 
 def as_rows(where: str, given: Any) -> Any:
-    """The values of all examples, as one array where their shapes agree; those of each array of a mapping."""
+    """The values of all examples, as one array where their shapes agree."""
     if isinstance(given, Mapping):
-        return {key: as_rows(where, some) for key, some in given.items()}
+        raise DataError(f"{where} is a mapping; expected an array, or several that data.inputs: [a, b] names")
     if isinstance(given, np.ndarray) and given.dtype != object:
         return given
     if isinstance(given, Tensor):
@@ -144,10 +142,9 @@ def _array(source: Source, key: str, parts: Parts, *, is_table: bool) -> dict[st
     """The arrays of each split: images, or any others, which keep their shape; a list of floats is one channel."""
     few = np.asarray(next(iter(parts.values()))[:1])  # the first example
     dims, whole = few.ndim, few.dtype.kind != "f"
-    if not is_table and key != MASK and (dims == 4 or (dims == 3 and (whole or source.pixels is not None))):
-        return {part: _images(f"{source.name!r}: {part}", rows, source) for part, rows in parts.items()}
     if not is_table and all(isinstance(rows, np.ndarray) for rows in parts.values()):
-        return {part: _number(f"{source.name!r}: {part}", rows) for part, rows in parts.items()}
+        form = _images if key != MASK and (dims == 4 or (dims == 3 and whole)) else _number
+        return {part: form(f"{source.name!r}: {part}", rows) for part, rows in parts.items()}
     made: dict[str, list[Tensor]] = {}
     for part, rows in parts.items():
         numbers = (_number(f"{source.name!r}: {part}", row) for row in rows)
@@ -214,20 +211,8 @@ def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> No
 # --- images -------------------------------------------------------------------
 
 
-def _images(where: str, given: Rows, source: Source) -> Tensor:
-    """Images of one size, uint8 or float32 [N, C, H, W]."""
-    parts = [
-        _pixels(where, part) for part in ([given] if isinstance(given, np.ndarray) else [row[None] for row in given])
-    ]
-    shapes = {part.shape[1:] for part in parts}
-    if len(shapes) > 1 and source.pixels is None:
-        few = ", ".join(sorted("x".join(map(str, shape)) for shape in shapes)[:4])
-        raise DataError(f"{where} has images of several shapes ({few}, ...); set data.size to resize them")
-    return torch.cat([resized(part, source.pixels) for part in parts])
-
-
-def _pixels(where: str, array: np.ndarray) -> Tensor:
-    """Images [N, C, H, W], whose channels may come last or be missing."""
+def _images(where: str, array: np.ndarray) -> Tensor:
+    """uint8 or float32 [N, C, H, W], of images whose channels may come last or be missing."""
     is_byte = array.dtype.kind in "iu" and (not array.size or 0 <= array.min() <= array.max() <= 255)
     if not is_byte and array.dtype.kind != "f":
         raise DataError(
@@ -238,14 +223,6 @@ def _pixels(where: str, array: np.ndarray) -> Tensor:
     if array.shape[1] > 4 >= array.shape[-1]:
         array = np.moveaxis(array, -1, 1)
     return torch.from_numpy(np.array(array, np.uint8 if is_byte else np.float32, order="C"))
-
-
-def resized(images: Tensor, size: Size | None, *, smooth: bool = True) -> Tensor:
-    if size is None or tuple(images.shape[2:]) == size:
-        return images
-    how: dict[str, Any] = {"mode": "bilinear", "antialias": True} if smooth else {"mode": "nearest"}
-    new = torch.cat([interpolate(some.float(), size, **how) for some in images.split(1_024)])
-    return new if images.is_floating_point() else new.round().clamp(0, 255).to(images.dtype)
 
 
 # --- targets ------------------------------------------------------------------
@@ -293,16 +270,6 @@ def _task(source: Source, parts: Parts) -> Task:
         return CLASSIFICATION
     is_yes_no = rows.dtype.kind == "b" or all(np.isin(some, (0, 1)).all() for some in parts.values())
     return MULTILABEL if rows.ndim == 2 and is_yes_no else SEGMENTATION
-
-
-def several(label: Mapping[str, Parts]) -> tuple[Targets, tuple[str, ...], Task]:
-    """Targets of several kinds, which only a loss of the user compares with a model's outputs."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, parts in label.items():
-        for part, rows in parts.items():
-            is_whole = rows.dtype.kind in "iu"
-            found.setdefault(part, {})[key] = torch.from_numpy(rows.astype(np.int64)) if is_whole else _floats(rows)
-    return dict(found), tuple(label), SEVERAL
 
 
 def _floats(rows: np.ndarray) -> Tensor:
@@ -366,8 +333,4 @@ def _dense(source: Source, parts: Parts, known: tuple[str, ...]) -> tuple[Target
             f"{source.name!r} has labels from {counted.min(initial=0)} to {counted.max(initial=0)}, but {len(known)} "
             f"classes; expected 0 to {len(known) - 1}, or {IGNORED}"
         )
-    masks = {part: torch.from_numpy(rows.astype(np.uint8)) for part, rows in parts.items()}
-    return {
-        part: resized(some[:, None], source.pixels, smooth=False)[:, 0] if some.ndim == 3 else some
-        for part, some in masks.items()
-    }, known
+    return {part: torch.from_numpy(rows.astype(np.uint8)) for part, rows in parts.items()}, known

@@ -89,8 +89,8 @@ def _shares(_: str, data: settings.Data, clients: int, seed: int, device: str) -
     kind, strata = options.pop("kind"), dataset.strata(options.pop("bins"))
     if not strata.of_labels and data.partition.by_class:
         raise SettingsError(
-            f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} has labels per pixel "
-            "or of several kinds; use iid, domain or natural"
+            f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} has labels per "
+            "pixel; use iid, domain or natural"
         )
     groups = dataset.groups if kind == "natural" else dataset.domains
     if kind == "natural" and groups is None:

@@ -23,7 +23,7 @@ from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import partition
 from fedbn_flwr.data.source import Source
-from fedbn_flwr.errors import DataError, StorageError
+from fedbn_flwr.errors import DataError, SettingsError, StorageError
 from tests.support.images import picture, pixels, png, write_split
 
 # --- the embedded digits -----------------------------------------------------
@@ -63,9 +63,10 @@ def test_digits_are_those_of_the_uci_test_set() -> None:
     assert digits.train.inputs[0, 0].tolist() == np.rint(np.array(zero) * 255 / 16).tolist()
 
 
-def test_digits_are_resized_if_asked() -> None:
+def test_arrays_are_not_resized() -> None:
     assert load(Source(name="digits", size=8)).train.inputs.equal(load(Source(name="digits")).train.inputs)
-    assert load(Source(name="digits", size=(16, 12))).size == (16, 12)
+    with pytest.raises(SettingsError, match=r"data\.size is \(16, 12\), but 'digits' has arrays of 8x8 pixels"):
+        load(Source(name="digits", size=(16, 12)))
 
 
 def test_moments_equal_those_of_torch_in_float64() -> None:
