@@ -24,7 +24,7 @@ from .catalogue import Entry
 from .dataset import DataSet, Groups, fewer
 from .examples import Examples, main
 from .source import Source
-from .values import Parts, Rows, Targets, as_rows, inputs_of, targets_of
+from .values import Parts, Targets, as_rows, inputs_of, targets_of
 
 Splits = Mapping[str, Any]  # "train", and "test" unless a share of "train" is held out
 ARRAYS = {"inputs": "inputs", "label": "labels", "domain": "domains", "group": "groups"}  # their usual names
@@ -77,7 +77,7 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     if are_files:  # the inputs are row numbers, until it is clear which images are used
         values = {part: torch.arange(len(split)) for part, split in splits.items()}
     else:
-        values, features = inputs_of(source, _values(columns, inputs), is_table=is_table)
+        values, features = inputs_of(source, _values(columns, inputs))
     examples = {part: Examples(some, targets[part]) for part, some in values.items()}
     if entry is not None and not source.class_names and task is CLASSIFICATION and len(names) != entry.classes:
         raise DataError(
@@ -156,7 +156,7 @@ def _columns(source: Source, split: Any) -> Mapping[str, Column]:
     return found
 
 
-def _lists(source: Source, split: Any, column: str) -> Rows:
+def _lists(source: Source, split: Any, column: str) -> np.ndarray:
     return as_rows(f"{source.name!r}: {column!r}", split.with_format("numpy")[column][:])
 
 

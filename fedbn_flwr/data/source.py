@@ -127,7 +127,7 @@ class Source(Section):
         default=(),
         description=(
             "shape of the inputs of one example, checked against the data: `[30]`, `[9, 128]` for series of 9 "
-            "channels, `[9, null]` for series of any length"
+            "channels, `[9, null]` for padded series of any length, with a mask"
         ),
     )
     tokens: Positive | None = Field(
