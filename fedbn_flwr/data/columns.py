@@ -118,7 +118,13 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
         )
         of_test = replace(files, split=splits.get("test", splits["train"]))
         data = replace(data, train=files.decoded(data.train), test=of_test.decoded(data.test))
-    return data.alike()
+    if data.train.shape != data.test.shape:
+        raise DataError(
+            f"data.name={source.name!r}: training examples have the shape {data.train.shape}, test examples "
+            f"{data.test.shape}; expected the same: set data.size to resize image files; those of both splits have "
+            "colour, or none"
+        )
+    return data
 
 
 def commit_of(split: Any) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,19 +146,16 @@ class DataSet(Form):
         """Mean and standard deviation of each feature or channel over the training examples; see moments.py."""
         return moments_from([sums_of(self.train.inputs)])
 
-    def strata(self, bins: int | None = None) -> Strata:
-        """Classes, combinations of labels, or `bins` ranges of the (first) number with equally many examples."""
+    def strata(self) -> Strata:
+        """Classes, combinations of labels, or ten ranges of the (first) number with equally many examples."""
         train, test = self.train.labels.cpu(), self.test.labels.cpu()
         targets: list[Any] = [self.train.targets, self.test.targets]
         if self.task is REGRESSION:
             values = [some.cpu().double().reshape(len(some), -1)[:, 0].contiguous() for some in targets]
-            edges = torch.from_numpy(
-                np.quantile(values[0].numpy(), np.linspace(0, 1, (bins or BINS) + 1)[1:-1])
-            ).unique()
+            edges = torch.from_numpy(np.quantile(values[0].numpy(), np.linspace(0, 1, BINS + 1)[1:-1])).unique()
             train, test = (torch.bucketize(some, edges, right=True) for some in values)
-            ends = [f"{edge:g}" for edge in edges.tolist()]
-            between = [f"{low} to {high}" for low, high in itertools.pairwise(ends)]
-            return Strata(train, test, (f"below {ends[0]}", *between, f"from {ends[-1]}"))
+            starts = [f"from {edge:g}" for edge in edges.tolist()]
+            return Strata(train, test, (f"below {edges[0]:g}", *starts))
         if self.task is MULTILABEL:
             rows = torch.cat([some.cpu() > 0 for some in targets])
             kinds, places = rows.unique(dim=0, return_inverse=True)
@@ -205,19 +201,6 @@ class DataSet(Form):
         test = draw(count, [self.strata().train, *groups], "held-out test examples")
         train = torch.from_numpy(np.setdiff1d(np.arange(len(self.train)), test.numpy()))
         return self.select(train, test)
-
-    def alike(self) -> DataSet:
-        """With inputs of one shape: greyscale becomes RGB if the other split has colour."""
-        train, test = self.train.shape, self.test.shape
-        if train == test:
-            return self
-        if len(train) != 3 or len(test) != 3 or train[1:] != test[1:] or min(train[0], test[0]) > 1:
-            hint = " (channels, height, width); set data.size to resize them" if len(train) == len(test) == 3 else ""
-            raise DataError(
-                f"data.name={self.name!r}: training examples have the shape {train}, test examples {test}{hint}"
-            )
-        channels = max(train[0], test[0])
-        return replace(self, train=self.train.coloured(channels), test=self.test.coloured(channels))
 
     def to(self, device: torch.device, most: float = math.inf) -> DataSet:
         """On a device, as a whole if it has at most `most` bytes, or else batch by batch."""

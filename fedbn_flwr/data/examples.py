@@ -77,10 +77,6 @@ class Examples:
         inputs: Value = each(lambda part: _zeros(part, number), self.inputs)
         return inputs
 
-    def coloured(self, channels: int) -> Examples:
-        """With the channel of greyscale images repeated."""
-        return replace(self, inputs=main(self.inputs).expand(-1, channels, -1, -1).contiguous())
-
     def select(self, rows: Tensor) -> Examples:
         here = rows.to(main(self.inputs).device)
         inputs, targets = (each(lambda part: part[here], value) for value in (self.inputs, self.targets))

@@ -86,7 +86,7 @@ def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[
 def _shares(_: str, data: settings.Data, clients: int, seed: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
     dataset = load_data(data, device)
     options = data.partition.model_dump()
-    kind, strata = options.pop("kind"), dataset.strata(options.pop("bins"))
+    kind, strata = options.pop("kind"), dataset.strata()
     if not strata.of_labels and data.partition.by_class:
         raise SettingsError(
             f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} has labels per "
@@ -126,23 +126,16 @@ def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
     if domains is None or domains.test is None:
         return {}
     rows: dict[str, Tensor] = {}
-    names: dict[str, str] = {}
     for number, name in enumerate(domains.names):
-        if not len(indices := (domains.test == number).nonzero()[:, 0]):
-            continue
-        key = re.sub(r"\W+", "_", name)
-        if key in rows:
-            raise DataError(
-                f"{dataset.name!r} has the domains {names[key]!r} and {name!r}, whose figures would both be called "
-                f"accuracy_{key}; rename one of them, or leave one out with data.domains"
-            )
-        if key == "of" or f"_{key}".endswith(SPREAD):
-            raise DataError(
-                f"{dataset.name!r} has the domain {name!r}; expected a name other than 'of', and without 'std' or "
-                "'worst_tenth' as its last word, because accuracy_of and clients_own_accuracy_std are other figures; "
-                "rename it, or leave it out with data.domains"
-            )
-        rows[key], names[key] = indices, name
+        if len(indices := (domains.test == number).nonzero()[:, 0]):
+            key = re.sub(r"\W+", "_", name)
+            if key in (*rows, "of") or f"_{key}".endswith(SPREAD):
+                raise DataError(
+                    f"{dataset.name!r} has the domain {name!r}, but accuracy_{key} is another figure; expected a name "
+                    f"other than {', '.join((*rows, 'of'))}, and without 'std' or 'worst_tenth' as its last word; "
+                    "rename it, or leave it out with data.domains"
+                )
+            rows[key] = indices
     return rows
 
 

@@ -53,11 +53,12 @@ def test_images_are_decoded_a_few_at_a_time(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(decoding, "_AHEAD", ahead)
     shapes: list[tuple[int, ...]] = [(4, 5)] * 5 + [(4, 5, 3)] * 3
     fill(folder, shapes)
+    write_split(folder, "test", [png(pixels(1, shape, 9)[0]) for shape in ((4, 5), (4, 5, 3))], [0, 1])
     data = load(Source(name=str(folder)))
     originals = [pixels(1, shape, seed)[0] for seed, shape in enumerate(shapes)]
     expected = [image.transpose(2, 0, 1) if image.ndim == 3 else np.stack([image] * 3) for image in originals]
     np.testing.assert_array_equal(data.train.inputs.numpy(), expected)
-    np.testing.assert_array_equal(data.test.inputs.numpy(), expected[:4])
+    assert data.test.inputs.shape == (2, 3, 4, 5)
 
 
 def test_only_the_images_in_use_are_decoded(folder: Path) -> None:

@@ -170,13 +170,6 @@ def test_masks_make_a_segmentation_data_set(own: Own) -> None:
     assert unnamed.class_names == ("0", "1", "2")
 
 
-def test_grey_arrays_become_rgb_where_the_other_split_has_colour(own: Own) -> None:
-    grey = PIXELS[:, :, :, 0]
-    found = load(Source(name=own(lambda: {"train": (grey, LABELS), "test": (PIXELS, LABELS)})))
-    assert found.train.inputs.equal(torch.from_numpy(grey)[:, None].expand(-1, 3, -1, -1))
-    assert found.test.inputs.equal(torch.from_numpy(PIXELS).permute(0, 3, 1, 2))
-
-
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a list": ([1, 2], {}, "returned a list; expected a mapping with 'train' and 'test'"),
     "no test": ({"train": 1, "valid": 2}, {}, "returned a dict with 'train', 'valid'; expected a mapping"),
@@ -217,6 +210,11 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"train": (PIXELS.astype(np.uint64) << 56, LABELS), "test": (PIXELS, LABELS)},
         {},
         "uint64 pixels; expected whole",
+    ),
+    "another shape": (
+        {"train": (PIXELS[:, :, :, :1], LABELS), "test": (PIXELS, LABELS)},
+        {},
+        r"training examples have the shape \(1, 6, 8\), test examples \(3, 6, 8\); expected the same",
     ),
     "a mapping": (
         {"train": ({"inputs": PIXELS}, LABELS), "test": (PIXELS, LABELS)},
@@ -265,7 +263,7 @@ ALL = torch.arange(60) % 5
 def test_a_partition_is_called_with_what_it_names(own: Own) -> None:
     def by_label(labels: Any, clients: int, classes: int, seed: int, *, first: int) -> Any:
         assert (classes, first, 0 <= seed < 2**32) == (5, 2, True)
-        return {client: set(np.flatnonzero(labels == (client + first) % classes)) for client in range(clients)}
+        return [np.flatnonzero(labels == (client + first) % classes) for client in range(clients)]
 
     parts = partition(ALL, 5, 3, 0, own(by_label), first=2)
     assert [set(ALL[part].tolist()) for part in parts] == [{2}, {3}, {4}], "images may be left out"
