@@ -26,7 +26,7 @@ def sentences(count=480):
                 first = random.integers(1, 6)
                 tokens[row, place : place + 2] = first, first + 10 * label + 5
         mask = np.arange(LONGEST) < lengths[:, None]
-        return {"inputs": {"inputs": tokens * mask, "mask": mask}, "labels": labels}
+        return {"inputs": tokens * mask, "mask": mask, "labels": labels}
 
     return {"train": split(count), "test": split(count // 2), "classes": ["sport", "money", "art", "travel"]}
 
@@ -50,7 +50,11 @@ EXPERIMENT = {
     "name": "text",
     "rounds": 40,
     "clients": 4,
-    "data": {"name": "text:sentences", "partition": {"kind": "classes", "classes_per_client": 1}},
+    "data": {
+        "name": "text:sentences",
+        "inputs": ["inputs", "mask"],
+        "partition": {"kind": "classes", "classes_per_client": 1},
+    },
     "model": {"name": "text:Sentences"},
     "train": {"lr": 0.3, "batch_size": 32, "steps": 5},
     "evaluate": {"every": 5},

@@ -84,7 +84,7 @@ class Setting:
         return range(10_000)
 
     def not_in_batches(self, count: int, *, attacker: bool) -> slice:
-        """InMemory that no client has: for the attacker's covariance, or as false candidates."""
+        """Examples that no client has: for the attacker's covariance, or as false candidates."""
         start = 10_000 if attacker else 15_000
         return slice(start, start + count)
 
@@ -303,7 +303,7 @@ def measures(setting: Setting, true: Tensor, images: Tensor) -> dict[str, float]
 
 
 def picture() -> None:
-    """InMemory of MNIST batches of 1, 8 and 32, and those reconstructed from what each kind of server sees."""
+    """Examples of MNIST batches of 1, 8 and 32, and those reconstructed from what each kind of server sees."""
     setting = SETTINGS["mnist/mlp"]
     rows: list[tuple[str, Tensor]] = []
     for size in (1, 8, 32):

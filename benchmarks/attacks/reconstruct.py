@@ -22,7 +22,7 @@ UNLIKELY, OUTSIDE = 1e-2, 1.0  # weights of the prior and of values outside of 0
 
 @dataclass(frozen=True)
 class Prior:
-    """InMemory as mean plus principal components, each in units of its deviation over public images."""
+    """Examples as mean plus principal components, each in units of its deviation over public images."""
 
     mean: Tensor  # [1, C, H, W]
     components: Tensor  # [D, C * H * W]

@@ -23,7 +23,7 @@ from fedbn_flwr.batch import first
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.data.batches import ClientBatches
-from fedbn_flwr.data.examples import InMemory
+from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import FedAvg
@@ -74,7 +74,7 @@ def seconds(action: Callable[[], Any]) -> float:
 class BareLoop:
     """Plain PyTorch: SGD with momentum on images that are gathered and normalised batch by batch."""
 
-    def __init__(self, data: InMemory, batch: int = BATCH, model: nn.Module | None = None) -> None:
+    def __init__(self, data: Examples, batch: int = BATCH, model: nn.Module | None = None) -> None:
         self.images, self.labels = first(data.inputs), data.labels
         self.batch = batch
         device = self.images.device
@@ -101,14 +101,14 @@ def resnet20(device: torch.device) -> nn.Module:
     return build_model("resnet20", 10, "bn").to(device)
 
 
-def random_images(count: int, device: torch.device) -> InMemory:
+def random_images(count: int, device: torch.device) -> Examples:
     generator = torch.Generator().manual_seed(0)
     images: Tensor = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    return InMemory(images.to(device), torch.randint(0, 10, (count,), generator=generator).to(device))
+    return Examples(images.to(device), torch.randint(0, 10, (count,), generator=generator).to(device))
 
 
 def same_clients(
-    data: InMemory, model_of: Callable[[int], ModelTensors], steps: int, *, batch: int = BATCH, **options: Any
+    data: Examples, model_of: Callable[[int], ModelTensors], steps: int, *, batch: int = BATCH, **options: Any
 ) -> ClientApp:
     """An app whose clients have the same images; `model_of(client)` returns a client's model."""
 

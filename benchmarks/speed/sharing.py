@@ -17,7 +17,7 @@ from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
-from fedbn_flwr.data.examples import InMemory
+from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.messages.arrays import metrics_in, pack
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
@@ -110,7 +110,7 @@ def _training(options: Options, sizes: dict[str, np.ndarray]) -> Iterator[Figure
     yield from _beside_one_process(options, data, steps["equal clients"], chosen)
 
 
-def _beside_one_process(options: Options, data: InMemory, steps: np.ndarray, chosen: int) -> Iterator[Figure]:
+def _beside_one_process(options: Options, data: Examples, steps: np.ndarray, chosen: int) -> Iterator[Figure]:
     """Rounds of equal clients, in workers and in one process, and the same steps of a bare loop on one core."""
     bare, n = BareLoop(data), options.workers
     one = Rounds(data, steps, FedAvg, chosen, 0, {})
@@ -140,7 +140,7 @@ class Rounds:
     """Rounds of `chosen` clients, client i with `steps[i]` batches of its own."""
 
     def __init__(
-        self, data: InMemory, steps: np.ndarray, strategy: type[FedAvg], chosen: int, workers: int, how: dict[str, Any]
+        self, data: Examples, steps: np.ndarray, strategy: type[FedAvg], chosen: int, workers: int, how: dict[str, Any]
     ) -> None:
         def build() -> nn.Module:
             return resnet20(data.device)

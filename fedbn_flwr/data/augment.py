@@ -1,15 +1,13 @@
-"""Random augmentations: functions of a batch, images and targets, and a generator, or pure functions of its draws.
+"""Random augmentations: functions of a batch, images and targets, and a generator.
 
-A `Window` draws its crops before the sizes of the images are known, so that the draws do not depend on when and in
-which thread an image is decoded. torchvision's transforms work image by image; these process a batch on its device.
+torchvision's transforms work image by image; these process a batch on its device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -24,30 +22,25 @@ def is_dense(targets: Value) -> TypeGuard[Tensor]:
     return isinstance(targets, Tensor) and targets.ndim > 1 and not targets.is_floating_point()
 
 
-@dataclass(frozen=True)
-class Window:
-    """The random crops of a batch: boxes that are resized, or squares of a fixed side."""
+def random_resized_crop(images: Tensor, targets: Value, generator: torch.Generator) -> tuple[Tensor, Value]:
+    """Cut each image to a random box, and enlarge it to its size."""
+    size = images.shape[2:]
+    draw = torch.rand((4, len(images), 10), generator=generator, dtype=torch.float64)
+    return crop_and_resize(images, resized_crop_boxes(draw, *size), size), targets
 
-    draw: Tensor  # uniform float64 from 0 to 1; [4, count, 10] for resized crops, [2, count, 1] for squares
-    cut: int | None  # side of a square in pixels; None: resized crops
 
-    @classmethod
-    def drawn(cls, count: int, cut: int | None, generator: torch.Generator) -> Window:
-        shape = (4, count, 10) if cut is None else (2, count, 1)
-        return cls(torch.rand(shape, generator=generator, dtype=torch.float64), cut)
+def random_cut(images: Tensor, targets: Any, generator: torch.Generator, *, side: int) -> tuple[Tensor, Tensor]:
+    """Cut each image, and its mask, to a random square of `side` pixels."""
+    draw = torch.rand((2, len(images), 1), generator=generator, dtype=torch.float64)
+    height, width = images.shape[2:]
+    top = (draw[0, :, 0] * (height - side + 1)).floor().int().tolist()
+    left = (draw[1, :, 0] * (width - side + 1)).floor().int().tolist()
 
-    def boxes(self, height: int, width: int) -> Tensor:
-        """Top, left, height and width of each crop, for images of this size: [count, 4], whole numbers."""
-        if self.cut is None:
-            return resized_crop_boxes(self.draw, height, width)
-        top = (self.draw[0, :, 0] * (height - self.cut + 1)).floor()
-        left = (self.draw[1, :, 0] * (width - self.cut + 1)).floor()
-        side = torch.full_like(top, self.cut)
-        return torch.stack([top, left, side, side], 1)
+    def cut(values: Tensor) -> Tensor:
+        corners = zip(values, top, left, strict=True)
+        return torch.stack([each[..., y : y + side, x : x + side] for each, y, x in corners])
 
-    def box(self, number: int, height: int, width: int) -> list[int]:
-        """Top, left, height and width of the crop of one image of the batch."""
-        return self.boxes(height, width)[number].int().tolist()
+    return cut(images), cut(targets)
 
 
 def resized_crop_boxes(
@@ -94,17 +87,6 @@ def crop_and_resize(images: Tensor, boxes: Tensor, size: Sequence[int]) -> Tenso
         images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False
     )
     return resized if images.is_floating_point() else resized.round_().to(images.dtype)
-
-
-def crop(images: Tensor, boxes: Tensor) -> Tensor:
-    """Cut each image [N, ..., H, W] to its box; all boxes have the same size."""
-    corners = boxes.int().tolist()
-    return torch.stack(
-        [
-            image[..., top : top + tall, left : left + wide]
-            for image, (top, left, tall, wide) in zip(images, corners, strict=True)
-        ]
-    )
 
 
 def random_crop(images: Tensor, targets: Value, generator: torch.Generator, *, pad: int) -> tuple[Tensor, Value]:

@@ -14,9 +14,8 @@ from fedbn_flwr.batch import Value, first
 from fedbn_flwr.errors import DataError
 
 from . import Moments
-from .augment import Window, is_dense, random_crop, random_flip, random_rotate
-from .dataset import Examples
-from .examples import MASK, BatchRequest, main_key
+from .augment import is_dense, random_crop, random_cut, random_flip, random_resized_crop, random_rotate
+from .examples import MASK, Examples, main_key
 
 Normalise = Moments | Callable[[Value], Value]  # mean and deviation per feature or channel, or a function of inputs
 Augmentation = Callable[[Any, Any, torch.Generator], tuple[Any, Any]]  # of images and targets
@@ -153,8 +152,8 @@ class TestBatches:
         parts = list(self.indices.split(self.batch_size))
         if len(parts) > 1 and len(parts[-1]) == 1 < self.batch_size:  # one example may have no batch statistics
             parts[-2:] = [torch.cat(parts[-2:])]
-        plan = (BatchRequest(rows, None) for rows in parts)
-        for images, targets, _ in self.data.batches(plan):
+        for rows in parts:
+            images, targets = self.data.batch(rows)
             yield self._normalise(images), targets
 
 
@@ -186,13 +185,15 @@ class ClientBatches:
         self.client = client
         self.seed = seed
         self.cut = cut
-        self._is_cut = cut is not None or "resized_crop" in augment
         known: dict[str, Augmentation] = {
+            "resized_crop": random_resized_crop,
             "crop": functools.partial(random_crop, pad=pad),
             "flip": random_flip,
             "rotate": random_rotate,
         }
         self._augmentations = [*(function for name, function in known.items() if name in augment), *own]
+        if cut is not None:
+            self._augmentations.insert(0, functools.partial(random_cut, side=cut))
         self._normalise = _normaliser(normalise, data.device)
 
     def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Value, Value]]:
@@ -200,17 +201,12 @@ class ClientBatches:
         order = torch.randperm(
             self.num_examples, generator=seeding.generator(self.seed, "order", server_round, self.client, epoch)
         )
-        plan = self._plan(self.indices.cpu()[order], server_round, epoch)
-        for images, targets, generator in self.data.batches(plan):
-            for augment in self._augmentations:
-                images, targets = augment(images, targets, generator)
-            yield self._normalise(images), targets
-
-    def _plan(self, chosen: Tensor, server_round: int, epoch: int) -> Iterator[BatchRequest[torch.Generator]]:
-        for number, rows in enumerate(chosen.split(self.batch_size)):
+        for number, rows in enumerate(self.indices.cpu()[order].split(self.batch_size)):
             if len(rows) == 1 < self.batch_size and number:
                 # Batch norm cannot compute a variance from one example. Other epochs have this one in a larger batch.
                 return
-            # One generator per batch: it draws the window here, and the other augmentations after reading the images.
             generator = seeding.generator(self.seed, "augment", server_round, self.client, epoch, number)
-            yield BatchRequest(rows, generator, Window.drawn(len(rows), self.cut, generator) if self._is_cut else None)
+            images, targets = self.data.batch(rows)
+            for augment in self._augmentations:
+                images, targets = augment(images, targets, generator)
+            yield self._normalise(images), targets

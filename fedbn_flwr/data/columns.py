@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +17,14 @@ from torch import Tensor
 
 from fedbn_flwr.batch import tensors
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, Task
+from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
 
 from . import IGNORED
 from .catalogue import Entry
-from .dataset import DataSet, Examples, Groups
-from .examples import InMemory, main
+from .dataset import DataSet, Groups, fewer
+from .examples import Examples, main
 from .source import Source
-from .values import Parts, Rows, Targets, as_rows, inputs_of, several, targets_of
-
-if TYPE_CHECKING:
-    from .decoding import Stream
+from .values import Parts, Targets, as_rows, inputs_of, targets_of
 
 Splits = Mapping[str, Any]  # "train", and "test" unless a share of "train" is held out
 ARRAYS = {"inputs": "inputs", "label": "labels", "domain": "domains", "group": "groups"}  # their usual names
@@ -69,20 +66,19 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
         targets: Targets = {part: torch.zeros(len(split), dtype=torch.int64) for part, split in splits.items()}
         names, task = classes, SEGMENTATION
     else:
-        targets, names, task = _targets(source, columns, label, classes, numbered=not is_table)
+        targets, names, task = targets_of(source, _values(columns, label), classes, numbered=not is_table)
     if task is SEGMENTATION and are_files != (kind == "Image"):
         raise DataError(
             f"data.label={label[0]!r} of {source.name!r} has the type {kind}; expected a number or a text for each "
             f"example, or images and a column of masks. Its columns: {_in_words(columns)}"
         )
-    examples: Mapping[str, Examples]
+    values: Targets
     features: Names = ()
-    if are_files:
-        masks = label[0] if task is SEGMENTATION else None
-        examples = _streams(source, splits, entry, inputs[0], masks, targets, len(names))
+    if are_files:  # the inputs are row numbers, until it is clear which images are used
+        values = {part: torch.arange(len(split)) for part, split in splits.items()}
     else:
-        values, features = inputs_of(source, _values(columns, inputs), is_table=is_table)
-        examples = _in_memory(source, values, targets, task)
+        values, features = inputs_of(source, _values(columns, inputs))
+    examples = {part: Examples(some, targets[part]) for part, some in values.items()}
     if entry is not None and not source.class_names and task is CLASSIFICATION and len(names) != entry.classes:
         raise DataError(
             f"data.name={source.name!r} ({entry.title}) has {entry.classes} classes, the data {len(names)} in "
@@ -90,7 +86,7 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
         )
     for part, split in examples.items():
         of_groups = [getattr(each, part) for each in (domains, groups) if each is not None]
-        _check_lengths(f"{source.name!r}: {part}", split, of_groups)
+        _check_sizes(f"{source.name!r}: {part}", split, of_groups, dense=task is SEGMENTATION and not are_files)
     data = DataSet(
         source.name,
         examples["train"],
@@ -106,7 +102,29 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     ).wanted()
     if source.held_out:
         data = data.held_out(source.held_out)
-    return _decoded(source, data).alike()
+    data = fewer(data, source.examples, source.test_examples)
+    if are_files:
+        from .decoding import Files  # needs packages of the extra `data`
+
+        files = Files(
+            splits["train"],
+            inputs[0],
+            source.name,
+            source.pixels or (entry.pixels if entry else None),
+            source.fit or (entry.fit if entry else "stretch"),
+            label[0] if task is SEGMENTATION else None,
+            entry.ids if entry else None,
+            len(names),
+        )
+        of_test = replace(files, split=splits.get("test", splits["train"]))
+        data = replace(data, train=files.decoded(data.train), test=of_test.decoded(data.test))
+    if data.train.shape != data.test.shape:
+        raise DataError(
+            f"data.name={source.name!r}: training examples have the shape {data.train.shape}, test examples "
+            f"{data.test.shape}; expected the same: set data.size to resize image files; those of both splits have "
+            "colour, or none"
+        )
+    return data
 
 
 def commit_of(split: Any) -> str | None:
@@ -144,7 +162,7 @@ def _columns(source: Source, split: Any) -> Mapping[str, Column]:
     return found
 
 
-def _lists(source: Source, split: Any, column: str) -> Rows:
+def _lists(source: Source, split: Any, column: str) -> np.ndarray:
     return as_rows(f"{source.name!r}: {column!r}", split.with_format("numpy")[column][:])
 
 
@@ -167,14 +185,8 @@ def _single(source: Source, split: Any, column: str) -> Any:
 
 
 def _values(columns: Columns, used: Sequence[str]) -> dict[str, Parts]:
-    """The values of columns by split; those of an array that is a mapping of arrays by its keys."""
-    found: dict[str, Parts] = {}
-    for part, split in columns.items():
-        for column in used:
-            rows = split[column].read()
-            for name, some in (rows if isinstance(rows, Mapping) else {column: rows}).items():
-                found.setdefault(name, {})[part] = some
-    return found
+    """The values of columns by split."""
+    return {column: {part: split[column].read() for part, split in columns.items()} for column in used}
 
 
 def _in_words(columns: Columns) -> str:
@@ -288,66 +300,15 @@ def _known(source: Source, entry: Entry | None, columns: Columns, label: Sequenc
     return entry.keep
 
 
-def _targets(
-    source: Source, columns: Columns, label: Sequence[str], known: Sequence[str], *, numbered: bool
-) -> tuple[Targets, Names, Task]:
-    rows = _values(columns, label)
-    if rows.keys() != set(label):  # an array that is a mapping of them
-        return several(rows)
-    return targets_of(source, rows, known, numbered=numbered)
-
-
 # --- examples ----------------------------------------------------------------
 
 
-def _in_memory(source: Source, inputs: Targets, targets: Targets, task: Task) -> Mapping[str, InMemory]:
-    """The examples of tables and arrays."""
-    found = {part: InMemory(some, targets[part]) for part, some in inputs.items()}
-    if sum(made.nbytes for made in found.values()) > source.memory * 2**30:
-        raise DataError(
-            f"{source.name!r} takes more than data.memory, {source.memory:g} GiB; raise data.memory (images that are "
-            "a column of image files, for instance of a datasets.DatasetDict, are decoded when needed)"
-        )
-    for part, made in found.items():
-        size = list(main(made.inputs).shape[2:])
-        if task is SEGMENTATION and (masks := list(main(made.targets).shape[1:])) != size:
-            raise DataError(
-                f"{source.name!r}: {part} has inputs of size {size} and masks of {masks}; expected the same size"
-            )
-    return found
-
-
-def _streams(
-    source: Source, splits: Splits, entry: Entry | None, image: str, masks: str | None, targets: Targets, classes: int
-) -> Mapping[str, Stream]:
-    """Images that are decoded later."""
-    from .decoding import Files, Stream
-
-    size = source.pixels or (entry.pixels if entry else None)
-    fit = source.fit or (entry.fit if entry else "stretch")
-    ids = entry.ids if entry and masks else None
-    found = {}
-    for part, split in splits.items():
-        files = Files(split, image, source.name, size, fit, masks, ids, classes)
-        found[part] = Stream(files, main(targets[part]), readers=source.readers)
-    return found
-
-
-def _check_lengths(where: str, split: Examples, groups: Sequence[Tensor | None]) -> None:
-    """Arrays may have different numbers of rows."""
-    inputs = tensors(split.inputs) if isinstance(split, InMemory) else []
-    found = {"inputs": inputs, "labels": tensors(split.targets), "domains or groups": groups}
+def _check_sizes(where: str, split: Examples, groups: Sequence[Tensor | None], *, dense: bool) -> None:
+    """Arrays may have different numbers of rows, and masks another size."""
+    found = {"inputs": tensors(split.inputs), "labels": tensors(split.targets), "domains or groups": groups}
     for what, values in found.items():
         if wrong := [len(some) for some in values if some is not None and len(some) != len(split)]:
             raise DataError(f"{where} has {len(split)} labels and {wrong[0]} {what}; expected as many")
-
-
-def _decoded(source: Source, data: DataSet) -> DataSet:
-    """With its images in memory, or tried if they stay on the disk."""
-    train, test = data.train, data.test
-    if isinstance(train, InMemory) or isinstance(test, InMemory):
-        return data
-    is_large = train.decoded_bytes + test.decoded_bytes > source.memory * 2**30
-    stays = is_large if source.stream == "auto" else source.stream
-    train, test = (split.tried() if stays else split.decoded() for split in (train, test))
-    return replace(data, train=train, test=test)
+    size = list(split.shape[1:])
+    if dense and (masks := list(main(split.targets).shape[1:])) != size:
+        raise DataError(f"{where} has inputs of size {size} and masks of {masks}; expected the same size")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +15,12 @@ from torch import Tensor
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError, did_you_mean
-from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, SEVERAL, Task
+from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, Task
 
 from . import Moments, Size
-from .examples import InMemory, main
+from .examples import Examples, main
 from .moments import moments_from, sums_of
 
-if TYPE_CHECKING:  # decoding needs packages of the extra `data`
-    from .decoding import Stream
-
-Examples = Union[InMemory, "Stream"]  # of a split
 BINS = 10  # of the numbers to predict, where examples are drawn or divided in proportion to their targets
 
 
@@ -71,7 +67,7 @@ class Strata:
     train: Tensor  # int64 [N], a place among the names
     test: Tensor
     names: tuple[str, ...]
-    of_labels: bool = True  # False: labels are per pixel or of several kinds, and all examples are one stratum
+    of_labels: bool = True  # False: labels are per pixel, and all examples are one stratum
 
 
 class Form:
@@ -133,46 +129,39 @@ class DataSet(Form):
     @cached_property  # a client builds its model for each message
     def tokens(self) -> int | None:
         """The number of tokens, where the inputs are whole numbers."""
-        parts = [main(part.inputs) for part in (self.train, self.test) if isinstance(part, InMemory)]
-        if not parts or parts[0].dtype is not torch.int64:
+        parts = [main(part.inputs) for part in (self.train, self.test)]
+        if parts[0].dtype is not torch.int64:
             return None
         return self.given_tokens or 1 + max(int(part.max()) for part in parts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory; images on the disk take none."""
-        return sum(part.nbytes for part in (self.train, self.test) if isinstance(part, InMemory))
+        return self.train.nbytes + self.test.nbytes
 
     def blank(self, number: int) -> Value:
         return self.train.blank(number)
 
     @cached_property
     def moments(self) -> Moments:
-        """Mean and standard deviation of each feature or channel over the training examples; see moments.py.
+        """Mean and standard deviation of each feature or channel over the training examples; see moments.py."""
+        return moments_from([sums_of(self.train.inputs)])
 
-        For a streamed set they are estimated from 512 evenly spaced images.
-        """
-        return moments_from([sums_of(self.train.sample())])
-
-    def strata(self, bins: int | None = None) -> Strata:
-        """Classes, combinations of labels, or `bins` ranges of the (first) number with equally many examples."""
+    def strata(self) -> Strata:
+        """Classes, combinations of labels, or ten ranges of the (first) number with equally many examples."""
         train, test = self.train.labels.cpu(), self.test.labels.cpu()
         targets: list[Any] = [self.train.targets, self.test.targets]
         if self.task is REGRESSION:
             values = [some.cpu().double().reshape(len(some), -1)[:, 0].contiguous() for some in targets]
-            edges = torch.from_numpy(
-                np.quantile(values[0].numpy(), np.linspace(0, 1, (bins or BINS) + 1)[1:-1])
-            ).unique()
+            edges = torch.from_numpy(np.quantile(values[0].numpy(), np.linspace(0, 1, BINS + 1)[1:-1])).unique()
             train, test = (torch.bucketize(some, edges, right=True) for some in values)
-            ends = [f"{edge:g}" for edge in edges.tolist()]
-            between = [f"{low} to {high}" for low, high in itertools.pairwise(ends)]
-            return Strata(train, test, (f"below {ends[0]}", *between, f"from {ends[-1]}"))
+            starts = [f"from {edge:g}" for edge in edges.tolist()]
+            return Strata(train, test, (f"below {edges[0]:g}", *starts))
         if self.task is MULTILABEL:
             rows = torch.cat([some.cpu() > 0 for some in targets])
             kinds, places = rows.unique(dim=0, return_inverse=True)
             names = ["+".join(np.array(self.class_names)[kind.numpy()]) or "none" for kind in kinds]
             return Strata(places[: len(train)], places[len(train) :], tuple(names))
-        if self.dense or self.task is SEVERAL:
+        if self.dense:
             return Strata(train, test, ("examples",), of_labels=False)
         return Strata(train, test, self.class_names)
 
@@ -213,21 +202,10 @@ class DataSet(Form):
         train = torch.from_numpy(np.setdiff1d(np.arange(len(self.train)), test.numpy()))
         return self.select(train, test)
 
-    def alike(self) -> DataSet:
-        """With inputs of one shape: greyscale becomes RGB if the other split has colour."""
-        train, test = self.train.shape, self.test.shape
-        if train == test:
-            return self
-        if len(train) != 3 or len(test) != 3 or train[1:] != test[1:] or min(train[0], test[0]) > 1:
-            hint = " (channels, height, width); set data.size to resize them" if len(train) == len(test) == 3 else ""
-            raise DataError(
-                f"data.name={self.name!r}: training examples have the shape {train}, test examples {test}{hint}"
-            )
-        channels = max(train[0], test[0])
-        return replace(self, train=self.train.coloured(channels), test=self.test.coloured(channels))
-
-    def to(self, device: torch.device) -> DataSet:
-        return replace(self, train=self.train.to(device), test=self.test.to(device))
+    def to(self, device: torch.device, most: float = math.inf) -> DataSet:
+        """On a device, as a whole if it has at most `most` bytes, or else batch by batch."""
+        most = most if self.nbytes <= most else 0
+        return replace(self, train=self.train.to(device, most), test=self.test.to(device, most))
 
 
 # --- fewer examples ----------------------------------------------------------

@@ -1,22 +1,16 @@
-"""The examples of a split in memory, and how batches of them are requested; decoding.py has images that stay on disk.
-
-Both return the same bytes for the same requests.
-"""
+"""The examples of a split, in memory, on a GPU, or in a file that is mapped into memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedbn_flwr.batch import Value, count, each, first, tensors
 
-from .augment import Window, crop, crop_and_resize
-
-Tag = TypeVar("Tag")
 MASK = "mask"  # the entry of a dict of inputs that is true at real positions, bool [N, T]
 
 
@@ -32,20 +26,15 @@ def main_key(inputs: Mapping[str, Tensor]) -> str:
 
 
 @dataclass(frozen=True)
-class BatchRequest(Generic[Tag]):
-    """A requested batch: row indices, crops, and a tag that is returned with the batch."""
-
-    rows: Tensor  # int64 [n], on the CPU
-    tag: Tag
-    window: Window | None = None  # None: whole images
-
-
-class Labelled:
+class Examples:
     """The examples of a split."""
 
+    # float32 [N, features], [N, channels, ...]; uint8 [N, C, H, W] images; int64 [N, T] tokens; or a dict of tensors
+    inputs: Value
     # int64 [N] the class of each; uint8 [N, H, W] that of each pixel, 255 for ignored ones; float32 [N] or [N, K]
     # values of a regression, or 0 and 1 of several labels; or a dict of tensors
     targets: Value
+    sent_to: torch.device | None = None  # the device to which each batch is sent, if the examples stay where they are
 
     def __len__(self) -> int:
         return count(self.targets)
@@ -58,64 +47,46 @@ class Labelled:
             return targets
         return torch.zeros(len(self), dtype=torch.int64, device=targets.device)
 
-
-@dataclass(frozen=True)
-class InMemory(Labelled):
-    """Examples in the memory of the host or of a GPU."""
-
-    # float32 [N, features], [N, channels, ...]; uint8 [N, C, H, W] images; int64 [N, T] tokens; or a dict of tensors
-    inputs: Value
-    targets: Value
-
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the inputs of one example: of an image channels, height and width."""
         return tuple(main(self.inputs).shape[1:])
 
     @property
+    def device(self) -> torch.device:
+        """That of the batches."""
+        return self.sent_to or main(self.inputs).device
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (*tensors(self.inputs), *tensors(self.targets)))
 
-    @property
-    def device(self) -> torch.device:
-        return main(self.inputs).device
+    def batch(self, rows: Tensor) -> tuple[Value, Value]:
+        """Inputs as they are stored, and targets (classes as int64), on the device."""
+        here = rows.to(main(self.inputs).device, non_blocking=True)  # otherwise the host waits for the previous step
 
-    def batches(self, plan: Iterable[BatchRequest[Tag]]) -> Iterator[tuple[Value, Value, Tag]]:
-        """Inputs as they are stored, targets (classes as int64), and the tag, on the device."""
-        for request in plan:
-            rows = request.rows.to(self.device, non_blocking=True)  # otherwise the host waits for the previous step
-            inputs, targets = _at(rows, self.inputs), _at(rows, self.targets)
-            if request.window is not None:
-                boxes = request.window.boxes(*self.shape[1:])
-                if request.window.cut is None:
-                    inputs = crop_and_resize(inputs, boxes, self.shape[1:])
-                else:  # of images and masks
-                    inputs, targets = crop(inputs, boxes), crop(targets, boxes)
-            yield inputs, each(lambda part: part.long() if part.dtype is torch.uint8 else part, targets), request.tag
+        def taken(part: Tensor) -> Tensor:
+            some = part[here]
+            return some if self.sent_to is None else some.to(self.sent_to, non_blocking=True)
 
-    def sample(self) -> Value:
-        """The inputs from which mean and standard deviation are measured: all of them."""
-        return self.inputs
+        inputs, targets = each(taken, self.inputs), each(taken, self.targets)
+        return inputs, each(lambda part: part.long() if part.dtype is torch.uint8 else part, targets)
 
     def blank(self, number: int) -> Value:
         """Inputs of this form that are zero, to try a model; all positions are real."""
         inputs: Value = each(lambda part: _zeros(part, number), self.inputs)
         return inputs
 
-    def coloured(self, channels: int) -> InMemory:
-        """With the channel of greyscale images repeated."""
-        return replace(self, inputs=main(self.inputs).expand(-1, channels, -1, -1).contiguous())
+    def select(self, rows: Tensor) -> Examples:
+        here = rows.to(main(self.inputs).device)
+        inputs, targets = (each(lambda part: part[here], value) for value in (self.inputs, self.targets))
+        return replace(self, inputs=inputs, targets=targets)
 
-    def select(self, rows: Tensor) -> InMemory:
-        here = rows.to(self.device)
-        return InMemory(_at(here, self.inputs), _at(here, self.targets))
-
-    def to(self, device: torch.device) -> InMemory:
-        return InMemory(*(each(lambda part: part.to(device), part) for part in (self.inputs, self.targets)))
-
-
-def _at(rows: Tensor, value: Value) -> Any:
-    return each(lambda part: part[rows], value)
+    def to(self, device: torch.device, most: float = math.inf) -> Examples:
+        """On a device, as a whole if they have at most `most` bytes, or else batch by batch."""
+        if device.type != "cpu" and self.nbytes > most:
+            return replace(self, sent_to=device)
+        return Examples(*(each(lambda part: part.to(device), part) for part in (self.inputs, self.targets)))
 
 
 def _zeros(part: Tensor, number: int) -> Tensor:

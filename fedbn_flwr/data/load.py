@@ -5,8 +5,7 @@ A callable returns a mapping with `train` and `test` (`train` is enough if `data
 `classes`, the names of the classes. Splits of `datasets` are read like those of the hub; others are one of these, which
 are kept in memory:
 
-- a pair (inputs, labels), or a mapping of arrays or tensors by name, usually `inputs`, `labels`, `domains`, `groups`;
-  the inputs, or the labels, may be a mapping of arrays themselves
+- a pair (inputs, labels), or a mapping of arrays or tensors by name, usually `inputs`, `labels`, `domains`, `groups`
 - a torch `Dataset` of pairs (inputs, label), or of triples with a domain
 """
 
@@ -27,7 +26,7 @@ from fedbn_flwr.schema import refuse
 
 from .catalogue import CATALOGUE, Entry
 from .columns import ARRAYS, read
-from .dataset import DataSet, fewer
+from .dataset import DataSet
 from .source import PARTS, Source
 
 KEY = "data.name"
@@ -37,13 +36,14 @@ COUNTS = {"train": 1_000, "test": 200}  # images, if their numbers are not given
 def load(source: Source) -> DataSet:
     """The data set that `source` describes, checked against what it says of classes and channels."""
     dataset = random_images(source) if source.random else _read(source)
-    dataset = fewer(dataset, source.examples, source.test_examples)
     name, names = source.name, dataset.class_names
     expected = {"classes": (source.classes, dataset.classes), "channels": (source.channels, dataset.channels)}
     refuse(
         {
             f"data.class_names is {list(source.class_names)}, but {name!r} has {list(names)}": not source.random
-            and source.class_names not in ((), names)
+            and source.class_names not in ((), names),
+            f"data.size is {source.size}, but {name!r} has arrays of {'x'.join(map(str, dataset.size))} pixels, "
+            "and only image files are resized": dataset.is_image and source.pixels not in (None, dataset.size),
         }
         | {
             f"data.{key} is {wanted}, but {name!r} has {found} {key}": wanted not in (None, found)
@@ -67,11 +67,11 @@ def _read(source: Source) -> DataSet:
     parts = PARTS[:1] if source.held_out else PARTS
     given = _returned(source, parts) if is_own else digits()
     if isinstance(given["train"], Mapping):
-        for key in ("train", "test", "fit", "stream"):
-            if (value := getattr(source, key)) not in (None, False, "auto", "stretch", source.held_out):
+        for key in ("train", "test", "fit"):
+            if (value := getattr(source, key)) not in (None, "stretch", source.held_out):
                 raise DataError(
-                    f"data.{key} is {str(value).lower() if value is True else repr(value)}, which is for files, but "
-                    f"the examples of {source.name!r} are arrays in memory; leave it out"
+                    f"data.{key} is {value!r}, which is for files, but the examples of {source.name!r} are arrays in "
+                    "memory; leave it out"
                 )
     with needs("data", f"{KEY}={source.name!r}"):
         return read(source, {part: given[part] for part in parts}, known=given.get("classes") or ())
@@ -109,14 +109,7 @@ def _columns(where: str, split: Any) -> Mapping[str, Any]:
             f"{where} is a {type(split).__name__} with {what}; expected a pair (inputs, labels), a mapping of arrays, "
             "or a Dataset of pairs (inputs, label)"
         )
-    return dict(zip(usual, map(_gathered, zip(*rows, strict=True)), strict=False))
-
-
-def _gathered(values: Sequence[Any]) -> Any:
-    """A list of the values; of mappings, a mapping of lists."""
-    if not isinstance(values[0], Mapping):
-        return list(values)
-    return {key: [value[key] for value in values] for key in values[0]}
+    return dict(zip(usual, map(list, zip(*rows, strict=True)), strict=False))
 
 
 def digits() -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from .examples import MASK, main
 
 PARTS = 3  # float64 numbers of an exact sum: 159 bits
 ROWS = 1 + 2 * PARTS  # of an array of sums: the number of values, the parts of their sum, those of their squares' sum
+_AT_ONCE = 1_024  # examples
 
 Sums = NDArray[np.float64]  # [ROWS, C]
 
@@ -32,21 +33,21 @@ def sums_of(inputs: Value) -> Sums:
     Bytes count from 0 to 1. Missing values (NaN) do not count, nor do padded ones.
     """
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
-    whole, found = main(inputs).cpu(), []
+    whole, found = main(inputs), []
     if whole.dtype not in (torch.float32, torch.uint8):
         return np.empty((ROWS, 0))
     for column in whole.unbind(1):
-        values = column.flatten() if mask is None else column[mask.cpu()]
-        if values.dtype == torch.uint8:
-            counts = torch.bincount(values, minlength=256).tolist()
+        values = column if mask is None else column[mask]
+        if values.dtype == torch.uint8:  # perhaps more than the memory holds
+            counts = sum(some.flatten().bincount(minlength=256) for some in values.split(_AT_ONCE)).tolist()
             total, square = (
                 Fraction(sum(value**power * number for value, number in enumerate(counts)), 255**power)
                 for power in (1, 2)
             )
         else:
-            values = values[~values.isnan()].double()
+            values = values[~values.isnan()].cpu().double()
             total, square = _sum(values.numpy()), _sum(values.square().numpy())  # squares of 24 bits are exact
-        found.append([float(len(values)), *_parts(total), *_parts(square)])
+        found.append([float(values.numel()), *_parts(total), *_parts(square)])
     return np.array(found).T
 
 

@@ -51,7 +51,6 @@ class Options(Section):
     by_class: ClassVar[bool] = False  # whether each example must have one class
 
     kind: str = ""
-    bins: Positive | None = None  # of a number to predict, which are then the classes; by default 10
 
     def model_post_init(self, _: Any) -> None:
         self.model_fields_set.add("kind")  # for a dump of what is set
@@ -315,8 +314,6 @@ def _called(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str
     with seeding.streams(seed):
         taken = named.accepted(named.load(KEY, name), offered)
         found = named.call(KEY, name, rows.labels.copy(), clients, **taken, **options)
-    if isinstance(found, Mapping):
-        found = [found[client] for client in sorted(found)]
     if not isinstance(found, list | tuple | np.ndarray) or len(found) != clients:
         size = f" of {len(found)}" if hasattr(found, "__len__") else ""
         raise DataError(
@@ -326,7 +323,7 @@ def _called(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str
     owners: dict[int, int] = {}
     parts = []
     for client, given in enumerate(found):
-        part = np.asarray(sorted(given) if isinstance(given, set | frozenset) else given)
+        part = np.asarray(given)
         where = f"{KEY}={name!r}: client {client}"
         if part.ndim != 1 or (part.size and not np.issubdtype(part.dtype, np.integer)):
             raise DataError(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from fedbn_flwr.named import is_name
-from fedbn_flwr.schema import Few, Names, Positive, Section, expects
+from fedbn_flwr.schema import Names, Positive, Section, expects
 
 from . import Size
 
@@ -127,7 +127,7 @@ class Source(Section):
         default=(),
         description=(
             "shape of the inputs of one example, checked against the data: `[30]`, `[9, 128]` for series of 9 "
-            "channels, `[9, null]` for series of any length"
+            "channels, `[9, null]` for padded series of any length, with a mask"
         ),
     )
     tokens: Positive | None = Field(
@@ -160,15 +160,9 @@ class Source(Section):
             "how an image of another size is resized: `stretch`, or `crop`, which keeps the aspect ratio and the centre"
         ),
     )
-    stream: Literal[True, False, "auto"] = Field(
-        default="auto",
-        description=(
-            "`true`: images stay on disk and are decoded when needed; `false`: all images are decoded into "
-            "memory; `auto`: according to `data.memory`"
-        ),
+    memory: float = Field(
+        default=8.0, gt=0, description="GiB; a data set up to this size is copied to a GPU as a whole"
     )
-    memory: float = Field(default=8.0, gt=0, description="GiB; decoded images up to this size are kept in memory")
-    readers: Few = Field(default=2, description="decoding threads per client for images on disk")
     examples: Positive | None = Field(
         default=None,
         description=(

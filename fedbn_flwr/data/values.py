@@ -3,11 +3,9 @@
 Inputs:
 
 - columns with one number for each example are features: float32 [N, columns]; texts only as `data.categories`
-- a column of lists of floats is a channel of a series: float32 [N, channels, T]; one of lists of whole numbers is
-  tokens: int64 [N, T]; where lengths differ, shorter ones are padded, and the inputs are {"inputs": ..., "mask": ...}
-- arrays keep their shape: [N, features], [N, channels, T], [N, channels, height, width] and so on. Whole numbers are
-  tokens in [N, T], and pixels from 0 to 255 in arrays of more dimensions
-- several arrays, or a mapping of them, become a dict of tensors
+- arrays, and columns of lists, keep their shape: [N, features], [N, channels, T], [N, channels, height, width] and so
+  on. Whole numbers are tokens in [N, T], and pixels from 0 to 255 in arrays of more dimensions
+- several arrays become a dict of tensors
 
 Targets, by the types of the label columns: texts and whole numbers are classes, floats are numbers to predict. Several
 columns of floats are several numbers, several of 0 and 1 several labels. `data.task` decides otherwise.
@@ -21,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
 from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError, SettingsError, did_you_mean
@@ -31,47 +28,45 @@ from fedbn_flwr.tasks import (
     MULTILABEL,
     REGRESSION,
     SEGMENTATION,
-    SEVERAL,
     TASKS,
     Task,
 )
 
-from . import IGNORED, Size
+from . import IGNORED
 from .dataset import numbers
 from .examples import MASK, main
 from .source import Source
 
-Rows = Any  # one array, or a list with one for each example if their shapes differ
-Parts = dict[str, Rows]  # by split
+Parts = dict[str, np.ndarray]  # the values of all examples by split
 Targets = dict[str, Value]  # by split
 
 
-def as_rows(where: str, given: Any) -> Any:
-    """The values of all examples, as one array where their shapes agree; those of each array of a mapping."""
+def as_rows(where: str, given: Any) -> np.ndarray:
+    """The values of all examples."""
     if isinstance(given, Mapping):
-        return {key: as_rows(where, some) for key, some in given.items()}
+        raise DataError(f"{where} is a mapping; expected an array, or several that data.inputs: [a, b] names")
     if isinstance(given, np.ndarray) and given.dtype != object:
         return given
     if isinstance(given, Tensor):
         return (given.float() if given.dtype is torch.bfloat16 else given).cpu().numpy()
     try:
-        rows = [np.asarray(each.cpu() if isinstance(each, Tensor) else each) for each in given]
-        return np.stack(rows) if len({row.shape for row in rows}) == 1 else rows
+        return np.stack([np.asarray(each.cpu() if isinstance(each, Tensor) else each) for each in given])
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where} has values that are not arrays: {error}") from None
+        raise DataError(
+            f"{where} has values that are no arrays of one shape ({error}); pad series to one length, and give "
+            "their masks too: data.inputs: [inputs, mask]"
+        ) from None
 
 
 # --- inputs -------------------------------------------------------------------
 
 
-def inputs_of(
-    source: Source, columns: Mapping[str, Parts], *, is_table: bool
-) -> tuple[dict[str, Value], tuple[str, ...]]:
+def inputs_of(source: Source, columns: Mapping[str, Parts]) -> tuple[dict[str, Value], tuple[str, ...]]:
     """The inputs of each split, and the names of the features."""
     splits = next(iter(columns.values()))
     names: tuple[str, ...] = ()
     found: dict[str, Value] = {}
-    if all(isinstance(rows, np.ndarray) and rows.ndim == 1 for parts in columns.values() for rows in parts.values()):
+    if all(rows.ndim == 1 for parts in columns.values() for rows in parts.values()):
         known = {column: list(map(str, source.categories.get(column, ()))) for column in columns}
         names = tuple(
             name for column, texts in known.items() for name in [f"{column}={text}" for text in texts] or [column]
@@ -80,10 +75,9 @@ def inputs_of(
             made = [_feature(source, column, parts[part], known[column]) for column, parts in columns.items()]
             found[part] = torch.from_numpy(np.concatenate(made, 1))
     else:
-        arrays = {key: _array(source, key, parts, is_table=is_table) for key, parts in columns.items()}
         for part in splits:
-            some = {key: each[part] for key, each in arrays.items()}
-            found[part] = next(iter(some.values())) if len(some) == 1 else _joined(source, some) if is_table else some
+            some = {key: _array(f"{source.name!r}: {part}", key, parts[part]) for key, parts in columns.items()}
+            found[part] = some if len(some) > 1 else next(iter(some.values()))
     for part, inputs in found.items():
         _check(source, part, inputs, names)
     return found, names
@@ -109,50 +103,9 @@ def _feature(source: Source, column: str, rows: np.ndarray, known: Sequence[str]
     return np.asarray(rows, np.float32).reshape(len(rows), -1)
 
 
-def _joined(source: Source, columns: Mapping[str, Value]) -> Value:
-    """The channels of one series, from columns of lists."""
-    tensors = [main(values) for values in columns.values()]
-    masks = [values[MASK] for values in columns.values() if isinstance(values, Mapping)]
-    same = all(tensor.ndim == 3 and tensor.shape[2] == tensors[0].shape[2] for tensor in tensors)
-    if not same or len(masks) not in (0, len(tensors)) or any(not mask.equal(masks[0]) for mask in masks):
-        raise DataError(
-            f"{source.name!r}: the columns {', '.join(columns)} of data.inputs are no channels of one series; expected "
-            "lists of floats, in each row of one length"
-        )
-    joined = torch.cat(tensors, 1)
-    return {"inputs": joined, MASK: masks[0]} if masks else joined
-
-
-def _padded(source: Source, rows: dict[str, list[Tensor]]) -> dict[str, Value]:
-    """One tensor for each split; where lengths differ, or `data.shape` ends with null, padded with zeros and a mask."""
-    shapes = {tuple(row.shape) for part in rows.values() for row in part}
-    if len({shape[:-1] for shape in shapes}) > 1:
-        few = ", ".join(map(str, sorted(map(list, shapes))[:3]))
-        raise DataError(f"{source.name!r} has inputs of several shapes ({few}, ...); only the last may differ")
-    if len(shapes) == 1 and (not source.shape or source.shape[-1] is not None):
-        return {part: torch.stack(some) for part, some in rows.items()}
-    longest = max(shape[-1] for shape in shapes)
-    found: dict[str, Value] = {}
-    for part, some in rows.items():
-        mask = torch.arange(longest) < torch.tensor([row.shape[-1] for row in some])[:, None]
-        padded = [torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in some]
-        found[part] = {"inputs": torch.stack(padded), MASK: mask}
-    return found
-
-
-def _array(source: Source, key: str, parts: Parts, *, is_table: bool) -> dict[str, Any]:
-    """The arrays of each split: images, or any others, which keep their shape; a list of floats is one channel."""
-    few = np.asarray(next(iter(parts.values()))[:1])  # the first example
-    dims, whole = few.ndim, few.dtype.kind != "f"
-    if not is_table and key != MASK and (dims == 4 or (dims == 3 and (whole or source.pixels is not None))):
-        return {part: _images(f"{source.name!r}: {part}", rows, source) for part, rows in parts.items()}
-    if not is_table and all(isinstance(rows, np.ndarray) for rows in parts.values()):
-        return {part: _number(f"{source.name!r}: {part}", rows) for part, rows in parts.items()}
-    made: dict[str, list[Tensor]] = {}
-    for part, rows in parts.items():
-        numbers = (_number(f"{source.name!r}: {part}", row) for row in rows)
-        made[part] = [row[None] if row.is_floating_point() and row.ndim == 1 else row for row in numbers]
-    return _padded(source, made)
+def _array(where: str, key: str, rows: np.ndarray) -> Tensor:
+    is_image = rows.ndim == 4 or (rows.ndim == 3 and rows.dtype.kind != "f")
+    return _images(where, rows) if is_image and key != MASK else _number(where, rows)
 
 
 def _number(where: str, rows: np.ndarray) -> Tensor:
@@ -214,20 +167,8 @@ def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> No
 # --- images -------------------------------------------------------------------
 
 
-def _images(where: str, given: Rows, source: Source) -> Tensor:
-    """Images of one size, uint8 or float32 [N, C, H, W]."""
-    parts = [
-        _pixels(where, part) for part in ([given] if isinstance(given, np.ndarray) else [row[None] for row in given])
-    ]
-    shapes = {part.shape[1:] for part in parts}
-    if len(shapes) > 1 and source.pixels is None:
-        few = ", ".join(sorted("x".join(map(str, shape)) for shape in shapes)[:4])
-        raise DataError(f"{where} has images of several shapes ({few}, ...); set data.size to resize them")
-    return torch.cat([resized(part, source.pixels) for part in parts])
-
-
-def _pixels(where: str, array: np.ndarray) -> Tensor:
-    """Images [N, C, H, W], whose channels may come last or be missing."""
+def _images(where: str, array: np.ndarray) -> Tensor:
+    """uint8 or float32 [N, C, H, W], of images whose channels may come last or be missing."""
     is_byte = array.dtype.kind in "iu" and (not array.size or 0 <= array.min() <= array.max() <= 255)
     if not is_byte and array.dtype.kind != "f":
         raise DataError(
@@ -238,14 +179,6 @@ def _pixels(where: str, array: np.ndarray) -> Tensor:
     if array.shape[1] > 4 >= array.shape[-1]:
         array = np.moveaxis(array, -1, 1)
     return torch.from_numpy(np.array(array, np.uint8 if is_byte else np.float32, order="C"))
-
-
-def resized(images: Tensor, size: Size | None, *, smooth: bool = True) -> Tensor:
-    if size is None or tuple(images.shape[2:]) == size:
-        return images
-    how: dict[str, Any] = {"mode": "bilinear", "antialias": True} if smooth else {"mode": "nearest"}
-    new = torch.cat([interpolate(some.float(), size, **how) for some in images.split(1_024)])
-    return new if images.is_floating_point() else new.round().clamp(0, 255).to(images.dtype)
 
 
 # --- targets ------------------------------------------------------------------
@@ -295,23 +228,13 @@ def _task(source: Source, parts: Parts) -> Task:
     return MULTILABEL if rows.ndim == 2 and is_yes_no else SEGMENTATION
 
 
-def several(label: Mapping[str, Parts]) -> tuple[Targets, tuple[str, ...], Task]:
-    """Targets of several kinds, which only a loss of the user compares with a model's outputs."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, parts in label.items():
-        for part, rows in parts.items():
-            is_whole = rows.dtype.kind in "iu"
-            found.setdefault(part, {})[key] = torch.from_numpy(rows.astype(np.int64)) if is_whole else _floats(rows)
-    return dict(found), tuple(label), SEVERAL
-
-
 def _floats(rows: np.ndarray) -> Tensor:
     return torch.from_numpy(rows.astype(np.float32))
 
 
-def _check_rows(source: Source, part: str, column: str, rows: Any) -> None:
-    if not isinstance(rows, np.ndarray) or not rows.size:
-        raise DataError(f"{source.name!r}: {part} has labels of different shapes in {column!r}; expected one shape")
+def _check_rows(source: Source, part: str, column: str, rows: np.ndarray) -> None:
+    if not rows.size:
+        raise DataError(f"{source.name!r}: {part} has no labels in {column!r}; expected one for each example")
     absent = np.isnan(rows) if rows.dtype.kind == "f" else rows == np.array(None) if rows.dtype.kind == "O" else None
     if absent is not None and absent.any():
         first = int(np.argwhere(absent)[0][0])
@@ -366,8 +289,4 @@ def _dense(source: Source, parts: Parts, known: tuple[str, ...]) -> tuple[Target
             f"{source.name!r} has labels from {counted.min(initial=0)} to {counted.max(initial=0)}, but {len(known)} "
             f"classes; expected 0 to {len(known) - 1}, or {IGNORED}"
         )
-    masks = {part: torch.from_numpy(rows.astype(np.uint8)) for part, rows in parts.items()}
-    return {
-        part: resized(some[:, None], source.pixels, smooth=False)[:, 0] if some.ndim == 3 else some
-        for part, some in masks.items()
-    }, known
+    return {part: torch.from_numpy(rows.astype(np.uint8)) for part, rows in parts.items()}, known

@@ -16,7 +16,7 @@ from fedbn_flwr.batch import Value, tensors
 from fedbn_flwr.data.batches import ClientBatches, Normalise, own_augmentation, own_normalisation
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.dataset import DataSet, Form
-from fedbn_flwr.data.examples import MASK, InMemory
+from fedbn_flwr.data.examples import MASK
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import hold_out, partition, share_test
 from fedbn_flwr.data.source import Source
@@ -49,8 +49,8 @@ def load_data(data: settings.Data, device: str) -> DataSet:
     if (found := _kept.get(key)) is None:
         loaded = load(data)
         rows_by_domain(loaded)  # checks the names
-        found = _kept[key] = loaded.to(torch.device(device))
-        while len(_kept) > 2 and sum(each.nbytes for each in list(_kept.values())) > data.memory * 2**30:
+        found = _kept[key] = loaded.to(torch.device(device), most := data.memory * 2**30)
+        while len(_kept) > 2 and sum(each.nbytes for each in list(_kept.values())) > most:
             _kept.pop(next(iter(_kept)), None)
     return found
 
@@ -62,9 +62,9 @@ def forget_data() -> None:
 
 
 def loaded_data(data: settings.Data, device: str) -> tuple[str, DataSet] | None:
-    """What to pass on to other processes; None if the examples are read from the disk when they are needed."""
+    """What to pass on to other processes; None if it is too large for that."""
     dataset = load_data(data, device)
-    return (examples_of(data), dataset) if isinstance(dataset.train, InMemory) else None
+    return (examples_of(data), dataset) if dataset.nbytes <= data.memory * 2**30 else None
 
 
 def receive(examples: str, device: str, dataset: DataSet) -> None:
@@ -86,11 +86,11 @@ def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[
 def _shares(_: str, data: settings.Data, clients: int, seed: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
     dataset = load_data(data, device)
     options = data.partition.model_dump()
-    kind, strata = options.pop("kind"), dataset.strata(options.pop("bins"))
+    kind, strata = options.pop("kind"), dataset.strata()
     if not strata.of_labels and data.partition.by_class:
         raise SettingsError(
-            f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} has labels per pixel "
-            "or of several kinds; use iid, domain or natural"
+            f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} has labels per "
+            "pixel; use iid, domain or natural"
         )
     groups = dataset.groups if kind == "natural" else dataset.domains
     if kind == "natural" and groups is None:
@@ -125,23 +125,16 @@ def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
     if domains is None or domains.test is None:
         return {}
     rows: dict[str, Tensor] = {}
-    names: dict[str, str] = {}
     for number, name in enumerate(domains.names):
-        if not len(indices := (domains.test == number).nonzero()[:, 0]):
-            continue
-        key = re.sub(r"\W+", "_", name)
-        if key in rows:
-            raise DataError(
-                f"{dataset.name!r} has the domains {names[key]!r} and {name!r}, whose figures would both be called "
-                f"accuracy_{key}; rename one of them, or leave one out with data.domains"
-            )
-        if key == "of" or f"_{key}".endswith(SPREAD):
-            raise DataError(
-                f"{dataset.name!r} has the domain {name!r}; expected a name other than 'of', and without 'std' or "
-                "'worst_tenth' as its last word, because accuracy_of and clients_own_accuracy_std are other figures; "
-                "rename it, or leave it out with data.domains"
-            )
-        rows[key], names[key] = indices, name
+        if len(indices := (domains.test == number).nonzero()[:, 0]):
+            key = re.sub(r"\W+", "_", name)
+            if key in (*rows, "of") or f"_{key}".endswith(SPREAD):
+                raise DataError(
+                    f"{dataset.name!r} has the domain {name!r}, but accuracy_{key} is another figure; expected a name "
+                    f"other than {', '.join((*rows, 'of'))}, and without 'std' or 'worst_tenth' as its last word; "
+                    "rename it, or leave it out with data.domains"
+                )
+            rows[key] = indices
     return rows
 
 

@@ -202,7 +202,8 @@ class ClientParts:
                 f"it has {count} training examples, and it refuses to send the sums of fewer than {self.min_batch}, "
                 f"which reveal them; have more, or allow it by min-batch={count} in this node's config"
             )
-        return sums_of(self.dataset.train.select(self.part[0]).sample())
+        train = self.dataset.train
+        return sums_of((train if count == len(train) else train.select(self.part[0])).inputs)  # a copy may be large
 
 
 def min_batch_of(node: Mapping[str, Any]) -> int:

@@ -110,7 +110,7 @@ def _in_words(run: Settings, normalise: Normalise) -> Any:
 
 def counts_of(run: Settings, dataset: DataSet, partition: Sequence[Tensor]) -> PartitionCounts:
     """The numbers of examples of a run's clients, which have these rows of the data set."""
-    strata, options = dataset.strata(run.data.partition.bins), run.data.partition.model_dump(exclude_none=True)
+    strata, options = dataset.strata(), run.data.partition.model_dump(exclude_none=True)
     parts = [part.cpu() for part in partition]
     # A segmentation example has many classes: only the examples are counted.
     counts = [torch.bincount(strata.train[part], minlength=len(strata.names)).tolist() for part in parts]

@@ -28,7 +28,7 @@ from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.schema import refuse
 from fedbn_flwr.strategies import Rule, as_rule
-from fedbn_flwr.tasks import SEVERAL, Task
+from fedbn_flwr.tasks import Task
 
 from .data import Shape, check_labels, try_data
 from .faults import naming
@@ -269,8 +269,6 @@ def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inp
             f"model.name={run.model.name!r} does not take the {_described(inputs)} examples of "
             f"{run.data.name!r}{mode}: {reason}"
         ) from None
-    if dataset.task is SEVERAL:  # only the user knows the outputs and targets
-        return
     found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     expected = [2, dataset.outputs, *(size if dataset.dense else ())]
     of_pixels = isinstance(logits, Tensor) and logits.ndim > 2

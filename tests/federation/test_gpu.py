@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.training import SGD, Batch, train
 from fedbn_flwr.data.batches import ClientBatches
-from fedbn_flwr.data.examples import InMemory
+from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -38,10 +38,10 @@ def _float32_is_float32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def images(device: torch.device) -> InMemory:
+def images(device: torch.device) -> Examples:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (60, 3, 16, 16), dtype=torch.uint8, generator=generator)
-    return InMemory(pixels, torch.randint(0, 10, (60,), generator=generator)).to(device)
+    return Examples(pixels, torch.randint(0, 10, (60,), generator=generator)).to(device)
 
 
 def federate(strategy: FedAvg, device: torch.device, rounds: int = 3, **how: Any) -> dict[str, torch.Tensor]:

@@ -54,19 +54,6 @@ def wine():
     return split(x, x[:, :3] > np.median(x[:, :3], 0))
 
 
-def several():
-    x, y = load_diabetes(return_X_y=True)
-    found = split(x, np.arange(len(x)))
-    return {
-        part: (x, {"kind": (y % 3).astype(np.int64), "size": (y / 100).astype(np.float32)})
-        for part, (x, y) in found.items()
-    }
-
-
-def both(outputs, targets):
-    return F.cross_entropy(outputs[:, :2].repeat(1, 2), targets["kind"]) + F.mse_loss(outputs[:, 0], targets["size"])
-
-
 def relative_error(outputs, targets):
     return float(((outputs.reshape(-1) - targets) / targets).abs().mean())
 '''
@@ -134,7 +121,6 @@ def test_a_regression_is_judged_by_its_lowest_error(tmp_path: Path) -> None:
             {"train": {"lr": 0.1, "epochs": 4, "label_smoothing": 0.1}, "evaluate": {"metrics": ["auc"]}},
             {"macro_f1", "accuracy", "auc"},
         ),
-        ("several", {"data": {"classes": 2}, "train": {"loss": "own_data:both"}}, set()),
     ],
 )
 def test_every_task_trains(name: str, more: dict[str, Any], keys: set[str], tmp_path: Path) -> None:
@@ -178,11 +164,6 @@ def test_every_task_trains(name: str, more: dict[str, Any], keys: set[str], tmp_
             "wine",
             {"train": {"class_weights": [1, 2, 3]}},
             r"train\.class_weights is .*, but .* \(multilabel\); leave it",
-        ),
-        (
-            "several",
-            {"data": {"classes": 2}},
-            r"train\.loss is missing, but .* several targets per example .* module:cal",
         ),
         (
             "diabetes",

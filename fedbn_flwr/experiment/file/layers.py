@@ -36,7 +36,7 @@ from .expansion import (
 COMMAND_LINE = "command line"
 # Settings that a paper's figure does not depend on, or that it has no word on.
 FREE = ("name", "label", "cell", "size", "seed", "seeds", "track", "published", "engine", "evaluate")
-FREE_KEYS = ("data.root", "data.revision", "data.stream", "data.memory", "data.readers", "train.compile")
+FREE_KEYS = ("data.root", "data.revision", "data.memory", "train.compile")
 
 
 def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:

@@ -1,7 +1,7 @@
 """Carries out an experiment on a Ray cluster: what the actors need is sent to its machines.
 
 The data set is loaded once, here, and put into Ray's object store, from which all actors of a machine read it without a
-copy of their own. Data sets that are streamed from files are not sent: each machine opens its own files.
+copy of their own. Data sets larger than `data.memory` are not sent: each machine reads its own files.
 
 The code consists of this package and of the modules that the experiment names, with the loaded modules beside them. Ray
 sends it to each machine once, and puts its folder first on the actors' path. So the machines need Python and the

@@ -10,21 +10,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as tv
 
-from fedbn_flwr.data.augment import RATIO, SCALE, Window, crop_and_resize, random_rotate, resized_crop_boxes
+from fedbn_flwr.data.augment import RATIO, SCALE, crop_and_resize, random_cut, random_rotate, resized_crop_boxes
 from fedbn_flwr.data.batches import ClientBatches
-from fedbn_flwr.data.examples import InMemory
+from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
+
+
+def draws(count: int, seed: int) -> torch.Tensor:
+    return torch.rand((4, count, 10), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 28, 28), (3, 20, 31)])
 def test_resized_crop_equals_torchvision_image_by_image(shape: tuple[int, int, int]) -> None:
     images = torch.randint(0, 256, (40, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    window = Window.drawn(40, None, torch.Generator().manual_seed(5))
-    boxes = window.boxes(*shape[1:])
+    boxes = resized_crop_boxes(draws(40, 5), *shape[1:])
     found = crop_and_resize(images, boxes, shape[1:])
     assert found.dtype == torch.uint8
-    assert [list(window.box(i, *shape[1:])) for i in range(40)] == boxes.tolist(), "one by one equals all at once"
     assert len({tuple(box) for box in boxes.tolist()}) > 30, "each image has a box of its own"
     for image, mine, box in zip(images, found, boxes.int().tolist(), strict=True):
         expected = tv.resized_crop(image, *box, list(shape[1:]), InterpolationMode.BILINEAR, antialias=False)
@@ -39,7 +41,7 @@ def test_resized_crop_equals_torchvision_image_by_image(shape: tuple[int, int, i
 @pytest.mark.parametrize("size", [(64, 64), (20, 90)])
 def test_boxes_have_the_law_of_torchvision_s(size: tuple[int, int]) -> None:
     """Means and deviations over 3,000 boxes; in the long image most tries fail and the middle is taken."""
-    mine = Window.drawn(3_000, None, torch.Generator().manual_seed(0)).boxes(*size).float()
+    mine = resized_crop_boxes(draws(3_000, 0), *size).float()
     image = torch.zeros(1, *size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -60,10 +62,13 @@ def test_an_image_in_which_no_try_fits_is_cut_in_the_middle() -> None:
     assert resized_crop_boxes(draw, 10, 100, (1.0, 1.0)).tolist() == [[0, 43, 10, 13]] * 5
 
 
-def test_square_boxes_lie_within_and_reach_every_place() -> None:
-    boxes = Window.drawn(2_000, 5, torch.Generator().manual_seed(0)).boxes(7, 12)
-    top, left, tall, wide = boxes.int().unbind(1)
-    assert tall.unique().tolist() == wide.unique().tolist() == [5]
+def test_square_crops_lie_within_and_reach_every_place() -> None:
+    places = torch.arange(7 * 12).view(1, 1, 7, 12).expand(2_000, -1, -1, -1)
+    images, masks = random_cut(places, places[:, 0], torch.Generator().manual_seed(0), side=5)
+    assert images.shape == (2_000, 1, 5, 5)
+    assert masks.equal(images[:, 0])
+    top, left = masks[:, 0, 0] // 12, masks[:, 0, 0] % 12
+    assert masks[:, 4, 4].equal(masks[:, 0, 0] + 4 * 12 + 4)
     assert top.unique().tolist() == list(range(3))
     assert left.unique().tolist() == list(range(8))
     assert torch.bincount(left).min() > 2_000 / 8 * 0.8, "each as likely"
@@ -116,7 +121,7 @@ class Transfers(TorchDispatchMode):
 def test_no_batch_makes_the_host_wait_for_the_device(augment: tuple[str, ...]) -> None:
     """On PyTorch's meta device, which does everything except the arithmetic."""
     device = torch.device("meta")
-    data = InMemory(torch.zeros(20, 3, 16, 16, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64)).to(device)
+    data = Examples(torch.zeros(20, 3, 16, 16, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64)).to(device)
     moments = ((0.5,) * 3, (0.25,) * 3)
     batches = ClientBatches(data, torch.arange(20), moments, batch_size=5, client=0, seed=0, augment=augment)
     with Transfers() as transfers:

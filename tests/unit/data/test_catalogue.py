@@ -153,14 +153,12 @@ def test_domainnet_is_reduced_to_its_ten_classes(root: Path) -> None:
     assert data.train.inputs.equal(whole.train.inputs[[1, 3, 4]]), "each image kept its label"
 
 
-def test_grey_becomes_rgb_where_the_other_split_has_colour(root: Path) -> None:
+def test_grey_training_images_do_not_go_with_test_images_of_colour(root: Path) -> None:
     names = {"label": numbered(10)}
     write_parquet(root / "set" / "train.parquet", (6, 6), {"label": [1, 2]}, names, "image")
     write_parquet(root / "set" / "test.parquet", (6, 6, 3), {"label": [3]}, names, "image")
-    grey = load(Source(name=str(root / "set"), test="train"))
-    data = load(Source(name=str(root / "set")))
-    assert (data.channels, grey.channels) == (3, 1)
-    assert data.train.inputs.equal(grey.train.inputs.expand(-1, 3, -1, -1))
+    with pytest.raises(DataError, match=r"training examples have the shape \(1, 6, 6\), test examples \(3, 6, 6\)"):
+        load(Source(name=str(root / "set")))
 
 
 # --- where a name is looked for ----------------------------------------------

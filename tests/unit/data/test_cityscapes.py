@@ -15,8 +15,6 @@ from PIL import Image
 from fedbn_flwr import cli
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.decoding import Stream
-from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
@@ -92,10 +90,8 @@ def expected_mask(seed: int) -> torch.Tensor:
 # --- the layout --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_images_masks_and_cities_are_those_of_the_folder(root: Path, stream: bool) -> None:
-    data = load(Source(name="cityscapes", root=str(root), group="city", stream=stream))
-    assert isinstance(data.train, Stream if stream else InMemory)
+def test_images_masks_and_cities_are_those_of_the_folder(root: Path) -> None:
+    data = load(Source(name="cityscapes", root=str(root), group="city"))
     assert data.dense
     assert (data.channels, data.size, data.classes) == (3, (HEIGHT, WIDTH), 19)
     assert [data.class_names[i] for i in (0, 10, 11, 13, 18)] == ["road", "sky", "person", "car", "bicycle"]
@@ -116,7 +112,6 @@ def test_every_label_id_becomes_its_train_id(root: Path) -> None:
     (mask,) = (root / "cityscapes" / "gtFine" / "val" / "lindau").glob("*_labelIds.png")
     mask.write_bytes(png(ids))
     test = load(Source(name="cityscapes", root=str(root))).test
-    assert isinstance(test, InMemory)
     found = test.targets[2, ::2, ::4].flatten().tolist()
     assert found == [TRAIN_IDS.get(i, 255) for i in range(256)]
 
@@ -128,9 +123,8 @@ def batches(data: DataSet, seed: int = 0, augment: tuple[str, ...] = ("flip",)) 
     return [batch for epoch in range(4) for batch in client.epoch(1, epoch)]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_image_and_labels_are_cut_and_mirrored_together(root: Path, stream: bool) -> None:
-    data = load(Source(name="cityscapes", root=str(root), stream=stream))
+def test_image_and_labels_are_cut_and_mirrored_together(root: Path) -> None:
+    data = load(Source(name="cityscapes", root=str(root)))
     places, mirrored = set(), 0
     for images, masks in batches(data):
         assert images.shape[1:] == (3, 16, 16)
@@ -148,18 +142,9 @@ def test_image_and_labels_are_cut_and_mirrored_together(root: Path, stream: bool
     assert 8 < mirrored < 24
 
 
-def test_a_stream_gives_the_batches_of_memory(root: Path) -> None:
-    memory, stream = (load(Source(name="cityscapes", root=str(root), stream=how)) for how in (False, True))
-    for (one, mask), (other, mask_too) in zip(batches(memory), batches(stream), strict=True):
-        assert one.equal(other)
-        assert mask.equal(mask_too)
-    assert not batches(memory)[0][0].equal(batches(memory, seed=1)[0][0])
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_another_size_takes_the_nearest_label(root: Path, stream: bool) -> None:
+def test_another_size_takes_the_nearest_label(root: Path) -> None:
     """Blocks of 4x4 at a quarter of the size are one pixel each: labels are not interpolated."""
-    data = load(Source(name="cityscapes", root=str(root), size=(HEIGHT // 4, WIDTH // 4), stream=stream))
+    data = load(Source(name="cityscapes", root=str(root), size=(HEIGHT // 4, WIDTH // 4)))
     ((images, masks), *_) = TestBatches(data.test, ((0.0,) * 3, (1.0,) * 3), 3)
     assert images.shape == (3, 3, HEIGHT // 4, WIDTH // 4)
     assert masks[0].equal(expected_mask(8)[::4, ::4])
@@ -268,7 +253,6 @@ def test_an_image_without_labels_is_named(root: Path) -> None:
         load(Source(name="cityscapes", root=str(root)))
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
@@ -277,10 +261,10 @@ def test_an_image_without_labels_is_named(root: Path) -> None:
         (png(label_ids(0, 16, 64)), r"16x64|sizes"),
     ],
 )
-def test_a_bad_mask_is_named(root: Path, stream: bool, mask: bytes, message: str) -> None:
+def test_a_bad_mask_is_named(root: Path, mask: bytes, message: str) -> None:
     (root / "cityscapes" / "gtFine" / "train" / "bochum" / "bochum_000001_000019_gtFine_labelIds.png").write_bytes(mask)
     with pytest.raises(DataError, match=message):
-        load(Source(name="cityscapes", root=str(root), stream=stream))
+        load(Source(name="cityscapes", root=str(root)))
 
 
 # --- the user's own masks ----------------------------------------------------
@@ -301,10 +285,9 @@ def write_masks(folder: Path, highest: int = 2) -> None:
         datasets.Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}.parquet")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_column_of_masks_is_segmentation_data(root: Path, stream: bool) -> None:
+def test_a_column_of_masks_is_segmentation_data(root: Path) -> None:
     write_masks(root / "mine")
-    data = load(Source(name=str(root / "mine"), label="annotation", classes=3, stream=stream))
+    data = load(Source(name=str(root / "mine"), label="annotation", classes=3))
     assert data.dense
     assert data.class_names == ("0", "1", "2")
     ((images, masks),) = TestBatches(data.test, ((0.0,) * 3, (1 / 255,) * 3), 5)
@@ -319,13 +302,12 @@ def test_how_many_classes_pixels_have_must_be_said(root: Path) -> None:
         load(Source(name=str(root / "mine"), label="annotation"))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_value_that_is_no_class_is_named(root: Path, stream: bool) -> None:
+def test_a_value_that_is_no_class_is_named(root: Path) -> None:
     write_masks(root / "mine", highest=7)
     with pytest.raises(
         DataError, match=r"the mask in row 5 has the value 7; expected 0 to 2, or 255 .*data\.classes is"
     ):
-        load(Source(name=str(root / "mine"), label="annotation", classes=3, stream=stream))
+        load(Source(name=str(root / "mine"), label="annotation", classes=3))
 
 
 # --- two rounds from end to end ----------------------------------------------
@@ -336,7 +318,7 @@ def test_two_rounds_of_fedavg_with_deeplab(root: Path, tmp_path: Path, norm: str
     """The shipped experiment, small: by city, crops, mean IoU in the history and the summary."""
     pytest.importorskip("segmentation_models_pytorch", reason="the extra `segmentation` is not installed")
     words = [f"data.root={root}", "clients=2", "rounds=2", "data.crop=32", "train.batch_size=2", "evaluate.every=1"]
-    words += [f"only=['MobileNetV2, {norm.upper()}']", "data.stream=true", "evaluate.clients=true", "label=one"]
+    words += [f"only=['MobileNetV2, {norm.upper()}']", "evaluate.clients=true", "label=one"]
     experiment = load_experiment("fixbn/table3", words)
     assert {run.data.partition.kind for run in experiment.runs} == {"natural"}
     file = tmp_path / "one.yaml"

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.examples import InMemory
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
@@ -37,7 +36,7 @@ def write_domainnet(root: Path, domains: tuple[str, ...] = DOMAINS) -> Path:
             for i in range(3):
                 path = f"{domain}/{name}/{domain}_{number:03}_{i:06}.jpg"
                 lists["test" if i == 1 else "train"].append(f"{path} {number}")
-                # InMemory of the other classes may be missing.
+                # Examples of the other classes may be missing.
                 if name in KEPT:
                     picture(folder / path, 10 * number + i)
         for part, lines in lists.items():
@@ -45,19 +44,17 @@ def write_domainnet(root: Path, domains: tuple[str, ...] = DOMAINS) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_domainnet_s_own_lists_make_its_splits(root: Path, stream: bool) -> None:
+def test_domainnet_s_own_lists_make_its_splits(root: Path) -> None:
     write_domainnet(root)
-    data = load(Source(name="domainnet10", root=str(root), size=4, stream=stream))
+    data = load(Source(name="domainnet10", root=str(root), size=4))
     assert data.class_names == KEPT
     assert (len(data.train.labels), len(data.test.labels)) == (6 * 10 * 2, 6 * 10)
     assert data.domains is not None
     assert data.domains.names == DOMAINS
     assert torch.bincount(data.domains.train).tolist() == [20] * 6
-    if isinstance(data.train, InMemory):
-        values = data.train.inputs[:, 0, 0, 0].tolist()
-        expected = [10 * NUMBERS[KEPT[label]] + i for label, i in zip(data.train.labels, [0, 2] * 60, strict=True)]
-        assert values == expected, "each image has its own label, and those of the list are there"
+    values = data.train.inputs[:, 0, 0, 0].tolist()
+    expected = [10 * NUMBERS[KEPT[label]] + i for label, i in zip(data.train.labels, [0, 2] * 60, strict=True)]
+    assert values == expected, "each image has its own label, and those of the list are there"
 
 
 def test_a_copy_may_have_some_domains_only(root: Path) -> None:
@@ -117,7 +114,6 @@ def test_office_caltech_without_lists_tests_on_every_fifth_image(root: Path) -> 
     assert data.domains.names == tuple(counts)
     assert torch.bincount(data.domains.test).tolist() == [10 * (count // 5) for count in counts.values()]
     assert torch.bincount(data.domains.train).tolist() == [10 * (count - count // 5) for count in counts.values()]
-    assert isinstance(data.test, InMemory)
     first = data.test.inputs[:, 0, 0, 0][:4].tolist()
     assert first == [4, 9, 24, 29], "of class 0 of amazon the fifth and tenth, then those of class 1"
 

@@ -14,7 +14,7 @@ from flwr.app import Context, RecordDict
 from PIL import Image
 
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.examples import InMemory
+from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment import data as module
@@ -73,7 +73,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def load(source: Source) -> DataSet:
         found[source.name] += 1
-        part = InMemory(torch.zeros(4, 1, 10, 10, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
+        part = Examples(torch.zeros(4, 1, 10, 10, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
         return DataSet(source.name, part, part, ("only",))
 
     monkeypatch.setattr(module, "load", load)
@@ -101,6 +101,6 @@ def test_names_of_domains_are_checked_when_data_are_loaded(tmp_path: Path) -> No
     for split in ("train", "test"):
         rows: dict[str, Any] = {"label": [0, 1], "domain": ["a b", "a-b"]}
         write_parquet(tmp_path / f"{split}.parquet", (8, 8), rows, {"label": numbered(2)}, "image")
-    with pytest.raises(DataError, match="has the domains 'a b' and 'a-b', whose"):
+    with pytest.raises(DataError, match="has the domain 'a-b', but accuracy_a_b is another figure"):
         load_data(Data(name=str(tmp_path)), "cpu")
     assert load_data(Data(name=str(tmp_path), domains=("a b",)), "cpu").domains.names == ("a b",)

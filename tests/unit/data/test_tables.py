@@ -150,52 +150,32 @@ def test_texts_are_inputs_only_if_their_values_are_given(tmp_path: Path) -> None
 # --- series and tokens -------------------------------------------------------
 
 
-def series(folder: Path) -> Path:
-    lengths = [5 + row % 4 for row in range(12)]
-    frame = {
-        "x": [RNG.normal(3, 2, length).tolist() for length in lengths],
-        "y": [RNG.normal(0, 1, length).tolist() for length in lengths],
-        "same": [RNG.normal(0, 1, 6).tolist() for _ in lengths],
-        "words": [list(range(1, length)) for length in lengths],
+def test_columns_of_lists_are_arrays(tmp_path: Path) -> None:
+    signal, words = RNG.normal(3, 2, (12, 2, 6)), RNG.integers(0, 8, (12, 5))
+    words[0, 0] = 7
+    lists = {
+        "signal": [row.tolist() for row in signal],
+        "words": words.tolist(),
         "kind": [row % 3 for row in range(12)],
     }
-    pd.DataFrame(frame).to_parquet(folder / "series.parquet")
-    return folder / "series.parquet"
-
-
-def test_lists_of_different_length_are_padded_and_masked(tmp_path: Path) -> None:
-    data = opened(series(tmp_path), inputs=["x", "y"], label="kind", test=0.25)
-    inputs, mask = data.train.inputs["inputs"], data.train.inputs["mask"]
-    assert (inputs.shape[1:], mask.dtype) == ((2, 8), torch.bool)
-    assert not inputs[~mask[:, None].expand_as(inputs)].any()
-    real = inputs.transpose(0, 1)[:, mask].double()
-    for found, expected in zip(data.moments, (real.mean(1), real.std(1, correction=0)), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
-    ((ready, _),) = TestBatches(data.train, data.moments, 12)
-    normal = ready["inputs"].transpose(0, 1)[:, mask]
-    assert normal.mean(1).abs().max() < 1e-6
-    assert not ready["inputs"][~mask[:, None].expand_as(inputs)].any(), "padding stays zero"
-
-
-def test_lists_of_one_length_are_channels_and_may_have_a_mask(tmp_path: Path) -> None:
-    file = series(tmp_path)
-    assert opened(file, inputs="same", label="kind", test=0.25).train.inputs.shape == (9, 1, 6)
-    masked = opened(file, inputs="same", label="kind", test=0.25, shape=[1, None]).train.inputs
-    assert masked["mask"].all()
-    with pytest.raises(DataError, match=r"data\.shape is \[1, 7\], but .* has inputs of shape \[1, 6\]"):
-        opened(file, inputs="same", label="kind", test=0.25, shape=[1, 7])
-    with pytest.raises(DataError, match=r"the columns x, same of data\.inputs are no channels of one series"):
-        opened(file, inputs=["x", "same"], label="kind", test=0.25)
-
-
-def test_lists_of_whole_numbers_are_tokens(tmp_path: Path) -> None:
-    data = opened(series(tmp_path), inputs="words", label="kind", test=0.25)
-    assert (data.train.inputs["inputs"].dtype, data.tokens) == (torch.int64, 8)
+    lists["ragged"] = [[1.0] * (1 + row % 2) for row in range(12)]
+    pd.DataFrame(lists).to_parquet(tmp_path / "series.parquet")
+    chosen: dict[str, Any] = {"label": "kind", "test": 0.25}
+    series = opened(tmp_path / "series.parquet", inputs="signal", **chosen)
+    assert series.shape == (2, 6)
+    with pytest.raises(DataError, match=r"data\.shape is \[2, 7\], but .* has inputs of shape \[2, 6\]"):
+        opened(tmp_path / "series.parquet", inputs="signal", shape=[2, 7], **chosen)
+    both = opened(tmp_path / "series.parquet", inputs=["signal", "words"], **chosen).train.inputs
+    assert both["signal"].equal(series.train.inputs)
+    data = opened(tmp_path / "series.parquet", inputs="words", **chosen)
+    assert (data.train.inputs.dtype, data.tokens) == (torch.int64, 8)
     ((inputs, _),) = TestBatches(data.train, data.moments, 12)
-    assert inputs["inputs"].equal(data.train.inputs["inputs"]), "tokens are not normalised"
-    assert opened(series(tmp_path), inputs="words", label="kind", test=0.25, tokens=100).tokens == 100, "of all sites"
+    assert inputs.equal(data.train.inputs), "tokens are not normalised"
+    assert opened(tmp_path / "series.parquet", inputs="words", tokens=100, **chosen).tokens == 100, "of all sites"
     with pytest.raises(DataError, match=r"tokens from 0 to 7, but data\.tokens is 5"):
-        opened(series(tmp_path), inputs="words", label="kind", test=0.25, tokens=5)
+        opened(tmp_path / "series.parquet", inputs="words", tokens=5, **chosen)
+    with pytest.raises(DataError, match=r"'ragged' has values that are no arrays of one shape .*; pad series to"):
+        opened(tmp_path / "series.parquet", inputs="ragged", **chosen)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +216,7 @@ def test_several_arrays_are_a_dict(tmp_path: Path) -> None:
     }
     ((inputs, _),) = TestBatches(data.train, data.moments, 8)
     assert inputs["signal"].transpose(0, 1)[:, inputs["mask"]].mean(1).abs().max() < 1e-6
+    assert not inputs["signal"].transpose(1, 2)[~inputs["mask"]].any(), "padding is zero"
     assert inputs["age"].equal(data.train.inputs["age"])
 
 
@@ -308,15 +289,15 @@ def test_a_constant_column_is_not_scaled() -> None:
 
 def test_every_kind_of_partition_takes_numbers_to_predict(tables: Path) -> None:
     data = opened(tables / "diabetes.csv", label="target", test=0.2)
-    strata = data.strata(4)
-    assert len(strata.names) == 4
+    strata = data.strata()
+    assert len(strata.names) == 10
     assert torch.bincount(strata.train).max() - torch.bincount(strata.train).min() <= 4, "equally many"
-    values = [data.train.targets[strata.train == number] for number in range(4)]
+    values = [data.train.targets[strata.train == number] for number in range(10)]
     assert all(low.max() <= high.min() for low, high in itertools.pairwise(values))
     for kind, options in {
-        "dirichlet": {"alpha": 0.5}, "classes": {"classes_per_client": 2}, "shards": {"shards_per_client": 2},
+        "dirichlet": {"alpha": 0.5}, "classes": {"classes_per_client": 4}, "shards": {"shards_per_client": 2},
     }.items():  # fmt: skip
-        parts = partition(strata.train, 4, 3, 0, kind, **options)
+        parts = partition(strata.train, 10, 3, 0, kind, **options)
         assert torch.cat(parts).sort().values.equal(torch.arange(len(data.train)))
         assert sum(map(len, share_test(parts, strata.train, strata.test, 0))) == len(data.test)
     some = fewer(data, 100, 40)

@@ -62,7 +62,7 @@ def test_changes_are_dicts_section_objects_or_names(changes: Any, tmp_path: Path
     result = run(TINY, **changes, out=tmp_path, progress=False)
     config = result.config
     assert config["data"]["partition"] == {
-        "kind": "dirichlet", "bins": None, "alpha": 0.5, "min_size": 1
+        "kind": "dirichlet", "alpha": 0.5, "min_size": 1
     }  # fmt: skip
     assert config["data"]["name"] == "digits"
     assert config["model"]["norm"] == "gn"

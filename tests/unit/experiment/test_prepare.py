@@ -12,7 +12,7 @@ import fedbn_flwr.experiment.data as experiment_data
 import fedbn_flwr.experiment.parts as experiment_parts
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.dataset import DataSet, Groups
-from fedbn_flwr.data.examples import InMemory
+from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_experiment
@@ -39,9 +39,9 @@ def stand_in(data: Data, device: str) -> DataSet:
     count = min(1000 * classes, 20_000)
     images = torch.zeros(1, *shape, dtype=torch.uint8).expand(count, *shape)
     if entry is not None and entry.ids is not None:  # segmentation data
-        part, task = InMemory(images, images[:, 0]), SEGMENTATION
+        part, task = Examples(images, images[:, 0]), SEGMENTATION
     else:
-        part, task = InMemory(images, torch.arange(count) % classes), CLASSIFICATION
+        part, task = Examples(images, torch.arange(count) % classes), CLASSIFICATION
     natural = None
     if data.partition.kind == "natural":  # as many values as Cityscapes has cities to train on
         rows = torch.arange(count) % 18
