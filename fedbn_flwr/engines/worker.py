@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
 from flwr.common import log
 
 START_TIMEOUT = 10.0  # seconds until a forked worker has taken the locks that it will need
