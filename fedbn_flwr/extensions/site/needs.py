@@ -13,9 +13,11 @@ import socket
 import ssl
 import stat
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPSConnection
+from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Context, RecordDict
+from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 from torch import Tensor
 
 from fedbn_flwr.data.dataset import DataSet
@@ -37,6 +40,7 @@ from fedbn_flwr.experiment.settings import Experiment, Settings
 
 _TIMEOUT = 5  # seconds
 _SOON = 30  # days in which a certificate should be renewed
+_BEHIND = TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE  # seconds that a node's clock may be late
 _NEW_KEY = "give the file node.key that deploy/keys.sh created for this site"
 
 
@@ -116,9 +120,36 @@ def check_server(address: str, authority: Path | None, *, insecure: bool = False
             yield Check("server", "warning", *warning)
             return
         certificate = x509.load_der_x509_certificate(connection.sock.getpeercert(binary_form=True))  # type: ignore[union-attr]
-    yield Check("server", "ok", f"{address}: accepts connections, with TLS")
+        yield from _health(address, connection)
     renew = "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink"
     yield _validity("server certificate", certificate, f"of {address}", renew)
+
+
+def _health(address: str, connection: HTTPConnection) -> Iterator[Check]:
+    begin = time.time()
+    try:
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+    except (OSError, HTTPException) as error:
+        found = f"{address} has TLS, but answers no HTTP request ({error})"
+        cure = "check that this is the SuperLink's port (8000), not that of the exchange service"
+        yield Check("server", "warning", found, cure)
+        return
+    # A reverse proxy may offer only the paths of sites, which are below /v1/fleet/.
+    what = "a SuperLink, with TLS" if answer.status == 200 else f"TLS, and an HTTP server (status {answer.status})"
+    yield Check("server", "ok", f"{address}: {what}")
+    with contextlib.suppress(TypeError, ValueError):  # without a date
+        yield _clock(begin - parsedate_to_datetime(answer.headers["Date"]).timestamp())
+
+
+def _clock(ahead: float) -> Check:
+    """Whether a SuperLink accepts the times that the node signs; `ahead` is up to 2 s too large, as dates are late."""
+    found = f"this machine's clock is about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
+    if -_BEHIND < ahead < SYSTEM_TIME_TOLERANCE:
+        return Check("clock", "ok", found)
+    rejected = ahead - 2 >= SYSTEM_TIME_TOLERANCE or ahead <= -_BEHIND
+    limits = f"a SuperLink rejects a node {SYSTEM_TIME_TOLERANCE} s ahead or {_BEHIND} s behind"
+    return Check("clock", "FAILED" if rejected else "warning", f"{found}; {limits}", "set both clocks by NTP")
 
 
 def _tls_problem(error: ssl.SSLError, address: str) -> Failed:

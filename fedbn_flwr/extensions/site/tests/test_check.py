@@ -11,6 +11,7 @@ import socket
 import ssl
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +69,20 @@ def valid_until(days: float, file: Path, keys: Path) -> Path:
     return file
 
 
+class Healthy(http.server.BaseHTTPRequestHandler):
+    late = 0.0  # seconds that the server's clock is behind this machine's
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(time.time() - self.late)
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 class Server(http.server.ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that rejects the certificate ends the handshake."""
@@ -75,7 +90,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 @contextmanager
 def served(keys: Path, certificate: Path | None = None, host: str = "127.0.0.1", *, tls: bool = True) -> Iterator[str]:
-    with Server((host, 0), http.server.BaseHTTPRequestHandler) as server:
+    with Server((host, 0), Healthy) as server:
         if tls:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate or keys / "superlink" / "server.pem", keys / "superlink" / "server.key")
@@ -96,12 +111,31 @@ def test_a_site_that_is_ready_passes(keys: Path, capsys: pytest.CaptureFixture[s
         code, found = check(capsys, *words, "--superlink", address, "quick")
     assert code == 0, found
     assert {each["status"] for each in found.values()} == {"ok"}
-    assert "accepts connections, with TLS" in found["server"]["found"]
+    assert "a SuperLink, with TLS" in found["server"]["found"]
     assert "824 days" in found["server certificate"]["found"]
     assert "secp384r1" in found["key"]["found"]
     assert "flwr 1.41" in found["versions"]["found"]
     assert "examples of shape [1, 8, 8]; classes: 0: " in found["data"]["found"]
     assert "cnn takes these examples" in found["experiment"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("late", "status"),
+    [(0, "ok"), (8, "FAILED"), (400, "FAILED"), (5.9, "warning"), (-8, "ok"), (-290, "ok"), (-307, "FAILED")],
+)
+def test_the_clocks_of_site_and_server(
+    late: float, status: str, keys: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A SuperLink accepts nodes whose clock is less than 5 s ahead of its own, or less than 305 s behind."""
+    monkeypatch.setattr(Healthy, "late", late)
+    with served(keys) as address:
+        code, found = check(capsys, "--root-certificates", keys / "ca.crt", "--superlink", address)
+    assert found["clock"]["status"] == status
+    assert code == (status == "FAILED")
+    assert ("ahead of the server's" if late >= 0 else "behind the server's") in found["clock"]["found"]
+    if status != "ok":
+        assert "rejects a node 5 s ahead or 305 s behind" in found["clock"]["found"]
+        assert "NTP" in found["clock"]["cure"]
 
 
 def test_every_check_is_a_line_with_its_cure(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
