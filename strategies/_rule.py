@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
@@ -26,7 +26,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
+from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
 from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
@@ -38,6 +38,7 @@ from fedbn_flwr.messages.gate import (
     one_line,
     partition_of,
     read_reply,
+    reason_of,
     record_problems,
     refused,
 )
@@ -241,6 +242,13 @@ class Rule(Strategy):
         self.begin(num_rounds, initial_arrays)
         return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
 
+    def initialize_parameters(self, client_manager: object) -> NoReturn:
+        """The first call of a server of Flower's old API."""
+        raise SettingsError(
+            f"{self} is not a strategy of Flower's old API, of which ServerApp(server_fn=...) starts a "
+            'server; call start() in a function under @app.main() (docs/plugin.md, "From Flower\'s old API")'
+        )
+
 
 class Leaf(Rule):
     """The innermost rule of a chain: it chooses the clients, and knows them by their partitions."""
@@ -335,7 +343,7 @@ class Leaf(Rule):
             node = reply.metadata.src_node_id
             try:
                 if reply.has_error():
-                    raise MessageError(str(reply.error.reason))
+                    raise MessageError(reason_of(reply))
                 answered[node] = partition_of(reply.content)
                 found = read_reply(reply, self.arrayrecord_key, records)
                 if reason := problem(found):
@@ -439,3 +447,23 @@ def require_norm(rule: Rule, needed: Collection[Role], arrays: ArrayRecord, use:
             f"{rule} {use}, and the model has none (no key ends in running_mean); use {instead}, or "
             "a model with model.norm=bn"
         )
+
+
+# The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.
+OLD_NAMES = {
+    "fraction_fit": "fraction_train",
+    "min_fit_clients": "min_train_nodes",
+    "min_evaluate_clients": "min_evaluate_nodes",
+    "min_available_clients": "min_available_nodes",
+    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
+    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
+    "on_fit_config_fn": "train_config of start()",
+    "on_evaluate_config_fn": "evaluate_config of start()",
+    "evaluate_fn": "evaluate_fn of start()",
+    "initial_parameters": "initial_arrays of start()",
+}
+
+
+def unknown_argument(strategy: str, key: str, known: Iterable[str]) -> TypeError:
+    hint = f"did you mean {OLD_NAMES[key]}?" if key in OLD_NAMES else did_you_mean(key, known)
+    return TypeError(f"{strategy} has no argument {key!r}; {hint}")

@@ -12,9 +12,10 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -32,7 +33,7 @@ from fedbn_flwr.messages.arrays import record_of, unpack
 from fedbn_flwr.messages.gate import Reply, common_metrics, gate, metrics_of, number_problem, partition_of
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ._rule import Leaf, Round, refuse_bounds
+from ._rule import Leaf, Round, refuse_bounds, unknown_argument
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
@@ -71,7 +72,10 @@ class FedAvg(Leaf, FlowerFedAvg):
         seed: int = 0,
         node_timeout: float = 600,
         bounds: Any = None,
+        **options: Never,
     ) -> None:
+        if options:
+            raise unknown_argument(type(self).__name__, next(iter(options)), inspect.signature(FedAvg).parameters)
         Leaf.__init__(self)
         FlowerFedAvg.__init__(
             self, fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,

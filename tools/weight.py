@@ -81,8 +81,9 @@ def names() -> dict[str, list[str]]:
 
     fields = {each.__name__: [field.name for field in dataclasses.fields(each)] for each in (Traits, Round)}
     rest = {each.__name__: of(each) for each in (Reply, ClientRule, LocalRound)}
-    fields |= {"Memory": [field.name for field in dataclasses.fields(Rule.Memory)]}
-    return {"Rule": of(Rule, Strategy), **fields, **rest}
+    # No author calls or overrides what a server of Flower's old API calls.
+    of_rule = [name for name in of(Rule, Strategy) if name != "initialize_parameters"]
+    return {"Rule": of_rule, "Memory": [field.name for field in dataclasses.fields(Rule.Memory)], **fields, **rest}
 
 
 Way = tuple[set[str], set[str], int]

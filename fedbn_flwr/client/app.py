@@ -81,6 +81,18 @@ class _App(ClientApp):
         if not around.get("query"):
             self.exchange = _exchange
 
+    def __call__(self, message: Message, context: Context) -> Message:
+        content = {*message.content} if message.has_content() else set()
+        old = {"fitins.parameters", "evaluateins.parameters"}
+        if message.metadata.message_type.startswith("get_") or old & content:
+            problem = (
+                "the server has a strategy of Flower's old API, flwr.server.strategy, and this client serves those of "
+                'flwr.serverapp.strategy (docs/plugin.md, "From Flower\'s old API")'
+            )
+            log_once(ERROR, f"a client could not answer: {problem}{_ONLY_LOGGED}")
+            raise ClientFailed(f"this client could not answer: {problem}")
+        return super().__call__(message, context)
+
     def __reduce__(self) -> tuple[Callable[..., ClientApp], tuple[Any, ...]]:
         return _App, self._given  # its handlers cannot be pickled
 

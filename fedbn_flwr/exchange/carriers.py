@@ -26,7 +26,7 @@ from fedbn_flwr.extensions import parts
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import configs_in, pack
-from fedbn_flwr.messages.gate import gate, sent_model
+from fedbn_flwr.messages.gate import gate, reason_of, sent_model
 
 from .codec import Agreement, Contribution, contribution_from_records, numbers_of
 
@@ -121,7 +121,7 @@ class ByMessages:
 
 def _answer(reply: Message) -> Contribution | str:
     if reply.has_error():
-        return str(reply.error.reason)
+        return reason_of(reply)
     try:
         return contribution_from_records(reply.content)
     except MessageError as error:

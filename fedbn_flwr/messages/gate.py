@@ -293,6 +293,25 @@ def overflow(arrays: Arrays, sent: Arrays) -> str | None:
 # --- errors, and changed messages --------------------------------------------
 
 
+# What Flower's errors mean for ClientApps without a handler, by a part of their text.
+_NO_HANDLER = {
+    # KeyError for 'fitins.parameters' or 'evaluateins.parameters'
+    "ins.parameters'": (
+        "its ClientApp was made with a client_fn, which serves servers of Flower's old API only; make it by "
+        'fedbn_flwr.client_app (docs/plugin.md, "From Flower\'s old API")'
+    ),
+    "No query function registered with name 'cohort'": (
+        "its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app"
+    ),
+}
+
+
+def reason_of(reply: Message) -> str:
+    """The reason of an error reply that has passed the gate."""
+    reason = str(reply.error.reason)
+    return next((cure for text, cure in _NO_HANDLER.items() if text in reason), reason)
+
+
 def refused(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECONDITION) -> Message:
     """The reply as an error with this reason; the original keeps its content."""
     # Not Message(error, reply_to=...), which would change the reply's metadata.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -41,6 +42,7 @@ from fedbn_flwr.strategies import (
     SiloBN,
     Standalone,
 )
+from strategies._rule import OLD_NAMES
 from tests.support.command import ROOT, python_blocks
 from tests.support.foreign import Foreign as ForeignClient
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
@@ -348,19 +350,25 @@ def test_a_strategy_of_the_old_api_is_not_wrapped() -> None:
         FixBN(FedAvg)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("make", [FedTAN, lambda: FixBN(FedAvg())])
+def test_an_old_server_refuses_our_strategies(federation: Federations, make: Any) -> None:
+    with pytest.raises(SettingsError, match=r"is not a strategy of Flower's old API.*call start\(\) .* @app.main\(\)"):
+        old_server(make(), federation((8, 12)).grid())
+
+
 @pytest.mark.parametrize("make", [FedAvg, Scaffold, lambda: FixBN(flower.FedAvg(), freeze_round=0)])
-def test_a_round_of_clients_of_the_old_api_fails(federation: Federations, make: Any) -> None:
+def test_clients_of_the_old_api_are_named_as_such(federation: Federations, make: Any) -> None:
     fed = federation((8, 12))
     app = ClientApp(client_fn=lambda context: fed.make_client(context).to_client())
-    with pytest.raises(RunFailed, match=r"node 1: .*ins\.parameters"):
+    with pytest.raises(RunFailed, match=r"node 1: its ClientApp was made with a client_fn, .*client_app \(docs"):
         make().start(LocalGrid(app, 2), fed.arrays(), num_rounds=1)
 
 
 def test_our_clients_refuse_a_server_of_the_old_api(
     federation: Federations, flower_log: pytest.LogCaptureFixture
 ) -> None:
-    fed, reason = federation((8, 12)), "its array '0' is declared as '' of shape ()"
-    with pytest.raises(ValueError, match="Invalid message type: get_parameters"):
+    fed, reason = federation((8, 12)), "the server has a strategy of Flower's old API"
+    with pytest.raises(ValueError, match=reason):
         old_server(old.FedAvg(), fed.grid())
     grid = RecordingGrid(fed.app(), 2)
     first = ndarrays_to_parameters([*unpack(fed.arrays()).values()])
@@ -368,6 +376,24 @@ def test_our_clients_refuse_a_server_of_the_old_api(
     assert len(grid.errors()) == 4, "two to train and two to evaluate"
     assert all(reason in error for error in grid.errors())
     assert reason in flower_log.text, "Flower's server continues without a word"
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda: FedAvg(fraction_fit=0.5), "FedAvg has no argument 'fraction_fit'; did you mean fraction_train?"),  # type: ignore[call-arg]
+        (lambda: FedBN(on_fit_config_fn=None), "did you mean train_config of start()?"),
+        (lambda: FedTAN(min_train_node=3), "did you mean 'min_train_nodes'? known: arrayrecord_key, "),
+    ],
+)
+def test_arguments_of_the_old_api_are_named(make: Any, hint: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(hint)):
+        make()
+
+
+def test_names_of_the_old_api_are_those_of_its_fedavg() -> None:
+    names = {*inspect.signature(old.FedAvg.__init__).parameters} - {*inspect.signature(flower.FedAvg).parameters}
+    assert {*OLD_NAMES} == names - {"self", "accept_failures", "inplace"}
 
 
 @pytest.mark.parametrize("make", [FedBN, SiloBN, Scaffold])
@@ -544,7 +570,7 @@ def test_fedtan_refuses_the_template_s_client(project: Project) -> None:
         start(FedTAN(), project)
     words = str(caught.value)
     assert words.startswith("round 1, exchange 1: 0 of 4 clients sent a usable reply, 2 are needed:")
-    lack = "No query function registered with name 'cohort'"
+    lack = "its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app"
     assert words.count(lack) == CLIENTS
 
 

@@ -27,7 +27,7 @@ from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import fault
 from fedbn_flwr.messages.arrays import metrics_in, unpack
-from fedbn_flwr.messages.gate import arrays_of, number_of, partition_of
+from fedbn_flwr.messages.gate import arrays_of, number_of, partition_of, reason_of
 from fedbn_flwr.norms.variants import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.schema import refuse
@@ -108,7 +108,7 @@ def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> lis
 
 def failures(run: Settings, asked: int, replies: Sequence[Message]) -> list[str]:
     """The problems of the nodes that replied with an error, and of those asked that did not reply."""
-    found = [f"node {reply.metadata.src_node_id}: {reply.error.reason}" for reply in replies if reply.has_error()]
+    found = [f"node {reply.metadata.src_node_id}: {reason_of(reply)}" for reply in replies if reply.has_error()]
     silent = asked - len(replies)
     return [*found, f"{silent} nodes did not answer within {run.engine.timeout:g} s"] if silent > 0 else found
 

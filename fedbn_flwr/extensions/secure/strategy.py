@@ -33,7 +33,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
-from fedbn_flwr.messages.gate import Reply, gate, read_reply, refused, sent_model, with_content
+from fedbn_flwr.messages.gate import Reply, gate, read_reply, reason_of, refused, sent_model, with_content
 from fedbn_flwr.norms.roles import is_variance
 from fedbn_flwr.strategies import Round, Wrapper
 
@@ -269,7 +269,7 @@ class MaskedRound:
             errors.append(
                 refused(found.pop(node), f"its {odd} differs from that of most clients (missing, form or dtype)")
             )
-        reasons = {_node_of(error): str(error.error.reason) for error in errors}
+        reasons = {_node_of(error): reason_of(error) for error in errors}
         self._check_threshold("masked replies", len(found), len(self._peers), reasons)
         like = values[next(iter(found))]
         total: Array = sum((to_vector(values[node]) for node in found), np.zeros(1, np.uint64))
@@ -320,7 +320,7 @@ class MaskedRound:
         for reply in gate(self.grid.send_and_receive(messages, timeout=self.rule.timeout)):
             node = _node_of(reply)
             if reply.has_error():
-                reasons[node] = str(reply.error.reason)
+                reasons[node] = reason_of(reply)
                 continue
             value = next(iter(client.values_in(reply.content).values()), np.zeros(0))
             if value.dtype != np.uint8 or value.shape != shape:
