@@ -154,7 +154,7 @@ class FedAvg(Leaf, FlowerFedAvg):
 
     # --- receiving ---
 
-    def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
+    def unusable(self, reply: Reply, sent: Arrays) -> str | None:
         unsent = self.traits.unsent
         expected = [key for key, role in roles(sent).items() if role not in unsent] if unsent else None
         return number_problem(reply.metrics, self.weighted_by_key) or fault(reply.arrays, sent, expected)
