@@ -82,8 +82,8 @@ class Traits:
     @property
     def besides(self) -> list[str]:
         """What is sent besides the model's arrays, in words."""
-        size = "as large as the parameters: up in each round, down from round 2 on"
         exchanged = ["statistics of batches, in each batch norm of a round's first step"] if self.min_batch else []
+        size = "as large as the parameters: up in each round, down from round 2 on"
         return [f"record `{name}`, {size}" for name in self.records] + exchanged
 
     @property
@@ -179,17 +179,13 @@ class Rule(Strategy):
         records = {name: keys.pop(name, None) for name in self.traits.records}
         return keys, {name: pack(values) for name, values in records.items() if values}
 
-    def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
-        """The reason why a reply does not have what the messages of the round ask for, or None."""
-        return self.chain[-1]._unusable(reply, sent)
-
     def _accepted(self, round: Round, replies: Iterable[Message]) -> Sequence[Reply]:
         """The replies that every rule of the chain, which this one is the outermost of, can use."""
         leaf, sent, names = self.chain[-1], unpack(round.arrays), self.traits.records
         replies = leaf.arrived(replies)
 
         def problem(reply: Reply) -> str | None:
-            found = self._unusable(reply, sent)
+            found = leaf.unusable(reply, sent)
             for rule in self.chain:
                 found = found or rule.problem(round, reply)
             return found
@@ -303,6 +299,9 @@ class Leaf(Rule):
 
     def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         """The metrics of an evaluation, of all clients together; the metric `key` weights the replies."""
+
+    def unusable(self, reply: Reply, sent: Arrays) -> str | None:
+        """The reason why a reply does not have what the messages of the round ask for, or None."""
 
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         """The reasons to refuse replies that show only beside those of the other clients, by node."""

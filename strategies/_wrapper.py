@@ -232,7 +232,7 @@ class Foreign(Leaf):
 
         return [with_arrays(message, whole) for message in messages] if self.hidden else messages
 
-    def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
+    def unusable(self, reply: Reply, sent: Arrays) -> str | None:
         of_form = fault(reply.arrays, sent) if self.hidden else None  # `MeanStatistics` needs all arrays
         if not self.weighs:
             return of_form

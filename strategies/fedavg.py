@@ -13,7 +13,7 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import WARNING
 from typing import Any, Never
 
@@ -54,7 +54,6 @@ class FedAvg(Leaf, FlowerFedAvg):
     """
 
     lacks = {}
-    expected: Collection[str] | None = None  # the keys of the arrays that clients send back; None: those of the model
 
     def __init__(
         self,
@@ -98,11 +97,9 @@ class FedAvg(Leaf, FlowerFedAvg):
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
         keys, records = self._additions(round)
-        if kept := self.traits.kept:
-            of = roles(arrays)  # which may lack counters
-            self.expected = [key for key, role in of.items() if role not in self.traits.unsent]
-            returned = {role for role in of.values() if kept.get(role)}
-            keys |= {protocol.RETURN: protocol.join(returned)} if returned else {}
+        kept = self.traits.kept
+        if any(kept.values()):  # roles of the model, which may lack counters
+            keys[protocol.RETURN] = protocol.join({role for role in roles(arrays).values() if kept.get(role)})
         return self._messages(round, records, keys, nodes, MessageType.TRAIN)
 
     def configure_evaluate(
@@ -161,8 +158,10 @@ class FedAvg(Leaf, FlowerFedAvg):
 
     # --- receiving ---
 
-    def _unusable(self, reply: Reply, sent: Arrays) -> str | None:
-        return number_problem(reply.metrics, self.weighted_by_key) or fault(reply.arrays, sent, self.expected)
+    def unusable(self, reply: Reply, sent: Arrays) -> str | None:
+        unsent = self.traits.unsent
+        expected = [key for key, role in roles(sent).items() if role not in unsent] if unsent else None
+        return number_problem(reply.metrics, self.weighted_by_key) or fault(reply.arrays, sent, expected)
 
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         """Statistics must be within the bounds."""

@@ -52,10 +52,9 @@ class MeanStatistics(Wrapper):
     def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "median"] = "mean") -> None:
         super().__init__(strategy)
         if OF_NORMS & self.traits.unsent:
-            inside = self._inside
             raise SettingsError(
-                f"MeanStatistics has nothing to combine around this {inside}, whose clients do not send batch norm's "
-                f"statistics; use {inside} without it"
+                f"MeanStatistics has nothing to combine around this {strategy}, whose clients do not send batch norm's "
+                f"statistics; use {strategy} without it"
             )
         if statistics == "median":
             self.lacks = {**self.lacks, "mean": "takes the median of the clients' statistics"}

@@ -69,6 +69,12 @@ class FlatArrays(Mapping[str, NDArray[Any]]):
     def __len__(self) -> int:
         return len(self.layout.places)
 
+    def __or__(self, other: Values) -> dict[str, NDArray[Any]]:
+        return {**self, **other}
+
+    def __ror__(self, other: Values) -> dict[str, NDArray[Any]]:
+        return {**other, **self}
+
     __eq__, __hash__ = object.__eq__, object.__hash__  # the methods of Mapping would compare the arrays
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -155,6 +155,14 @@ def test_data_cannot_be_replaced() -> None:
         array.data = FlowerArray(np.zeros(3)).data
 
 
+def test_blocks_combine_like_dicts() -> None:
+    block = unpack(pack(MODEL))
+    assert isinstance(block, FlatArrays)
+    one = np.ones(1)
+    same(block | {"more": one}, MODEL | {"more": one})
+    same({"more": one} | block, {"more": one} | MODEL)
+
+
 @pytest.mark.parametrize(
     "value",
     [
