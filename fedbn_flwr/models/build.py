@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -98,10 +97,10 @@ def build_model(
     shape = None if input_shape is None else tuple(input_shape)
     offered = {"in_channels": in_channels, "image_size": size, "input_shape": shape, "num_tokens": num_tokens}
     offered = {key: value for key, value in offered.items() if value is not None}
-    make: Callable[..., nn.Module] = partial(_own, name) if is_name(name) else MODELS[name]
-    own = {"num_outputs": num_classes} if is_name(name) else {"stem": stem}  # networks of the user have one stem
-    given = accepted(load("model.name", name) if is_name(name) else make, {**offered, **own})
-    if not is_name(name) and shape is not None:
+    own = is_name(name)  # those of the user have one stem
+    make = load("model.name", name) if own else MODELS[name]
+    given = accepted(make, {**offered, "num_outputs": num_classes} if own else {**offered, "stem": stem})
+    if not own and shape is not None:
         _check_shape(name, shape, num_tokens)
     if stem != "auto" and "stem" not in given:
         choice = ", ".join(key for key, build in MODELS.items() if accepted(build, {"stem": stem}))
@@ -110,7 +109,12 @@ def build_model(
         raise SettingsError(
             f"model.weights is {weights!r}, but norm 'fixup' draws weights of its own; use another norm"
         )
-    model = make(num_classes, **given)
+    if own:
+        classes = {} if "num_outputs" in given else {"num_classes": num_classes}
+        model = own_module("model.name", name, **classes, **given)
+        check_tensors(model)  # a trial would give layers of unknown size theirs
+    else:
+        model = make(num_classes, **given)
     state = {} if weights is None else read_weights(weights)
     has_batch_norm = Role.STATISTICS in roles(state).values()
     if has_batch_norm:  # other norms get the trained gamma and beta
@@ -133,14 +137,6 @@ def _check_shape(name: str, shape: tuple[int, ...], num_tokens: int | None) -> N
             f"model.name={name!r} takes images, [channels, height, width], but these inputs have the shape "
             f"{list(shape)}; use mlp, for series [channels, time] cnn1d, or module:callable"
         )
-
-
-def _own(name: str, num_classes: int, **options: Any) -> nn.Module:
-    """What the callable that `name` refers to returns, called with the number of outputs and these options."""
-    classes = {} if "num_outputs" in options else {"num_classes": num_classes}
-    model = own_module("model.name", name, **classes, **options)
-    check_tensors(model)  # a trial would give layers of unknown size theirs
-    return model
 
 
 def describe_models() -> dict[str, str]:
