@@ -61,14 +61,14 @@ class NodeWorker(ABC):
             self.launch()
             self.then = self._started
 
-    def _started(self, _: None, lost: str) -> None:
-        self.is_ready = not lost
+    def _started(self, problem: str | None, lost: str) -> None:
+        self.is_ready = not (problem or lost)
         self._failures = 0 if self.is_ready else self._failures + 1
-        if lost:
-            log(WARNING, "a worker could not be started: %s", lost)
+        if not self.is_ready:
+            log(WARNING, "a worker could not be started: %s", problem or lost)
             self.close()
         if self._failures == _STARTS:
-            self.problem = lost
+            self.problem = problem or lost
 
     def proceed(self) -> None:
         """Pass on the result of the current job, as soon as there is one."""
@@ -89,7 +89,7 @@ class NodeWorker(ABC):
 
     @abstractmethod
     def receive(self) -> tuple[Any, str]:
-        """The result of the current job, of the start None, or why it is lost."""
+        """The result of the current job (of the start: why it cannot serve, or nothing), or why it is lost."""
 
     @abstractmethod
     def close(self) -> None:
@@ -183,6 +183,18 @@ class Worker(NodeWorker):
         self.process, self.then, self.is_ready = None, None, False
 
 
+def fork_problem() -> str | None:
+    """Why this forked process cannot train: PyTorch refuses if its parent has threads that compute gradients."""
+    try:
+        torch.zeros((), requires_grad=True).backward()
+    except RuntimeError:
+        return (
+            "PyTorch cannot train in copies of this process, which has trained a compiled model or on a GPU; start a "
+            "new process, or use workers=0"
+        )
+    return None
+
+
 def _end_with(parent: int) -> None:
     """End this process when its parent was killed, although a client may still be training."""
     while os.getppid() == parent:
@@ -195,7 +207,7 @@ def _serve(nodes: object, end: socket.socket) -> None:
     torch.get_rng_state()  # takes the lock of PyTorch's generator
     sys.stdout.flush()
     sys.stderr.flush()
-    channel = Channel(end)
+    channel, problem = Channel(end), fork_problem()
     threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     keep_freed_memory()
     # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
@@ -203,7 +215,7 @@ def _serve(nodes: object, end: socket.socket) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is not for this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
-        channel.send(None)
+        channel.send(problem)
         while True:
             _serve_next(nodes, channel)
 
