@@ -27,7 +27,6 @@ def smoke_runs(name: str) -> Iterator[Experiment]:
 
 
 def changes(run: Settings) -> dict[str, Any]:
-    unseen = min(run.evaluate.unseen, 1)
     clients = min(run.clients, CLIENTS)
     classes = CATALOGUE[run.data.name].classes
     found = {
@@ -40,12 +39,11 @@ def changes(run: Settings) -> dict[str, Any]:
         "data.random": True,
         "train.lr": 0.001,  # with statistics frozen after a few steps, larger ones diverge
         "train.batch_size": min(run.train.batch_size, BATCH),
-        "train.schedule": {"warmup": 0, "milestones": [0.5, 0.75]},
+        "train.schedule.milestones": [0.5, 0.75],
         "evaluate.every": 1,
-        "evaluate.unseen": unseen,
         "model.weights": None,
         "model.brn.warmup": 0,
-        "strategy": strategy(run.strategy, clients - unseen),
+        "strategy": strategy(run.strategy, clients),
         "engine": {"workers": 0, "device": "cpu"},
     }
     found |= {"train.epochs": 1} if run.train.steps is None else {"train.steps": min(run.train.steps, STEPS)}

@@ -227,7 +227,7 @@ def test_partitions_by_class_are_refused(root: Path, kind: str) -> None:
         (
             "",
             ["model.name=resnet20"],
-            r"'resnet20' returns shape \[2, 19\] .* shape \[2, 19, .* 'cityscapes' has 19 classes and one label per pixel$",
+            r"'resnet20' returns shape \[2, 19\] .* shape \[2, 19, .* has 19 classes and one label per pixel$",
         ),
         ("augment: [flip, rotate]", [], r"data\.augment has \['rotate'\], but 'cityscapes' is segmentation data"),
         ("augment: [resized_crop]", [], r"data\.augment has \['resized_crop'\], but 'cityscapes'"),
