@@ -178,7 +178,15 @@ def check_training(parts: Parts) -> None:
         targets = targets_like(parts.task, shape.classes, 2 * shape.classes, (2, 2) if shape.dense else ())
         size = targets.shape[1:] if shape.dense else ()
         outputs = torch.randn(len(targets), shape.outputs, *size, generator=torch.Generator().manual_seed(0))
-        _check_metrics(parts.task, parts.metrics, outputs, targets)
+        measurement = Measurement(parts.task, parts.metrics)
+        measurement.add(outputs, targets)
+        try:
+            measurement.values(strict=True)
+        except Exception as error:
+            raise SettingsError(
+                f"evaluate.metrics: a metric of {', '.join(map(name_of, parts.metrics))} failed for outputs "
+                f"{list(outputs.shape)} and targets {list(targets.shape)}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _check_strategy(run: Settings, rule: Rule) -> None:
@@ -205,10 +213,8 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
 
 
 def _check_names(task: Task, metrics: Sequence[Metric]) -> None:
-    try:
+    with naming("evaluate.metrics"):
         check_metrics(task, metrics)
-    except SettingsError as error:
-        raise SettingsError(f"evaluate.metrics: {error}") from None
     names = [name_of(metric) for metric in metrics]
     for name, metric in zip(names, metrics, strict=True):
         if names.count(name) > 1:
@@ -218,18 +224,6 @@ def _check_names(task: Task, metrics: Sequence[Metric]) -> None:
                 f"evaluate.metrics: a function is called {name!r}, and a run reports another figure under this name; "
                 f"rename the function, for instance to my_{name}"
             )
-
-
-def _check_metrics(task: Task, metrics: Sequence[Metric], outputs: Tensor, targets: Tensor) -> None:
-    measurement = Measurement(task, metrics)
-    measurement.add(outputs, targets)
-    try:
-        measurement.values(strict=True)
-    except Exception as error:
-        raise SettingsError(
-            f"evaluate.metrics: a metric of {', '.join(map(name_of, metrics))} failed for outputs "
-            f"{list(outputs.shape)} and targets {list(targets.shape)}: {type(error).__name__}: {error}"
-        ) from error
 
 
 def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:
@@ -256,54 +250,54 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
 
 
 def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inputs: Value) -> None:
-    size = main(inputs).shape[2:]
     mode = " in training mode" if model.training else ""
     try:
         with torch.set_grad_enabled(model.training):
-            logits = model(inputs)
+            outputs = model(inputs)
     except Exception as error:  # the network may be the user's
-        reason = " ".join(str(error).split())[:200]
-        if not isinstance(error, RuntimeError | ValueError):
-            reason = f"{type(error).__name__}: {reason}"
         raise SettingsError(
             f"model.name={run.model.name!r} does not take the {_described(inputs)} examples of "
-            f"{run.data.name!r}{mode}: {reason}"
+            f"{run.data.name!r}{mode}: {named.in_a_line(error)}"
         ) from None
-    found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-    expected = [2, dataset.outputs, *(size if dataset.dense else ())]
-    of_pixels = isinstance(logits, Tensor) and logits.ndim > 2
+    if dataset.task is SEVERAL:  # only the user knows the outputs and targets
+        return
+    expected = [2, dataset.outputs, *(main(inputs).shape[2:] if dataset.dense else ())]
     # A model with one output may leave out its dimension.
-    forms = (expected, [2]) if dataset.outputs == 1 and not dataset.dense else (expected,)
-    is_right = isinstance(logits, Tensor) and list(logits.shape[: len(expected)]) in forms
-    is_right = is_right and of_pixels == dataset.dense
-    if model.training and (is_right or has_own_loss(run)):
+    forms = [expected, [2]] if expected == [2, 1] else [expected]
+    found = f"shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+    is_right = isinstance(outputs, Tensor) and list(outputs.shape) in forms
+    if not is_right and not (model.training and has_own_loss(run)):
+        advice = ", or a train.loss of your own that takes what the model returns" if model.training else ""
+        raise SettingsError(
+            f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples; expected shape {expected}"
+            f", as {run.data.name!r} has {dataset.classes} {_COUNTED[dataset.task.form]} per "
+            f"{'pixel' if dataset.dense else 'example'}{advice}"
+        )
+    if model.training:
         targets = targets_like(dataset.task, dataset.classes, 2, expected[2:]).to(main(inputs).device)
         given = f"what model.name={run.model.name!r} returns{mode} ({found}) and targets {list(targets.shape)}"
-        asked = f"train.loss={name_in(run.train.loss or dataset.task.losses[0])!r}, given {given},"
-        try:
-            value: Any = plain_loss(run, dataset.task)(logits, targets)
-        except Exception as error:
-            raise SettingsError(f"{asked} failed: {type(error).__name__}: {error}") from error
-        if not (isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad):
-            other = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise SettingsError(
-                f"{asked} returned {other}; expected a differentiable scalar tensor, the mean over the examples"
-            )
-        return
-    if is_right:
-        return
-    advice = ", or a train.loss of your own that takes what the model returns" if model.training else ""
-    if of_pixels and not dataset.dense:
-        advice = " and one label per example; use a classifier, such as resnet18, or segmentation data"
-    elif isinstance(logits, Tensor) and logits.ndim == 2 and dataset.dense:
-        advice = " and one label per pixel; use a segmentation network, such as deeplabv3plus_mobilenet_v2"
-    raise SettingsError(
-        f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples; expected shape {expected}, as "
-        f"{run.data.name!r} has {dataset.classes} {_COUNTED[dataset.task.form]}{advice}"
-    )
+        _try_loss(run, dataset.task, outputs, targets, given)
 
 
-_COUNTED = {"classes": "classes", "labels": "labels", "numbers": "numbers to predict", "": "targets"}
+def _try_loss(run: Settings, task: Task, outputs: Any, targets: Tensor, given: str) -> None:
+    asked = f"train.loss={name_in(run.train.loss or task.losses[0])!r}, given {given},"
+    try:
+        value: Any = plain_loss(run, task)(outputs, targets)
+    except Exception as error:
+        raise SettingsError(f"{asked} failed: {type(error).__name__}: {error}") from error
+    if not (isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad):
+        other = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise SettingsError(
+            f"{asked} returned {other}; expected a differentiable scalar tensor, the mean over the examples"
+        )
+
+
+_COUNTED = {
+    "classes": "classes and one label",
+    "labels": "labels",
+    "numbers": "numbers to predict",
+    "": "targets",
+}
 
 
 def _described(inputs: Value) -> str:

@@ -39,7 +39,7 @@ def changes(run: Settings) -> dict[str, Any]:
         "data.random": True,
         "train.lr": 0.001,  # with statistics frozen after a few steps, larger ones diverge
         "train.batch_size": min(run.train.batch_size, BATCH),
-        "train.schedule": {"milestones": [0.5, 0.75]},
+        "train.schedule.milestones": [0.5, 0.75],
         "evaluate.every": 1,
         "model.weights": None,
         "model.brn.warmup": 0,

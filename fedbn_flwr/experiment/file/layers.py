@@ -17,7 +17,7 @@ from fedbn_flwr.results.yaml_text import DEPTH, parse_yaml
 
 from ..faults import KEYS_OF_A_FILE, check_settings, naming
 from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue
-from .content import WHOLE, checked_mapping, merge, nested, put, read_content, without, written_out
+from .content import checked_mapping, merge, nested, put, read_content, without, written_out
 from .expansion import (
     LISTS,
     MOST,
@@ -47,13 +47,7 @@ def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
 
 def from_run_config(run_config: Mapping[str, Any]) -> Experiment:
     """The experiment of a Flower run, from `experiment` and `set` of its run config."""
-    return _from_run_config(str(run_config["experiment"]), str(run_config.get("set", "")))
-
-
-# Cached, because a client is made for each message.
-@functools.lru_cache(maxsize=8)
-def _from_run_config(source: str, changes: str) -> Experiment:
-    return load_experiment(source, split_changes(changes))
+    return load_experiment(str(run_config["experiment"]), split_changes(str(run_config.get("set", ""))))
 
 
 def merged(layers: Iterable[Layer]) -> dict[str, Any]:
@@ -162,14 +156,6 @@ def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Colle
         settings["cell"] = cell.model_copy(update={"row": own}).model_dump()
     planned, found = (flat_settings(each) for each in (merged(layers[:-1]), settings))
     changed = [key for key in sorted(compared) if found.get(key) != planned.get(key)]
-    variant = flat_settings(row.layers[-1].settings)
-    for key in changed:
-        if key in variant and key.rpartition(".")[2] in WHOLE.values():
-            raise SettingsError(
-                f"{key} is {variant[key]!r} in this run, which its label says; an override must not replace "
-                f"it by {found.get(key)!r}. Leave the override out, select other runs with only=LABEL, or copy the "
-                "experiment and change its runs"
-            )
     more = [f"{key}={found[key]}" for key in changed if key in found]
     return {**settings, "label": ", ".join([label, *values_in_words(cell), *more])}
 
