@@ -24,9 +24,8 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.norms.statistics import reestimate
-from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.clients import is_count, spread
-from fedbn_flwr.tasks import Task, goodness
+from fedbn_flwr.tasks import goodness
 
 from ..data import rows_by_domain
 from ..parts import Parts, plain_loss
@@ -151,23 +150,20 @@ class Best(Listener):
     It follows from the history, so a resumed run has the same.
     """
 
-    def __init__(self, folder: RunFolder, task: Task) -> None:
-        self.folder, self.main = folder, task.main
-        self.best = -math.inf  # how good the best round is
-
     def on_start(self, running: Running, at: Round) -> None:
-        for line in self.folder.history():
-            self._is_best(line)
+        self.best = -math.inf  # how good the best round is
+        for line in running.folder.history():
+            self._is_best(running, line)
 
     def on_round(self, running: Running, at: Round) -> Round:
-        if self._is_best(at.line):
+        if self._is_best(running, at.line):
             at = at.with_figures({"best_round": at.number}, {}, is_best=running.prepared.rule.traits.has_global_model)
         return at
 
-    def _is_best(self, line: Mapping[str, Any]) -> bool:
+    def _is_best(self, running: Running, line: Mapping[str, Any]) -> bool:
         """Whether the round of this line of the history is the best so far."""
-        figure = line.get(f"validation_{self.main}")
-        found = -math.inf if figure is None else goodness(self.main, figure)
+        main = running.prepared.task.main
+        found = goodness(main, line.get(f"validation_{main}", math.nan))
         is_best = found > self.best
         self.best = max(self.best, found)
         return is_best
