@@ -244,7 +244,7 @@ def run_experiment(
                 problem = ""
                 try:
                     run_at(place, progress.begin(place))
-                except (RunFailed, SettingsError) as error:  # another process may be writing the folder
+                except (RunFailed, SettingsError, StorageError) as error:  # another process may write the folder
                     if len(folders) == 1:
                         raise
                     # Divergence is a result too: the remaining runs are still carried out.
