@@ -223,7 +223,8 @@ def run_experiment(
             folder = folders[place]
             item = prepared.pop(place)  # a finished strategy would keep the model of its last round
             given = experiment.runs[place].model_dump(mode="json")
-            about = {"data_commit": item.dataset and item.dataset.commit, "runs_at_the_same_time": jobs}
+            commit = None if item.dataset is None else item.dataset.commit
+            about = {"data_commit": commit, "runs_at_the_same_time": jobs}
             with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
                 # Another process may have begun this run while this one was loading data.
                 folder.check(given, resume=resume)
