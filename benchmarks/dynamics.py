@@ -24,6 +24,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.ledger import MeteredGrid
 
 CASES = {
     "cnn, 5 clients, 1 step": "{clients: 5, model: {name: cnn}, train: {steps: 1}}",
@@ -54,8 +55,8 @@ def percentages(text: str, folder: Path) -> list[float]:
         arrays = pack(initial_arrays(prepared.model))
         prepared.rule.begin(ROUNDS, arrays)
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32}
-        running = Running(prepared, grid, identity)  # type: ignore[arg-type]
-        listener = Timed(RunFolder(folder))
+        running = Running(prepared, MeteredGrid(grid), RunFolder(folder), identity)
+        listener = Timed()
         at = Round(0, arrays, arrays)
         listener.on_start(running, at)
         shares = []

@@ -135,12 +135,6 @@ def choose_device(name: str) -> torch.device:
 
 def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
     """The run's model, with initial weights drawn from its seed."""
-    outputs = run.model.classes or dataset.outputs
-    if outputs != dataset.outputs:
-        raise SettingsError(
-            f"model.classes is {outputs}, but {run.data.name!r} has {dataset.classes} classes, for which the model "
-            f"needs {dataset.outputs} outputs"
-        )
     with seeding.streams(seeding.seed_for(run.seed, "initial model")):
         return build_model(**model_arguments(run, dataset), weights=run.model.weights)
 
@@ -152,8 +146,8 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
         "num_classes": dataset.outputs,
         "norm": run.model.norm,
         "in_channels": dataset.channels,
-        "image_size": run.model.image_size or (dataset.size if dataset.is_image else None),
-        "input_shape": None if run.model.image_size else dataset.shape,
+        "image_size": dataset.size if dataset.is_image else None,
+        "input_shape": dataset.shape,
         "num_tokens": dataset.tokens,
         "stem": run.model.stem,
         "groups": run.model.groups,  # each norm uses the options that it has

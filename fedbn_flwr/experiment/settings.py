@@ -27,7 +27,7 @@ from pydantic import (
 
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partitions import KINDS, Options, OwnOptions
-from fedbn_flwr.data.source import Side, Source
+from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.experiment.registry import check_strategy
 from fedbn_flwr.models import build as models
@@ -223,8 +223,6 @@ class Model(Section):
             " refused"
         ),
     )
-    classes: Positive | None = Field(default=None, description="checked against the data")
-    image_size: Side | None = Field(default=None, description="image size in pixels that the network is built for")
     stem: Literal["auto", "small", "large"] = Field(
         default="auto",
         description=(

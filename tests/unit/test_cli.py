@@ -33,7 +33,6 @@ QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
         (["rounds"], ["'rounds'", "key=value"]),
         (["data.name=/no/such/folder"], ["data.name", "/no/such/folder"]),
         (["data.name=digits", "data.classes=7"], ["data.classes is 7", "10 classes"]),
-        (["model.classes=7"], ["model.classes is 7", "10 classes"]),
         (["model.name=resnet21"], ["resnet21", "'resnet20'"]),
         (["model.norm=batchnorm"], ["batchnorm", "bn"]),
         (["model.norm=gn", "model.groups=5"], ["16 channels", "5 groups"]),

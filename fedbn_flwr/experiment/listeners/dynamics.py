@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import number_of, read_reply
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers
-from fedbn_flwr.results.folder import RunFolder
 
 from .listener import Listener, Round, Running
 
@@ -41,11 +40,8 @@ EPS = 1e-5  # PyTorch's default; the arrays do not contain a layer's own
 
 
 class Dynamics(Listener):
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-        self._before: Statistics = {}  # of the previous round; empty if nothing is recorded
-
     def on_start(self, running: Running, at: Round) -> None:
+        self._before: Statistics = {}  # of the previous round; empty if nothing is recorded
         if Role.STATISTICS not in running.prepared.rule.traits.unsent:
             self._before = statistics_in(unpack(at.arrays))
         if not self._before:
@@ -59,7 +55,7 @@ class Dynamics(Listener):
                 replies = {str(number_of(each)): read_reply(each).arrays for each in sorted(at.replies, key=number_of)}
                 clients = {key: distances(statistics_in(arrays), now, DEVIATION) for key, arrays in replies.items()}
                 line = {"round": at.number, "layers": distances(before, now, DRIFT), "clients": clients}
-                self.folder.add_line("norms.jsonl", line)
+                running.folder.add_line("norms.jsonl", line)
         return replace(at, replies=())
 
 

@@ -18,15 +18,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr import strategies
 from fedbn_flwr.client.evaluation import evaluate, key_of
 from fedbn_flwr.data.batches import TestBatches
+from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.norms.statistics import reestimate
-from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.clients import is_count, spread
-from fedbn_flwr.tasks import Task, goodness
+from fedbn_flwr.tasks import goodness
 
 from ..data import rows_by_domain
 from ..parts import Parts, plain_loss
@@ -50,22 +50,6 @@ class Evaluate(Listener):
         self.task, self.metrics = prepared.task, prepared.metrics
         self.loss = plain_loss(run, self.task)
         self.names = (*self.task.figures, *(name_of(key_of(metric)) for metric in self.metrics))
-        self.has_test = prepared.dataset is not None and self.rule.traits.has_global_model
-
-    @functools.cached_property
-    def tests(self) -> dict[str, TestBatches]:
-        """The server's test sets: all examples, those of each domain, and those held out unless clients report them.
-
-        They are made when the sites have agreed on the moments.
-        """
-        run, dataset, normalise = self.prepared.run, self.prepared.dataset, self.prepared.normalise
-        assert dataset is not None
-        test_of = functools.partial(TestBatches, dataset.test, normalise, run.evaluate.batch_size)
-        tests = {"": test_of(), **{f"_{name}": test_of(rows) for name, rows in rows_by_domain(dataset).items()}}
-        if run.evaluate.validation and not self.asks_clients:
-            held = self.prepared.held_out
-            tests[protocol.VALIDATION] = TestBatches(dataset.train, normalise, run.evaluate.batch_size, held)
-        return tests
 
     def on_round(self, running: Running, at: Round) -> Round:
         if not at.is_evaluated:
@@ -79,35 +63,39 @@ class Evaluate(Listener):
             raise RunFailed(f"round {at.number}: the model cannot be evaluated: {reason}") from error
 
     def _evaluate(self, running: Running, at: Round) -> Round:
-        run = running.run
         clients, line = self._on_clients(running, at) if self.asks_clients else ({}, {})
         model = at.model
         if self.rule.traits.has_global_model:
             asked = strategies.Round(at.number, at.arrays, running.identity, running.grid)
             model = self.rule.global_model(asked)
-        if self.has_test:
-            torch.set_num_threads(run.engine.threads)  # the last bits can depend on it
-            tests = dict(self.tests)
-            held = tests.pop(protocol.VALIDATION, None)
-            running.grid.report("test sets evaluated", 0, len(tests))
-            queried = bool(set(model) - set(at.arrays))
-            used = self._load(model, tests[""], queried)
-            line |= self._measure(tests.pop("")) | {"evaluated_with": used}
-            for domain, test in tests.items():
-                measured = self._measure(test)
-                line |= {f"{name}{domain}": value for name, value in measured.items() if name in self.names}
-            if held is not None:
-                self._load(model, held, queried)
-                measured = self._measure(held)
-                keys = measured.keys() & {"loss", self.task.main}
-                line |= {f"validation_{key}": measured[key] for key in sorted(keys, reverse=True)}
-            if self.threads > 1:  # the workers need the memory now, and a model is built in less time than it evaluates
-                self.prepared.release()
-                return_freed_memory()
+        if self.rule.traits.has_global_model and (dataset := self.prepared.dataset) is not None:
+            line |= self._on_server(dataset, model, queried=bool(set(model) - set(at.arrays)))
         else:
             means = {key: line.get(f"clients_{key}") for key in ("loss", *self.names)}
             line |= {key: value for key, value in means.items() if value is not None}
         return at.with_figures(line, clients, model=model)
+
+    def _on_server(self, dataset: DataSet, model: ArrayRecord, *, queried: bool) -> dict[str, Any]:
+        """On all test examples, on those of each domain, and on those held out unless clients report them."""
+        run, normalise = self.prepared.run, self.prepared.normalise
+        batches = functools.partial(TestBatches, normalise=normalise, batch_size=run.evaluate.batch_size)
+        torch.set_num_threads(run.engine.threads)  # the last bits can depend on it
+        test = batches(dataset.test)
+        used = self._load(model, test, queried)
+        line = self._measure(test) | {"evaluated_with": used}
+        for domain, rows in rows_by_domain(dataset).items():
+            measured = self._measure(batches(dataset.test, indices=rows))
+            line |= {f"{name}_{domain}": value for name, value in measured.items() if name in self.names}
+        if run.evaluate.validation and not self.asks_clients:
+            held = batches(dataset.train, indices=self.prepared.held_out)
+            self._load(model, held, queried)
+            measured = self._measure(held)
+            keys = measured.keys() & {"loss", self.task.main}
+            line |= {f"validation_{key}": measured[key] for key in sorted(keys, reverse=True)}
+        if self.threads > 1:  # the workers need the memory now, and a model is built in less time than it evaluates
+            self.prepared.release()
+            return_freed_memory()
+        return line
 
     def _on_clients(self, running: Running, at: Round) -> tuple[ByClient, dict[str, Any]]:
         """The values of each client, and the figures of all."""
@@ -151,23 +139,20 @@ class Best(Listener):
     It follows from the history, so a resumed run has the same.
     """
 
-    def __init__(self, folder: RunFolder, task: Task) -> None:
-        self.folder, self.main = folder, task.main
-        self.best = -math.inf  # how good the best round is
-
     def on_start(self, running: Running, at: Round) -> None:
-        for line in self.folder.history():
-            self._is_best(line)
+        self.best = -math.inf  # how good the best round is
+        for line in running.folder.history():
+            self._is_best(running, line)
 
     def on_round(self, running: Running, at: Round) -> Round:
-        if self._is_best(at.line):
+        if self._is_best(running, at.line):
             at = at.with_figures({"best_round": at.number}, {}, is_best=running.prepared.rule.traits.has_global_model)
         return at
 
-    def _is_best(self, line: Mapping[str, Any]) -> bool:
+    def _is_best(self, running: Running, line: Mapping[str, Any]) -> bool:
         """Whether the round of this line of the history is the best so far."""
-        figure = line.get(f"validation_{self.main}")
-        found = -math.inf if figure is None else goodness(self.main, figure)
+        main = running.prepared.task.main
+        found = goodness(main, line.get(f"validation_{main}", math.nan))
         is_best = found > self.best
         self.best = max(self.best, found)
         return is_best

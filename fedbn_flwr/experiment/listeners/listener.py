@@ -8,7 +8,8 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message
 
-from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.ledger import MeteredGrid
 
 from ..parts import Parts
 from ..settings import Settings
@@ -19,7 +20,8 @@ class Running:
     """What all rounds of a run have in common."""
 
     prepared: Parts
-    grid: GridAround
+    grid: MeteredGrid
+    folder: RunFolder
     # The config keys that name the run to its clients, and those of the moments on which the sites agreed.
     identity: Mapping[str, Any]
 

@@ -181,9 +181,8 @@ class Progress:
 
     def begin(self, place: int) -> Reporter:
         """A run begins in this process, unless its news come from another one."""
-        self._tasks[place] = self._bars.add_task(
-            self._title(place), total=self._rounds[place], text="starting", figures=""
-        )
+        title, total = f"[{place + 1}/{len(self._labels)}] {self._labels[place]}", self._rounds[place]
+        self._tasks[place] = self._bars.add_task(title, total=total, text="starting", figures="")
         self.status("")
         return Reporter(functools.partial(self.news, place), lambda: self.stop_asked)
 
@@ -192,18 +191,18 @@ class Progress:
         self._bars.update(self._all, advance=news.round - task.completed)
         self._bars.update(task.id, completed=news.round, text=news.within or news.figures, figures=news.figures)
         if news.event:
-            self._say_of(place, news.event)
+            self.message(f"{task.description}: {news.event}")
         elif not self._draws and now - self._printed >= _LINES:
             self._printed = now
             left = self._bars.tasks[self._all].time_remaining
             text = f"round {news.round + bool(news.within)}/{task.total:g}  {news.within or news.figures}"
-            self._say_of(place, text + (f"  about {duration(left)} left" if left else ""))
+            self.message(f"{task.description}: {text}" + (f"  about {duration(left)} left" if left else ""))
 
     def end(self, place: int, problem: str = "") -> None:
         """A run is finished, or has ended for this reason."""
         task = self._bars.tasks[self._tasks[place]]
         took = f"{counted(int(task.completed))} in {duration(task.elapsed or 0.0)}  {task.fields['figures']}".rstrip()
-        self._say_of(place, problem or took)
+        self.message(f"{task.description}: {problem or took}")
         self._bars.update(self._all, advance=task.remaining)
         self._bars.update(task.id, visible=False)
 
@@ -216,12 +215,6 @@ class Progress:
             except BrokenPipeError:  # its reader has ended, for instance `| head`; the run continues
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 self._quiet = True
-
-    def _title(self, place: int) -> str:
-        return f"[{place + 1}/{len(self._labels)}] {self._labels[place]}"
-
-    def _say_of(self, place: int, text: str) -> None:
-        self.message(f"{self._title(place)}: {text}")
 
 
 def counted(rounds: int) -> str:

@@ -15,7 +15,6 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.results.folder.checkpoint import Snapshot
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary
 from fedbn_flwr.strategies import Rule, state_of
 from fedbn_flwr.tasks import CLASSIFICATION
@@ -27,36 +26,32 @@ from .listener import Listener, Round, Running
 
 
 class History(Listener):
-    def __init__(self, folder: RunFolder, ledger: MeteredGrid) -> None:
-        self.folder = folder
-        self.ledger = ledger
-
     def on_start(self, running: Running, at: Round) -> None:
         self.mark = time.monotonic()
         self.summary = begin_summary(running.prepared)
         with suppress(UserError):  # a damaged summary is written again
-            if (before := self.folder.summary()) is not None:
+            if (before := running.folder.summary()) is not None:
                 self.summary.notes = before.notes  # until the next round begins or ends
-        for line in self.folder.history():
+        for line in running.folder.history():
             self.summary.account(line)
-        self.folder.write_summary(self.summary)
+        running.folder.write_summary(self.summary)
 
     def on_messages(self, running: Running) -> None:
         rule = running.prepared.rule
         if promises := promises_of(rule):
-            self.folder.write_promises(promises)
+            running.folder.write_promises(promises)
             self.summary.notes = dict(rule.notes())  # should this process be killed
-            self.folder.write_summary(self.summary)
+            running.folder.write_summary(self.summary)
 
     def on_round(self, running: Running, at: Round) -> Round:
         now = time.monotonic()
-        at = at.with_figures({**vars(self.ledger.take()), "seconds": now - self.mark}, {})
+        at = at.with_figures({**vars(running.grid.take()), "seconds": now - self.mark}, {})
         self.mark = now
-        self.folder.add_line("history.jsonl", at.line)
-        self.folder.add_line("clients.jsonl", {"round": at.number, "clients": dict(sorted(at.clients.items()))})
+        running.folder.add_line("history.jsonl", at.line)
+        running.folder.add_line("clients.jsonl", {"round": at.number, "clients": dict(sorted(at.clients.items()))})
         self.summary.account(at.line)
         self.summary.notes = dict(running.prepared.rule.notes())
-        self.folder.write_summary(self.summary)
+        running.folder.write_summary(self.summary)
         return at
 
     def on_end(self, running: Running, error: BaseException | None) -> None:
@@ -67,7 +62,7 @@ class History(Listener):
             self.summary.status = "interrupted"
         else:
             self.summary.status, self.summary.error = "failed", str(error)
-        self.folder.write_summary(self.summary)
+        running.folder.write_summary(self.summary)
 
 
 def begin_summary(prepared: Parts) -> Summary:
@@ -96,8 +91,7 @@ def begin_summary(prepared: Parts) -> Summary:
 
 
 class Saving(Listener):
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
+    def __init__(self) -> None:
         self.latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last finished round, with the global model
         self.best: ArrayRecord | None = None  # the model of the best round, until it is in the run folder
 
@@ -119,18 +113,18 @@ class Saving(Listener):
         if running.grid.contexts() is None:  # the nodes store their state of this round themselves
             self._write(running, *self.latest)
         else:  # the engine's nodes may be in the middle of a round
-            self._write_models(self.latest[1])
+            self._write_models(running.folder, self.latest[1])
 
-    def _write_models(self, model: ArrayRecord) -> None:
-        self.folder.write_model(unpack(model))
+    def _write_models(self, folder: RunFolder, model: ArrayRecord) -> None:
+        folder.write_model(unpack(model))
         if self.best is not None:
-            self.folder.write_model(unpack(self.best), "model-best.safetensors")
+            folder.write_model(unpack(self.best), "model-best.safetensors")
             self.best = None
 
     def _write(self, running: Running, snapshot: Snapshot, model: ArrayRecord) -> None:
-        self._write_models(model)
+        self._write_models(running.folder, model)
         contexts = running.grid.contexts() or {}
-        self.folder.write_checkpoint(snapshot, ((node, context.state) for node, context in contexts.items()))
+        running.folder.write_checkpoint(snapshot, ((node, context.state) for node, context in contexts.items()))
 
 
 def _snapshot(running: Running, at: Round) -> Snapshot:

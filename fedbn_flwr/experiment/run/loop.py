@@ -61,11 +61,11 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     capabilities(grid).start()
     snapshot = folder.checkpoint.read() if done else None
     ledger = MeteredGrid(WatchedGrid(grid, progress.report))
-    running = Running(prepared, ledger, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
+    running = Running(prepared, ledger, folder, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
     at = Round(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
-    listeners = listeners_of(prepared, folder, ledger, progress)
+    listeners = listeners_of(running, progress)
     begun: list[Listener] = []
     with ExitStack() as stack:
         stack.push(lambda _, error, __: end(begun, running, error))
@@ -110,14 +110,14 @@ def end(begun: Sequence[Listener], running: Running, error: BaseException | None
             ends.callback(listener.on_end, running, error)
 
 
-def listeners_of(prepared: Parts, folder: RunFolder, ledger: MeteredGrid, progress: Reporter) -> list[Listener]:
+def listeners_of(running: Running, progress: Reporter) -> list[Listener]:
     """Those that measure a round, choose the best one and the last one, show and record it, in this order."""
-    run = prepared.run
-    dynamics = [Dynamics(folder)] if run.evaluate.dynamics else []
-    best = [Best(folder, prepared.task)] if run.evaluate.validation else []
-    trackers = [Track(entry, folder) for entry in run.track]
-    evaluate = Evaluate(prepared, threads=workers_of(run))
-    return [*dynamics, evaluate, *best, progress, History(folder, ledger), Saving(folder), *trackers]
+    run = running.run
+    dynamics = [Dynamics()] if run.evaluate.dynamics else []
+    best = [Best()] if run.evaluate.validation else []
+    trackers = [Track(entry, running.folder) for entry in run.track]
+    evaluate = Evaluate(running.prepared, threads=workers_of(run))
+    return [*dynamics, evaluate, *best, progress, History(), Saving(), *trackers]
 
 
 def train_round(running: Running, before: Round, listeners: Sequence[Listener] = ()) -> Round:
@@ -222,7 +222,8 @@ def run_experiment(
             folder = folders[place]
             item = prepared.pop(place)  # a finished strategy would keep the model of its last round
             given = experiment.runs[place].model_dump(mode="json")
-            about = {"data_commit": item.dataset and item.dataset.commit, "runs_at_the_same_time": jobs}
+            commit = None if item.dataset is None else item.dataset.commit
+            about = {"data_commit": commit, "runs_at_the_same_time": jobs}
             with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
                 # Another process may have begun this run while this one was loading data.
                 folder.check(given, resume=resume)
@@ -243,7 +244,7 @@ def run_experiment(
                 problem = ""
                 try:
                     run_at(place, progress.begin(place))
-                except (RunFailed, SettingsError) as error:  # another process may be writing the folder
+                except (RunFailed, SettingsError, StorageError) as error:  # another process may write the folder
                     if len(folders) == 1:
                         raise
                     # Divergence is a result too: the remaining runs are still carried out.

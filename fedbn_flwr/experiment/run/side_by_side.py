@@ -19,7 +19,7 @@ import torch
 
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.worker import Worker
-from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
+from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError
 from fedbn_flwr.results.text import shorten
 
 from ..listeners.progress import News, Progress, Reporter
@@ -46,30 +46,26 @@ def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
 def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress: Progress) -> dict[int, str]:
     """Carry out the runs at these places of the experiment; returns the reason of each that failed.
 
-    `carry_out(place, reporter)` is called in a process of its own. After Ctrl-C or an error such as a full disk no run
-    begins, and those that have begun end after their round; this function then raises it.
+    `carry_out(place, reporter)` is called in a process of its own. After Ctrl-C no run begins, and those that have
+    begun end after their round.
     """
     todo, running = list(places), dict[int, Worker]()
     fork = multiprocessing.get_context("fork")
     stop = fork.RawValue("b", 0)  # without a lock, which a killed process would keep
     news, sent = fork.Pipe(duplex=False)  # of all runs: the system does not mix so short messages
     problems: dict[int, str] = {}
-    fatal: StorageError | None = None
 
     def end(place: int, found: BaseException | None, lost: str) -> None:
-        nonlocal fatal
         running.pop(place).close()
         problem = f"{lost}; continue with --resume" if lost else str(found or "")
         is_stopped = isinstance(found, KeyboardInterrupt)
         progress.end(place, "stopped" if is_stopped else problem and failed_because(problem))
-        if isinstance(found, StorageError):
-            fatal = found
-        elif problem:
+        if problem:
             problems[place] = problem
 
     try:
         while todo or running:
-            if fatal or progress.stop_asked:
+            if progress.stop_asked:
                 stop.value = 1
                 todo.clear()
             while todo and len(running) < jobs:
@@ -91,8 +87,6 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress
     finally:
         for worker in running.values():
             worker.close()
-    if fatal:
-        raise fatal
     if progress.stop_asked:
         raise KeyboardInterrupt
     return problems

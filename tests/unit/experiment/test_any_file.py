@@ -35,7 +35,7 @@ SCALARS = [
 KEYS = [
     "name", "label", "rounds", "clients", "seed", "seeds", "runs", "description", "published", "track", "mods", "data",
     "data.name", "data.image", "data.size", "data.pad", "data.augment", "data.partition", "data.partition.kind",
-    "data.partition.alpha", "data.normalise", "data.options", "model", "model.name", "model.norm", "model.image_size",
+    "data.partition.alpha", "data.normalise", "data.options", "model", "model.name", "model.norm", "model.stem",
     "model.brn.r_max", "train", "train.lr", "train.optimizer", "train.loss", "train.momentum", "train.schedule",
     "train.schedule.milestones", "train.schedule.gamma", "train.class_weights", "train.batch_size", "train.clip",
     "strategy", "strategy.name", "strategy.base", "strategy.base.name", "strategy.fraction_train",

@@ -118,7 +118,7 @@ def test_a_round_needs_two_clients_unless_the_experiment_says_otherwise() -> Non
 @pytest.mark.parametrize("spec", ["{name: FedBN, min_train_nodes: 4}", "{name: FixBN, freeze_round: 1, base: {name: "
                                   "FedAvg, min_available_nodes: 4}}"])  # fmt: skip
 def test_more_nodes_than_there_are_cannot_be_asked_for(spec: str) -> None:
-    with pytest.raises(SettingsError, match=r"strategy\.min_\w+ of Fed\w+ is 4, but 3 clients train"):
+    with pytest.raises(SettingsError, match=r"strategy\.min_\w+ of Fed\w+ is 4, but there are 3 clients"):
         strategy_of(f"{{clients: 3, strategy: {spec}}}")
 
 
@@ -137,7 +137,6 @@ def refused(text: str) -> str:
         ("model: {name: resnet21}", ["model.name='resnet21'", "did you mean 'resnet20'?"]),
         ("model: {norm: gm}", ["model.norm='gm'", "known: bn, "]),
         ("model: {norm: gn, groups: 3}", ["bn1 has 16 channels", "3 groups do not divide"]),
-        ("model: {classes: 7}", ["model.classes is 7", "'digits' has 10 classes"]),
         ("data: {classes: 9}", ["data.classes is 9", "10 classes"]),
         ("strategy: {name: FedAgv}", ["strategy.name='FedAgv'", "did you mean 'FedAvg'?"]),
         ("strategy: {name: FixBN, freeze_rond: 1}", ["strategy.freeze_rond (= 1)", "did you mean 'freeze_round'?"]),

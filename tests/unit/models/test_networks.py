@@ -408,7 +408,6 @@ def prepared(model: str) -> nn.Module:
     [
         ("{name: lenet}", "'lenet' needs images of at least 12x12 pixels; these have 8x8"),
         ("{name: alexnet}", r"'alexnet' does not take the 1x8x8 examples of 'digits': .*too small"),
-        ("{name: mlp, image_size: 28}", r"'mlp' does not take the 1x8x8 examples of 'digits': .*shapes"),
         ("{name: resnet18, stem: tiny}", r"model\.stem is 'tiny': expected 'auto', 'small' or 'large'"),
         (
             "{name: cnn, norm: brn, brn: {warmup: 30000}}",
@@ -448,7 +447,6 @@ def test_an_experiment_s_model_is_built_for_its_images() -> None:
     assert prepared("{name: mlp}").hidden.in_features == 64
     assert prepared("{name: resnet18}").conv1.kernel_size == (3, 3)
     assert prepared("{name: resnet18, stem: large}").conv1.kernel_size == (7, 7)
-    assert prepared("{name: resnet18, image_size: 224}").conv1.kernel_size == (7, 7)
 
 
 def test_an_experiment_s_norm_takes_its_options() -> None:

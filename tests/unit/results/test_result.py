@@ -134,10 +134,8 @@ def test_a_damaged_model_is_one_message(fixbn: Result, tmp_path: Path, change: A
 
 
 @pytest.mark.parametrize("shape", [None, [1, 8, 8], [3], [1, 20], [1, 4, 4, 4]])
-def test_inputs_of_any_shape_are_normalised_also_with_an_image_size_of_the_model(
-    shape: list[int] | None, tmp_path: Path
-) -> None:
-    """With `model.image_size` the network's own size counts, and model.json has no shape of the inputs."""
+def test_inputs_of_any_shape_are_normalised(shape: list[int] | None, tmp_path: Path) -> None:
+    """Folders of earlier versions may have no shape of the inputs in model.json."""
     channels = (shape or [3])[0]
     known = {"mean": [0.25 * i for i in range(channels)], "std": [0.5] * channels}
     model = {"build": {"input_shape": shape}, "normalise": known, "classes": None, "global": True}

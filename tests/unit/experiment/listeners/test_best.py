@@ -27,9 +27,10 @@ from fedbn_flwr.tasks import CLASSIFICATION, REGRESSION, Task
 def test_the_best_round_is_the_first_of_equal_ones(
     task: Task, values: list[float], expected: list[int], tmp_path: Path
 ) -> None:
-    best, found = Best(RunFolder(tmp_path), task), []
+    best, found = Best(), []
     rule = SimpleNamespace(traits=SimpleNamespace(has_global_model=False))
-    running: Any = SimpleNamespace(prepared=SimpleNamespace(rule=rule))
+    running: Any = SimpleNamespace(prepared=SimpleNamespace(rule=rule, task=task), folder=RunFolder(tmp_path))
+    best.on_start(running, Round(0, ArrayRecord(), ArrayRecord()))
     for number, value in enumerate(values, start=1):
         line: dict[str, Any] = {"round": number, f"validation_{task.main}": value}
         at = best.on_round(running, Round(number, ArrayRecord(), ArrayRecord(), line=line))

@@ -50,25 +50,20 @@ class OwnDisks(MeteredGrid):
 
 
 @pytest.fixture(params=[MeteredGrid])
-def running(request: pytest.FixtureRequest) -> Iterator[Running]:
+def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
     experiment = load_experiment(EXPERIMENT)
     (prepared,) = prepare(experiment)
     with LocalGrid(client_app(Clients(experiment)), 2) as grid:
         arrays = pack(initial_arrays(prepared.model))
         prepared.rule.begin(5, arrays)
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32}
-        yield Running(prepared, request.param(grid), identity)
+        yield Running(prepared, request.param(grid), RunFolder(tmp_path), identity)
 
 
 def start(running: Running) -> Round:
     """Before the first round."""
     arrays = pack(initial_arrays(running.prepared.model))
     return Round(0, arrays, arrays)
-
-
-def history(running: Running, folder: Path) -> History:
-    assert isinstance(running.grid, MeteredGrid)
-    return History(RunFolder(folder), running.grid)
 
 
 def test_models_are_evaluated_every_other_round_and_after_the_last(running: Running) -> None:
@@ -119,7 +114,7 @@ def test_a_listener_that_cannot_start_ends_the_run(tmp_path: Path, monkeypatch: 
 
 
 def test_the_history_has_what_was_sent_and_the_summary_adds_it_up(running: Running, tmp_path: Path) -> None:
-    listener = history(running, tmp_path)
+    listener = History()
     at = start(running)
     listener.on_start(running, at)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "running"
@@ -128,7 +123,7 @@ def test_the_history_has_what_was_sent_and_the_summary_adds_it_up(running: Runni
     lines = RunFolder(tmp_path).history()
     assert [line["round"] for line in lines] == [1, 2]
     assert [line["messages_down"] for line in lines] == [2, 2]
-    again = history(running, tmp_path)
+    again = History()
     again.on_start(running, at)  # of a resumed run
     assert again.summary.traffic.messages_up == 4
     assert again.summary.rounds == 2
@@ -142,7 +137,7 @@ def test_the_history_has_what_was_sent_and_the_summary_adds_it_up(running: Runni
 def test_the_end_of_a_run_is_in_its_summary(
     error: BaseException | None, status: str, running: Running, tmp_path: Path
 ) -> None:
-    listener = history(running, tmp_path)
+    listener = History()
     listener.on_start(running, start(running))
     listener.on_end(running, error)
     found = RunFolder(tmp_path).summary()
@@ -152,7 +147,7 @@ def test_the_end_of_a_run_is_in_its_summary(
 
 def checkpoints(running: Running, folder: Path, stop: int = 0) -> list[int]:
     """The round of the checkpoint after each of four rounds."""
-    files, listener = history(running, folder), Saving(RunFolder(folder))
+    files, listener = History(), Saving()
     at, rounds = start(running), []
     files.on_start(running, at)
     for _ in range(4):
