@@ -232,10 +232,9 @@ def partitions_plot(partitions: Sequence[PartitionCounts]) -> Plot:
                     panel.figure.tip(panel, client, bottom[client] + height / 2, words)
                 bottom[client] += height
         _finish(panel, partition.title, grid="y", xlabel="client", ylabel="examples", xlim=(-0.6, len(places) - 0.4))
-        shown = places[:: -(-len(places) // _LABELLED)]
-        names = [in_plot(clients[i] if clients else str(i), 30) for i in shown]
-        slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-        panel.set_xticks(shown, names, **(slanted if clients else {}))
+        if clients:
+            shown = thinned(places, _LABELLED)
+            panel.set_xticks(shown, [in_plot(clients[i], 30) for i in shown], rotation=45, ha="right")
         if 1 < len(classes) <= _SHOWN_CLASSES:
             # In the order of the bars, the first class at the bottom; matplotlib omits names such as _other by itself.
             handles = dict(zip(classes[::-1], panel.containers[::-1], strict=True))
