@@ -1,34 +1,53 @@
 """Reads the YAML of experiments: mappings, lists, text, numbers and truth values, of bounded size and depth.
 
-An experiment may come from elsewhere. Aliases are counted as often as they are used, because a file of ten lines can
-describe a structure that fits into no memory.
+An experiment may come from elsewhere. Aliases are refused, because with them a file of ten lines can describe a
+structure that fits into no memory.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from fedbn_flwr.errors import SettingsError
 
-_MAPPING, _LIST, _TEXT, _INT, _FLOAT, _MERGE = (
-    f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "merge")
-)
-LENGTH, VALUES, DEPTH, DIGITS = 2**18, 50_000, 50, 19  # bounds of a text: characters, values, levels, digits
+_TEXT, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float"))
+_TAGS = (_TEXT, _INT, _FLOAT, *(f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "bool", "null")))
+LENGTH, DEPTH, DIGITS = 2**18, 50, 19  # bounds of a text: characters, levels, digits
 
 
 class _Loader(yaml.SafeLoader):
     """Reads 1e-4 as a number and a date as text."""
 
     yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
+        first: [pair for pair in pairs if pair[0] in _TAGS]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+    # None: the error for other tags.
+    yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in (*_TAGS, None)}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise ConstructorError(None, None, "found an alias; expected the value itself", mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for name, _ in node.value:
+            if name.tag in (_INT, _FLOAT):  # as it is written: keys of JSON are text
+                name.tag = _TEXT
+            words = f"the key {str(name.value)[:100]!r} is "
+            if name.tag != _TEXT:
+                raise ConstructorError(None, None, words + "not text; write it in quotes", name.start_mark)
+            if name.value in seen:
+                raise ConstructorError(None, None, words + "given twice", name.start_mark)
+            seen.add(name.value)
+        return super().construct_mapping(node, deep)
 
 
 class Dumper(yaml.SafeDumper):
@@ -49,67 +68,35 @@ def parse_yaml(text: str, source: str = "") -> Any:
     try:
         if len(text) > LENGTH:
             raise SettingsError(f"the YAML text has {len(text)} characters; expected at most {LENGTH}")
-        node = yaml.compose(text, _Loader)
-        if node is None:
-            return None
-        _check(_Loader(""), node, "", 1, itertools.count(1))
-        return _Loader("").construct_document(node)
+        content = _Loader(text).get_single_data()
+        _check(content)
+        return content
     except SettingsError as error:
         reason = str(error)
     except RecursionError:
         reason = f"not readable as YAML: it is nested more than {DEPTH} levels deep"
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # PyYAML has other errors for a text that does not fit its tag: !!int abc
         words = " ".join(str(error).replace('in "<unicode string>", ', "in ").split())
         reason = f"not readable as YAML: {words[:500]}"
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # PyYAML's own, for a text that does not fit its tag: !!int abc
-        reason = f"not readable as YAML: {type(error).__name__}: {str(error)[:200]}"
     raise SettingsError(f"{source}: {reason}" if source else reason)
 
 
-def _check(loader: _Loader, node: yaml.Node, key: str, depth: int, counted: Iterator[int]) -> None:
-    """Refuse keys that are given twice, more values than a file may have with its aliases expanded, and other types.
-
-    Nodes receive experiments as JSON, which would change dates, binaries and infinities.
-    """
-    line = f"line {node.start_mark.line + 1}"
-    if (count := next(counted)) > VALUES:
-        raise SettingsError(f"{line}: there are {count} values with aliases expanded; expected at most {VALUES}")
+def _check(value: Any, key: str = "", depth: int = 1) -> None:
+    """Refuse what a node cannot receive as JSON."""
     if depth > DEPTH:
-        raise SettingsError(f"{line}: it is nested more than {DEPTH} levels deep, or an alias contains itself")
-    if node.tag == _LIST:
-        for number, part in enumerate(node.value):
-            _check(loader, part, f"{key}[{number}]", depth + 1, counted)
-        return
-    if node.tag == _MAPPING:
-        seen: set[str] = set()
-        for name_node, part in node.value:
-            if name_node.tag in (_INT, _FLOAT):  # as it is written: keys of JSON are text
-                name_node.tag = _TEXT
-            if name_node.tag == _MERGE:
-                _check(loader, part, key, depth + 1, counted)
-                continue
-            name = loader.construct_object(name_node) if isinstance(name_node, yaml.ScalarNode) else name_node.value
-            where = f"{key}.{name}" if key else str(name)
-            if not isinstance(name, str):
-                raise SettingsError(
-                    f"the key {where!r} is read as {type(name).__name__}; expected text: write it in quotes"
-                )
-            if name in seen:
-                raise SettingsError(f"the key {name!r} is given twice (line {name_node.start_mark.line + 1})")
-            seen.add(name)
-            for each in (name_node, part):
-                _check(loader, each, where, depth + 1, counted)
-        return
-    match loader.construct_object(node) if isinstance(node, yaml.ScalarNode) else node:
-        case int(value) if abs(value) >= 10**DIGITS:
-            wrong = f"a number of more than {DIGITS} digits"
-        case float(value) if not math.isfinite(value):
-            wrong = f"{value}; expected a finite number"
-        case str(value) if bad := re.search(r"[\0\ud800-\udfff]", value):
-            wrong = f"{value!r}; expected text without the character {bad[0]!r}"
-        case int() | float() | str() | None:
+        raise RecursionError
+    match value:
+        case dict() | list():
+            for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+                _check(part, f"{key}.{name}".removeprefix("."), depth + 1)
             return
-        case value:
-            wrong = f"a {type(value).__name__}; expected text, a number, true, false, a list or a mapping"
+        case int() if abs(value) >= 10**DIGITS:
+            wrong = f"a number of more than {DIGITS} digits"
+        case float() if not math.isfinite(value):
+            wrong = f"{value}; expected a finite number"
+        case str() if bad := re.search(r"[\0\ud800-\udfff]", value):
+            wrong = f"{value!r}; expected text without the character {bad[0]!r}"
+        case _:
+            return
     raise SettingsError(f"{key or 'the value'} is {wrong}")

@@ -1,7 +1,7 @@
 """The folder of a run. It is updated after every round, so that an interrupted run can be read and resumed.
 
 config.yaml         the resolved settings
-environment.json    token, commit, versions, hardware, command, modules of the user; what differs in resumed sessions
+environment.json    token, commit, versions, hardware, command, modules of the user; the same of resumed sessions
 history.jsonl       one line per round: metrics, messages and bytes in each direction, seconds
 partition.json      the examples of each client by class, unless nodes have data of their own
 clients.jsonl       one line per round: the values of each client
@@ -23,14 +23,12 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from logging import WARNING
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from flwr.app import RecordDict
-from flwr.common import log
 
 from fedbn_flwr.errors import SettingsError, StorageError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
@@ -132,7 +130,11 @@ class RunFolder:
             summary = self.summary()
         self._make()
         write_text(self.path / "config.yaml", dump_yaml(dict(config)), durable=True)
-        self._write_environment(first, {**environment(), "modules": sources(config), **more}, done, saved)
+        session = {**environment(), "modules": sources(config), **more}
+        content = {**(first or session), "token": secrets.token_hex(16) if saved is None else saved.token}
+        if first:
+            content["resumed"] = [*first.get("resumed", []), {"after_round": done, **session}]
+        self.write("environment.json", content, indent=2, durable=True)
         for name, lines in kept.items():
             if lines or name == "history.jsonl":
                 write_text(self.path / name, "".join(f"{to_json(line)}\n" for line in lines))
@@ -141,18 +143,6 @@ class RunFolder:
         if summary is not None:  # of the lines that are left, should the run not begin
             self.write_summary(summary.of(kept["history.jsonl"]))
         return done
-
-    def _write_environment(self, first: dict[str, Any], now: dict[str, Any], done: int, saved: Snapshot | None) -> None:
-        """Of the first session, and what is different in each that continues it."""
-        content = {**(first or now), "token": secrets.token_hex(16) if saved is None else saved.token}
-        if first:
-            changed = {key: value for key, value in now.items() if key == "command" or value != first.get(key)}
-            content["resumed"] = [*first.get("resumed", []), {"after_round": done, **changed}]
-        before = content.get("modules", {})
-        if edited := [file for file, digest in now["modules"].items() if before.get(file, digest) != digest]:
-            log(WARNING, "%s: %s changed since the run began; its first %d rounds are of the code before",
-                self.path.name, " and ".join(edited), done)  # fmt: skip
-        self.write("environment.json", content, indent=2, durable=True)
 
     def config(self) -> dict[str, Any]:
         """The resolved settings; empty if there is no file."""

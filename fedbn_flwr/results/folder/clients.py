@@ -57,9 +57,7 @@ def last_values(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
     """Each metric's values by client, from the last round in which it was measured; some clients may lack one."""
     found: dict[str, dict[str, float]] = {}
     for line in lines:
-        latest: dict[str, dict[str, float]] = {}
-        for client, metrics in line["clients"].items():
-            for metric, value in metrics.items():
-                latest.setdefault(metric, {})[client] = value
-        found |= latest
+        clients = line["clients"].items()
+        for metric in dict.fromkeys(metric for _, metrics in clients for metric in metrics):
+            found[metric] = {client: metrics[metric] for client, metrics in clients if metric in metrics}
     return found

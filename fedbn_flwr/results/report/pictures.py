@@ -75,10 +75,10 @@ def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = Non
     """
     from .figure import Plot
 
-    known = [each.key for each in measures(run.lines for run in runs_of(rows))]
-    for name, found, names in (("measure", measure, known), ("axis", axis, AXES)):
-        if found is not None and found not in names:
-            raise UserError(f"the plot has no {name} {found!r}; {did_you_mean(found, names)}")
+    keys = [each.key for each in measures(run.lines for run in runs_of(rows))]
+    for kind, given, known in (("measure", measure, keys), ("axis", axis, AXES)):
+        if given is not None and given not in known:
+            raise UserError(f"the plot has no {kind} {given!r}; {did_you_mean(given, known)}")
     measure = measure or headline(runs_of(rows))
     if axis:
         return curve_panel(rows, measure, axis)
@@ -101,9 +101,9 @@ def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = Non
         for each in axes:
             handles |= _curves(panels[f"{key} {each}"], shown, len(rows), key, each)
     for prefix, names in domains.items():
-        kind, found = Measure.of(prefix.removesuffix("_")), {row.title: in_domains(row, prefix, names) for row in rows}
-        _side_by_side(panels[prefix], kind, [*names, "average"], found)
-        _finish(panels[prefix], f"{kind.title}, by domain", grid="y", ylabel=kind.unit)
+        of, found = Measure.of(prefix.removesuffix("_")), {row.title: in_domains(row, prefix, names) for row in rows}
+        _side_by_side(panels[prefix], of, [*names, "average"], found)
+        _finish(panels[prefix], f"{of.title}, by domain", grid="y", ylabel=of.unit)
     _legend(figure, handles, loc="outside right upper", handlelength=4)
     return figure
 
@@ -232,10 +232,9 @@ def partitions_plot(partitions: Sequence[PartitionCounts]) -> Plot:
                     panel.figure.tip(panel, client, bottom[client] + height / 2, words)
                 bottom[client] += height
         _finish(panel, partition.title, grid="y", xlabel="client", ylabel="examples", xlim=(-0.6, len(places) - 0.4))
-        shown = places[:: -(-len(places) // _LABELLED)]
-        names = [in_plot(clients[i] if clients else str(i), 30) for i in shown]
-        slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-        panel.set_xticks(shown, names, **(slanted if clients else {}))
+        if clients:
+            shown = thinned(places, _LABELLED)
+            panel.set_xticks(shown, [in_plot(clients[i], 30) for i in shown], rotation=45, ha="right")
         if 1 < len(classes) <= _SHOWN_CLASSES:
             # In the order of the bars, the first class at the bottom; matplotlib omits names such as _other by itself.
             handles = dict(zip(classes[::-1], panel.containers[::-1], strict=True))

@@ -14,7 +14,7 @@ from fedbn_flwr.errors import UserError, did_you_mean
 from fedbn_flwr.tasks import is_lower_better, title_of
 
 from ..folder.clients import PartitionCounts, spread
-from ..folder.summary import domain_keys, keys_of
+from ..folder.summary import domain_keys
 from ..read.runs import Run
 from ..text import in_csv, in_html, in_markdown, printable
 from .curves import Measure
@@ -61,11 +61,9 @@ def columns(rows: Sequence[Row], form: Form) -> list[Measure]:
     known = {main: None}
     for summary in (run.summary for run in runs):
         task = summary.of_task
-        keys = [task.main, f"best_test_{task.main}", f"best_round_{task.main}", *keys_of(task, summary.metrics)]
-        # Of the task's other figures those of clients are in a table of their own.
-        others = {*task.figures[1:]} - {*summary.metrics}
-        left_out = {f"clients_{place}{name}" for name in others for place in ("", "own_")}
-        known |= dict.fromkeys(key for key in keys if key not in left_out)
+        best = f"best_test_{task.main}", f"best_round_{task.main}"
+        of_clients = (f"clients_{place}{name}" for name in (task.main, *summary.metrics) for place in ("", "own_"))
+        known |= dict.fromkeys((task.main, *best, *of_clients, *task.figures, *summary.metrics))
     shown = [key for key in (*known, *_COSTS) if key == main or any(row.figures(key) for row in rows)]
     return list(map(Measure.of, form.columns or shown))
 
@@ -252,33 +250,20 @@ def candidates_table(rows: Sequence[Row]) -> Table:
 
 
 def published(rows: Sequence[Row]) -> Lines:
-    """A line for each published figure.
-
-    A difference is within both spreads if the intervals of one standard deviation around the two means overlap. Of a
-    run with another set-up, such as a smaller size, and of one that has not finished, there is no difference, since it
-    would say nothing about either.
-    """
-    headings = ("run", "figure", "published", "measured", "seeds", "difference", "within both spreads", "source")
-    lines: Lines = [headings]
+    """A line for each published figure; a note where the run has another set-up, such as a smaller size."""
+    lines: Lines = [("run", "figure", "published", "measured", "seeds", "note", "source")]
     for row in rows:
         found = row.first.config.get("published") or {}
+        note = (
+            f"other set-up ({found['differs']})" if found.get("differs") else "not finished" if row.unfinished else ""
+        )
         for key, (value, within) in row.first.published.items():
             measure, measured = Measure.of(key), row.figures(key)
-            scale, digits = measure.scale, measure.digits([value, *measured])
+            digits = measure.digits([value, *measured])
             known = as_measured(measure, [value], digits)
-            difference, verdict = "-", "-"
-            if found.get("differs"):
-                verdict = f"other set-up ({found['differs']})"
-            elif row.unfinished:
-                verdict = "not finished"
-            elif measured:
-                off, of_runs = mean(measured) - value, deviation(measured)
-                difference = f"{scale * off:+.{digits}f}"
-                both = None if of_runs is None or within is None else of_runs + within
-                verdict = "no spread" if both is None else "yes" if abs(off) <= both else "no"
-            known += "" if within is None else f" ± {scale * within:.{digits}f}"
-            shown = (known, as_measured(measure, measured, digits), str(len(measured)), difference, verdict)
-            lines.append((row.title, measure.title, *shown, str(found.get("source", "-"))))
+            known += "" if within is None else f" ± {measure.scale * within:.{digits}f}"
+            shown = known, as_measured(measure, measured, digits), str(len(measured))
+            lines.append((row.title, measure.title, *shown, note, str(found.get("source", "-"))))
     return lines
 
 
@@ -326,17 +311,13 @@ _SHOWN_CLIENTS = 40
 
 def partition_table(partition: PartitionCounts) -> str:
     """The examples of each client by class, for `fedbn partition EXPERIMENT` and `fedbn explain EXPERIMENT`."""
-    classes, sizes = partition.classes, partition.sizes
-    few = len(classes) <= _SHOWN_CLASSES
+    sizes, classes = partition.sizes, partition.classes if 1 < len(partition.classes) <= _SHOWN_CLASSES else ()
     names = [f"{i} {name}" for i, name in enumerate(partition.clients)] or list(map(str, range(len(sizes))))
     clients = list(zip(names, partition.counts, strict=True))
-    lines: Lines = [("client", "examples", "classes", *(classes if few else ("largest",)))]
+    lines: Lines = [("client", "examples", "classes", *classes)]
     for name, row in (*clients[:_SHOWN_CLIENTS], ("all", list(map(sum, zip(*partition.counts, strict=True))))):
-        largest = row.index(max(row))
-        shown = [str(count or ".") for count in row] if few else [f"{classes[largest]}: {row[largest]}"]
+        shown = [str(count or ".") for count in row[: len(classes)]]
         lines.append((name, str(sum(row)), str(sum(count > 0 for count in row)), *shown))
-    if len(classes) == 1:  # segmentation data
-        lines = [line[:2] for line in lines]
     more = len(clients) - _SHOWN_CLIENTS
     rest = f"... and {more} more clients\n" if more > 0 else ""
     spread = f"examples per client: {min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}"

@@ -145,23 +145,25 @@ def test_any_settings_are_read_or_refused(base: str, changes: list[str]) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (bomb(9, 9, False).decode(), "values with aliases expanded; expected at most"),
+        (bomb(9, 9, False).decode(), "found an alias; expected the value itself in line 2"),
         ("sizes: 3", "sizes must map a size to changes"),
         ("data: {partition: {kind: {}}}", "data.partition.kind is missing"),
         ("data: {partition: {kind: [1]}}", "data.partition.kind=[1] is not a partition"),
         ("data: {partition: {kind: {x: 1}}}", "data.partition.kind={'x': 1} is not a partition"),
         ("cell: {row: 1, sweep: 2, tune: 3}", "cell.row is 1: expected a valid string; cell.sweep is 2"),
         ("train: {1: 2}", "unknown key 'train.1'"),
-        (bomb(9, 9, True).decode(), "values with aliases expanded; expected at most"),
-        ("strategy: &a {name: FedAvg, base: *a}", "line 1: it is nested more than 50 levels deep, or an alias"),
+        ("strategy: &a {name: FedAvg, base: *a}", "found an alias; expected the value itself in line 1"),
         ("train: " + "[" * 60 + "]" * 60, "nested more than 50 levels"),
         ("train: " + "[" * 20_000, "nested more than 50 levels"),
         ("train: {lr: .inf}", "train.lr is inf; expected a finite number"),
         ("engine: {timeout: 1e300}", "engine.timeout is 1e+300: expected less than or equal to 1000000"),
-        ("strategy: {name: FedAvg, x: !!binary aGk=}", "strategy.x is a bytes; expected text"),
-        ("runs: {on: {rounds: 1}}", "the key 'runs.True' is read as bool; expected text: write it in quotes"),
+        (
+            "strategy: {name: FedAvg, x: !!binary aGk=}",
+            "could not determine a constructor for the tag 'tag:yaml.org,2002:binary' in line 1",
+        ),
+        ("runs: {on: {rounds: 1}}", "the key 'on' is not text; write it in quotes in line 1"),
         ("seed: " + "1" * 30, "seed is a number of more than 19 digits"),
-        ("rounds: !!int abc", "not readable as YAML: ValueError: invalid literal"),
+        ("rounds: !!int abc", "not readable as YAML: invalid literal"),
         ('name: "a\\0b"', "name is 'a\\x00b'; expected text without the character '\\x00'"),
         ("data: {pad: 100000}", "data.pad is 100000: expected less than or equal to 1000"),
         ("rounds: 1000000000000", "rounds is 1000000000000: expected less than or equal to 1000000"),
@@ -195,7 +197,7 @@ def test_a_file_with_wrong_yaml_or_without_any_is_named_and_control_characters_a
     for text, message in (
         ("a: b: c", r"mine\.yaml': not readable as YAML: mapping values are not allowed here in line 1, column 5: a"),
         ("", r"mine\.yaml': expected a mapping of keys, found nothing$"),
-        ("a: 1\na: 2", r"mine\.yaml': the key 'a' is given twice \(line 2\)$"),
+        ("a: 1\na: 2", r"mine\.yaml': not readable as YAML: the key 'a' is given twice in line 2, column 1: a: 2"),
     ):
         file.write_text(text)
         (tmp_path / "child.yaml").write_text("extends: mine.yaml")
