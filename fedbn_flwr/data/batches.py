@@ -14,7 +14,7 @@ from fedbn_flwr.batch import Value, first
 from fedbn_flwr.errors import DataError
 
 from . import Moments
-from .augment import is_dense, random_crop, random_cut, random_flip, random_resized_crop, random_rotate
+from .augment import random_crop, random_cut, random_flip, random_resized_crop, random_rotate
 from .examples import MASK, Examples, main_key
 
 Normalise = Moments | Callable[[Value], Value]  # mean and deviation per feature or channel, or a function of inputs
@@ -61,9 +61,9 @@ def _normaliser(normalise: Normalise, device: torch.device) -> Callable[[Value],
 def own_augmentation(name: str, **options: Any) -> Augmentation:
     """The augmentation `name` of a batch; a class is first called with `options`.
 
-    If the callable has a parameter `generator`, it receives a batch and a torch generator: `images [N, C, H, W]`, and
-    for segmentation `masks [N, H, W]`, and returns them changed. Otherwise it is called for one image at a time, as
-    torchvision's transforms are, with Python's, NumPy's and torch's global generators seeded from that generator.
+    If the callable has a parameter `generator`, it receives a batch `[N, C, H, W]` and a torch generator, and returns
+    the batch changed. Otherwise it is called for one image at a time, as torchvision's transforms are, with Python's,
+    NumPy's and torch's global generators seeded from that generator.
     """
     key = "data.augment"
     function = named.load(key, name)
@@ -75,26 +75,18 @@ def own_augmentation(name: str, **options: Any) -> Augmentation:
             )
     elif options:
         function = functools.partial(function, **options)
-    taken = named.accepted(function, dict.fromkeys(("generator", "masks")))
+    of_batches = named.accepted(function, {"generator": None})
 
-    def augment(images: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        dense = is_dense(targets)
-        if dense and len(taken) < 2:
-            raise DataError(
-                f"{key}: {name!r} would not change the masks of segmentation data; expected a function of images, "
-                "masks and generator that returns images and masks"
-            )
-        masks = {"masks": targets} if dense else {}
+    def augment(images: Tensor, targets: Value, generator: torch.Generator) -> tuple[Tensor, Value]:
         try:
-            if "generator" in taken:
-                changed = function(images, **masks, generator=generator)
+            if of_batches:
+                new = function(images, generator=generator)
             else:
                 seed = int(torch.randint(2**62, (), generator=generator))
                 with seeding.streams(seed, images.device):
-                    changed = torch.stack([function(image) for image in images])
+                    new = torch.stack([function(image) for image in images])
         except Exception as error:
             raise DataError(f"{key}: {name!r} failed: {named.in_a_line(error)}") from error
-        new, targets = changed if dense and isinstance(changed, tuple) else (changed, targets)
         _check(f"{key}: {name!r}", new, images, same_type=True)
         return new, targets
 

@@ -244,7 +244,7 @@ def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
     """Check that crops and augmentations suit the inputs, and the labels, which are per example or per pixel."""
     name, data, cut, size = run.data.name, run.data, run.data.crop, dataset.size
     drawn = [kind for kind in data.augment or () if kind in AUGMENTATIONS]
-    moved = [kind for kind in drawn if kind != "flip"]
+    moved = [name_in(part) for part in data.augment or () if name_in(part) != "flip"]
     of_images = {"augment": drawn, "size": data.size, "crop": cut, "channels": data.channels}
     refuse(
         {

@@ -345,28 +345,6 @@ def test_a_transform_of_torchvision_draws_for_each_image_from_the_seed() -> None
     assert len({tuple(image.flatten().tolist()) for image in erased}) > 6, "each image has an area of its own"
 
 
-def test_an_augmentation_of_segmentation_data_changes_masks(own: Own) -> None:
-    def mirror(images: Tensor, masks: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return images.flip(-1), masks.flip(-1)
-
-    masks = torch.arange(12 * 48).view(12, 6, 8)
-    augment = own_augmentation(own(mirror))
-    images, changed = augment(IMAGES.inputs, masks, torch.Generator())
-    assert images.equal(IMAGES.inputs.flip(-1))
-    assert changed.equal(masks.flip(-1))
-    with pytest.raises(UserError, match="would not change the masks of segmentation data"):
-        own_augmentation(own(lambda images, generator: images))(IMAGES.inputs, masks, torch.Generator())
-
-
-def test_an_augmentation_of_images_with_several_numbers_to_predict_is_given_no_masks(own: Own) -> None:
-    numbers = torch.arange(24.0).view(12, 2)
-    mirror = own_augmentation(own(lambda images, generator: images.flip(-1)))
-    for targets in (numbers, {"pose": numbers}):
-        images, kept = mirror(IMAGES.inputs, targets, torch.Generator())
-        assert images.equal(IMAGES.inputs.flip(-1))
-        assert kept is targets
-
-
 @pytest.mark.parametrize(
     ("part", "message"),
     [
