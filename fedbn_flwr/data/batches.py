@@ -69,10 +69,6 @@ def own_augmentation(name: str, **options: Any) -> Augmentation:
     function = named.load(key, name)
     if isinstance(function, type):
         function = named.call(key, name, **options)
-        if not callable(function):
-            raise DataError(
-                f"{key}: {name!r} makes a {type(function).__name__}; expected a callable, for instance a transform"
-            )
     elif options:
         function = functools.partial(function, **options)
     of_batches = named.accepted(function, {"generator": None})

@@ -11,7 +11,6 @@ listed, not opened.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
@@ -216,10 +215,7 @@ def _tables(splits: Mapping[str, Any], *columns: str) -> Splits:
     tables = {}
     for part, some in rows.items():
         values = {column: [row[i] for row in some] for i, column in enumerate(columns)}
-        made = datasets.Dataset.from_dict(values, features)
-        # Part of the key of the cache of decoded images, to which the times and sizes of the files belong too.
-        facts = hashlib.sha256("\n".join(map("\t".join, some)).encode()).hexdigest()[:32]
-        tables[part] = datasets.Dataset(made.data, made.info, made.split, fingerprint=facts)
+        tables[part] = datasets.Dataset.from_dict(values, features)
     return {**splits, **tables}
 
 

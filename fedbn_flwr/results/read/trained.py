@@ -67,7 +67,7 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
 def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
     moments = folder.model_description()["normalise"]
     if isinstance(moments, str):  # a function of the user, in folders of earlier versions
-        return load("data.normalise", moments)  # type: ignore[no-any-return]
+        return load("data.normalise", moments)
     known = tuple(moments["mean"]), tuple(moments["std"])
     return lambda inputs: Normaliser(known, main(inputs).device)(inputs)
 
