@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.batch import Value, first
+from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError
 
 from . import Moments
-from .augment import is_dense, random_crop, random_cut, random_flip, random_resized_crop, random_rotate
-from .examples import MASK, Examples, main_key
+from .augment import random_crop, random_cut, random_flip, random_resized_crop, random_rotate
+from .examples import MASK, Examples, main, main_key
 
-Normalise = Moments | Callable[[Value], Value]  # mean and deviation per feature or channel, or a function of inputs
+Normalise = Moments | Callable[[Value], Value]  # mean and deviation per feature or channel; or what refuses to
 Augmentation = Callable[[Any, Any, torch.Generator], tuple[Any, Any]]  # of images and targets
 
 
@@ -61,76 +61,50 @@ def _normaliser(normalise: Normalise, device: torch.device) -> Callable[[Value],
 def own_augmentation(name: str, **options: Any) -> Augmentation:
     """The augmentation `name` of a batch; a class is first called with `options`.
 
-    If the callable has a parameter `generator`, it receives a batch and a torch generator: `images [N, C, H, W]`, and
-    for segmentation `masks [N, H, W]`, and returns them changed. Otherwise it is called for one image at a time, as
-    torchvision's transforms are, with Python's, NumPy's and torch's global generators seeded from that generator.
+    If the callable has a parameter `generator`, it receives a batch `[N, C, H, W]` and a torch generator, and returns
+    the batch changed. Otherwise it is called for one image at a time, as torchvision's transforms are, with Python's,
+    NumPy's and torch's global generators seeded from that generator.
     """
     key = "data.augment"
     function = named.load(key, name)
     if isinstance(function, type):
         function = named.call(key, name, **options)
-        if not callable(function):
-            raise DataError(
-                f"{key}: {name!r} makes a {type(function).__name__}; expected a callable, for instance a transform"
-            )
     elif options:
         function = functools.partial(function, **options)
-    taken = named.accepted(function, dict.fromkeys(("generator", "masks")))
+    of_batches = named.accepted(function, {"generator": None})
 
-    def augment(images: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        dense = is_dense(targets)
-        if dense and len(taken) < 2:
-            raise DataError(
-                f"{key}: {name!r} would not change the masks of segmentation data; expected a function of images, "
-                "masks and generator that returns images and masks"
-            )
-        masks = {"masks": targets} if dense else {}
+    def augment(images: Tensor, targets: Value, generator: torch.Generator) -> tuple[Tensor, Value]:
         try:
-            if "generator" in taken:
-                changed = function(images, **masks, generator=generator)
+            if of_batches:
+                new = function(images, generator=generator)
             else:
                 seed = int(torch.randint(2**62, (), generator=generator))
                 with seeding.streams(seed, images.device):
-                    changed = torch.stack([function(image) for image in images])
+                    new = torch.stack([function(image) for image in images])
         except Exception as error:
             raise DataError(f"{key}: {name!r} failed: {named.in_a_line(error)}") from error
-        new, targets = changed if dense and isinstance(changed, tuple) else (changed, targets)
-        _check(f"{key}: {name!r}", new, images, same_type=True)
+        _check(f"{key}: {name!r}", new, images)
         return new, targets
 
     return augment
 
 
-def own_normalisation(name: str) -> Callable[[Value], Value]:
-    """The function `name`, from a batch of examples as they are stored to inputs of the model."""
-    key = "data.normalise"
-    named.load(key, name)
-
-    def normalise(stored: Value) -> Value:
-        inputs: Value = named.call(key, name, stored)
-        _check(f"{key}={name!r}", inputs, stored, same_type=False)
-        return inputs
-
-    return normalise
-
-
-def _check(what: str, new: Any, old: Any, *, same_type: bool) -> None:
+def _check(what: str, new: Any, old: Any) -> None:
     """Refuse inputs of another type or form; height and width of images may change."""
-    if isinstance(old, dict):
-        expected, is_right = "a dict", isinstance(new, dict)
-    else:
-        kept = 2 if old.ndim == 4 else old.ndim
-        sides = ", ".join([*map(str, old.shape[:kept]), *["height", "width"][: old.ndim - kept]])
-        kind = str(old.dtype).removeprefix("torch.") if same_type else "float"
-        expected = f"a {kind} tensor [{sides}] on {old.device.type}"
-        is_right = isinstance(new, Tensor) and (new.ndim, new.device) == (old.ndim, old.device)
-        is_right = is_right and new.shape[:kept] == old.shape[:kept]
-        is_right = is_right and (new.dtype == old.dtype if same_type else new.is_floating_point())
-    if not is_right:
-        found = f"a {type(new).__name__}"
-        if isinstance(new, Tensor):
-            found = f"{str(new.dtype).removeprefix('torch.')} {list(new.shape)} on {new.device.type}"
-        raise DataError(f"{what} returned {found} for inputs {list(first(old).shape)}; expected {expected}")
+    new, old = (main(value) if isinstance(value, dict) else value for value in (new, old))
+    kept = 2 if old.ndim == 4 else old.ndim
+    if (
+        not isinstance(new, Tensor)
+        or (new.ndim, new.dtype, new.device) != (old.ndim, old.dtype, old.device)
+        or new.shape[:kept] != old.shape[:kept]
+    ):
+        found = _described(new, new.shape) if isinstance(new, Tensor) else f"a {type(new).__name__}"
+        expected = _described(old, [*old.shape[:kept], *["height", "width"][: old.ndim - kept]])
+        raise DataError(f"{what} returned {found} for inputs {list(old.shape)}; expected {expected}")
+
+
+def _described(tensor: Tensor, sides: Sequence[Any]) -> str:
+    return f"a {str(tensor.dtype).removeprefix('torch.')} tensor [{', '.join(map(str, sides))}] on {tensor.device.type}"
 
 
 # --- batches ---

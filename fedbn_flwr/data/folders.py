@@ -11,7 +11,6 @@ listed, not opened.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
@@ -70,12 +69,12 @@ def _local(source: Source, entry: Entry | None) -> Path | None:
         if (base / name).exists():
             return base / name
         if entry is not None or not base.is_dir():
-            found = ": there is no such folder"
-            if base.is_dir():
-                present = sorted(folder.name for folder in base.iterdir() if folder.is_dir())
-                found = f" has no folder {name!r}; it contains {', '.join(present[:12]) or 'none'}"
+            present = sorted(folder.name for folder in base.glob("*/"))[:12]
             hub = f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry and entry.hub else ""
-            raise DataError(f"{key}={root!r}{found}. Put a copy of the data there, as {name}/" + hub)
+            raise DataError(
+                f"{key}={root!r} has no folder {name!r}; it contains {', '.join(present) or 'none'}. Put a copy of the "
+                f"data there, as {name}/{hub}"
+            )
     return named.path_of(name) if entry is None and named.path_of(name).exists() else None
 
 
@@ -127,16 +126,13 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     if domains := _domains(folder, entry):
         keep = entry.keep if entry else ()
         return _of_domains(folder, domains, keep, {"train": train, "test": test or "test"}), entry
-    saved = None
-    if (folder / "dataset_dict.json").is_file():  # of DatasetDict.save_to_disk
-        saved = _read(folder, "it", datasets.load_from_disk, str(folder))
     found: Splits = {}
     # Several sets have no public test labels; papers test on their validation split.
     wanted = [("train", (train, "") if source.held_out and not source.train else (train,))]
     if not source.held_out:
         wanted.append(("test", (test,) if test else ("test", "val")))
     for part, names in wanted:
-        there = (split for name in names if (split := _split(folder, name, saved)) is not None)
+        there = (split for name in names if (split := _split(folder, name)) is not None)
         if (split := next(there, None)) is None:
             present = sorted(file.name for file in folder.iterdir())[:8]
             raise DataError(
@@ -148,10 +144,8 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     return _tables(found, "image", "label"), entry
 
 
-def _split(folder: Path, name: str, saved: Mapping[str, Any] | None) -> Any:
+def _split(folder: Path, name: str) -> Any:
     """A split of `datasets`, or rows of files and their classes; None if the folder has none of this name."""
-    if saved is not None:
-        return next((saved[key] for key in saved if key.startswith(name)), None)
     for suffix in _READERS:
         if files := sorted(folder.glob(f"{name}*{suffix}")) or sorted(folder.glob(f"*/{name}*{suffix}")):
             return _READERS[suffix](folder, files)
@@ -160,11 +154,9 @@ def _split(folder: Path, name: str, saved: Mapping[str, Any] | None) -> Any:
             return _load(folder, [pictures / "**"], "imagefolder")
         if rows := _of_classes(pictures):
             return rows
-        count = len(_pictures(pictures))
-        loose = f"{count} images outside of class folders" if count else "no images"
         raise DataError(
-            f"data.name={str(folder)!r}: {pictures.name}/ contains {loose}; expected a folder for each class, "
-            f"{pictures.name}/CLASS/*.png"
+            f"data.name={str(folder)!r}: {pictures.name}/ contains no images in folders of classes; expected a folder "
+            f"for each class, {pictures.name}/CLASS/*.png"
         )
     return None
 
@@ -223,10 +215,7 @@ def _tables(splits: Mapping[str, Any], *columns: str) -> Splits:
     tables = {}
     for part, some in rows.items():
         values = {column: [row[i] for row in some] for i, column in enumerate(columns)}
-        made = datasets.Dataset.from_dict(values, features)
-        # Part of the key of the cache of decoded images, to which the times and sizes of the files belong too.
-        facts = hashlib.sha256("\n".join(map("\t".join, some)).encode()).hexdigest()[:32]
-        tables[part] = datasets.Dataset(made.data, made.info, made.split, fingerprint=facts)
+        tables[part] = datasets.Dataset.from_dict(values, features)
     return {**splits, **tables}
 
 

@@ -198,11 +198,6 @@ def targets_of(
     columns = list(label.values())
     column, parts = ", ".join(label), columns[0]
     if len(columns) > 1:
-        if len({rows.dtype.kind == "f" for each in columns for rows in each.values()}) > 1 and source.task is None:
-            raise DataError(
-                f"data.label has whole numbers and floats in {column} of {source.name!r}; expected all floats, or all "
-                "0 and 1; data.task: regression takes any numbers"
-            )
         known, parts = tuple(label), {part: np.stack([each[part] for each in columns], 1) for part in parts}
     task = _task(source, parts)
     rows = next(iter(parts.values()))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fedbn_flwr import named
 from fedbn_flwr.batch import Value, tensors
-from fedbn_flwr.data.batches import ClientBatches, Normalise, own_augmentation, own_normalisation
+from fedbn_flwr.data import Moments
+from fedbn_flwr.data.batches import ClientBatches, Normalise, own_augmentation
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.dataset import DataSet, Form
 from fedbn_flwr.data.examples import MASK
@@ -138,14 +139,11 @@ def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
     return rows
 
 
-def normalisation_of(run: Settings, dataset: DataSet | Shape) -> Normalise:
-    """Mean and standard deviation per feature or channel for normalising examples, or the user's function.
+def normalisation_of(run: Settings, dataset: DataSet | Shape) -> Moments:
+    """Mean and standard deviation per feature or channel for normalising examples.
 
     Without the data, the mean and deviation of `data.normalise: moments` are unknown.
     """
-    name = run.data.normalise
-    if name is not None and named.is_name(name):
-        return own_normalisation(name)
     if run.data.normalise == "unit":
         return (0.0,) * dataset.channels, (1.0,) * dataset.channels
     entry = CATALOGUE.get(run.data.name)
@@ -187,8 +185,7 @@ def client_batches(
 
 def try_data(run: Settings, dataset: DataSet, indices: Tensor) -> None:
     """Take a batch of two examples twice: what the user's own parts do wrong is reported before training."""
-    names = [run.data.normalise, *map(name_in, run.data.augment or ())]
-    if not (own := [name for name in names if name is not None and named.is_name(name)]):
+    if not (own := [name for name in map(name_in, run.data.augment or ()) if named.is_name(name)]):
         return
     batches = client_batches(run, dataset, indices[:2], client=0, batch_size=2)
     (first, _), (second, _) = (next(iter(batches.epoch(1, 0))) for _ in range(2))
@@ -243,7 +240,7 @@ def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
     """Check that crops and augmentations suit the inputs, and the labels, which are per example or per pixel."""
     name, data, cut, size = run.data.name, run.data, run.data.crop, dataset.size
     drawn = [kind for kind in data.augment or () if kind in AUGMENTATIONS]
-    moved = [kind for kind in drawn if kind != "flip"]
+    moved = [name_in(part) for part in data.augment or () if name_in(part) != "flip"]
     of_images = {"augment": drawn, "size": data.size, "crop": cut, "channels": data.channels}
     refuse(
         {

@@ -17,7 +17,6 @@ from fedbn_flwr.client.losses import balanced_weights, make_loss
 from fedbn_flwr.client.schedules import cosine, step
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data import Moments
-from fedbn_flwr.data.batches import Normalise
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
@@ -63,7 +62,7 @@ class Parts:
         return validation_rows(self.run, self.partition)
 
     @cached_property
-    def normalise(self) -> Normalise:
+    def normalise(self) -> Moments:
         """A server without data has no moments of the clients' data before they agree on them."""
         return normalisation_of(self.run, self.shape)
 
@@ -98,14 +97,10 @@ class Parts:
         """The content of model.json."""
         return {
             "build": model_arguments(self.run, self.shape),
-            "normalise": _in_words(self.run, self.normalise),
+            "normalise": dict(zip(("mean", "std"), self.normalise, strict=True)),
             "classes": self.run.data.class_names or None if self.dataset is None else self.dataset.class_names,
             "global": self.rule.traits.has_global_model,
         }
-
-
-def _in_words(run: Settings, normalise: Normalise) -> Any:
-    return run.data.normalise if callable(normalise) else dict(zip(("mean", "std"), normalise, strict=True))
 
 
 def counts_of(run: Settings, dataset: DataSet, partition: Sequence[Tensor]) -> PartitionCounts:

@@ -111,7 +111,6 @@ Augment = Annotated[
     tuple[Annotated[Named, _one_of(AUGMENTATIONS, "an augmentation")], ...],
     Field(strict=False),
 ]
-Normalise = Annotated[str, _one_of(("moments", "unit", "official"), "a normalisation")]
 
 
 def of_catalogue(name: str) -> dict[str, Any]:
@@ -132,12 +131,11 @@ class Data(Source):
     crop: Positive | None = Field(
         default=None, description="segmentation: train on random crops with this many pixels per side"
     )
-    normalise: Normalise | None = Field(
+    normalise: Literal["moments", "unit", "official"] | None = Field(
         default=None,
         description=(
             "`official`: the published mean and standard deviation of a listed data set; `moments`: mean zero"
-            " and standard deviation one per channel over the training set; `unit`: pixel values from 0 to 1;"
-            " or `module:callable`, a [normalisation of your own](own-parts.md#normalisation)"
+            " and standard deviation one per channel over the training set; `unit`: pixel values from 0 to 1"
         ),
     )
     augment: Augment | None = Field(

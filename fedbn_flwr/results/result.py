@@ -68,10 +68,7 @@ class Result(Run):
         return global_model(folder, file) if client is None else personal_model(folder, client)
 
     def normalise(self) -> Callable[[Any], Any]:
-        """The normalisation of the model's inputs: a function of inputs with pixel values from 0 to 1.
-
-        If `data.normalise` names a function of your own, it is that function, of inputs as the data set stores them.
-        """
+        """The normalisation of the model's inputs: a function of inputs with pixel values from 0 to 1."""
         from .read.trained import normalisation
 
         return normalisation(self.files)

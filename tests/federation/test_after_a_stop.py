@@ -121,13 +121,13 @@ def test_every_own_module_is_recorded(tmp_path: Path, monkeypatch: pytest.Monkey
     """Those of all kinds of parts, also in a package, which the server has imported when the run begins."""
     package = tmp_path / "own_package"
     package.mkdir()
-    (package / "__init__.py").write_text("import torch\ndef norm(examples): return examples.float()\n")
+    (package / "__init__.py").write_text("def brighter(images, generator): return images\n")
     (package / "inside.py").write_text(PARTS.replace("LAST", "None"))
     (tmp_path / "own_rule.py").write_text("from fedbn_flwr.strategies import FedAvg\nclass Mine(FedAvg):\n    pass\n")
     (tmp_path / "not_named.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    text = TEXT.replace("my_parts", "own_package.inside").replace("40}", "40, normalise: 'own_package:norm'}")
+    text = TEXT.replace("my_parts", "own_package.inside").replace("40}", "40, augment: ['own_package:brighter']}")
     (prepared,) = prepare(load_experiment(text, ["strategy.name=own_rule:Mine"]))
     files = ["own_package/__init__.py", "own_package/inside.py", "own_rule.py"]
     found = named.sources(prepared.run.model_dump(mode="json"))

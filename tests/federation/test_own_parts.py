@@ -83,7 +83,6 @@ EVERYTHING = SHORT | {
         "options": {"count": 60},
         "partition": {"kind": "my_parts:most_of_one_class", "share": 0.5},
         "augment": ["flip", "torchvision.transforms.v2:RandomInvert", {"name": "my_parts:blank_rows", "most": 3}],
-        "normalise": "my_parts:each_image",
     },
 }
 
@@ -107,11 +106,10 @@ def test_processes_and_a_resumed_run_use_the_same_draws(tmp_path: Path) -> None:
         ("data.partition.kind=my_parts:shapes", "data.partition.kind='my_parts:shapes' failed: TypeError"),
         ("data.augment=['my_parts:blank_rows']", "data.augment: 'my_parts:blank_rows' failed: TypeError"),
         ("data.augment=[{name: 'my_parts:Net', num_classes: 1, in_channels: 1}]", "failed: RuntimeError: Input type"),
-        ("data.normalise=my_parts:shapes", "data.normalise='my_parts:shapes' "),
         ("model.norm=my_parts:shapes", "model.norm='my_parts:shapes' returned a dict; expected a torch.nn.Module"),
         ("data={name: digits, options: {count: 3}}", "options.count is an argument of a data set module:callable"),
         ("data.augment=[blur]", "'blur' is not an augmentation; known: crop, flip, resized_crop, rotate, or module"),
-        ("data.normalise=moment", "'moment' is not a normalisation; did you mean 'moments'?"),
+        ("data.normalise=moment", "data.normalise is 'moment': expected 'moments', 'unit' or 'official'"),
     ],
 )
 def test_a_wrong_part_is_one_message_before_a_folder_is_made(

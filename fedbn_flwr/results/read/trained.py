@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value
 from fedbn_flwr.client.node_state import NodeState
-from fedbn_flwr.data.batches import Normaliser, own_normalisation
+from fedbn_flwr.data.batches import Normaliser
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
-from fedbn_flwr.named import in_a_line
+from fedbn_flwr.named import in_a_line, load
 from fedbn_flwr.norms.roles import Role, roles
 
 from ..folder import RunFolder
@@ -66,8 +66,8 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
 
 def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
     moments = folder.model_description()["normalise"]
-    if isinstance(moments, str):
-        return own_normalisation(moments)
+    if isinstance(moments, str):  # a function of the user, in folders of earlier versions
+        return load("data.normalise", moments)
     known = tuple(moments["mean"]), tuple(moments["std"])
     return lambda inputs: Normaliser(known, main(inputs).device)(inputs)
 

@@ -180,7 +180,10 @@ def test_other_names_are_found_under_the_root_too(root: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{name: cifar10, root: /no/such/place}", r"data\.root='/no/such/place': there is no such folder.*cifar10/"),
+        (
+            "{name: cifar10, root: /no/such/place}",
+            r"data\.root='/no/such/place' has no folder 'cifar10'; it contains none.*cifar10",
+        ),
         ("{name: cifar10, root: ROOT}", r"has no folder 'cifar10'; it contains mnist\..*leave out data\.root to load"),
         ("{name: office_caltech10}", r"'office_caltech10' .* is not on the Hugging Face hub; give data\.root"),
         (

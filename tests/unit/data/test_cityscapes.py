@@ -215,6 +215,7 @@ def test_partitions_by_class_are_refused(root: Path, kind: str) -> None:
             r"'resnet20' returns shape \[2, 19\] .* shape \[2, 19, .* has 19 classes and one label per pixel$",
         ),
         ("augment: [flip, rotate]", [], r"data\.augment has \['rotate'\], but 'cityscapes' is segmentation data"),
+        ("augment: [flip, 'mine:blur']", [], r"data\.augment has \['mine:blur'\], but 'cityscapes'"),
         ("augment: [resized_crop]", [], r"data\.augment has \['resized_crop'\], but 'cityscapes'"),
         ("", ["data.crop=33"], r"data\.crop is 33, but the images of 'cityscapes' have 32x64 pixels"),
         ("test: test", [], r"no leftImg8bit/test/CITY/.*; leftImg8bit/ contains train, val"),

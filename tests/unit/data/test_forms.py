@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import shutil
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pandas as pd
 import pytest
@@ -118,21 +116,3 @@ def test_parquet_files_of_other_programs_are_read(form: str, tmp_path: Path) -> 
     found = load(Source(name=str(tmp_path), inputs="photo" if form == "paths" else None, label="label"))
     assert found.train.inputs[:, 0, 0, 0].tolist() == [10, 20]
     assert found.test.inputs[:, 0, 0, 0].tolist() == [30, 40]
-
-
-@pytest.mark.parametrize("test", ["test", "validation"])
-def test_a_saved_datasetdict_is_a_folder_of_data(test: str, tmp_path: Path) -> None:
-    folder = write_folders(tmp_path / "pictures", train={"cat": 10, "dog": 20}, test={"cat": 30, "dog": 40})
-    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"]))
-    splits = {}
-    for name, part in (("train", "train"), (test, "test")):
-        files = sorted(map(str, (folder / part).rglob("*.png")))
-        rows = {"image": files, "label": [int("dog" in file) for file in files]}
-        splits[name] = datasets.Dataset.from_dict(rows, features=features)
-    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    assert values_by_class(tmp_path / "saved") == {"train": {"cat": 10, "dog": 20}, "test": {"cat": 30, "dog": 40}}
-    with pytest.raises(DataError, match=r"no other.* for data\.test='other'; .* contains .*train"):
-        load(Source(name=str(tmp_path / "saved"), test="other"))
-    shutil.rmtree(tmp_path / "saved" / "train")
-    with pytest.raises(DataError, match="cannot read it"):
-        load(Source(name=str(tmp_path / "saved")))
