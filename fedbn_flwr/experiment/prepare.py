@@ -259,8 +259,6 @@ def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inp
             f"model.name={run.model.name!r} does not take the {_described(inputs)} examples of "
             f"{run.data.name!r}{mode}: {named.in_a_line(error)}"
         ) from None
-    if dataset.task is SEVERAL:  # only the user knows the outputs and targets
-        return
     expected = [2, dataset.outputs, *(main(inputs).shape[2:] if dataset.dense else ())]
     # A model with one output may leave out its dimension.
     forms = [expected, [2]] if expected == [2, 1] else [expected]
