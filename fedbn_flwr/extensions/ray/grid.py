@@ -101,7 +101,14 @@ class RayGrid(LocalGrid):
     def _wait(self, timeout: float) -> list[Any]:
         waited = {actor.waited: actor for actor in self._workers if actor.then}
         found = ray.wait(list(waited), num_returns=1, timeout=timeout)[0] if waited else []
-        return [waited[ref] for ref in found]
+        if found or not timeout:
+            return [waited[ref] for ref in found]
+        # Ray reports a lost machine in about a minute, but takes more than four for a result that it has not yet sent.
+        alive = {"", *(str(node["NodeID"]) for node in machines())}
+        lost = [actor for actor in waited.values() if actor.node not in alive]
+        for actor in lost:
+            actor.waited = None
+        return lost
 
     def _receive(self, timeout: float) -> None:
         now = time.monotonic()
@@ -146,6 +153,11 @@ class _Actor:
         keep_freed_memory()
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the server reports errors; a machine's log is not read
 
+    def where(self) -> bytes:
+        """The address of the machine, and Ray's name of it."""
+        found = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
+        return pickle.dumps(found)
+
     def handle(self, data: bytes, names: Sequence[str], *records: ArrayRecord) -> bytes:
         call, arguments = pickle.loads(data)  # noqa: S301 (of our own server)
         if names:
@@ -161,7 +173,9 @@ class ActorWorker(NodeWorker):
     nodes: Any  # in the object store
     needs: Mapping[str, float]
     records: _SharedRecords
-    waited: Any = None  # the reference of the result of the current job
+    waited: Any = None  # the reference of the result of the current job; None: its machine is lost
+    machine: str = ""  # its address
+    node: str = ""  # Ray's name of the machine; empty until the actor is ready
     held: dict[int, bool] = field(default_factory=dict)
     _actor: Any = None
 
@@ -169,7 +183,7 @@ class ActorWorker(NodeWorker):
         # Ray starts it as soon as some machine has room.
         reserved = {"num_cpus": self.needs.get("CPU", 0), "num_gpus": self.needs.get("GPU", 0)}
         self._actor = ray.remote(_Actor).options(**reserved, scheduling_strategy="SPREAD").remote(self.nodes)
-        self.waited = self._actor.__ray_ready__.remote()
+        self.waited = self._actor.where.remote()
 
     def send(self, then: Then, call: str, *arguments: Any) -> None:
         self.then, large = then, dict[str, Any]()
@@ -181,14 +195,21 @@ class ActorWorker(NodeWorker):
         )
 
     def receive(self) -> tuple[Any, str]:
+        how = "was lost"
         try:
-            result = ray.get(self.waited, timeout=_FETCH_TIMEOUT)
-            return (pickle.loads(result) if self.is_ready else None), ""  # noqa: S301  # of our own actor
-        except RayError as error:  # with the machine's address
-            how = "was lost" if self.is_ready else "cannot start on the Ray cluster"
-            return None, f"the client's actor {how} ({in_a_line(error)})"
+            if self.waited is not None:
+                result = pickle.loads(ray.get(self.waited, timeout=_FETCH_TIMEOUT))  # noqa: S301  # of our own actor
+                if self.is_ready:
+                    return result, ""
+                self.machine, self.node = result
+                return None, ""
+        except RayError as error:
+            if not self.is_ready:
+                return None, f"no actor can start on the Ray cluster: {in_a_line(error)}"
+            how = f"was lost ({in_a_line(error)})"
+        return None, f"the client's actor on {self.machine} {how}"
 
     def close(self) -> None:
         if self._actor is not None:
             ray.kill(self._actor)
-        self._actor, self.waited, self.then, self.is_ready = None, None, None, False
+        self._actor, self.waited, self.then, self.node, self.is_ready = None, None, None, "", False
