@@ -40,7 +40,8 @@ _HEAD = """\
 
 def new(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.experiment.file.content import extended, text_of
-    from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
+    from fedbn_flwr.experiment.file.layers import read_experiment
+    from fedbn_flwr.results.yaml_text import parse_yaml
 
     name = arguments.name.removesuffix(".yaml").removesuffix(".yml")
     file: Path = arguments.out or Path(f"{name}.yaml")
