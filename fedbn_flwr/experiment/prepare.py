@@ -31,9 +31,8 @@ from fedbn_flwr.strategies import Rule, as_rule
 from fedbn_flwr.tasks import Task
 
 from .data import Shape, check_labels, try_data
-from .faults import naming
 from .parts import Parts, has_own_loss, learning_rate, plain_loss
-from .settings import Experiment, Settings, name_in, strategy_name, tracker_of
+from .settings import Experiment, Settings, name_in, naming, strategy_name, tracker_of
 
 
 def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_data: bool = False) -> list[Parts]:

@@ -1,4 +1,4 @@
-"""The settings of an experiment, frozen; `faults.check_settings` makes them from a file.
+"""The settings of an experiment, frozen; `check_settings` makes them from a file, and reports its first faults.
 
 Only this folder uses them: `prepare.py` and `node.py` pass plain arguments to the rest of the library.
 docs/experiments.md explains the keys.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -22,19 +23,21 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     Tag,
+    ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partitions import KINDS, Options, OwnOptions
 from fedbn_flwr.data.source import Source
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import SettingsError, UserError, did_you_mean
 from fedbn_flwr.experiment.registry import check_strategy
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.report.curves import Measure
-from fedbn_flwr.results.text import file_name
+from fedbn_flwr.results.text import file_name, shorten
 from fedbn_flwr.schema import Few, Names, Positive, Section, expects
 from fedbn_flwr.tasks import LOSSES, METRICS
 
@@ -645,3 +648,85 @@ class Experiment:
 def strategy_name(spec: Mapping[str, Any]) -> str:
     base = spec.get("base")
     return f"{spec['name']}({strategy_name(base)})" if isinstance(base, Mapping) else str(spec["name"])
+
+
+# --- faults, each with its key, the value found and the value expected ---------
+
+KEYS_OF_A_FILE = {  # beside those of a run
+    "description": "one line",
+    "extends": (
+        "a shipped experiment (`fixbn/table4`) or a file, relative to this one, whose settings this file "
+        "changes. All keys are merged with those of the other file, except its `name`, `description`, "
+        "`runs`, `sweep` and `published`, which are not taken over"
+    ),
+    "seeds": (
+        "a list of seeds; every run is repeated with each of them, and the report gives mean and standard deviation"
+    ),
+    "runs": (
+        "a mapping from labels to overrides. They are merged with the settings above; a `strategy` with "
+        "another name, or a `partition` of another kind, replaces the one above"
+    ),
+    "sweep": ("conditions: lists of values by key, all of which are run and shown, see [Sweeps and sizes](sweeps.md)"),
+    "tune": "hyperparameters: lists of values by key, of which the best is chosen by held-out training examples",
+    "sizes": "smaller sizes of the experiment: a mapping from names to changes, for `--size NAME`",
+}
+_FAULTS = 10  # explained; each may list the known keys
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Around the check of a run, whose error then says where the fault is."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{where}: {error}") from error.__cause__  # one traceback in notebooks
+
+
+def check_settings(settings: Mapping[str, Any]) -> Settings:
+    try:
+        return Settings.model_validate(dict(settings))
+    except ValidationError as error:
+        faults = list(map(_explain, error.errors()))
+        more = [f"and {len(faults) - _FAULTS} further faults"] if len(faults) > _FAULTS else []
+        raise SettingsError("; ".join([*faults[:_FAULTS], *more])) from None
+
+
+# Where pydantic's words are not those of an experiment file.
+_EXPECTED = {
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "string_pattern_mismatch": "one line without control characters",
+}
+
+
+def _explain(details: ErrorDetails) -> str:
+    # Pydantic adds the kind of a partition to the path, but the file does not have it there.
+    parts = [str(part) for part in details["loc"]]
+    key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
+    found, kind, value = details["input"], details["type"], shorten(repr(details["input"]), 200)
+    if kind == "extra_forbidden":
+        return f"unknown key {key!r} (= {value}); {did_you_mean(parts[-1], _section(parts[:-1]))}"
+    if kind == "missing":
+        return f"{key!r} is missing"
+    if kind.startswith("union_tag"):  # of a partition
+        name = found.get("kind") if isinstance(found, Mapping) else found
+        wrong = f".kind={name!r} is not a partition" if name else ".kind is missing"
+        return f"{key}{wrong}; {did_you_mean(str(name), KINDS)}, or {OWN} for your own"
+    if kind == "value_error":
+        error = details["ctx"]["error"]
+        return f"{key + ': ' if key and not isinstance(error, SettingsError) else ''}{error}"
+    return f"{key} is {value}: expected {_EXPECTED.get(kind) or details['msg'].removeprefix('Input should be ')}"
+
+
+def _section(path: Sequence[str]) -> list[str]:
+    """The known keys of the section at `path`."""
+    model: type[BaseModel] = Settings
+    for part in path:
+        if part in (OWN, *KINDS):
+            model = KINDS.get(part, OwnOptions)
+        elif part in model.model_fields:
+            annotation = model.model_fields[part].annotation
+            model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else model
+    extra = KEYS_OF_A_FILE if model is Settings else ()
+    return [*(name for name in model.model_fields if model is not Settings or name not in DERIVED), *extra]

@@ -15,8 +15,7 @@ from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.yaml_text import DEPTH, parse_yaml
 
-from ..faults import KEYS_OF_A_FILE, check_settings, naming
-from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue
+from ..settings import DERIVED, KEYS_OF_A_FILE, Experiment, Layer, Settings, check_settings, naming, of_catalogue
 from .content import checked_mapping, merge, nested, put, read_content, without, written_out
 from .expansion import (
     LISTS,
