@@ -28,6 +28,7 @@ from flwr.serverapp import Grid
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.messages import protocol
@@ -129,10 +130,12 @@ class Progress:
             TextColumn("{task.description}", markup=False),
             BarColumn(_BAR),
             TextColumn("{task.completed:g}/{task.total:g}"),
-            TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
+            expand=True,  # in a narrow terminal the last column is cut, not the others
             console=console,
             transient=True,
+            refresh_per_second=4,
             disable=not self._draws,
             get_time=time.monotonic,
             speed_estimate_period=math.inf,
