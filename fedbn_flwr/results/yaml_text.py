@@ -53,6 +53,9 @@ class _Loader(yaml.SafeLoader):
 class Dumper(yaml.SafeDumper):
     """Quotes text that `_Loader` would read as a number."""
 
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
 
 for _class in (_Loader, Dumper):
     _class.add_implicit_resolver(_FLOAT, re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))

@@ -44,7 +44,8 @@ def write_run(
         summary.account(line)
     RunFolder(folder).write_summary(summary)
     if config is not None:
-        (folder / "config.yaml").write_text(yaml.safe_dump({"label": label, "seed": seed, **config}))
+        content = json.dumps({"label": label, "seed": seed, **config})  # of equal values none is an alias
+        (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(content)))
     for name, content in (files or {}).items():
         if name.endswith(".jsonl"):
             write_lines(folder / name, content)

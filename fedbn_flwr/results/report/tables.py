@@ -226,13 +226,13 @@ def sweep_table(sweep: Sweep) -> Table:
     lines: Lines = [(sweep.key, *sweep.values)]
     for label, line in sweep.lines.items():
         found = (line.get(word) for word in sweep.values)
-        cells = ("-" if row is None else _figure_of(row, sweep.measure, mark=row.unfinished) for row in found)
+        cells = ("-" if row is None else _figure_of(row, sweep.measure) for row in found)
         lines.append((label, *cells))
     return ", ".join(filter(None, (f"{sweep.measure.title} by {sweep.key}", sweep.title))), lines
 
 
-def _figure_of(row: Row, measure: Measure, **options: Any) -> str:
-    return as_measured(measure, row.figures(measure.key), **options)
+def _figure_of(row: Row, measure: Measure) -> str:
+    return as_measured(measure, row.figures(measure.key)) + (f" [{row.unfinished}]" if row.unfinished else "")
 
 
 def candidates_table(rows: Sequence[Row]) -> Table:
@@ -240,12 +240,11 @@ def candidates_table(rows: Sequence[Row]) -> Table:
     found, chosen = candidates(rows), choose(rows)
     main = headline(runs_of(found))
     measure, word = Measure.of(main), title_of(main)
-    lines: Lines = [("run", f"validation {word}", f"test {word}", "runs", "chosen")]
+    lines: Lines = [("run", f"validation {word}", f"test {word}", "seeds", "chosen")]
     for row in found:
-        values, ended = validation(row), sum(run.summary.status == "finished" for run in row.runs)
-        runs = str(len(row.runs)) if ended == len(row.runs) else f"{ended} of {len(row.runs)} finished"
+        values = validation(row)
         mark = "chosen" if values and row in chosen else ""
-        lines.append((row.label, as_measured(measure, values), _figure_of(row, measure), runs, mark))
+        lines.append((row.label, as_measured(measure, values), _figure_of(row, measure), repetitions(row), mark))
     return f"candidates: the best is chosen by the {word} on held-out training examples, mean over seeds", lines
 
 
@@ -327,15 +326,14 @@ def partition_table(partition: PartitionCounts) -> str:
 # --- text of each format ---
 
 
-def as_measured(measure: Measure, values: Sequence[float], digits: int | None = None, *, mark: str = "") -> str:
-    """The mean, and the standard deviation if values differ; and a mark."""
-    mark = f" [{mark}]" if mark else ""
+def as_measured(measure: Measure, values: Sequence[float], digits: int | None = None) -> str:
+    """The mean, and the standard deviation if values differ."""
     if not values:
-        return "-" + mark
+        return "-"
     digits = measure.digits(values) if digits is None else digits
     scaled = [value * measure.scale for value in values]
     spread = deviation(scaled)
-    return f"{mean(scaled):,.{digits}f}{measure.unit}" + (f" ± {spread:,.{digits}f}" if spread else "") + mark
+    return f"{mean(scaled):,.{digits}f}{measure.unit}" + (f" ± {spread:,.{digits}f}" if spread else "")
 
 
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:
