@@ -186,7 +186,7 @@ def test_keys_that_end_alike_are_named_in_full() -> None:
         ("sweep: {trian.lr: [0.1]}", "unknown key 'trian'"),
         ("tune: {train.lr: [0.1]}\nevaluate:", "evaluate is None: expected a mapping"),
         ("tune: {train.lr: [0.1]}\nevaluate: 3", "evaluate is 3: expected a mapping"),
-        ("runs: {1: {}, '1': {rounds: 3}}", "the key '1' is given twice (line 1)"),
+        ("runs: {1: {}, '1': {rounds: 3}}", "the key '1' is given twice in line 1"),
         (
             f"published: {{A: {{accuracy: 0.5, source: x}}}}\nruns: {{A: {{}}}}\nsweep: {{train.lr: "
             f"{[n / 1000 for n in range(1, 900)]}, rounds: {list(range(1, 900))}, train.steps: {list(range(1, 900))}}}",
