@@ -96,6 +96,14 @@ class Results(tuple[Result, ...]):
         found = find_runs([Path(folder).expanduser() for folder in folders])
         return cls(Result(run.folder, run.summary, run.lines) for run in found)
 
+    def find(self, name: str) -> Result:
+        """The run of this label, or in a folder of this name."""
+        found = [result for result in self if name in (result.label, result.folder.name)]
+        if len(found) != 1:
+            names = ", ".join(result.folder.name for result in self)
+            raise UserError(f"{len(found)} runs are called {name!r}; expected the label of one, or one of {names}")
+        return found[0]
+
     @property
     def labels(self) -> list[str]:
         """The different labels; runs that differ only in their seed have the same one."""

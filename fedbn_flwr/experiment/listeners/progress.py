@@ -174,7 +174,7 @@ class Progress:
 
     def status(self, text: str) -> None:
         """What happens before the first run or after the last one; shown only where it can be drawn over."""
-        self._bars.update(self._all, text=text)
+        self._bars.update(self._all, text=text, refresh=True)
 
     def skip(self, places: Sequence[int]) -> None:
         """These runs are finished already."""

@@ -313,10 +313,11 @@ def partition_table(partition: PartitionCounts) -> str:
     sizes, classes = partition.sizes, partition.classes if 1 < len(partition.classes) <= _SHOWN_CLASSES else ()
     names = [f"{i} {name}" for i, name in enumerate(partition.clients)] or list(map(str, range(len(sizes))))
     clients = list(zip(names, partition.counts, strict=True))
-    lines: Lines = [("client", "examples", "classes", *classes)]
+    has_classes = len(partition.classes) > 1
+    lines: Lines = [("client", "examples", *(["classes"] if has_classes else ()), *classes)]
     for name, row in (*clients[:_SHOWN_CLIENTS], ("all", list(map(sum, zip(*partition.counts, strict=True))))):
-        shown = [str(count or ".") for count in row[: len(classes)]]
-        lines.append((name, str(sum(row)), str(sum(count > 0 for count in row)), *shown))
+        present = [str(sum(count > 0 for count in row))] if has_classes else []
+        lines.append((name, str(sum(row)), *present, *(str(count or ".") for count in row[: len(classes)])))
     more = len(clients) - _SHOWN_CLIENTS
     rest = f"... and {more} more clients\n" if more > 0 else ""
     spread = f"examples per client: {min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}"

@@ -155,6 +155,14 @@ def test_runs_are_a_tuple_in_the_order_of_the_experiment(results: Results) -> No
     assert [result.summary.seed for result in results[:2]] == [0, 1]
 
 
+def test_a_run_is_found_by_its_label_or_its_folder(results: Results) -> None:
+    assert results.find("FedBN-seed1") is results[-1]
+    with pytest.raises(UserError, match=r"2 runs are called 'FedBN'; expected .* one of FedAvg-seed0, .*FedBN-seed1$"):
+        results.find("FedBN")
+    with pytest.raises(UserError, match="0 runs are called 'FedBM'"):
+        results.find("FedBM")
+
+
 def test_runs_are_joined_in_frames_a_table_and_a_plot(results: Results) -> None:
     assert list(results.summaries["label"]) == ["FedAvg", "FedAvg", "FedBN", "FedBN"]
     means = results.summaries.groupby("label")["accuracy"].mean()
