@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import signal
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import RunFailed, SettingsError, did_you_mean
 
 from .common import Commands, add_command, continued_by, parse_pairs
 
@@ -77,8 +78,9 @@ def flwr(arguments: argparse.Namespace) -> int:
         more = " ".join(["resume=true"] * ("resume" not in run_config) + [f"out='{out}'"] * ("out" not in run_config))
         run_config["out"] = str(out)  # Flower's processes run in another folder
         federation = federation or federation_config(experiment.runs[0].clients)
-    from fedbn_flwr.results.folder import mark_interrupted
+    from fedbn_flwr.results.folder import errors_since, mark_interrupted
 
+    began = time.time()
     stop = signal.default_int_handler  # as Ctrl-C: the run's processes are ended, too
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     words = ["run", arguments.app, *(w for text in arguments.run_config for w in ("--run-config", text))]
@@ -86,6 +88,12 @@ def flwr(arguments: argparse.Namespace) -> int:
     with continued_by(out, "flwr", *words, *["--run-config", more] * bool(more)):
         try:
             run_app(app, run_config, federation or {"client-resources-num-cpus": 1})
+        except RunFailed as error:
+            if out is None:
+                raise
+            # Flower gives an error of its own instead of the server's if its nodes failed meanwhile.
+            lost = [f"{name}: {why}" for name, why in errors_since(out, began).items() if why not in str(error)]
+            raise RunFailed("\n".join([str(error), *lost])) from None
         finally:
             if out is not None:
                 mark_interrupted(out)  # runs whose process was killed, or ended by Ctrl-C before it could do that

@@ -289,11 +289,27 @@ def find_folders(folders: Iterable[Path]) -> dict[Path, int]:
     return found
 
 
+def _summaries(out: Path) -> Iterator[tuple[RunFolder, Summary]]:
+    """Of the runs below `out`; a damaged one is left out."""
+    for folder in map(RunFolder, find_folders([out]) if out.is_dir() else ()):
+        with suppress(UserError):
+            if (summary := folder.summary()) is not None:
+                yield folder, summary
+
+
 def mark_interrupted(out: Path) -> None:
     """Mark unfinished runs below `out` as interrupted, after their process has ended."""
-    for folder in map(RunFolder, find_folders([out]) if out.is_dir() else ()):
-        with suppress(UserError, StorageError):  # it is damaged, or the disk is full
-            summary = folder.summary()
-            if summary is not None and summary.status == "running":
+    for folder, summary in _summaries(out):
+        if summary.status == "running":
+            with suppress(StorageError):  # the disk is full
                 summary.status = "interrupted"
                 folder.write_summary(summary)
+
+
+def errors_since(out: Path, began: float) -> dict[str, str]:
+    """Why the runs below `out` failed that began at this time or later, by the names of their folders."""
+    return {
+        folder.path.name: summary.error
+        for folder, summary in _summaries(out)
+        if summary.error and datetime.fromisoformat(summary.began).timestamp() >= began
+    }
