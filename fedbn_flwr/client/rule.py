@@ -85,8 +85,6 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     **extensions.declared("client_keys"),
 }
 
-# Keys that no rule declares.
-
 
 def rule_of(key: str) -> type[ClientRule]:
     """The client rule that a key of `BY_KEY` selects."""
