@@ -28,7 +28,7 @@ from fedbn_flwr import client_app
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.extensions.ray.experiment import connected
-from fedbn_flwr.extensions.ray.grid import RayGrid, fits
+from fedbn_flwr.extensions.ray.grid import RayGrid, end, fits
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support import sessions
 from tests.support.command import PATIENCE, ROOT, environment, fedbn
@@ -102,10 +102,10 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(address: str) -> Iterator[None]:
-    """A connection of this process to the cluster."""
+def idle(address: str) -> Iterator[list[Any]]:
+    """A connection of this process to the cluster, and the actors that its tests leave to the next."""
     with connected(address, [__name__]):
-        yield
+        yield []
 
 
 def app() -> ClientApp:
@@ -159,7 +159,7 @@ def counts(replies: Any) -> list[Any]:
     return [reply.content["metrics"]["count"] if reply.has_content() else "error" for reply in replies]
 
 
-def test_actors_have_the_code_of_this_process_and_what_they_declare(cluster: None) -> None:
+def test_actors_have_the_code_of_this_process_and_what_they_declare(idle: list[Any]) -> None:
     with ray_grid(4, cpus=1, gpus=0.5) as grid:
         assert grid.start() == 2, "half of the GPU each"
         replies = list(grid.send_and_receive(map(to, (1, 2, 3, 4)), timeout=PATIENCE))
@@ -177,19 +177,19 @@ def test_actors_have_the_code_of_this_process_and_what_they_declare(cluster: Non
             grid.start()
 
 
-def test_arrays_arrive_as_they_were_sent(cluster: None) -> None:
+def test_arrays_arrive_as_they_were_sent(idle: list[Any]) -> None:
     """Those of a large model go through the object store."""
     sent = [np.arange(size, dtype=np.float32) for size in (3, 200_000)]
     content = RecordDict({str(i): pack({"values": values}) for i, values in enumerate(sent)})
-    with ray_grid(3) as grid:
+    with ray_grid(3, idle=idle) as grid:
         for reply in grid.send_and_receive([Message(content, node, "query.echo") for node in (1, 2, 3)]):
             assert reply.metadata.message_type == "query.echo"
             for i, values in enumerate(sent):
                 assert np.array_equal(unpack(reply.content.array_records[str(i)])["values"], values)
 
 
-def test_a_client_that_ends_its_process_loses_no_state(cluster: None) -> None:
-    with ray_grid(4) as grid:
+def test_a_client_that_ends_its_process_loses_no_state(idle: list[Any]) -> None:
+    with ray_grid(4, idle=idle) as grid:
         assert counts(grid.send_and_receive(map(to, (1, 2, 3, 4)))) == [1, 1, 1, 1]
         replies = list(grid.send_and_receive([to(1), to(2, "die"), to(3), to(4)]))
         assert counts(replies) == [2, "error", 2, 2]
@@ -200,8 +200,8 @@ def test_a_client_that_ends_its_process_loses_no_state(cluster: None) -> None:
         assert grid.contexts()[2].state["had"]["count"] == 2
 
 
-def test_a_late_client_is_left_out_and_ends_with_the_grid(cluster: None) -> None:
-    with ray_grid(2, workers=2) as grid:
+def test_a_late_client_is_left_out_and_ends_with_the_grid(idle: list[Any]) -> None:
+    with ray_grid(2, workers=2, idle=idle) as grid:
         rounds, processes = 0, 1
         while processes < 2:  # until both actors are ready; one of them could answer both clients
             assert (rounds := rounds + 1) < 600
@@ -214,18 +214,19 @@ def test_a_late_client_is_left_out_and_ends_with_the_grid(cluster: None) -> None
 
 
 @pytest.mark.parametrize("case", ["FedAvg", "FedBN", "FedTAN"])
-def test_a_resumed_run_has_the_arrays_of_the_local_engine(case: str, cluster: None, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_arrays_of_the_local_engine(case: str, idle: list[Any], tmp_path: Path) -> None:
     """On one actor, so that it keeps several parked rounds of FedTAN."""
     run_config = {"experiment": sessions.BASE, "set": " ".join(f"'{word}'" for word in sessions.overrides(case))}
     sessions.session(case, tmp_path / "local")
     for stop in (2, 0):
         made = client_app(make_client)
-        with RayGrid(made, 3, workers=1, run_config=run_config, start_timeout=PATIENCE) as grid:
+        with RayGrid(made, 3, workers=1, run_config=run_config, start_timeout=PATIENCE, idle=idle) as grid:
             sessions.session(case, tmp_path / "ray", stop, grid=grid)
     assert sessions.outcome(tmp_path / "ray") == sessions.outcome(tmp_path / "local")
 
 
-def test_a_machine_that_is_lost_in_a_round_costs_its_clients_this_round(cluster: None, address: str) -> None:
+def test_a_machine_that_is_lost_in_a_round_costs_its_clients_this_round(idle: list[Any], address: str) -> None:
+    end(idle)
     with ray_node(f"--address={address}", "--num-cpus=1") as machine, ray_grid(3, workers=3) as grid:
         deadline = time.monotonic() + PATIENCE
         processes: set[int] = set()

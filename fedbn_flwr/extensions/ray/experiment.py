@@ -41,7 +41,7 @@ from fedbn_flwr.experiment.settings import Engine, Experiment
 from fedbn_flwr.named import in_a_line, names_in
 from fedbn_flwr.storage import temporary_folder
 
-from .grid import RayGrid, machines
+from .grid import RayGrid, end, machines
 
 
 @contextmanager
@@ -49,24 +49,31 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
     """Grids on the Ray cluster of the first run, one for each run; the connection begins with the first grid."""
     sent = Sent(experiment)
     first = experiment.runs[0].engine
+    idle: dict[tuple[float, float], list[Any]] = {}  # actors between two runs, by the CPUs and GPUs of each
     with ExitStack() as stack:
 
         @functools.cache
         def connect() -> None:  # now, when all parts are loaded
             stack.enter_context(connected(first.address, sent.modules()))
+            stack.callback(lambda: end([actor for actors in idle.values() for actor in actors]))
 
         @contextmanager
         def make_grid(parts: Parts) -> Iterator[Grid]:
             connect()
             sent.send_data(parts)
             run, engine = parts.run, parts.run.engine
+            cpus = engine.threads if engine.cpus_per_client is None else engine.cpus_per_client
+            gpus = _gpus(engine)
+            for other in idle.keys() - {(cpus, gpus)}:
+                end(idle.pop(other))  # the new ones need their room
             with RayGrid(
                 client_app(sent),
                 run.clients,
                 workers=None if engine.workers == "auto" else engine.workers,
-                cpus=engine.threads if engine.cpus_per_client is None else engine.cpus_per_client,
-                gpus=_gpus(engine),
+                cpus=cpus,
+                gpus=gpus,
                 start_timeout=engine.node_timeout,
+                idle=idle.setdefault((cpus, gpus), []),
                 work=parts.work(),
                 threads=engine.threads,
             ) as grid:

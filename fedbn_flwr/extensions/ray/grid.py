@@ -69,6 +69,9 @@ class RayGrid(LocalGrid):
         What Ray reserves for each, which serves one client at a time.
     start_timeout
         Seconds after which the run fails if no actor can be started.
+    idle
+        Actors with these needs, which serve before new ones start, and to which a grid adds its own when it closes;
+        None: they end with the grid.
 
     The others are those of `LocalGrid`.
     """
@@ -82,8 +85,10 @@ class RayGrid(LocalGrid):
         cpus: float = 1,
         gpus: float = 0,
         start_timeout: float = 120,
+        idle: list[Any] | None = None,
         **nodes: Any,
     ) -> None:
+        self._idle, self._ends_actors = [] if idle is None else idle, idle is None
         self._needs = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
         if workers is None and not (workers := fits(self._needs)):
             raise RunFailed(
@@ -96,7 +101,15 @@ class RayGrid(LocalGrid):
 
     def _make_workers(self, nodes: Nodes, count: int) -> list[ActorWorker]:
         sent = ray.put(nodes)
-        return [ActorWorker(sent, self._needs, self._records) for _ in range(count)]
+        return [ActorWorker(sent, self._needs, self._idle, self._records) for _ in range(count)]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            if worker.is_free:
+                worker.release()
+        super().close()
+        if self._ends_actors:
+            end(self._idle)
 
     def _wait(self, timeout: float) -> list[Any]:
         waited = {actor.waited: actor for actor in self._workers if actor.then}
@@ -123,6 +136,11 @@ class RayGrid(LocalGrid):
         super()._receive(timeout)
 
 
+def end(actors: list[Any]) -> None:
+    while actors:
+        ray.kill(actors.pop())
+
+
 class _SharedRecords:
     """Puts large records of arrays into the object store, once for all messages of a round that contain them."""
 
@@ -145,16 +163,16 @@ class _SharedRecords:
 
 
 class _Actor:
-    """In an actor's process: answers messages to any of these nodes."""
+    """In an actor's process: answers messages to any node."""
 
-    def __init__(self, nodes: Nodes) -> None:
-        self._nodes = nodes
+    def __init__(self) -> None:
         identify()
         keep_freed_memory()
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the server reports errors; a machine's log is not read
 
-    def where(self) -> bytes:
-        """The address of the machine, and Ray's name of it."""
+    def begin(self, nodes: Nodes) -> bytes:
+        """Serve these nodes from now on. Returns the address of the machine, and Ray's name of it."""
+        self._nodes = nodes
         found = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
         return pickle.dumps(found)
 
@@ -172,6 +190,7 @@ class ActorWorker(NodeWorker):
 
     nodes: Any  # in the object store
     needs: Mapping[str, float]
+    idle: list[Any]
     records: _SharedRecords
     waited: Any = None  # the reference of the result of the current job; None: its machine is lost
     machine: str = ""  # its address
@@ -182,8 +201,9 @@ class ActorWorker(NodeWorker):
     def launch(self) -> None:
         # Ray starts it as soon as some machine has room.
         reserved = {"num_cpus": self.needs.get("CPU", 0), "num_gpus": self.needs.get("GPU", 0)}
-        self._actor = ray.remote(_Actor).options(**reserved, scheduling_strategy="SPREAD").remote(self.nodes)
-        self.waited = self._actor.where.remote()
+        make = ray.remote(_Actor).options(**reserved, scheduling_strategy="SPREAD").remote
+        self._actor = self.idle.pop() if self.idle else make()
+        self.waited = self._actor.begin.remote(self.nodes)
 
     def send(self, then: Then, call: str, *arguments: Any) -> None:
         self.then, large = then, dict[str, Any]()
@@ -208,6 +228,11 @@ class ActorWorker(NodeWorker):
                 return None, f"no actor can start on the Ray cluster: {in_a_line(error)}"
             how = f"was lost ({in_a_line(error)})"
         return None, f"the client's actor on {self.machine} {how}"
+
+    def release(self) -> None:
+        """Leave the actor, which is free, to the next grid."""
+        self.idle.append(self._actor)
+        self._actor = None
 
     def close(self) -> None:
         if self._actor is not None:
