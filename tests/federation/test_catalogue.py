@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def check(experiment: Experiment, out: Path) -> None:
     if run.published is not None:
         assert set(run.published.model_extra or {}) <= set(summary), "a published figure has a measured one beside it"
         assert "other set-up (size paper, other" in (out / "report.md").read_text(), run.label
+    shutil.rmtree(out)  # all models together have tens of gigabytes
 
 
 @pytest.mark.parametrize("name", shipped_experiments())

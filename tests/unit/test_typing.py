@@ -25,11 +25,12 @@ assert_type(result.summary.accuracy, float | None)
 assert_type(result.model(), nn.Module)
 results = run_all(Settings(rounds=3, train=Train(lr=0.1), data=Data(name="mnist")), seeds=[0, 1])
 assert_type(results[0], Result)
-assert_type(results[:1], Results)
+assert_type(results.find("quick"), Result)
+assert_type(Results(results[:1]), Results)
 result.plot().savefig("plot.pdf")
 print(result.history["accuracy"], results.table())
-run("quick", rouns=3)  # type: ignore[call-arg]
-run("quick", rounds="3")  # type: ignore[arg-type]
+Settings(rouns=3)  # type: ignore[call-arg]
+Settings(rounds="3")  # type: ignore[arg-type]
 Train(lrr=0.1)  # type: ignore[call-arg]
 print(result.summary.acuracy)  # type: ignore[attr-defined]
 """
