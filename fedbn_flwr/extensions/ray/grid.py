@@ -116,7 +116,7 @@ class RayGrid(LocalGrid):
         found = ray.wait(list(waited), num_returns=1, timeout=timeout)[0] if waited else []
         if found or not timeout:
             return [waited[ref] for ref in found]
-        # Ray reports a lost machine in about a minute, but takes more than four for a result that it has not yet sent.
+        # Ray can take minutes to report for each result that its machine is lost.
         alive = {"", *(str(node["NodeID"]) for node in machines())}
         lost = [actor for actor in waited.values() if actor.node not in alive]
         for actor in lost:
