@@ -78,13 +78,17 @@ class FedBS(FedAvg):
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         if self.memory.switch_round is not None:
             return [1.0] * len(replies)
-        losses = [float(reply.metrics[protocol.TRAIN_LOSS]) for reply in replies]
+        losses = _losses(replies)
         # Equal losses, zeros included, give exactly equal weights.
         return [1.0] * len(losses) if len(set(losses)) == 1 else losses
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         if self.memory.switch_round is None:
-            spread = float(np.std([float(reply.metrics[protocol.TRAIN_LOSS]) for reply in replies]))
+            spread = float(np.std(_losses(replies)))
             self.memory.alike = self.memory.alike + 1 if spread <= self.epsilon else 0
             if self.memory.alike >= self.patience:
                 self.memory.switch_round = round.number + 1
+
+
+def _losses(replies: Sequence[Reply]) -> list[float]:
+    return [float(reply.metrics[protocol.TRAIN_LOSS]) for reply in replies]

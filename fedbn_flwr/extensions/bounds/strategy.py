@@ -102,9 +102,9 @@ class Bounds:
 Bounds.__init__ = checked(Bounds.__init__)  # type: ignore[method-assign]
 
 
-def from_settings(settings: Mapping[str, Any]) -> Bounds:
+def from_settings(settings: Any) -> Bounds:
     """The bounds of the section `bounds` in an experiment file."""
-    if not hasattr(settings, "keys"):
+    if not isinstance(settings, Mapping):
         raise SettingsError(f"bounds is {settings!r}; expected settings, for instance {{max_share: 0.2}}, or an object")
     known = [each.name for each in fields(Bounds)]
     if unknown := [str(key) for key in settings if key not in known]:

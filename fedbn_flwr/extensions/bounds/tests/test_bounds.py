@@ -130,7 +130,7 @@ def test_a_wrong_section_is_refused() -> None:
     ):
         from_settings({"max_shares": 0.2})
     with pytest.raises(SettingsError, match=r"bounds is 0\.2; expected settings, for instance \{max_share: 0\.2\}"):
-        from_settings(0.2)  # type: ignore[arg-type]
+        from_settings(0.2)
 
 
 def test_the_summary_names_what_is_on() -> None:
