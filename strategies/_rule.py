@@ -15,6 +15,8 @@ A rule overrides only the hooks whose behaviour it changes; the others are those
 
 from __future__ import annotations
 
+import inspect
+import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
@@ -44,6 +46,8 @@ from fedbn_flwr.messages.gate import (
 )
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.norms.roles import Role, roles
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,10 +237,24 @@ class Rule(Strategy):
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         self.begin(num_rounds, initial_arrays)
-        return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+        of_run = self._of_run(grid, train_config, evaluate_config, evaluate_fn)
+        return super().start(grid, initial_arrays, num_rounds, timeout, *of_run)
+
+    def _of_run(
+        self, grid: Grid, train: ConfigRecord | None, evaluate: ConfigRecord | None, evaluate_fn: EvaluateFn | None
+    ) -> tuple[ConfigRecord, ConfigRecord, EvaluateFn | None]:
+        """The last arguments of `start`: clients keep no state of an earlier run, and `global_model` is evaluated."""
+        train = ConfigRecord({protocol.RUN: secrets.token_hex(16), **(train or {})})
+        evaluate = ConfigRecord({**(evaluate or {}), protocol.RUN: train[protocol.RUN]})
+
+        def evaluate_model(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+            assert evaluate_fn is not None
+            return evaluate_fn(number, self.global_model(Round(number, arrays, train, grid)))
+
+        return train, evaluate, evaluate_fn and evaluate_model
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
         """The first call of a server of Flower's old API."""
@@ -287,7 +305,8 @@ class Leaf(Rule):
     def bounded(self, what: str, weights: list[float]) -> list[float]:
         """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""
         if not sum(weights) > 0:
-            raise RunFailed(f"{what}: the weights of all {len(weights)} clients ({self.weighted_by_key}) are zero")
+            found = f"the sum of the weights of all {len(weights)} clients ({self.weighted_by_key}) is {sum(weights)}"
+            raise RunFailed(f"{what}: {found}; expected one above zero")
         return weights if self.bounds is None else list(self.bounds.weights(weights))
 
     def arrived(self, replies: Iterable[Message]) -> Iterable[Message]:
@@ -442,9 +461,10 @@ def refuse_bounds(rule: Rule) -> None:
 def require_norm(rule: Rule, needed: Collection[Role], arrays: ArrayRecord, use: str, instead: str = "FedAvg") -> None:
     """Refuse a model without arrays of the `needed` roles: the run would be `instead` under another name."""
     if set(needed).isdisjoint(roles(arrays).values()):
+        missing = " or ".join(sorted(role.value for role in set(needed) - {Role.COUNTER}))
         raise SettingsError(
-            f"{rule} {use}, and the model has none (no key ends in running_mean); use {instead}, or "
-            "a model with model.norm=bn"
+            f"{rule} {use}, and the model has none (no array is a batch norm's {missing}); use {instead}, or a model "
+            "with model.norm=bn"
         )
 
 
@@ -463,6 +483,7 @@ OLD_NAMES = {
 }
 
 
-def unknown_argument(strategy: str, key: str, known: Iterable[str]) -> TypeError:
-    hint = f"did you mean {OLD_NAMES[key]}?" if key in OLD_NAMES else did_you_mean(key, known)
-    return TypeError(f"{strategy} has no argument {key!r}; {hint}")
+def unknown_argument(strategy: type, key: str) -> TypeError:
+    known = {name for each in strategy.__mro__ if issubclass(each, Rule) for name in inspect.signature(each).parameters}
+    hint = f"did you mean {OLD_NAMES[key]}?" if key in OLD_NAMES else did_you_mean(key, known - {"options"})
+    return TypeError(f"{strategy.__name__} has no argument {key!r}; {hint}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from fedbn_flwr.messages.gate import (
 )
 from fedbn_flwr.norms.roles import roles, split_by_role
 
-from ._rule import Leaf, Round, Rule, restore, state_of
+from ._rule import EvaluateFn, Leaf, Round, Rule, restore, state_of
 
 
 class Wrapper(Rule):
@@ -95,10 +95,11 @@ class Wrapper(Rule):
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         """Run the federation by the `start` of the wrapped strategy, which may be one of the user's."""
         self.begin(num_rounds, initial_arrays)
+        train_config, evaluate_config, evaluate_fn = self._of_run(grid, train_config, evaluate_config, evaluate_fn)
         return _calling(self.strategy, self).start(
             grid=grid,
             initial_arrays=initial_arrays,
@@ -117,6 +118,7 @@ def _calling(strategy: Strategy, rule: Rule) -> Strategy:
     """A strategy with the attributes and the `start` of `strategy`, where `self.configure_train` etc. are `rule`'s."""
     methods = {name: staticmethod(getattr(rule, name)) for name in _ROUND}
     methods["begin"] = staticmethod(lambda *_: None)  # `rule` has begun
+    methods["_of_run"] = staticmethod(lambda grid, *of_run: of_run)
     calling: Strategy = object.__new__(type(type(rule).__name__, (type(strategy),), methods))
     calling.__dict__ = strategy.__dict__
     return calling
@@ -238,7 +240,7 @@ class Foreign(Leaf):
             return of_form
         keys = filter(None, (self.weighted_by_key, self._of_some("train_loss_key")))  # QFedAvg weights by the loss too
         problems = (number_problem(reply.metrics, key) for key in keys)
-        return next(filter(None, problems), None) or overflow(reply.arrays, sent) or of_form
+        return next(filter(None, problems), None) or of_form or overflow(reply.arrays, sent)
 
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         if not self.weighs:

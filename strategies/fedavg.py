@@ -12,7 +12,6 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import WARNING
 from typing import Any, Never
@@ -74,7 +73,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         **options: Never,
     ) -> None:
         if options:
-            raise unknown_argument(type(self).__name__, next(iter(options)), inspect.signature(FedAvg).parameters)
+            raise unknown_argument(type(self), next(iter(options)))
         Leaf.__init__(self)
         FlowerFedAvg.__init__(
             self, fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
@@ -98,7 +97,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         self.asked, self.left_out = len(nodes), []
         keys, records = self._additions(round)
         kept = self.traits.kept
-        if any(kept.values()):  # roles of the model, which may lack counters
+        if kept:  # roles of the model, which may lack counters
             keys[protocol.RETURN] = protocol.join({role for role in roles(arrays).values() if kept.get(role)})
         return self._messages(round, records, keys, nodes, MessageType.TRAIN)
 

@@ -90,7 +90,7 @@ class FedTAN(FedAvg):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        require_norm(self, {Role.STATISTICS}, arrays, "exchanges statistics of batch norm")
+        require_norm(self, {Role.STATISTICS}, arrays, "exchanges batch norm's statistics")
 
     def instructions(self, round: Round) -> dict[str, Any]:
         asked = {protocol.REPORT_BATCH: True} if self.weights_by == "batch" else {}
@@ -200,7 +200,8 @@ class FedTANClient(ClientRule):
         if not exchanged_layers(local.client.model):
             raise MessageError(
                 f"{protocol.COHORT!r} asks for exchanges of batch norm's statistics, and this client's model has no "
-                "batch norm (instance norm has no statistics of a batch); use FedAvg, or a model with batch norm"
+                "batch norm that normalises by its batch (instance norm and frozen ones do not); use FedAvg, or a "
+                "model with batch norm"
             )
         backward = bool(config.get(protocol.COHORT_BACKWARD, True))
         if backward and not (isinstance(local.optimizer.torch, SGD) and local.client.clip is None):

@@ -108,7 +108,7 @@ class _App(ClientApp):
                     call = functools.partial(mod, call_next=call)
                 return call(message, context)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
-            if protocol.RUN not in config:  # in experiments the server reports it
+            if protocol.TOKEN not in config:  # in experiments the server reports it
                 log_once(ERROR, f"a client could not {task}: {described(error)}{_ONLY_LOGGED}")
             raise _failed(context, task, error) from error
 

@@ -84,6 +84,17 @@ def test_clients_are_evaluated_with_their_own_batch_norm(federation: Federations
 
 
 @every_rule
+def test_a_second_run_of_the_same_nodes_equals_the_first(federation: Federations, rule: str) -> None:
+    """The batch norm that the clients keep is of one run."""
+    fed = federation((8, 12))
+    grid = fed.grid()
+    first, second = (RULES[rule][0]().start(grid, fed.arrays(), num_rounds=2) for _ in range(2))
+    for key, value in unpack(first.arrays).items():
+        assert unpack(second.arrays)[key].tobytes() == value.tobytes(), key
+    assert second.evaluate_metrics_clientapp == first.evaluate_metrics_clientapp
+
+
+@every_rule
 @pytest.mark.parametrize("norm", ["none", "gn"])
 def test_a_model_without_batch_norm_is_refused(federation: Federations, rule: str, norm: str) -> None:
     def net() -> nn.Module:

@@ -384,6 +384,7 @@ def test_our_clients_refuse_a_server_of_the_old_api(
         (lambda: FedAvg(fraction_fit=0.5), "FedAvg has no argument 'fraction_fit'; did you mean fraction_train?"),  # type: ignore[call-arg]
         (lambda: FedBN(on_fit_config_fn=None), "did you mean train_config of start()?"),
         (lambda: FedTAN(min_train_node=3), "did you mean 'min_train_nodes'? known: arrayrecord_key, "),
+        (lambda: FedProx(proximal=0.1), "FedProx has no argument 'proximal'; did you mean 'proximal_mu'?"),
     ],
 )
 def test_arguments_of_the_old_api_are_named(make: Any, hint: str) -> None:
@@ -396,7 +397,15 @@ def test_names_of_the_old_api_are_those_of_its_fedavg() -> None:
     assert {*OLD_NAMES} == names - {"self", "accept_failures", "inplace"}
 
 
-@pytest.mark.parametrize("make", [FedBN, SiloBN, Scaffold])
+def test_the_arguments_of_the_class_itself_are_among_the_known_ones() -> None:
+    with pytest.raises(TypeError) as caught:
+        FedBN(frozen=True)
+    known = str(caught.value).partition("known: ")[2].split(", ")
+    assert {"global_norm", "seed", "bounds", "fraction_train"} <= {*known}
+    assert "options" not in known
+
+
+@pytest.mark.parametrize("make", [FedBN, lambda: FedBN(global_norm="initial"), SiloBN, Scaffold])
 def test_a_plain_numpy_client_is_referred_to_a_bnclient(federation: Federations, make: Any) -> None:
     grid = LocalGrid(client_app(lambda context: ForeignClient()), 2)
     hint = "which a Foreign does not honour; a BNClient of the server's version of fedbn-flwr does"

@@ -20,7 +20,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.variants import StaticBatchNorm
 from fedbn_flwr.results.folder.ledger import MeteredGrid
-from fedbn_flwr.strategies import FedAvg, FixBN, HeteroBN, Round
+from fedbn_flwr.strategies import FedAvg, FixBN, HeteroBN, MeanStatistics, Round
 from tests.support.fixtures import small_net
 
 Federations = Callable[..., Any]
@@ -222,6 +222,31 @@ def test_the_query_keeps_the_clients_states_and_names_the_run(federation: Federa
     assert seen == [("a", 1)] * 4
     for key, value in unpack(state["fedbn.arrays.momentum"]).items():
         assert value.tobytes() == before[key].tobytes()
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda rule: rule, lambda rule: MeanStatistics(rule)], ids=["alone", "wrapped"]
+)
+def test_evaluate_fn_receives_the_queried_statistics(federation: Federations, wrap: Any) -> None:
+    """A project's own evaluation loads the global model. The clients have two batches each, so equal weights."""
+    fed = federation(model=static_net, dtype=torch.float64)
+    seen: dict[int, ArrayRecord] = {}
+    grid = fed.grid()
+    strategy = wrap(HeteroBN(statistics="query"))
+    result = strategy.start(grid, fed.arrays(), num_rounds=2, evaluate_fn=seen.__setitem__)
+    assert {*seen} == {0, 1, 2}
+    for number, arrays in {0: fed.arrays(), 2: result.arrays}.items():
+        expected: dict[str, Any] = dict.fromkeys(STATISTICS, 0.0)
+        for data in fed.data:
+            of_client = tracking_twin(fed, arrays).train()
+            for inputs, _ in data.batches:
+                of_client(inputs)
+            for key in STATISTICS:
+                expected[key] = expected[key] + 0.5 * of_client.state_dict()[key].numpy()
+        assert {*unpack(seen[number])} == {*unpack(arrays)} | STATISTICS
+        for key in STATISTICS:
+            np.testing.assert_allclose(seen[number][key].numpy(), expected[key], rtol=1e-11, err_msg=key)
+    assert STATISTICS.isdisjoint(result.arrays)
 
 
 def answering(fed: Any, change: Callable[[int, ArrayRecord], None]) -> ClientApp:

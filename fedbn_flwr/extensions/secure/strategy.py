@@ -117,7 +117,7 @@ class Secure(Wrapper):
         super().__init__(strategy, _NEEDS)
         if self.traits.min_batch:
             raise SettingsError(
-                f"{self._inside} exchanges statistics of batches, which Secure does not mask; use it without Secure"
+                f"{self.chain[-1]} exchanges statistics of batches, which Secure does not mask; use it without Secure"
             )
         for name, value in {"update_range": update_range, "statistics_range": statistics_range}.items():
             if value * max_examples > 2**44:
