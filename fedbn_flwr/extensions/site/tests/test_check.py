@@ -360,8 +360,8 @@ def test_a_table_that_suits_the_experiment_passes(tmp_path: Path, capsys: pytest
         ("age", None, "data.inputs='age' is not a column of"),
         ("age", ["forty", 41, 42], "which are no inputs; leave it out of data.inputs"),
         ("pressure", [None, None, 120.5], "some have no value (NaN or null) in pressure (2)"),
-        ("sex", ["x", "f", "x"], "has the value 'x'; known: f, m"),
-        ("outcome", ["dead", "ill", "ill"], "has the class 'dead' in 'outcome', which is not in data.class_names"),
+        ("sex", ["x", "f", "x"], "such as 'x'; known: f, m"),
+        ("outcome", ["dead", "ill", "ill"], "such as 'dead'; known: ill, well"),
         ("age", [150, -3, 44], "train: 2 of 40 rows have a value of 'age' outside of data.ranges, 0 to 120"),
     ],
 )
