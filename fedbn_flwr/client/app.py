@@ -132,8 +132,7 @@ def _failed(context: Context, task: str, error: BaseException, note: str = "") -
     sent = described(error, to_server=True, own_data=_has_own_data(context))
     if "data-path" in node:
         given = str(node["data-path"])
-        for path in (given, str(path_of(given))):
-            sent = sent.replace(repr(path), "data-path")
+        sent = sent.replace(repr(given), "data-path").replace(repr(str(path_of(given))), "data-path")
     if note or sent != whole:
         log_once(ERROR, f"a client could not {task}: {whole}{note}")
     return ClientFailed(f"client {node.get('partition-id', f'node {context.node_id}')} could not {task}: {sent}")

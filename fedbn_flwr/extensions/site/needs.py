@@ -145,10 +145,8 @@ def _health(address: str, connection: HTTPConnection, *, insecure: bool = False)
         return
     # A reverse proxy may offer only the paths of sites, which are below /v1/fleet/.
     what = "a SuperLink, with TLS" if answer.status == 200 else f"TLS, and an HTTP server (status {answer.status})"
-    if insecure:
-        yield Check("server", "warning", f"{address} has no TLS", "use TLS unless this is the same machine")
-    else:
-        yield Check("server", "ok", f"{address}: {what}")
+    plain = Check("server", "warning", f"{address} has no TLS", "use TLS unless this is the same machine")
+    yield plain if insecure else Check("server", "ok", f"{address}: {what}")
     with contextlib.suppress(TypeError, ValueError):  # without a date
         yield _clock(begin - parsedate_to_datetime(answer.headers["Date"]).timestamp())
 
