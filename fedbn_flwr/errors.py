@@ -31,14 +31,22 @@ class FedbnError(Exception):
 class UserError(FedbnError, ValueError):
     exit_code = 2
 
-    def __init__(self, message: str) -> None:
-        """The message repeats values of the user, which may be long: what is above 2 kB is left out of its middle."""
-        # Those of a file's text, which a terminal would obey.
-        message = "".join(char if char.isprintable() or char == "\n" else "?" for char in message)
-        data = message.encode()
-        if len(data) >= 2000:
-            message = f"{data[:1200].decode(errors='ignore')} ... {data[-600:].decode(errors='ignore')}"
-        super().__init__(message)
+    def __init__(self, message: str, private: str = "") -> None:
+        """`private` is the end of the message: values, files or rows of a site's data, which the server must not see.
+
+        The message repeats values of the user, which may be long: what is above 2 kB is left out of its middle.
+        """
+        super().__init__(_shown(message + private))
+        self.public = _shown(message)
+
+
+def _shown(message: str) -> str:
+    # The characters of a file's text, which a terminal would obey.
+    message = "".join(char if char.isprintable() or char == "\n" else "?" for char in message)
+    data = message.encode()
+    if len(data) < 2000:
+        return message
+    return f"{data[:1200].decode(errors='ignore')} ... {data[-600:].decode(errors='ignore')}"
 
 
 class SettingsError(UserError):
@@ -85,9 +93,17 @@ _LIBRARIES = tuple(
 )
 
 
-def described(error: BaseException) -> str:
-    """An error with the place in the user's code; the server does not need to know in which folder the file is."""
-    found = f"{type(error).__name__}: {error}"
+def described(error: BaseException, *, to_server: bool = False, own_data: bool = False) -> str:
+    """An error with the place in the user's code; the server does not need to know in which folder the file is.
+
+    The server receives neither the `private` part of an error nor, from a site with data of its own, the text of other
+    packages' errors: it may have values or files of the data.
+    """
+    text = whole = str(error)
+    if to_server:
+        text = getattr(error, "public", "" if own_data and not isinstance(error, FedbnError) else whole)
+    more = "" if text == whole else "the client's log has the whole error"
+    found = f"{type(error).__name__}: {f'{text} ({more})' if text and more else text or more}"
     frames = [] if isinstance(error, FedbnError) else list(traceback.walk_tb(error.__traceback__))
     for frame, line in reversed(frames):
         if os.path.exists(file := frame.f_code.co_filename) and not file.startswith(_LIBRARIES):

@@ -112,7 +112,7 @@ def call(key: str, name: str, *positional: Any, **arguments: Any) -> Any:
     except SettingsError:
         raise
     except (Exception, SystemExit) as error:
-        raise SettingsError(f"{key}={name!r} failed: {in_a_line(error)}") from error
+        raise SettingsError(f"{key}={name!r} failed", f": {in_a_line(error)}") from error
 
 
 def in_a_line(error: BaseException) -> str:

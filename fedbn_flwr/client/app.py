@@ -22,6 +22,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import arrays_of, sent_model, with_arrays, without_norm_state
+from fedbn_flwr.named import path_of
 
 from .client import BNClient, Config, Update
 from .layerwise import abandon_parked, continue_parked, parked_rounds, train_by_messages
@@ -108,9 +109,8 @@ class _App(ClientApp):
                     call = functools.partial(mod, call_next=call)
                 return call(message, context)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
-            if protocol.TOKEN not in config:  # in experiments the server reports it
-                log_once(ERROR, f"a client could not {task}: {described(error)}{_ONLY_LOGGED}")
-            raise _failed(context, task, error) from error
+            # In experiments the server reports it.
+            raise _failed(context, task, error, "" if protocol.TOKEN in config else _ONLY_LOGGED) from error
 
     def _handled(self, handle: Handler, message: Message, context: Context) -> Message:
         config = _config(message)
@@ -126,9 +126,20 @@ class _App(ClientApp):
         return Message(handle(make, message, config, context), reply_to=message)
 
 
-def _failed(context: Context, task: str, error: BaseException) -> ClientFailed:
-    who = context.node_config.get("partition-id", f"node {context.node_id}")
-    return ClientFailed(f"client {who} could not {task}: {described(error)}")
+def _failed(context: Context, task: str, error: BaseException, note: str = "") -> ClientFailed:
+    """The error for the server. The client's log has the whole error, if there is a note or the server sees less."""
+    node, whole = context.node_config, described(error)
+    sent = described(error, to_server=True, own_data=_has_own_data(context))
+    if "data-path" in node:
+        given = str(node["data-path"])
+        sent = sent.replace(repr(given), "data-path").replace(repr(str(path_of(given))), "data-path")
+    if note or sent != whole:
+        log_once(ERROR, f"a client could not {task}: {whole}{note}")
+    return ClientFailed(f"client {node.get('partition-id', f'node {context.node_id}')} could not {task}: {sent}")
+
+
+def _has_own_data(context: Context) -> bool:
+    return not {"data-path", "domain"}.isdisjoint(context.node_config)
 
 
 class _Other:
@@ -182,7 +193,7 @@ def _evaluate(make: Make, message: Message, config: Config, context: Context) ->
 
 
 def _partition(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    own = {protocol.OWN_DATA: True} if {"data-path", "domain"} & {*context.node_config} else {}
+    own = {protocol.OWN_DATA: True} if _has_own_data(context) else {}
     if config.get(protocol.READY):
         client = make()  # raises errors in the site's data or model before any training
         if own and (allowed := config.get(protocol.COHORT_MIN_BATCH)):

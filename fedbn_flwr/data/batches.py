@@ -82,7 +82,7 @@ def own_augmentation(name: str, **options: Any) -> Augmentation:
                 with seeding.streams(seed, images.device):
                     new = torch.stack([function(image) for image in images])
         except Exception as error:
-            raise DataError(f"{key}: {name!r} failed: {named.in_a_line(error)}") from error
+            raise DataError(f"{key}: {name!r} failed", f": {named.in_a_line(error)}") from error
         _check(f"{key}: {name!r}", new, images)
         return new, targets
 

@@ -178,8 +178,8 @@ def _single(source: Source, split: Any, column: str) -> Any:
         return rows
     if (wrong := np.flatnonzero((rows < 0) | (rows >= len(names)))).size:
         raise DataError(
-            f"{source.name!r}: row {wrong[0]} has {int(rows[wrong[0]])} in {column!r}; expected 0 to {len(names) - 1}, "
-            "the numbers of its names"
+            f"{source.name!r}: {column!r} has other numbers than 0 to {len(names) - 1}, those of its names",
+            f": {int(rows[wrong[0]])} in row {wrong[0]}",
         )
     return np.array(names)[rows]
 

@@ -44,7 +44,7 @@ class Groups:
         known = sorted({text for some in texts.values() for text in some})
         if unknown := [name for name in wanted if name not in known]:
             hint = did_you_mean(unknown[0], known)
-            raise DataError(f"data.domains: {unknown[0]!r} is not a domain of {name!r}; {hint}")
+            raise DataError(f"data.domains: {unknown[0]!r} is not a domain of {name!r}", f"; {hint}")
         names = tuple(wanted) or tuple(known)
         found = {part: numbers(some, names) for part, some in texts.items()}
         return cls(names, found["train"], found.get("test"))
@@ -144,7 +144,7 @@ class DataSet(Form):
     @cached_property
     def moments(self) -> Moments:
         """Mean and standard deviation of each feature or channel over the training examples; see moments.py."""
-        return moments_from([sums_of(self.train.inputs)])
+        return moments_from([sums_of(self.train.inputs)], self.input_names)
 
     def strata(self) -> Strata:
         """Classes, combinations of labels, or ten ranges of the (first) number with equally many examples."""

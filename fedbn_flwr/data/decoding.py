@@ -159,8 +159,9 @@ class Files:
         if opened.mode in ("I", "F"):
             kind = "whole" if opened.mode == "I" else "floating-point"
             raise DataError(
-                f"{self.name!r}: the image in row {row}{_where(item)} has {kind} numbers of 32 bits (mode "
-                f"{opened.mode}), whose range is unknown; expected 8 or 16 bits"
+                f"{self.name!r}: the image in row {row} has {kind} numbers of 32 bits (mode {opened.mode}), whose "
+                "range is unknown; expected 8 or 16 bits",
+                _where(item),
             )
         return opened.convert("L" if opened.mode in ("1", "L") else "RGB")
 
@@ -180,8 +181,9 @@ class Files:
         labels = table[np.where((values < 0) | (values > 255), 256, values)]
         if (labels < 0).any():
             raise DataError(
-                f"{self.name!r}: the mask in row {row} has the value {values[labels < 0][0]}; expected 0 to "
-                f"{self.classes - 1}, or {IGNORED} for an ignored pixel (data.classes is {self.classes})"
+                f"{self.name!r}: the mask in row {row} has other values than 0 to {self.classes - 1}, and {IGNORED} "
+                f"for an ignored pixel (data.classes is {self.classes})",
+                f": {values[labels < 0][0]}",
             )
         return Image.fromarray(labels.astype(np.uint8))
 
@@ -192,7 +194,8 @@ class Files:
                 opened.load()
                 return opened
         except Exception as error:  # Pillow's formats raise many kinds, and one of its own for images above its limit
-            raise DataError(f"{self.name!r}: the {what} in row {row}{_where(item)} cannot be read: {error}") from None
+            problem = f"{self.name!r}: the {what} in row {row} cannot be read"
+            raise DataError(problem, f"{_where(item)}: {error}") from None
 
     def _fitted(self, picture: Any, *, smooth: bool = True) -> Any:
         if self.size is None or picture.size == self.size[::-1]:

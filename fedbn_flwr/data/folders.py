@@ -72,8 +72,8 @@ def _local(source: Source, entry: Entry | None) -> Path | None:
             present = sorted(folder.name for folder in base.glob("*/"))[:12]
             hub = f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry and entry.hub else ""
             raise DataError(
-                f"{key}={root!r} has no folder {name!r}; it contains {', '.join(present) or 'none'}. Put a copy of the "
-                f"data there, as {name}/{hub}"
+                f"{key} has no folder {name!r}; put a copy of the data there, as {name}/{hub}",
+                f". {key}={root!r} contains {', '.join(present) or 'none'}",
             )
     return named.path_of(name) if entry is None and named.path_of(name).exists() else None
 
@@ -91,9 +91,10 @@ def _hub(source: Source, entry: Entry | None) -> Splits:
             at = f" and data.revision={revision!r}" if revision else ""
             there = "" if hub == name else f" ({hub!r} there)"
             raise DataError(
-                f"data.name={name!r} with data.{part}={split!r}{at} cannot be loaded from the Hugging Face hub{there}: "
-                f"{_root(error)}. A local copy works too: give its folder, with train*.parquet and test*.parquet"
-                + (f", as data.root, where it is called {name}/" if there else "")
+                f"data.name={name!r} with data.{part}={split!r}{at} cannot be loaded from the Hugging Face hub{there}. "
+                "A local copy works too: give its folder, with train*.parquet and test*.parquet"
+                + (f", as data.root, where it is called {name}/" if there else ""),
+                f". {_root(error)}",
             ) from error
         revision = commit_of(found[part]) or revision  # both splits are of one commit
     return found
@@ -137,8 +138,9 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
             present = sorted(file.name for file in folder.iterdir())[:8]
             raise DataError(
                 f"data.name={str(folder)!r}: no {names[0]}*.parquet (or .csv, .npz) for data.{part}={names[0]!r}; "
-                f"the folder contains {', '.join(present) or 'nothing'}. Images work too, as {names[0]}/CLASS/*.png"
-                + ("; without test files, set data.test: 0.2 to hold out a share" if part == "test" else "")
+                f"images work too, as {names[0]}/CLASS/*.png"
+                + ("; without test files, set data.test: 0.2 to hold out a share" if part == "test" else ""),
+                f". The folder contains {', '.join(present) or 'nothing'}",
             )
         found[part] = split
     return _tables(found, "image", "label"), entry
@@ -155,8 +157,9 @@ def _split(folder: Path, name: str) -> Any:
         if rows := _of_classes(pictures):
             return rows
         raise DataError(
-            f"data.name={str(folder)!r}: {pictures.name}/ contains no images in folders of classes; expected a folder "
-            f"for each class, {pictures.name}/CLASS/*.png"
+            f"data.name={str(folder)!r}: the folder of {name!r} contains no images in folders of classes; expected a "
+            "folder for each class",
+            f", {pictures.name}/CLASS/*.png",
         )
     return None
 
@@ -173,14 +176,20 @@ def _csv(folder: Path, files: Sequence[Path]) -> Any:
 
     missing = csv.ConvertOptions(strings_can_be_null=True, quoted_strings_can_be_null=False)
     tables = [_read(folder, repr(str(file)), csv.read_csv, file, convert_options=missing) for file in files]
-    return datasets.Dataset(_read(folder, "the tables", pyarrow.concat_tables, tables, promote_options="permissive"))
+    table = _read(folder, "the tables", pyarrow.concat_tables, tables, promote_options="permissive")
+    if wrong := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
+        raise DataError(
+            f"data.name={str(folder)!r}: the column {wrong[0]!r} has texts that are not UTF-8; save the file as UTF-8"
+        )
+    return datasets.Dataset(table)
 
 
 def _npz(folder: Path, files: Sequence[Path]) -> Any:
     """The arrays of a file by their names."""
     if len(files) > 1:
         raise DataError(
-            f"data.name={str(folder)!r} has {len(files)} files {files[0].name}, ...; expected one .npz of a split"
+            f"data.name={str(folder)!r} has {len(files)} .npz files of a split; expected one",
+            f", such as {files[0].name}",
         )
     return _read(folder, repr(str(files[0])), lambda file: dict(np.load(file)), files[0])
 
@@ -192,7 +201,7 @@ def _read(folder: Path, what: str, function: Callable[..., Any], *arguments: Any
     try:
         return function(*arguments, **options)
     except Exception as error:
-        raise DataError(f"data.name={str(folder)!r}: cannot read {what}: {_root(error)}") from error
+        raise DataError(f"data.name={str(folder)!r}: cannot read its files", f": {what}: {_root(error)}") from error
 
 
 def _root(error: BaseException) -> str:
@@ -282,13 +291,14 @@ def _cityscapes(folder: Path, split: str) -> list[Row]:
         mask = folder / "gtFine" / split / path.parent.name / name
         if not mask.is_file():
             raise DataError(
-                f"data.name={str(folder)!r}: {path.name} has no mask; there is no {mask.relative_to(folder)}"
+                f"data.name={str(folder)!r}: an image has no mask",
+                f": {path.name}; there is no {mask.relative_to(folder)}",
             )
         rows.append((str(path), str(mask), path.parent.name))
     if not rows:
         present = ", ".join(_subfolders(folder / "leftImg8bit")) or "nothing"
         raise DataError(
-            f"data.name={str(folder)!r}: no leftImg8bit/{split}/CITY/NAME_leftImg8bit.png; leftImg8bit/ contains "
-            f"{present}"
+            f"data.name={str(folder)!r}: no leftImg8bit/{split}/CITY/NAME_leftImg8bit.png",
+            f"; leftImg8bit/ contains {present}",
         )
     return rows

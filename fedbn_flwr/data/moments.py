@@ -71,14 +71,15 @@ def _parts(value: Fraction) -> list[float]:
     return parts
 
 
-def moments_from(sites: Sequence[Sums]) -> Moments:
+def moments_from(sites: Sequence[Sums], names: Sequence[str] = ()) -> Moments:
     """Mean and standard deviation of each column over all sites; a column of equal values has the deviation 1."""
     means: list[float] = []
     deviations: list[float] = []
     for column in np.stack(sites, axis=-1).swapaxes(0, 1):
         count, total, square = totals(column)
         if not count:
-            raise DataError(f"column {len(means)} of the inputs has no value in any row; leave it out of data.inputs")
+            name = repr(names[len(means)]) if names else len(means)
+            raise DataError(f"column {name} of the inputs has no value in any row; leave it out of data.inputs")
         mean, variance = total / count, square / count - (total / count) ** 2
         means.append(float(mean))
         # That of equal values is not zero where their sum, such as one of 1/255, takes more bits than are sent.

@@ -53,8 +53,9 @@ def as_rows(where: str, given: Any) -> np.ndarray:
         return np.stack([np.asarray(each.cpu() if isinstance(each, Tensor) else each) for each in given])
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{where} has values that are no arrays of one shape ({error}); pad series to one length, and give "
-            "their masks too: data.inputs: [inputs, mask]"
+            f"{where} has values that are no arrays of one shape; pad series to one length, and give their masks too: "
+            "data.inputs: [inputs, mask]",
+            f" ({error})",
         ) from None
 
 
@@ -90,15 +91,15 @@ def _feature(source: Source, column: str, rows: np.ndarray, known: Sequence[str]
         texts = np.where(absent, known[0], rows.astype(str))
         if other := sorted(set(texts.tolist()).difference(known)):
             raise DataError(
-                f"data.categories: the column {column!r} of {source.name!r} has the value {other[0]!r}; "
-                f"{did_you_mean(other[0], known)}"
+                f"data.categories lacks {len(other)} of the values of the column {column!r} of {source.name!r}",
+                f", such as {other[0]!r}; {did_you_mean(other[0], known)}",
             )
         rows = np.where(absent[:, None], np.nan, texts[:, None] == np.array(known))
-    elif rows.dtype.kind in "OSU":
-        few = ", ".join(sorted(set(map(str, rows)))[:4])
+    elif rows.dtype.kind in "OSU" and (few := sorted({str(row) for row in rows if row is not None})[:4]):
         raise DataError(
-            f"{source.name!r}: the column {column!r} has texts, such as {rows[0]!r}, which are no inputs; "
-            f"leave it out of data.inputs, or give its values: data.categories: {{{column}: [{few}]}}"
+            f"{source.name!r}: the column {column!r} has texts, which are no inputs; leave it out of data.inputs, or "
+            "give its values",
+            f": data.categories: {{{column}: [{', '.join(few)}]}}",
         )
     return np.asarray(rows, np.float32).reshape(len(rows), -1)
 
@@ -144,24 +145,30 @@ def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> No
         if values.is_floating_point():
             absent = values.isnan()
             if values.isinf().any():
-                raise DataError(f"{source.name!r}: {part} has inputs that are not finite; expected numbers")
+                found = _counts(values.isinf(), names, key)
+                raise DataError(f"{source.name!r}: {part} has infinite values in {found}; expected numbers")
             if absent.any() and not source.missing:
-                counts = absent.sum(0) if names else absent.sum().reshape(1)
-                columns = zip(names or (key or "inputs",), counts.tolist(), strict=True)
-                lacking = [f"{name} ({number})" for name, number in columns if number]
-                more = ", ..." if len(lacking) > 8 else ""
                 raise DataError(
                     f"{source.name!r}: of the {len(values)} rows of {part} some have no value (NaN or null) in "
-                    f"{', '.join(lacking[:8])}{more}; remove them, or set data.missing: mean, which puts the mean of "
+                    f"{_counts(absent, names, key)}; remove them, or set data.missing: mean, which puts the mean of "
                     "the column in their place"
                 )
         elif source.tokens is not None and values.dtype is torch.int64 and values.numel():
             low, high = int(values.min()), int(values.max())
             if low < 0 or high >= source.tokens:
                 raise DataError(
-                    f"{source.name!r}: {part} has tokens from {low} to {high}, but data.tokens is {source.tokens}; "
-                    f"expected 0 to {source.tokens - 1}"
+                    f"{source.name!r}: {part} has other tokens than 0 to {source.tokens - 1} (data.tokens is "
+                    f"{source.tokens})",
+                    f": from {low} to {high}",
                 )
+
+
+def _counts(wrong: Tensor, names: Sequence[str], key: str) -> str:
+    """The columns with such values, and the numbers of these."""
+    counts = wrong.sum(0) if names else wrong.sum().reshape(1)
+    found = zip(names or (key or "inputs",), counts.tolist(), strict=True)
+    some = [f"{name} ({number})" for name, number in found if number]
+    return ", ".join([*some[:8], "..."] if len(some) > 8 else some)
 
 
 # --- images -------------------------------------------------------------------
@@ -260,8 +267,8 @@ def _classes(
         known = known or tuple(map(str, range(source.classes or int(rows.max()) + 1)))
         if not 0 <= int(rows.min()) <= int(rows.max()) < len(known):
             raise DataError(
-                f"{name} has labels from {int(rows.min())} to {int(rows.max())}, but {len(known)} classes; expected 0 "
-                f"to {len(known) - 1}"
+                f"{name} has {len(known)} classes and other labels than 0 to {len(known) - 1}",
+                f": from {int(rows.min())} to {int(rows.max())}",
             )
         found: Targets = {part: torch.from_numpy(some.astype(np.int64)) for part, some in parts.items()}
         return found, known
@@ -270,8 +277,8 @@ def _classes(
     unknown = sorted({text for some in texts.values() for text in some}.difference(known))
     if unknown and (source.class_names or numbered):
         raise DataError(
-            f"{name} has the class {unknown[0]!r} in {column!r}, which is not in data.class_names; "
-            f"{did_you_mean(unknown[0], known)}"
+            f"data.class_names lacks {len(unknown)} of the classes in {column!r} of {name}",
+            f", such as {unknown[0]!r}; {did_you_mean(unknown[0], known)}",
         )
     return {part: numbers(some, known) for part, some in texts.items()}, known
 
@@ -281,7 +288,7 @@ def _dense(source: Source, parts: Parts, known: tuple[str, ...]) -> tuple[Target
     known = known or tuple(map(str, range(source.classes or int(counted.max(initial=0)) + 1)))
     if counted.dtype.kind not in "iub" or not 0 <= counted.min(initial=0) <= counted.max(initial=0) < len(known):
         raise DataError(
-            f"{source.name!r} has labels from {counted.min(initial=0)} to {counted.max(initial=0)}, but {len(known)} "
-            f"classes; expected 0 to {len(known) - 1}, or {IGNORED}"
+            f"{source.name!r} has {len(known)} classes and other labels than 0 to {len(known) - 1}, or {IGNORED}",
+            f": from {counted.min(initial=0)} to {counted.max(initial=0)}",
         )
     return {part: torch.from_numpy(rows.astype(np.uint8)) for part, rows in parts.items()}, known

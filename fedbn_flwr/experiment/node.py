@@ -134,13 +134,16 @@ class ClientParts:
     def metrics(self) -> Sequence[Metric]:
         return metrics_of(self.run)
 
+    @property
+    def sends_sums(self) -> bool:
+        """Whether the sites agree on the moments before the first round."""
+        return self.run.data.normalise == "moments" and (self.has_own_data or not self.run.evaluate.server)
+
     def normalise(self, config: Mapping[str, Any]) -> Normalise:
         """The moments on which sites agreed, which are in the messages, or the run's normalisation."""
         if protocol.MEANS in config:
             return tuple(config[protocol.MEANS]), tuple(config[protocol.DEVIATIONS])
-        if self.run.data.normalise == "moments" and (self.has_own_data or not self.run.evaluate.server):
-            return _not_agreed
-        return normalisation_of(self.run, self.dataset)
+        return _not_agreed if self.sends_sums else normalisation_of(self.run, self.dataset)
 
     def client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         run, train = self.run, self.run.train
@@ -195,15 +198,19 @@ class ClientParts:
             tests[protocol.VALIDATION] = TestBatches(dataset.train, normalise, size, held)
         return tests
 
-    def sums(self) -> Sums:
-        """The sums of the client's columns; refused if they are of too few examples, since they would reveal them."""
+    def check_sums(self) -> None:
+        """Refuse to send the sums of so few examples that they reveal them."""
         if (count := len(self.part[0])) < self.min_batch:
             raise MessageError(
                 f"it has {count} training examples, and it refuses to send the sums of fewer than {self.min_batch}, "
                 f"which reveal them; have more, or allow it by min-batch={count} in this node's config"
             )
-        train = self.dataset.train
-        return sums_of((train if count == len(train) else train.select(self.part[0])).inputs)  # a copy may be large
+
+    def sums(self) -> Sums:
+        """The sums of the client's columns."""
+        self.check_sums()
+        rows, train = self.part[0], self.dataset.train
+        return sums_of((train if len(rows) == len(train) else train.select(rows)).inputs)  # a copy may be large
 
 
 def min_batch_of(node: Mapping[str, Any]) -> int:

@@ -102,7 +102,23 @@ def make_rule(run: Settings) -> Rule:
             "evaluate.dynamics out": options.dynamics and hides is not None,
         }
     )
+    if not options.server and run.data.normalise == "moments":
+        check_moments(run, rule)
     return rule
+
+
+def check_moments(run: Settings, rule: Rule) -> None:
+    """Refuse to ask sites for the sums of their columns if the strategy hides or limits what one of them sends."""
+    name, hides = strategy_name(run.strategy), rule.lacks.get("inside")
+    asks = "data.normalise is 'moments', for which each site sends the sums of its columns to the server,"
+    instead = "use unit or official, without data.missing"
+    refuse(
+        {
+            f"{asks} but {name} {hides}; {instead}": hides is not None,
+            f"{asks} but strategy.bounds limits the influence of one client, and that of its sums has no limit; "
+            f"{instead}": rule.chain[-1].bounds is not None,
+        }
+    )
 
 
 def _check_demands(spec: Mapping[str, Any], clients: int) -> None:

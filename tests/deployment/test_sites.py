@@ -172,7 +172,7 @@ def test_settings_that_a_server_without_data_needs_are_named(sites: list[Path], 
 def test_a_site_whose_data_are_not_what_the_experiment_says_is_named(
     key: str, given: int, sites: list[Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(RunFailed, match=rf"cannot begin:(.|\n)*client 1 .*data\.{key} is {given}, but .*site-1' has 3"):
+    with pytest.raises(RunFailed, match=rf"cannot begin:(.|\n)*client 1 .*data\.{key} is {given}, but data-path has 3"):
         run(sites, tmp_path / "out", data=EXPERIMENT["data"] | {key: given})
 
 

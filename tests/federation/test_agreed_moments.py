@@ -269,3 +269,9 @@ def test_strategies_that_protect_single_clients_do_not_ask(
     with pytest.raises(SettingsError, match=r"data\.normalise is 'moments', for which each site sends .* " + says):
         run(folders, tmp_path / "out", counting, strategy={**strategy, **wraps})
     assert counting.asked == 0
+    assert not (tmp_path / "out").exists(), "a server without data refuses it before it asks any site"
+    data = EXPERIMENT["data"] | {"name": str(folders / "site-2")}
+    changes: dict[str, Any] = {"data": data, "evaluate": {"server": True}}
+    with pytest.raises(SettingsError, match=says):  # only the sites say that they have data of their own
+        run(folders, tmp_path / "out", counting, strategy={**strategy, **wraps}, **changes)
+    assert counting.asked == 0

@@ -30,9 +30,9 @@ from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import arrays_of, number_of, partition_of, reason_of
 from fedbn_flwr.norms.variants import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.schema import refuse
 
 from ..parts import Parts
+from ..prepare import check_moments
 from ..settings import Settings, strategy_name
 
 
@@ -124,17 +124,8 @@ def refuse_nodes(problems: Iterable[str]) -> None:
 
 def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -> Moments:
     """The moments of the training examples of all clients; RunFailed names those whose sums are missing or wrong."""
-    run, rule = parts.run, parts.rule
-    name, hides = strategy_name(run.strategy), rule.lacks.get("inside")
-    asks = "data.normalise is 'moments', for which each site sends the sums of its columns to the server,"
-    instead = "use official, unit, or module:callable with known values"
-    refuse(
-        {
-            f"{asks} but {name} {hides}; {instead}": hides is not None,
-            f"{asks} but strategy.bounds limits the influence of one client, and that of its sums has no limit; "
-            f"{instead}": rule.chain[-1].bounds is not None,
-        }
-    )
+    run = parts.run
+    check_moments(run, parts.rule)
     clients = {node: client for client, node in nodes.ids.items()}
     content = RecordDict({"config": ConfigRecord(dict(identity))})
     questions = [Message(content, node, protocol.SUMS_QUERY) for node in clients]

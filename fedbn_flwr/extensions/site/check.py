@@ -70,7 +70,11 @@ def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     given = experiment is not None or "data-path" in node
     folder = Path(str(node.get("state", ""))).expanduser()
     yield from asked("versions", check_versions(), "pip install fedbn-flwr")
-    yield from asked("key", check_key(key) if key else (), "copy the site's folder from deploy/keys, for this user")
+    yield from asked(
+        "key",
+        check_key(key, insecure=arguments.insecure) if key else (),
+        "copy the site's folder from deploy/keys, for this user",
+    )
     yield from asked("root certificate", check_authority(ca) if ca else (), "copy ca.crt from the server's deploy/keys")
     yield from asked("server", server, "correct the root certificate first")
     yield from asked("node config", check_node_config(node), "correct --node-config")

@@ -67,8 +67,12 @@ def asked(name: str, answers: Iterable[Check], cure: str) -> Iterator[Check]:
         yield Check(name, "FAILED", str(error), cure)
 
 
-def check_key(file: Path) -> Iterator[Check]:
+def check_key(file: Path, *, insecure: bool = False) -> Iterator[Check]:
     """Whether a node's private key can be used, and by this user only."""
+    if insecure:
+        raise Failed(
+            "flower-supernode refuses a key with --insecure", "give --root-certificates in place of --insecure"
+        )
     try:
         key = load_ssh_private_key(file.read_bytes(), password=None)  # as the SuperNode reads it
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -116,8 +120,7 @@ def check_server(address: str, authority: Path | None, *, insecure: bool = False
         except OSError as error:
             raise Failed(f"{address}: {error.strerror or error}", "start the SuperLink; check the port") from None
         if insecure:
-            warning = f"{address} accepts connections", "use TLS unless this is the same machine"
-            yield Check("server", "warning", *warning)
+            yield from _health(address, connection, insecure=True)
             return
         certificate = x509.load_der_x509_certificate(connection.sock.getpeercert(binary_form=True))  # type: ignore[union-attr]
         yield from _health(address, connection)
@@ -125,19 +128,25 @@ def check_server(address: str, authority: Path | None, *, insecure: bool = False
     yield _validity("server certificate", certificate, f"of {address}", renew)
 
 
-def _health(address: str, connection: HTTPConnection) -> Iterator[Check]:
+def _health(address: str, connection: HTTPConnection, *, insecure: bool = False) -> Iterator[Check]:
     begin = time.time()
     try:
         connection.request("GET", "/health")
         answer = connection.getresponse()
+        if insecure and answer.status == 400:  # of a reverse proxy that expects TLS
+            raise HTTPException("status 400")
     except (OSError, HTTPException) as error:
+        if insecure:
+            cure = "give --root-certificates in place of --insecure, or correct the port"
+            raise Failed(f"{address} answers no HTTP request without TLS ({error})", cure) from None
         found = f"{address} has TLS, but answers no HTTP request ({error})"
         cure = "check that this is the SuperLink's port (8000), not that of the exchange service"
         yield Check("server", "warning", found, cure)
         return
     # A reverse proxy may offer only the paths of sites, which are below /v1/fleet/.
     what = "a SuperLink, with TLS" if answer.status == 200 else f"TLS, and an HTTP server (status {answer.status})"
-    yield Check("server", "ok", f"{address}: {what}")
+    plain = Check("server", "warning", f"{address} has no TLS", "use TLS unless this is the same machine")
+    yield plain if insecure else Check("server", "ok", f"{address}: {what}")
     with contextlib.suppress(TypeError, ValueError):  # without a date
         yield _clock(begin - parsedate_to_datetime(answer.headers["Date"]).timestamp())
 
@@ -224,6 +233,8 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
         examples = min(run.train.batch_size, len(parts.split[0]))
         check_batch(examples, allowed=allowed, own=parts.min_batch)
         yield Check("exchange", "ok", f"batches of {examples} examples, {max(allowed, parts.min_batch)} are needed")
+    if parts.sends_sums:
+        parts.check_sums()
 
 
 def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:

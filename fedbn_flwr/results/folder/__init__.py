@@ -23,6 +23,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from logging import WARNING
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 from flwr.app import RecordDict
 
-from fedbn_flwr.errors import SettingsError, StorageError, UserError
+from fedbn_flwr.errors import SettingsError, StorageError, UserError, log_once
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
 from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
@@ -119,6 +120,8 @@ class RunFolder:
                 raise SettingsError(f"{str(self.path)!r} cannot be resumed: {saved.unsaved}")
             if different := _difference({**saved.settings, "token": saved.token}, now):
                 raise damaged(self.checkpoint.path, f"it is of another run: {different}")
+        elif lost := len(self.history()):
+            log_once(WARNING, f"{self.path} has no checkpoint of its {lost} rounds; the run begins again at round 1")
         kept = {name: [line for line in self.lines(name) if line["round"] <= done] for name in LINES}
         if (rounds := [line["round"] for line in kept["history.jsonl"]]) != list(range(1, done + 1)):
             raise SettingsError(
@@ -262,10 +265,14 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "engine": engine, "evaluate": evaluate}
 
 
-def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:
     """The first setting that differs, with both values; empty if none does."""
-    different = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-    return "".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in different[:1])
+    for key in sorted({*before, *now}):
+        was, new = before.get(key), now.get(key)
+        if was != new:
+            inner = isinstance(was, Mapping) and isinstance(new, Mapping) and _difference(was, new, f"{prefix}{key}.")
+            return inner or f"{prefix}{key} was {was!r} and is {new!r}"
+    return ""
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -182,9 +182,9 @@ def test_other_names_are_found_under_the_root_too(root: Path) -> None:
     [
         (
             "{name: cifar10, root: /no/such/place}",
-            r"data\.root='/no/such/place' has no folder 'cifar10'; it contains none.*cifar10",
+            r"data\.root has no folder 'cifar10'; put .* data\.root='/no/such/place' contains none",
         ),
-        ("{name: cifar10, root: ROOT}", r"has no folder 'cifar10'; it contains mnist\..*leave out data\.root to load"),
+        ("{name: cifar10, root: ROOT}", r"has no folder 'cifar10'; .*leave out data\.root to load.* contains mnist"),
         ("{name: office_caltech10}", r"'office_caltech10' .* is not on the Hugging Face hub; give data\.root"),
         (
             "{name: mnist, root: ROOT, label: kind}",
@@ -321,7 +321,7 @@ def test_an_unreadable_image_of_a_folder_is_named_by_its_file(root: Path) -> Non
     write_folder(root, "train", {"cat": [1], "dog": [3]})
     write_folder(root, "test", {"cat": [4], "dog": [5]})
     (root / "train" / "dog" / "3.png").write_bytes(b"not an image")
-    with pytest.raises(DataError, match=r"the image in row 1 \(.*3\.png\) cannot be read"):
+    with pytest.raises(DataError, match=r"the image in row 1 cannot be read \(.*3\.png\)"):
         load(Source(name=str(root)))
 
 

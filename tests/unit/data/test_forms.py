@@ -76,7 +76,7 @@ def test_sites_with_other_classes_number_them_as_all_do(tmp_path: Path) -> None:
         dataset = load_data(data, "cpu")
         assert dataset.class_names == names
         assert dataset.train.labels.tolist() == labels
-    with pytest.raises(DataError, match=r"has the class 'owl' in 'label', which is not in data\.class_names; .*'cow'"):
+    with pytest.raises(DataError, match=r"data\.class_names lacks 1 of .* in 'label' of .*, such as 'owl'; .*'cow'"):
         load(Source(name=str(south), class_names=("dog", "cow")))
 
 

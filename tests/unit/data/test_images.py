@@ -149,7 +149,7 @@ def test_imagenet_is_a_folder_of_its_thousand_classes(folder: Path) -> None:
 def test_a_folder_without_classes_says_what_it_should_hold(folder: Path) -> None:
     (folder / "train").mkdir()
     (folder / "train" / "1.JPEG").write_bytes(jpeg((5, 5), 0))
-    with pytest.raises(DataError, match=r"train/ contains no images in folders of classes; expected .*train/CLASS/"):
+    with pytest.raises(DataError, match=r"'train' contains no images in folders of classes; expected .*train/CLASS/"):
         load(Source(name=str(folder)))
 
 

@@ -193,7 +193,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "labels": (
         {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS), "classes": ["a"]},
         {},
-        "labels from 0 to 2, but 1",
+        "1 classes and other labels than 0 to 0: from 0 to 2",
     ),
     "part labels": (
         {"train": (PIXELS, LABELS / 2), "test": (PIXELS, LABELS)},
@@ -203,7 +203,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "not finite": (
         {"train": (np.where(PIXELS > 9, PIXELS, np.inf), LABELS), "test": (PIXELS, LABELS)},
         {},
-        "not finite",
+        r"train has infinite values in inputs \(\d+\)",
     ),
     "large": ({"train": (PIXELS.astype(int) * 300, LABELS), "test": (PIXELS, LABELS)}, {}, "from 0 to 255"),
     "very large": (

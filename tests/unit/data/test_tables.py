@@ -124,6 +124,24 @@ def test_missing_values_are_refused_by_column_or_become_the_mean(tmp_path: Path)
     assert inputs.double().mean(0).abs().max() < 1e-6, "the mean of the others did not change"
 
 
+def test_a_column_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"age": range(20), "city": ["Köln", "Bonn"] * 10, "ill": [0, 1] * 10})
+    frame.to_csv(tmp_path / "t.csv", index=False, encoding="latin-1")
+    with pytest.raises(DataError, match=r"the column 'city' has texts that are not UTF-8; save the file as UTF-8"):
+        opened(tmp_path / "t.csv", inputs="age", label="ill", test=0.2)
+
+
+def test_a_column_of_infinite_values_or_of_none_is_named(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"age": [1.0, np.inf] * 10, "fee": [None] * 20, "dose": range(20), "ill": [0, 1] * 10})
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    chosen: dict[str, Any] = {"label": "ill", "test": 0.2, "missing": "mean"}
+    with pytest.raises(DataError, match=r"train has infinite values in age \(10\); expected numbers"):
+        opened(tmp_path / "t.csv", inputs=["dose", "age"], **chosen)
+    data = opened(tmp_path / "t.csv", inputs=["dose", "fee"], **chosen)
+    with pytest.raises(DataError, match=r"column 'fee' of the inputs has no value in any row; leave it out"):
+        data.moments  # noqa: B018
+
+
 def test_labels_without_a_value_are_refused_by_count(tmp_path: Path) -> None:
     frame = cancer()
     frame.loc[3:7, "diagnosis"] = None
@@ -143,7 +161,7 @@ def test_texts_are_inputs_only_if_their_values_are_given(tmp_path: Path) -> None
     assert [row[1:] for row in data.train.inputs.tolist()] == [
         [1, 0, 0] if row[0] % 2 == 0 else [0, 1, 0] for row in data.train.inputs.tolist()
     ]
-    with pytest.raises(DataError, match=r"data\.categories: the column 'sex' .* has the value 'f'"):
+    with pytest.raises(DataError, match=r"data\.categories lacks 1 of .* the column 'sex' .*, such as 'f'"):
         opened(tmp_path / "t.csv", **chosen, categories={"sex": ["m"]})
 
 
@@ -172,9 +190,9 @@ def test_columns_of_lists_are_arrays(tmp_path: Path) -> None:
     ((inputs, _),) = TestBatches(data.train, data.moments, 12)
     assert inputs.equal(data.train.inputs), "tokens are not normalised"
     assert opened(tmp_path / "series.parquet", inputs="words", tokens=100, **chosen).tokens == 100, "of all sites"
-    with pytest.raises(DataError, match=r"tokens from 0 to 7, but data\.tokens is 5"):
+    with pytest.raises(DataError, match=r"other tokens than 0 to 4 \(data\.tokens is 5\): from 0 to 7"):
         opened(tmp_path / "series.parquet", inputs="words", tokens=5, **chosen)
-    with pytest.raises(DataError, match=r"'ragged' has values that are no arrays of one shape .*; pad series to"):
+    with pytest.raises(DataError, match=r"'ragged' has values that are no arrays of one shape; pad series to"):
         opened(tmp_path / "series.parquet", inputs="ragged", **chosen)
 
 

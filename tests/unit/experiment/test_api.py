@@ -129,6 +129,20 @@ def test_each_run_has_a_folder_of_its_own_and_is_not_repeated_when_resumed(
     assert (again.folder / "model.safetensors").stat() == written
     with pytest.raises(SettingsError, match="rounds was 1 and is 2"):
         run(TINY, rounds=2, out="cell", resume=True, progress=False)
+    with pytest.raises(SettingsError, match=r"other settings: train\.lr was 0\.[0-9]+ and is 0\.7$"):
+        run(TINY, train={"lr": 0.7}, out="cell", resume=True, progress=False)
+
+
+def test_a_run_that_is_resumed_without_a_checkpoint_says_that_it_begins_again(
+    tmp_path: Path, flower_log: pytest.LogCaptureFixture
+) -> None:
+    kept = run(TINY, out=tmp_path, progress=False)
+    (kept.folder / "checkpoint").unlink()
+    (kept.folder / "summary.json").unlink()
+    assert not flower_log.text
+    again = run(TINY, out=tmp_path, resume=True, progress=False)
+    assert f"{kept.folder} has no checkpoint of its 1 rounds; the run begins again at round 1" in flower_log.text
+    assert (again.folder / "checkpoint").exists()
 
 
 def test_rows_keep_the_order_of_the_file_whichever_run_began_first(tmp_path: Path) -> None:

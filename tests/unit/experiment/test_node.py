@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from torch import nn
 
+from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.node import make_client
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import Role
 
 SETTINGS = "clients=2 rounds=1 seed=4711 data.partition.kind=iid engine.device=cpu model.norm={norm} train.epochs=1"
@@ -91,3 +97,86 @@ def test_a_node_config_with_a_misspelt_key_is_refused(key: str, near: str) -> No
 
 def test_a_node_config_may_have_keys_of_other_apps() -> None:
     assert client_of(0, SETTINGS.format(norm="bn"), rack="b7").identity == {"partition-id": 0}
+
+
+# --- what the server sees of an error -----------------------------------------
+
+SITE = {
+    "clients": 1,
+    "rounds": 1,
+    "data": {
+        "inputs": ["age", "sex"],
+        "label": "outcome",
+        "categories": {"sex": ["f", "m"]},
+        "class_names": ["ill", "well"],
+        "normalise": "unit",
+    },
+    "model": {"name": "mlp"},
+    "evaluate": {"server": False},
+}
+ROWS = "age,sex,outcome\n61,f,ill\n62,m,well\n"
+WHOLE = "(the client's log has the whole error)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "public", "private"),
+    [
+        ({}, ROWS + "zoë,f,ill\n", "the column 'age' has texts, which are no inputs", "zoë"),
+        ({}, ROWS + "63,zoë,ill\n", "data.categories lacks 1 of the values of the column 'sex' of data-path", "'zoë'"),
+        ({}, ROWS + "63,f,zoë\n", "data.class_names lacks 1 of the classes in 'outcome' of data-path", "'zoë'"),
+        ({}, ROWS + "63,f,ill,zoë\n", "data.name=data-path: cannot read its files", "Expected 3 columns, got 4: 63,f,"),
+        ({}, None, "images work too, as train/CLASS/*.png", "zoë.txt"),
+        ({"inputs": ["picture"]}, "picture,outcome\nzoë.png,ill\n", "the image in row 0 cannot be read", "zoë.png"),
+        ({"domain": "sex"}, ROWS, "'sea' is not a domain of data-path", "known: f, m"),
+    ],
+)
+def test_the_server_sees_neither_values_nor_files_of_a_site(
+    changes: dict[str, Any],
+    rows: str | None,
+    public: str,
+    private: str,
+    tmp_path: Path,
+    flower_log: pytest.LogCaptureFixture,
+) -> None:
+    for split in ("train", "test"):
+        (tmp_path / (f"{split}.csv" if rows else "zoë.txt")).write_text(rows or "", encoding="utf-8")
+    data = {**SITE["data"], **changes}  # type: ignore[dict-item]
+    size = {} if "age" in data["inputs"] else {"channels": 3, "size": 8, "categories": {}}
+    said = _error_of_site(tmp_path, {**SITE, "data": data | size})
+    assert public in said
+    assert said.endswith(WHOLE)
+    assert private not in said
+    assert "zoë" not in said
+    assert str(tmp_path) not in said
+    assert private in flower_log.text, "the site's log has all of it"
+
+
+def breaks(num_classes: int, in_features: int = 0) -> nn.Module:
+    raise ValueError("zoë")
+
+
+def test_the_server_sees_no_text_of_an_error_of_other_packages(
+    tmp_path: Path, flower_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the site has data of its own: the text may have its values. The kind of the error and its place remain."""
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.csv").write_text(ROWS)
+    said = _error_of_site(tmp_path, SITE | {"model": {"name": f"{__name__}:breaks"}})
+    assert "failed (the client's log has the whole error)" in said
+    monkeypatch.setattr(BNClient, "batch_examples", breaks)
+    said = _error_of_site(tmp_path, SITE, min_batch=2)
+    assert "client 0 could not report its partition: ValueError: the client's log has the whole error" in said
+    assert "zoë" not in said
+    assert "ValueError: zoë" in flower_log.text
+
+
+def _error_of_site(folder: Path, experiment: dict[str, Any], min_batch: int = 0) -> str:
+    run_config = {"experiment": json.dumps(experiment | {"engine": {"device": "cpu"}})}
+    node = {"partition-id": 0, "num-partitions": 1, "data-path": str(folder)}
+    node |= {"domain": "sea"} if "domain" in experiment["data"] else {}
+    config = {protocol.READY: True, protocol.RUN: "FedAvg", protocol.COHORT_MIN_BATCH: min_batch}
+    with LocalGrid(client_app(make_client), 1, run_config=run_config, node_config=node) as grid:
+        content = RecordDict({"config": ConfigRecord(config)})
+        (reply,) = grid.send_and_receive([Message(content, 1, protocol.PARTITION_QUERY)])
+    assert isinstance(reply.error, Error)
+    return str(reply.error.reason)

@@ -154,6 +154,9 @@ def test_a_key_that_others_can_read_fails(keys: Path, tmp_path: Path, capsys: py
         code, found = check(capsys, "--auth-supernode-private-key", key)
         assert code == (mode != 0o600), (oct(mode), found)
         assert says in found["key"]["found"]
+    code, found = check(capsys, "--insecure", "--auth-supernode-private-key", key)
+    assert code == 1, "flower-supernode exits"
+    assert "in place of --insecure" in found["key"]["cure"]
     for name in ("superlink/server.key", "nodes/node-0.pub"):  # neither is a private key of ssh-keygen
         code, found = check(capsys, "--auth-supernode-private-key", keys / name)
         assert code == 1
@@ -203,6 +206,12 @@ def test_a_server_that_cannot_be_trusted_or_reached_is_named(
         assert "has no TLS" in server(address)["found"]
         code, plain = check(capsys, "--insecure", "--superlink", address)
         assert (code, plain["server"]["status"]) == (0, "warning")
+        assert plain["clock"]["status"] == "ok"
+    with served(keys) as address:  # it has TLS: flower-supernode --insecure would not connect
+        code, plain = check(capsys, "--insecure", "--superlink", address)
+        assert (code, plain["server"]["status"]) == (1, "FAILED")
+        assert f"{address} answers no HTTP request without TLS" in plain["server"]["found"]
+        assert "in place of --insecure" in plain["server"]["cure"]
     assert "refused" in server(address)["found"]  # closed by now
     assert "unknown here" in server("no-such-host.invalid:8000")["found"]
     assert "HOST:PORT" in server("localhost")["cure"]
@@ -360,8 +369,8 @@ def test_a_table_that_suits_the_experiment_passes(tmp_path: Path, capsys: pytest
         ("age", None, "data.inputs='age' is not a column of"),
         ("age", ["forty", 41, 42], "which are no inputs; leave it out of data.inputs"),
         ("pressure", [None, None, 120.5], "some have no value (NaN or null) in pressure (2)"),
-        ("sex", ["x", "f", "x"], "has the value 'x'; known: f, m"),
-        ("outcome", ["dead", "ill", "ill"], "has the class 'dead' in 'outcome', which is not in data.class_names"),
+        ("sex", ["x", "f", "x"], "such as 'x'; known: f, m"),
+        ("outcome", ["dead", "ill", "ill"], "such as 'dead'; known: ill, well"),
         ("age", [150, -3, 44], "train: 2 of 40 rows have a value of 'age' outside of data.ranges, 0 to 120"),
     ],
 )
@@ -377,6 +386,23 @@ def test_what_differs_from_the_experiment_is_named(
     code, found = check(capsys, *patients(tmp_path / "site", change), PATIENTS)
     assert code == 1
     assert says in found["data"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("node", "change", "code"),
+    [("", "", 1), (" min-batch=20", "", 0), ("", "normalise: unit, ", 0)],
+)
+def test_a_site_with_too_few_examples_for_agreed_moments_knows_before_the_run(
+    node: str, change: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fewer(rows: dict[str, list[Any]]) -> None:
+        rows.update({name: values[:20] for name, values in rows.items()})
+
+    option, config = patients(tmp_path / "site", fewer)
+    found_code, found = check(capsys, option, config + node, PATIENTS.replace("data: {", "data: {" + change))
+    assert found_code == code, found
+    if code:
+        assert "has 20 training examples, and it refuses to send the sums of fewer than 32" in found["data"]["found"]
 
 
 def test_labels_of_another_kind_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
