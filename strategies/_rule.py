@@ -391,7 +391,11 @@ class Leaf(Rule):
         with `asked` 0 no client is required.
         """
         refused = [*refused, *self.learn(answered, None if self._round is None else self._round.grid).items()]
-        reasons = sorted(f"{self._who(node)}: {reason}" for node, reason in refused)
+        known = self.memory.partitions
+        # The gate names the client too, for Flower's strategies, which log the reason as it is.
+        reasons = sorted(
+            f"{self._who(node)}: {reason.removeprefix(f'client {known.get(node)}: ')}" for node, reason in refused
+        )
         usable = list(answered.keys() - {node for node, _ in refused})
         if (silent := asked - len(usable) - len(refused)) > 0:
             reasons.append(f"{silent} of {asked} clients did not answer in time")

@@ -22,14 +22,7 @@ from .fedavg import FedAvg
 class LocalNorm(FedAvg):
     """FedAvg over the roles that do not stay on the client. A model without them is refused: it would be FedAvg.
 
-    Accepts FedAvg's arguments too.
-
-    Parameters
-    ----------
-    global_norm : "average" | "initial" (default: "average")
-        The batch norm of the global model, which no client uses: "average" is the mean over the clients of the round,
-        which send their batch norm for this purpose; "initial" keeps the initial values, and batch norm is not sent.
-        The server never sends batch norm: a new client begins with that of its newly built model.
+    `global_norm` is described in the subclasses; FedAvg's arguments are accepted too.
     """
 
     kept: frozenset[Role]  # the roles that stay on the client
@@ -52,7 +45,14 @@ class LocalNorm(FedAvg):
 class FedBN(LocalNorm):
     """Batch norm (gamma, beta and statistics) stays on the client; the rest is averaged.
 
-    The arguments are those of LocalNorm and FedAvg.
+    Accepts FedAvg's arguments too.
+
+    Parameters
+    ----------
+    global_norm : "average" | "initial" (default: "average")
+        The batch norm of the global model, which no client uses: "average" is the mean over the clients of the round,
+        which send their batch norm for this purpose; "initial" keeps the initial values, and batch norm is not sent.
+        The server never sends batch norm: a new client begins with that of its newly built model.
     """
 
     kept = frozenset({Role.AFFINE, Role.STATISTICS, Role.COUNTER})

@@ -15,7 +15,14 @@ from .fedbn import LocalNorm
 class SiloBN(LocalNorm):
     """Statistics of batch norm stay on the client; weights, gamma and beta are averaged.
 
-    The arguments are those of LocalNorm and FedAvg.
+    Accepts FedAvg's arguments too.
+
+    Parameters
+    ----------
+    global_norm : "average" | "initial" (default: "average")
+        The statistics of the global model, which no client uses: "average" is the mean over the clients of the round,
+        which send their statistics for this purpose; "initial" keeps the initial values, and statistics are not sent.
+        The server never sends statistics: a new client begins with those of its newly built model.
     """
 
     kept = frozenset({Role.STATISTICS, Role.COUNTER})

@@ -118,6 +118,11 @@ class _App(ClientApp):
 
         def make() -> Any:
             client = make_client(*(context, config)[: self._wants])
+            if not isinstance(client, NumPyClient):
+                raise MessageError(
+                    f"make_client() returned {'None' if client is None else f'a {type(client).__name__}'}; expected a "
+                    "BNClient or another NumPyClient, without .to_client()"
+                )
             if not isinstance(client, BNClient):
                 return _Other(client)
             client.attach(context)

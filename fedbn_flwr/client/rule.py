@@ -39,8 +39,8 @@ class LocalRound:
 class ClientRule:
     """A client's part of a method in one round; a subclass overrides the hooks that it needs."""
 
-    # The config keys that select this rule. A key with the prefix `fedbn.` is refused by clients without the rule; a
-    # key without it is ignored there.
+    # The config keys that select this rule, by a value that is true: False, 0 and "" do not select it. A key with the
+    # prefix `fedbn.` is refused by clients without the rule; a key without it is ignored there.
     keys: ClassVar[Mapping[str, Key]] = {}
     order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
 

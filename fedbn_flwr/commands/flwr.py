@@ -22,7 +22,8 @@ def add(commands: Commands) -> None:
         summary="run a Flower app in Flower's simulation, as `flwr run` does: fedbn flwr run .",
         description=(
             "Run a Flower app as `flwr run` does, in a process for this run instead of a SuperLink. The app uses the "
-            "current environment, there is one node per client, and the exit code is 0 only if the run succeeded."
+            "current environment, and the exit code is 0 only if the run succeeded. An experiment has one node per "
+            "client; another app has 2, Flower's default, unless --federation-config num-supernodes=N is given."
         ),
         epilog="Example: fedbn flwr run . --run-config \"set='rounds=10'\"",
     )
@@ -77,7 +78,8 @@ def flwr(arguments: argparse.Namespace) -> int:
         open_folders(experiment, out, resume=resume)
         more = " ".join(["resume=true"] * ("resume" not in run_config) + [f"out='{out}'"] * ("out" not in run_config))
         run_config["out"] = str(out)  # Flower's processes run in another folder
-        federation = federation or federation_config(experiment.runs[0].clients)
+        clients = experiment.runs[0].clients
+        federation = {"num-supernodes": clients, **federation} if federation else federation_config(clients)
     from fedbn_flwr.results.folder import errors_since, mark_interrupted
 
     began = time.time()

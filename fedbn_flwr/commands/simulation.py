@@ -89,6 +89,10 @@ def _simulate(app: str, configs: str, problem: str) -> None:
         given = {key.replace("-", "_"): value for key, value in federation.items()}
         DEFAULT_SIMULATION_CONFIG.MergeFrom(simulation_config_from_json(given))
         nodes, backend, resources, verbose, _ = _run_simulation_settings(DEFAULT_SIMULATION_CONFIG)
+        if "num_supernodes" not in given:
+            print(
+                f"{nodes} nodes, Flower's default; for another number: --federation-config num-supernodes=N", flush=True
+            )
         run = replace(
             Run.create_empty(1),
             override_config=run_config,

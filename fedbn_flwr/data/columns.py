@@ -222,7 +222,8 @@ def _chosen(
     if not inputs:
         inputs = _only(source, columns, "inputs", "Image", label)
     used = [("inputs", column) for column in inputs] + [("label", column) for column in label]
-    for key, column in (*used, ("domain", domain), ("group", group)):
+    more = [("domain", domain), ("group", group), *(("categories", column) for column in source.categories)]
+    for key, column in (*used, *more):
         if column is not None and column not in train:
             raise DataError(
                 f"data.{key}={column!r} is not a column of {source.name!r}; its columns: {_in_words(columns)}"

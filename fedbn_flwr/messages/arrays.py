@@ -182,6 +182,9 @@ def blocks(values: Values) -> list[FlatArrays]:
     """Copies of the arrays, those of one dtype in a block."""
     if isinstance(values, FlatArrays):
         return [values]
+    if other := [key for key, value in values.items() if not isinstance(value, (np.ndarray, np.generic))]:
+        found_type = type(values[other[0]])
+        raise TypeError(f"{other[0]!r} is a {found_type.__name__}; expected a NumPy array")
     found = []
     for dtype in dict.fromkeys(value.dtype for value in values.values()):
         own = {key: value for key, value in values.items() if value.dtype == dtype}

@@ -124,17 +124,18 @@ class Results(tuple[Result, ...]):
         """The tables of `fedbn report`: a row per label, with mean and standard deviation over seeds."""
         return tables_as_text(tables(self._rows))
 
-    def frame(self, columns: Sequence[str] = (), *, baseline: str = "") -> pd.DataFrame:
+    def frame(self, columns: str | Sequence[str] = (), *, baseline: str = "") -> pd.DataFrame:
         """The first table of `fedbn report` as numbers: a row per label, a mean and a deviation (`_std`) per figure.
 
         Parameters
         ----------
         columns
-            Keys of summary.json; by default those of the table.
+            A key of summary.json, or several; by default those of the table.
         baseline
-            The label of a row, with which the others are compared in the first column by a paired t test over seeds.
+            The row with which the others are compared in the first column, by a paired t test over seeds: its name in
+            the table, or its label in the experiment.
         """
-        found = numbers(choose(self._rows), Form(tuple(columns), baseline))
+        found = numbers(choose(self._rows), Form((columns,) if isinstance(columns, str) else tuple(columns), baseline))
         return frame_of("Results.frame()", found).set_index("run")
 
     def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:

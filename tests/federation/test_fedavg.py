@@ -313,6 +313,19 @@ def test_too_few_usable_replies_end_the_run_with_their_reasons(federation: Feder
     assert "client 2 (node 3): the reply lacks '4.bias'" in reasons[1]
 
 
+def test_a_reason_names_its_client_once(federation: Federations, flower_log: pytest.LogCaptureFixture) -> None:
+    fed, replies = federation((8, 12, 6)), 0
+
+    def change(content: RecordDict) -> None:
+        nonlocal replies
+        replies += 1
+        if replies > 1:  # from the first one the server knows its partition
+            content["metrics"]["train-loss"] = float("nan")
+
+    FedAvg().start(fed.grid(spoilt(fed, {0}, change)), fed.arrays(), num_rounds=2)
+    assert "round 2: left out client 0 (node 1): its metric 'train-loss' is nan, expected" in flower_log.text
+
+
 def test_all_clients_failing_is_never_an_empty_success(federation: Federations) -> None:
     def make(context: Context) -> BNClient:
         raise OSError("no data\nhere")

@@ -517,6 +517,32 @@ def test_any_numpy_client_is_served_and_refuses_what_it_does_not_know(federation
         FixBN(FedAvg(), freeze_round=1).start(RecordingGrid(app, 2), fed.arrays(), num_rounds=2)
 
 
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (lambda: None, "make_client() returned None; expected a BNClient or another NumPyClient"),
+        (lambda: NumPyClient().to_client(), "make_client() returned a NumPyClientWrapper; expected a BNClient"),
+        (lambda: "client", "make_client() returned a str; expected a BNClient"),
+    ],
+)
+def test_what_is_no_client_is_refused(federation: Federations, returned: Any, says: str) -> None:
+    fed = federation((8, 12))
+    with pytest.raises(RunFailed, match=re.escape(f"could not train: MessageError: {says}")):
+        FedAvg().start(LocalGrid(client_app(lambda context: returned()), 2), fed.arrays(), num_rounds=1)
+
+
+def test_a_value_of_fit_that_is_no_array_is_named(federation: Federations) -> None:
+    fed = federation((8, 12))
+
+    class Tensors(NumPyClient):
+        def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
+            return [parameters[0], *map(torch.tensor, parameters[1:])], 3, {}
+
+    second = list(fed.arrays())[1]
+    with pytest.raises(RunFailed, match=f"TypeError: '{second}' is a Tensor; expected a NumPy array"):
+        FedAvg().start(LocalGrid(client_app(lambda context: Tensors()), 2), fed.arrays(), num_rounds=1)
+
+
 # --- our strategies with the template's client -------------------------------
 
 

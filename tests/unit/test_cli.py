@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import signal
@@ -11,9 +12,11 @@ import sys
 import time
 from pathlib import Path
 
+import flwr.serverapp.strategy
 import pytest
 
 from fedbn_flwr import cli
+from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.results.folder import RunFolder, mark_interrupted
 from fedbn_flwr.results.folder.summary import Status, Summary
 from tests.support.command import PATIENCE, PROGRAM, ROOT, environment
@@ -96,6 +99,8 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: py
 def test_resuming_where_there_is_no_run_is_an_error(
     engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if engine == "ray":
+        pytest.importorskip("fedbn_flwr.extensions.ray")
     out = tmp_path / "mistyped"
     assert cli.main(["run", QUICK, "--engine", engine, "--out", str(out), "--resume"]) == 2
     error = capsys.readouterr().err
@@ -247,6 +252,19 @@ def test_a_strategy_is_listed_with_its_paper_and_arguments(capsys: pytest.Captur
     assert "`base`" not in fedtan
 
 
+def test_the_arguments_of_every_strategy_are_described(capsys: pytest.CaptureFixture[str]) -> None:
+    """In its own text, or in that of another strategy which this names."""
+    of_flower = inspect.signature(flwr.serverapp.strategy.FedAvg).parameters
+    for name, strategy in STRATEGIES.items():
+        assert cli.main(["list", "strategies", name]) == 0
+        text = capsys.readouterr().out
+        others = [other for other in STRATEGIES if re.search(rf"\b{other}\b", text)]
+        assert cli.main(["list", "strategies", name, *others]) == 0
+        text = capsys.readouterr().out
+        for argument in inspect.signature(strategy).parameters.keys() - {*of_flower, "options", "strategy"}:
+            assert re.search(rf"\b{argument}\b.* : ", text), (name, argument)
+
+
 def test_help_imports_neither_torch_nor_flower() -> None:
     code = "import sys; from fedbn_flwr import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
     code += "print([m for m in ('torch', 'flwr', 'numpy', 'pydantic') if m in sys.modules])"
@@ -279,6 +297,7 @@ def test_changes_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_cluster_that_does_not_answer_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fedbn_flwr.extensions.ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         words = ["--engine", "ray", "engine.address=127.0.0.1:9", "rounds=2"]

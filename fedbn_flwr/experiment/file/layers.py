@@ -201,7 +201,8 @@ def with_set_up(figures: Any, size: str, in_file: Mapping[str, Any], changes: Ma
     keys = [key for key in changed if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
     if not keys or not isinstance(figures, Mapping) or figures.get("differs"):
         return figures
-    return {**figures, "differs": shorten(f"size {size}, other {', '.join(keys)}", 200)}
+    of_size = "" if size == PAPER else f"size {size}, other "
+    return {**figures, "differs": shorten(of_size + ", ".join(keys), 200)}
 
 
 # --- origins ------------------------------------------------------------------

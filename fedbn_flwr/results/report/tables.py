@@ -45,7 +45,7 @@ class Form:
     """What the table of a report shows, if not the default."""
 
     columns: tuple[str, ...] = ()  # keys of summary.json
-    baseline: str = ""  # the label of the row that the others are compared with, seed by seed
+    baseline: str = ""  # the row that the others are compared with, seed by seed; see `against`
 
 
 DEFAULT = Form()
@@ -119,10 +119,17 @@ def against(rows: Sequence[Row], form: Form) -> dict[str, Paired]:
     if not form.baseline:
         return {}
     labels = {row.label: row for row in rows}
-    if (base := labels.pop(form.baseline, None)) is None:
-        raise UserError(f"no row is called {form.baseline!r}; {did_you_mean(form.baseline, labels)}")
+    # The label in the experiment's file, which has neither swept values nor the ending of a row like others.
+    alike = [row for row in rows if form.baseline in (row.first.label, row.first.cell.get("row"))]
+    base = labels.get(form.baseline) or (alike[0] if len(alike) == 1 else None)
+    if base is None:
+        count = len(alike) or "no"
+        raise UserError(
+            f"{count} row{'s are' if alike else ' is'} called {form.baseline!r}; "
+            f"{did_you_mean(form.baseline, [row.label for row in alike] or labels)}"
+        )
     key = columns(rows, form)[0].key
-    return {label: paired(row.by_seed(key), base.by_seed(key)) for label, row in labels.items()}
+    return {label: paired(row.by_seed(key), base.by_seed(key)) for label, row in labels.items() if row is not base}
 
 
 def _of_pairs(found: Paired | None, measure: Measure, digits: int) -> list[str]:

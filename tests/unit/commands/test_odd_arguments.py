@@ -15,6 +15,7 @@ from fedbn_flwr import cli
 from fedbn_flwr.commands import simulation
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.results.folder import RunFolder
+from tests.support.command import ROOT, fedbn
 from tests.support.runs import write_run
 
 LONG = "x" * 300  # longer than file systems allow
@@ -99,6 +100,38 @@ def test_out_of_another_flower_app_is_its_own(
     found = run.summary()
     assert found is not None
     assert found.status == "running"
+
+
+@pytest.mark.slow
+def test_a_simulation_says_how_many_nodes_it_has_by_default(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "other"\nversion = "1.0"\n[tool.flwr.app]\npublisher = "me"\n'
+        '[tool.flwr.app.components]\nserverapp = "absent:b"\nclientapp = "absent:c"\n'
+    )
+    for given, says in (("client-resources-num-cpus=1", True), ("num-supernodes=3", False)):
+        done = fedbn("flwr", "run", tmp_path, "--federation-config", given, cwd=tmp_path)
+        assert done.returncode == 1
+        assert ("2 nodes, Flower's default; for another number" in done.stdout) is says, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], {"num-supernodes": 4, "client-resources-num-cpus": 1}),
+        (["--federation-config", "verbose=true"], {"num-supernodes": 4, "verbose": True}),
+        (["--federation-config", "num-supernodes=9"], {"num-supernodes": 9}),
+    ],
+)
+def test_an_experiment_has_a_node_per_client(
+    given: list[str], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(_: Path, __: dict[str, Any], federation: dict[str, Any]) -> None:
+        assert expected.items() <= federation.items()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulation, "run_app", stopped)
+    run_config = f"experiment='quick' set='clients=4' out='{tmp_path / 'out'}'"
+    assert cli.main(["flwr", "run", str(ROOT), "--run-config", run_config, *given]) == 130
 
 
 @pytest.mark.parametrize("name", ["", ".yaml", "folder/", os.fsdecode(b"caf\xe9"), "two\nlines"])

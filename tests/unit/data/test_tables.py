@@ -163,6 +163,10 @@ def test_texts_are_inputs_only_if_their_values_are_given(tmp_path: Path) -> None
     ]
     with pytest.raises(DataError, match=r"data\.categories lacks 1 of .* the column 'sex' .*, such as 'f'"):
         opened(tmp_path / "t.csv", **chosen, categories={"sex": ["m"]})
+    inputs: list[str]
+    for inputs in (["age"], []):
+        with pytest.raises(DataError, match=r"data\.categories='sax' is not a column of .*; its columns: age .*, sex"):
+            opened(tmp_path / "t.csv", **chosen | {"inputs": inputs}, categories={"sax": ["m", "f"]})
 
 
 # --- series and tokens -------------------------------------------------------

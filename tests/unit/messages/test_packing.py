@@ -75,6 +75,16 @@ def test_a_model_is_one_block_and_stays_one() -> None:
     same(part, {key: value for key, value in MODEL.items() if "bn" not in key})
 
 
+@pytest.mark.parametrize(
+    ("value", "kind"), [(torch.ones(2), "Tensor"), (0.5, "float"), ([1, 2], "list"), (None, "NoneType")]
+)
+def test_a_value_that_is_no_array_of_numpy_is_named(value: Any, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"'1' is a {kind}; expected a NumPy array"):
+        pack({"0": np.ones(2), "1": value})
+    scalar: Any = np.float32(2)
+    same(unpack(pack({"0": scalar})), {"0": np.array(2, np.float32)})
+
+
 def test_arrays_under_other_names_are_not_read_as_their_block() -> None:
     record = pack(MODEL)
     renamed = {f"module.{key}": array for key, array in record.items()}

@@ -99,6 +99,7 @@ def test_a_frame_has_the_same_numbers_as_the_csv(runs: Path, tmp_path: Path) -> 
     write_report([runs], tmp_path)
     pd.testing.assert_frame_equal(results.frame(), pd.read_csv(tmp_path / "report.csv", index_col="run"))
     assert list(results.frame(["loss"]).columns)[-2:] == ["loss", "loss_std"]
+    pd.testing.assert_frame_equal(results.frame("loss"), results.frame(["loss"]))
 
 
 def test_a_frame_needs_pandas(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +115,23 @@ def test_columns_and_baseline_are_those_of_the_whole_report(runs: Path, tmp_path
     assert re.split(r"\s{2,}", text.splitlines()[0]) == heading
     assert "| -0.0433 | -0.0950 to +0.0084 | 0.069 | 3 |" in (tmp_path / "out" / "report.md").read_text()
     assert "-0.0950 to +0.0084" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_baseline_is_also_the_label_of_the_file_if_one_row_has_it(tmp_path: Path) -> None:
+    """Rows have longer names: those of sweeps, of other settings, and of other models than the global one."""
+    for seed in (0, 1):
+        for label, row, rate in (("BN, lr=1", "BN", 1), ("GN, lr=1", "GN", 1), ("GN, lr=2", "GN", 2), ("IN", "IN", 1)):
+            config = {"cell": {"row": row, "sweep": {"train.lr": rate}}, "train": {"lr": rate}}
+            write_run(tmp_path / f"{label}-{seed}", label, seed, config=config, accuracy=rate / 4)
+        write_run(tmp_path / f"local-{seed}", "Local", seed, config={})
+        file = tmp_path / f"local-{seed}" / "summary.json"
+        file.write_text(file.read_text().replace("the global model", "the clients' models, mean"))
+    results = Results.read(tmp_path)
+    for given, name in (("BN", "BN, lr=1"), ("Local", "Local (the clients' models)"), ("GN, lr=2", "GN, lr=2")):
+        pd.testing.assert_frame_equal(results.frame(baseline=given), results.frame(baseline=name))
+        assert results.frame(baseline=given)["pairs"].to_dict()[name] == 0, "the baseline is not compared with itself"
+    with pytest.raises(UserError, match=r"^2 rows are called 'GN'; .*known: GN, lr=1, GN, lr=2$"):
+        results.frame(baseline="GN")
 
 
 @pytest.mark.parametrize(
