@@ -614,8 +614,8 @@ def test_a_client_that_stalls_during_an_exchange_is_not_waited_for(real_deployme
         finally:
             os.kill(pids[1], signal.SIGKILL)
         first, _ = history(run.result(PATIENCE))
-    # Before it was stopped it may have sent its part of the first exchange, but not of the second, and no model. If it is
-    # in no call then, the error of its SuperNode, which misses its heartbeats, ends the wait.
+    # Before it was stopped it may have sent its part of the first exchange, but not of the second, and no model. If it
+    # is in no call then, the error of its SuperNode, which misses its heartbeats, ends the wait.
     assert first["clients"] == 2
     assert first["messages_up"] - 2 in (2 + 2, 2 + 2 + 1, 3 + 2, 3 + 2 + 1)
 
