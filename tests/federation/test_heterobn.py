@@ -224,7 +224,7 @@ def test_the_query_keeps_the_clients_states_and_names_the_run(federation: Federa
         assert value.tobytes() == before[key].tobytes()
 
 
-@pytest.mark.parametrize("wrap", [lambda rule: rule, lambda rule: MeanStatistics(rule)], ids=["alone", "wrapped"])
+@pytest.mark.parametrize("wrap", [lambda rule: rule, lambda rule: MeanStatistics(rule)], ids=["bare", "wrapped"])
 def test_evaluate_fn_receives_the_queried_statistics(federation: Federations, wrap: Any) -> None:
     """A project's own evaluation loads the global model. The clients have two batches each, so equal weights."""
     fed = federation(model=static_net, dtype=torch.float64)
