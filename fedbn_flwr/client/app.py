@@ -25,7 +25,7 @@ from fedbn_flwr.messages.gate import arrays_of, sent_model, with_arrays, without
 from fedbn_flwr.named import path_of
 
 from .client import BNClient, Config, Update
-from .layerwise import abandon_parked, continue_parked, parked_rounds, train_by_messages
+from .layerwise import continue_parked, parked_rounds, train_by_messages, without_parked
 from .node_state import place_of, return_to_round, stored_state
 
 if TYPE_CHECKING:
@@ -186,10 +186,8 @@ Handler = Callable[[Make, Message, Config, Context], RecordDict]
 def _train(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     if protocol.COHORT_STEP in config:
         return _train_by_messages(make, message, config, context)
-    if parked_rounds:
-        abandon_parked(config, context)  # this message starts another round, so the server has ended the parked one
-    record = sent_model(message.content)
-    return _reply(make().train_round(unpack(record), config, _extras(message, record)), context)
+    record, client = sent_model(message.content), without_parked(make, config, context) if parked_rounds else make()
+    return _reply(client.train_round(unpack(record), config, _extras(message, record)), context)
 
 
 def _evaluate(make: Make, message: Message, config: Config, context: Context) -> RecordDict:

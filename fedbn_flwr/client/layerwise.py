@@ -191,7 +191,7 @@ def continue_parked(context: Context, agreement: Agreement) -> Contribution:
     if (parked := parked_rounds.take(place, number)) is None:
         raise MessageError(
             "its round is no longer parked in this process, for instance because another grid has served a node of "
-            "the same number; give the strategy direct=False if the rounds of two grids take turns in one process"
+            "the same number in a run of the same name; give the runs other names, or the strategy direct=False"
         )
     if (contribution := parked.advance(agreement)) is None:
         raise parked.result.exception() or MessageError("its round has ended, and the server expects another exchange")
@@ -207,9 +207,17 @@ def _place(context: Context) -> tuple[Place, str]:
     return (str(record["run"]), context.run_id, context.node_id), str(record["number"])
 
 
-def abandon_parked(config: Mapping[str, Any], context: Context) -> None:
-    """End the node's parked round in this process: the server has continued without the client."""
+def without_parked(make: MakeClient, config: Mapping[str, Any], context: Context) -> Any:
+    """The client for a round of another kind.
+
+    The node's parked round in this process is ended, since the server has continued without the client, and so are
+    those with this client's model, which an earlier run has left behind.
+    """
     parked_rounds.take((run_of(config) or "", context.run_id, context.node_id))
+    client = make()
+    for place in [place for place, parked in parked_rounds.items() if parked.client.model is vars(client).get("model")]:
+        parked_rounds.take(place)
+    return client
 
 
 def _replayed(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,7 +20,6 @@ from fedbn_flwr.client.training import Loss
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.exchange.carriers import Answers
 from fedbn_flwr.exchange.step import LayerwiseStep
-from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg
@@ -182,27 +181,26 @@ def test_parked_and_replayed_rounds_give_the_same_model(
 
 
 def test_two_runs_in_one_process_take_turns_between_two_exchanges(federation: Federations) -> None:
-    """The nodes of both have the same ids; each run has a name, as those of experiments have."""
+    """The nodes of both have the same ids; `start` gives each run a name."""
     fed, other = (federation(sizes, model=two_norms_with_dropout, lr=0.1) for sizes in ((6, 6), (8, 5)))
 
-    def run(fed: Any, grid: LocalGrid, name: str) -> dict[str, np.ndarray]:
+    def run(fed: Any, grid: LocalGrid) -> dict[str, np.ndarray]:
         models: list[ArrayRecord] = []
-        config = ConfigRecord({protocol.RUN: name})
         strategy = FedTAN(fraction_evaluate=0.0)
-        strategy.start(grid, fed.arrays(), 1, train_config=config, evaluate_fn=lambda _, model: models.append(model))
+        strategy.start(grid, fed.arrays(), 1, evaluate_fn=lambda _, model: models.append(model))
         return dict(unpack(models[-1]))
 
     inside: list[dict[str, np.ndarray]] = []
 
     class TakingTurns(LocalGrid):
         def exchange(self, *asked: Any) -> Answers | None:
-            inside.append(run(other, other.grid(), "other"))
+            inside.append(run(other, other.grid()))
             return super().exchange(*asked)
 
-    found = run(fed, TakingTurns(fed.app(), 2), "first")
-    assert same(found, run(fed, fed.grid(), "first"))
+    found = run(fed, TakingTurns(fed.app(), 2))
+    assert same(found, run(fed, fed.grid()))
     assert len(inside) == 3, "one before each exchange but the first"
-    assert all(same(each, run(other, other.grid(), "other")) for each in inside)
+    assert all(same(each, run(other, other.grid())) for each in inside)
 
 
 def test_a_client_lost_during_a_round_is_left_out_of_the_weights(

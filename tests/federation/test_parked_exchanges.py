@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import client_app
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.messages.protocol import COHORT_QUERY
+from fedbn_flwr.messages.protocol import COHORT_QUERY, RUN
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from tests.support.federations import last_model, nodes_in_means, same
 from tests.support.models import two_norms, two_norms_with_dropout
@@ -56,12 +56,16 @@ def test_a_message_per_exchange_gives_the_same_model_and_traffic(
 def test_a_round_of_another_grid_is_not_continued_in_place_of_a_parked_one(federation: Federations) -> None:
     fed, other = (federation((6, 6), model=two_norms) for _ in range(2))
 
+    def start(fed: Any, grid: Any) -> None:
+        name = ConfigRecord({RUN: "the same"})
+        FedTAN(fraction_evaluate=0.0).start(grid, fed.arrays(), num_rounds=1, train_config=name)
+
     class Interrupted(GridAround):
         """The rounds of another grid are parked between two exchanges."""
 
         def exchange(self, *asked: Any) -> Any:
             with pytest.raises(ZeroDivisionError):
-                last_model(other, FedTAN(fraction_evaluate=0.0), 1, Stopped(other.grid()))
+                start(other, Stopped(other.grid()))
             return super().exchange(*asked)
 
     class Stopped(GridAround):
@@ -69,7 +73,7 @@ def test_a_round_of_another_grid_is_not_continued_in_place_of_a_parked_one(feder
             raise ZeroDivisionError
 
     with pytest.raises(RunFailed, match=r"exchange 2: 0 of 2 clients.*\n.*another grid has served a node of the same"):
-        last_model(fed, FedTAN(fraction_evaluate=0.0), 1, Interrupted(fed.grid()))
+        start(fed, Interrupted(fed.grid()))
 
 
 def with_fault(fed: Any, fault: Callable[[], None]) -> ClientApp:

@@ -221,7 +221,7 @@ def test_only_settings_without_effect_may_change_before_a_resume(tmp_path: Path)
     run = RunFolder(tmp_path / "run")
     config = run.config()
     run.check({**config, "engine": {**config["engine"], "workers": 2, "timeout": 9.0}}, resume=True)
-    with pytest.raises(SettingsError, match="engine was"):
+    with pytest.raises(SettingsError, match=r"engine\.threads was 1 and is 2"):
         run.check({**config, "engine": {**config["engine"], "threads": 2}}, resume=True)
     history = tmp_path / "run" / "history.jsonl"
     whole = history.read_text()
