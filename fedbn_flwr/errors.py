@@ -99,12 +99,12 @@ def described(error: BaseException, *, to_server: bool = False, own_data: bool =
     The server receives neither the `private` part of an error nor, from a site with data of its own, the text of other
     packages' errors: it may have values or files of the data.
     """
-    text = whole = str(error)
+    text, whole, ours = str(error), str(error), isinstance(error, FedbnError)
     if to_server:
-        text = getattr(error, "public", "" if own_data and not isinstance(error, FedbnError) else whole)
+        text = getattr(error, "public", whole if ours or not own_data else "")
     more = "" if text == whole else "the client's log has the whole error"
     found = f"{type(error).__name__}: {f'{text} ({more})' if text and more else text or more}"
-    frames = [] if isinstance(error, FedbnError) else list(traceback.walk_tb(error.__traceback__))
+    frames = [] if ours else list(traceback.walk_tb(error.__traceback__))
     for frame, line in reversed(frames):
         if os.path.exists(file := frame.f_code.co_filename) and not file.startswith(_LIBRARIES):
             return f"{found} ({os.path.basename(file)}, line {line})"
