@@ -451,6 +451,18 @@ def fixbn() -> Table:
     return ("run", "measured, 160 rounds", "best on the way", "published, 640 rounds"), rows
 
 
+LENET = "fixbn/lenet.json"
+
+
+def fixbn_lenet() -> Table:
+    rows: list[Row] = []
+    for label, runs in by_label(LENET).items():
+        singles = " / ".join(f"{value:.1f}" for value in by_seed(runs).values())
+        figures = [share(key, unit=" %")(runs) for key in ("accuracy", "best_test_accuracy")]
+        rows.append((label, figures[0], singles, figures[1]))
+    return ("run", "accuracy after 640 rounds", "by seed", "best on the way"), rows
+
+
 def verdict(budget: str, rows: Mapping[str, tuple[Mapping[int, float], Mapping[int, float], float]]) -> Table:
     """Differences of accuracies by seed, in percent, beside those of a paper; `budget` is our share of its rounds."""
     lines: list[Row] = []
@@ -634,6 +646,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedwon batch2": fedwon(2),
     "results fixbn": fixbn,
     "results fixbn answer": fixbn_verdict,
+    "results fixbn lenet": fixbn_lenet,
+    "results fixbn lenet pairs": pairs(LENET, ("FixBN", "BN"), ("FixBN", "GN"), ("GN", "BN")),
     "results fedtan answer": fedtan_verdict,
     "results fedwon answer": fedwon_verdict,
     "results fixbn seeds": fixbn_seeds("BN", "FixBN"),
