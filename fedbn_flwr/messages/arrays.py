@@ -160,17 +160,12 @@ def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
     return {key: array.value if isinstance(array, Array) else _read(key, array) for key, array in arrays.items()}
 
 
-def size_of(record: FlowerRecord) -> tuple[int, int]:
-    """The number of elements of a record and of their bytes, without names and headers."""
-    arrays = unpack(record)
-    values = [arrays.flat] if isinstance(arrays, FlatArrays) else arrays.values()
+def size_of(*records: Values) -> tuple[int, int]:
+    """The number of elements of all arrays of records, and of their bytes, without names and headers."""
+    values: list[NDArray[Any]] = []
+    for arrays in records:
+        values += [arrays.flat] if isinstance(arrays, FlatArrays) else arrays.values()
     return sum(value.size for value in values), sum(value.nbytes for value in values)
-
-
-def size_in(content: RecordDict) -> tuple[int, int]:
-    """The number of elements of all arrays of a message, and of their bytes."""
-    sizes = [size_of(record) for record in arrays_in(content).values()]
-    return sum(count for count, _ in sizes), sum(size for _, size in sizes)
 
 
 def record_of(arrays: Mapping[str, FlowerArray]) -> FlowerRecord:

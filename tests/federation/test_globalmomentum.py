@@ -20,7 +20,7 @@ from fedbn_flwr.client.layerwise import parked_rounds
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.messages.arrays import size_in, unpack
+from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FixBN, GlobalMomentum
 from tests.support.federations import Arrays, models_of
@@ -325,7 +325,7 @@ def test_each_client_keeps_its_own(federation: Federations) -> None:
 def test_a_client_s_own_momentum_is_not_sent(federation: Federations) -> None:
     fed = federation((8, 12), keep_momentum=True, **SGD)
     down, up = traced(fed, fedavg(), 2)
-    sizes = {size_in(each)[0] for each in (*down.values(), *up.values())}
+    sizes = {size_of(*map(unpack, arrays_in(each).values()))[0] for each in (*down.values(), *up.values())}
     assert sizes == {sum(array.numpy().size for array in fed.arrays().values())}
 
 

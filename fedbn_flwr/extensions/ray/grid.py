@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from fedbn_flwr.engines.local import LocalGrid, Nodes, identify
 from fedbn_flwr.engines.worker import NodeWorker, Then, keep_freed_memory
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.messages.arrays import arrays_in, size_of
+from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
 from fedbn_flwr.named import in_a_line
 
 _SHARED = 100_000  # bytes from which a record goes through the object store; Ray sends smaller values directly
@@ -157,7 +157,9 @@ class _SharedRecords:
     def apart(self, message: Message) -> tuple[Message, dict[str, Any]]:
         """The message without its large records, and where they are, by name."""
         content = message.content
-        large = {name: self.put(each) for name, each in arrays_in(content).items() if size_of(each)[1] >= _SHARED}
+        large = {
+            name: self.put(each) for name, each in arrays_in(content).items() if size_of(unpack(each))[1] >= _SHARED
+        }
         rest = RecordDict({name: ArrayRecord() if name in large else record for name, record in content.items()})
         return Message(content=rest, metadata=message.metadata), large  # type: ignore[call-overload]
 

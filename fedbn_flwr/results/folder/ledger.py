@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import size_in
+from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
 from fedbn_flwr.messages.gate import gate
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
@@ -72,7 +72,7 @@ class MeteredGrid(GridAround):
 
     def count_exchange(self, up: Sequence[Arrays], down: Sequence[Arrays]) -> None:
         """Count an exchange of FedTAN that bypassed the grid."""
-        self._count(1, list(map(_size_of_arrays, down)), list(map(_size_of_arrays, up)))
+        self._count(1, list(map(size_of, down)), list(map(size_of, up)))
 
     def _count(
         self, rounds: int, down: Sequence[Size] = (), up: Sequence[Size] = (), others: Sequence[Size] = ()
@@ -98,7 +98,7 @@ class MeteredGrid(GridAround):
         for message in messages:
             kind, content = message.metadata.message_type, message.content if message.has_content() else RecordDict()
             trains = not kind.startswith("evaluate") and kind not in protocol.QUERIES
-            sizes[trains].append(size_in(content))
+            sizes[trains].append(size_of(*map(unpack, arrays_in(content).values())))
         rounds = int(direction == "down" and bool(sizes[True]))
         self._count(rounds, others=sizes[False], **{direction: sizes[True]})
 
@@ -121,7 +121,3 @@ class MeteredGrid(GridAround):
 
 
 Size = tuple[int, int]  # elements and bytes of the arrays of a message
-
-
-def _size_of_arrays(arrays: Arrays) -> Size:
-    return sum(array.size for array in arrays.values()), sum(array.nbytes for array in arrays.values())

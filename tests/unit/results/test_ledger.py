@@ -16,7 +16,7 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedbn_flwr import build_model
-from fedbn_flwr.messages.arrays import pack, size_in
+from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
 from fedbn_flwr.results.folder.ledger import MeteredGrid, Traffic
 from fedbn_flwr.strategies import FedAvg
 
@@ -109,8 +109,8 @@ def test_bytes_are_elements_times_their_size() -> None:
             "config": ConfigRecord({"text": "counts for nothing"}),
         }
     )
-    assert size_in(content)[1] == 6 * 2 + 8 + 5
-    assert size_in(content)[0] == 6 + 1 + 5
+    found = size_of(*map(unpack, arrays_in(content).values()))
+    assert found == (6 + 1 + 5, 6 * 2 + 8 + 5)
 
 
 def test_traffic_adds_up() -> None:
