@@ -178,8 +178,7 @@ def blocks(values: Values) -> list[FlatArrays]:
     if isinstance(values, FlatArrays):
         return [values]
     if other := [key for key, value in values.items() if not isinstance(value, (np.ndarray, np.generic))]:
-        found_type = type(values[other[0]])
-        raise TypeError(f"{other[0]!r} is a {found_type.__name__}; expected a NumPy array")
+        raise TypeError(f"{other[0]!r} is a {type(values[other[0]]).__name__}; expected a NumPy array")
     found = []
     for dtype in dict.fromkeys(value.dtype for value in values.values()):
         own = {key: value for key, value in values.items() if value.dtype == dtype}

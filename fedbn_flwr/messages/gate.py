@@ -103,14 +103,9 @@ def _check_metrics(metrics: MetricRecord) -> None:
 
 
 def _is_number(value: object) -> bool:
-    match value:
-        case bool():
-            return False
-        case int():
-            return abs(value) < _LARGEST_INTEGER
-        case float():
-            return abs(value) <= _LARGEST  # false for NaN
-    return False
+    if isinstance(value, float):
+        return abs(value) <= _LARGEST  # false for NaN
+    return type(value) is int and abs(value) < _LARGEST_INTEGER  # not a bool
 
 
 def _check_whole(key: str, value: object) -> None:
@@ -217,7 +212,7 @@ def _form(key: str, metrics: Mapping[str, Any]) -> tuple[int, str]:
         return 2, f"a list of {len(value)} numbers"
     if key.rpartition("-")[2] in _SHARES and not 0 <= value <= 1 + 1e-6:  # a mean of float32 may be above 1
         return 1, "above 1"
-    if key == protocol.BATCH_EXAMPLES and isinstance(examples, int | float) and value > examples:
+    if key == protocol.BATCH_EXAMPLES and examples is not None and value > examples:
         return 1, f"above its {protocol.NUM_EXAMPLES!r}"
     return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"
 
