@@ -154,9 +154,11 @@ class Private(Wrapper):
         messages, self._asked = list(super().configure_train(server_round, arrays, config, grid)), None
         if not messages:
             return messages
-        keys = _answered(messages[0], arrays)  # the messages of a round are equal
-        released = frozenset(Role) - frozen_roles(next(iter(configs_in(messages[0].content).values())))
-        parts = parts_of({key: unpack(arrays)[key] for key in keys}, roles(arrays), released)
+        content, of = messages[0].content, roles(arrays)  # the messages of a round are equal
+        asked = next(iter(configs_in(content).values()))
+        sent, returned = arrays_of(content), protocol.roles_of(asked, protocol.RETURN, frozenset(Role))
+        keys = tuple(key for key in arrays if key in sent or of[key] in returned)  # that clients send in reply
+        parts = parts_of({key: unpack(arrays)[key] for key in keys}, of, frozenset(Role) - frozen_roles(asked))
         nodes = tuple(message.metadata.dst_node_id for message in messages)
         # Without noise the report has no epsilon.
         cost = math.fsum(1 / self.noises[part] ** 2 for part, some in parts.items() if some and self.noises[part])
@@ -240,10 +242,3 @@ class Private(Wrapper):
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         if round.number == self._rounds:
             log(INFO, "%s", self._report()["in_words"])
-
-
-def _answered(message: Message, arrays: ArrayRecord) -> tuple[str, ...]:
-    """The keys of the model that clients send in reply."""
-    asked, sent = next(iter(configs_in(message.content).values())), arrays_of(message.content)
-    returned, of = protocol.roles_of(asked, protocol.RETURN, frozenset(Role)), roles(arrays)
-    return tuple(key for key in arrays if key in sent or of[key] in returned)

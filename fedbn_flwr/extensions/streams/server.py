@@ -75,9 +75,11 @@ class StreamCarrier:
     def run(self, exchanges: Exchanges) -> list[Message]:
         threading.Thread(target=self._run, args=[exchanges], daemon=True, name="fedbn-exchanges").start()
         self._engine.observe(self.replied, self.given_up)
-        asked = {node: {**self._config, DIRECT_TOKEN: token} for node, token in self._service.tokens.items()}
-        contents = {node: content_like(self._message, self._model, config) for node, config in asked.items()}
-        return [Message(content, node, MessageType.TRAIN) for node, content in contents.items()]
+        configs = {node: {**self._config, DIRECT_TOKEN: token} for node, token in self._service.tokens.items()}
+        return [
+            Message(content_like(self._message, self._model, config), node, MessageType.TRAIN)
+            for node, config in configs.items()
+        ]
 
     def finish(self, replies: Iterable[Message]) -> tuple[list[Message], int]:
         """Raises the error that ended the exchanges."""
