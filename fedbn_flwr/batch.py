@@ -96,16 +96,12 @@ def split_batch(batch: Any, how: Split | None) -> Pair:
             pair = batch[how[0]], batch[how[1]]
         except (KeyError, IndexError, TypeError):
             raise TypeError(f"batch={how!r} does not suit the data: a batch is {_described(batch)}") from None
-    if not _is_pair(pair):
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_value, pair))):
         origin = "a batch is" if how is None else f"batch={getattr(how, '__name__', how)!r} returned"
         raise TypeError(
             f"{origin} {_described(pair)}; expected a pair of tensors (inputs, targets), or of dicts of them. {_CURE}"
         )
     return pair[0], pair[1]
-
-
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, tuple | list) and len(batch) == 2 and all(map(_is_value, batch))
 
 
 def _is_value(value: Any) -> bool:

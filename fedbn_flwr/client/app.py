@@ -265,8 +265,7 @@ def _extras(message: Message, record: ArrayRecord) -> dict[str, Arrays]:
 
 def _reply(update: Update, context: Context) -> RecordDict:
     extras = {name: pack(arrays) for name, arrays in update.extras.items()}
-    metrics = _numbers(update.metrics)
-    return RecordDict({"arrays": pack(update.arrays), "metrics": metrics, **_claim(context), **extras})
+    return RecordDict({"arrays": pack(update.arrays), "metrics": _numbers(update.metrics), **_claim(context), **extras})
 
 
 def _numbers(metrics: Mapping[str, Any]) -> MetricRecord:

@@ -103,10 +103,9 @@ def auc(outputs: Tensor, targets: Tensor) -> float:
     scores, own = outputs.double(), targets > 0.5
     if targets.ndim == 1:
         scores, own = scores.softmax(1), targets[:, None] == torch.arange(outputs.shape[1])
-    counts = own.sum(0).tolist()
     areas = [
         _area(scores[own[:, label], label], scores[~own[:, label], label])
-        for label, count in enumerate(counts)
+        for label, count in enumerate(own.sum(0).tolist())
         if 0 < count < len(targets)
     ]
     return sum(areas) / len(areas) if areas else math.nan

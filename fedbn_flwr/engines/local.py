@@ -222,8 +222,7 @@ class LocalGrid(Capabilities, Grid):
             node = message.metadata.dst_node_id
             if node not in self._contexts:
                 absent = f"there is no node {node}; the grid has {shown([*self._contexts])}"
-                error = Error(ErrorCode.NODE_UNAVAILABLE, absent)
-                self._replies[message_id] = Message(error, reply_to=message)
+                self._replies[message_id] = Message(Error(ErrorCode.NODE_UNAVAILABLE, absent), reply_to=message)
             elif self._workers:
                 self._waiting.append(message)
                 self._awaited.add(message_id)

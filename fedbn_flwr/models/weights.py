@@ -44,5 +44,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) ->
             "number of channels, set model.stem or data.channels"
         ) from None
     for key in [*drawn][:1]:
-        outputs = f"has {len(state[key])} outputs and the data {len(drawn[key])} classes"
-        log_once(logging.WARNING, f"model.weights={weights!r} {outputs}: {last!r} keeps its initial values")
+        log_once(
+            logging.WARNING,
+            f"model.weights={weights!r} has {len(state[key])} outputs and the data {len(drawn[key])} classes: {last!r} "
+            "keeps its initial values",
+        )

@@ -88,9 +88,9 @@ def fixup(model: nn.Module) -> nn.Module:
     norms = [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
     linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if len(norms) != 1 or not linear:
-        found = f"the batch norms {norms} and the linear layers {linear}"
         raise SettingsError(
-            f"norm 'fixup': outside of residual blocks are {found}; expected the stem's and a classifier"
+            f"norm 'fixup': outside of residual blocks are the batch norms {norms} and the linear layers {linear}; "
+            "expected the stem's and a classifier"
         )
     classifier = _biased(_layer(model, linear[-1], nn.Linear))
     for parameter in classifier.parameters():
