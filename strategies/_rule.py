@@ -305,8 +305,10 @@ class Leaf(Rule):
     def bounded(self, what: str, weights: list[float]) -> list[float]:
         """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""
         if not sum(weights) > 0:
-            found = f"the sum of the weights of all {len(weights)} clients ({self.weighted_by_key}) is {sum(weights)}"
-            raise RunFailed(f"{what}: {found}; expected one above zero")
+            raise RunFailed(
+                f"{what}: the sum of the weights of all {len(weights)} clients ({self.weighted_by_key}) is "
+                f"{sum(weights)}; expected one above zero"
+            )
         return weights if self.bounds is None else list(self.bounds.weights(weights))
 
     def arrived(self, replies: Iterable[Message]) -> Iterable[Message]:

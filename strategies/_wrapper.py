@@ -49,8 +49,10 @@ class Wrapper(Rule):
     def __init__(self, strategy: Strategy, needs: Mapping[str, str] = types.MappingProxyType({})) -> None:
         name, kind = str(self), cast(type, type(strategy))
         if not issubclass(kind, Strategy):
-            found = f"found {kind.__module__}.{kind.__name__}, expected a flwr.serverapp.strategy.Strategy"
-            raise TypeError(f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); {found}")
+            raise TypeError(
+                f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); found "
+                f"{kind.__module__}.{kind.__name__}, expected a flwr.serverapp.strategy.Strategy"
+            )
         self.strategy = strategy
         self._inside = as_rule(strategy)
         self.chain, self.traits, self.memory = (self, *self._inside.chain), self._inside.traits, self.Memory()
@@ -266,14 +268,17 @@ class Foreign(Leaf):
             # QFedAvg takes arrays by their place.
             keys = (key for key in {**round.arrays, **sent} if key in sent and of[key] not in self.hidden)
             arrays = pack({key: sent[key] for key in keys})
-            configs = configs_in(reply.message.content)
-            content = RecordDict({**configs, self.arrayrecord_key: arrays, "metrics": numbers})
+            content = RecordDict(
+                {**configs_in(reply.message.content), self.arrayrecord_key: arrays, "metrics": numbers}
+            )
             messages.append(with_content(reply.message, content))
         model, self._metrics = self.strategy.aggregate_train(round.number, [*messages, *self._errors()])
         values = unpack(round.arrays if model is None else model)
         if key := next((key for key, value in values.items() if not is_finite(value)), None):
-            reason = f"{type(self.strategy).__name__} made a model whose {key!r} is not finite"
-            raise RunFailed(f"round {round.number}: {reason}; bound the replies, or use another strategy")
+            raise RunFailed(
+                f"round {round.number}: {self} made a model whose {key!r} is not finite; bound the replies, or use "
+                "another strategy"
+            )
         return values
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
@@ -309,8 +314,10 @@ class Foreign(Leaf):
 
     def _kept(self) -> Any:
         """The attributes of the strategy and of those inside it."""
-        attributes = [vars(each).items() for each in self.strategies()]
-        return [{name: value for name, value in each if not isinstance(value, _NOT_SAVED)} for each in attributes]
+        return [
+            {name: value for name, value in vars(each).items() if not isinstance(value, _NOT_SAVED)}
+            for each in self.strategies()
+        ]
 
     def _keep(self, values: Any) -> None:
         for strategy, attributes in zip(self.strategies(), values, strict=True):

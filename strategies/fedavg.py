@@ -123,8 +123,9 @@ class FedAvg(Leaf, FlowerFedAvg):
     ) -> list[Message]:
         # A new record, since Flower passes the same object in every round.
         config = ConfigRecord({**round.config, **instructions, protocol.ROUND: round.number})
-        arrays = {self.arrayrecord_key: self.outgoing(round.arrays), **records}
-        content = RecordDict({**arrays, self.configrecord_key: config})
+        content = RecordDict(
+            {self.arrayrecord_key: self.outgoing(round.arrays), **records, self.configrecord_key: config}
+        )
         return [Message(content, node, kind) for node in nodes]
 
     def _choose(self, round: Round, fraction: float, least: int, purpose: str) -> list[int]:

@@ -30,8 +30,9 @@ class LocalNorm(FedAvg):
     def __init__(self, *, global_norm: Literal["average", "initial"] = "average", **options: Any) -> None:
         super().__init__(**options)
         self.global_norm = global_norm
-        kept = dict.fromkeys(self.kept, global_norm == "average")
-        self.traits = Traits(client_memory="their own batch norm", kept=kept)
+        self.traits = Traits(
+            client_memory="their own batch norm", kept=dict.fromkeys(self.kept, global_norm == "average")
+        )
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)

@@ -209,10 +209,9 @@ class FedTANClient(ClientRule):
                 f"{protocol.COHORT_BACKWARD!r} makes the mean of the clients' first steps the step on the union of "
                 "their batches, which holds only for SGD without clipping; expected optimizer sgd and no clip"
             )
-        fused = config[protocol.COHORT] == "fused"
         step = LayerwiseStep(
             local.exchange,
-            fused=fused,
+            fused=config[protocol.COHORT] == "fused",
             backward=backward,
             examples=local.client.num_examples,
             partition=local.client.identity.get(protocol.PARTITION),

@@ -66,8 +66,10 @@ class FixBN(Wrapper):
         last = int(given * num_rounds + 1e-9) if isinstance(given, float) else given  # 0.29 * 100 is 28.999999999999996
         self.memory.switch_round = last + 1
         if last > num_rounds:
-            expected = f"expected 0 to {num_rounds}, or a fraction such as 0.5"
-            raise SettingsError(f"{name} is {given}, but there are {num_rounds} rounds; {expected}")
+            raise SettingsError(
+                f"{name} is {given}, but there are {num_rounds} rounds; expected 0 to {num_rounds}, or a fraction such "
+                "as 0.5"
+            )
         if given and not last:
             text = "%s=%s of %d rounds is round 0: the statistics are frozen at their initial values; train more rounds"
             log(WARNING, text, name, given, num_rounds)

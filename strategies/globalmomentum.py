@@ -78,8 +78,7 @@ class GlobalMomentumClient(ClientRule):
                     f"the server averages the momentum of SGD ({MOMENTUM!r}), but this client trains {how}; expected "
                     "optimizer sgd and a momentum above zero"
                 )
-            received = self.local.records.get(MOMENTUM_RECORD, {})
-            state |= {f"{SLOT}{name}": value for name, value in received.items()}
+            state |= {f"{SLOT}{name}": value for name, value in self.local.records.get(MOMENTUM_RECORD, {}).items()}
         optimizer.load_state(state)
 
     def finish(self, metrics: dict[str, Any], records: dict[str, Arrays]) -> None:
