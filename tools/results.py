@@ -463,6 +463,20 @@ def fixbn_lenet() -> Table:
     return ("run", "accuracy after 640 rounds", "by seed", "best on the way"), rows
 
 
+def fixbn_lenet_rate() -> Table:
+    """FixBN continued from its last models, at its last learning rate and at a tenth of it."""
+    last = by_seed(by_label(LENET)["FixBN"])
+    further = {(run.settings["seed"], run.settings["train"]["lr"]): run for run in read("fixbn/lenet-rate.json")}
+    rows: list[Row] = []
+    for number in sorted({number for number, _ in further}):
+        cells = [
+            percent([further[number, rate].after(rounds)], unit=" %") for rate in (0.0002, 0.00002) for rounds in (5, 20)
+        ]
+        rows.append((f"seed {number}", f"{last[number]:.1f} %", *cells))
+    columns = ("learning rate 0.0002, 5 rounds more", "20 more", "0.00002, 5 more", "20 more")
+    return ("FixBN", "after 640 rounds", *columns), rows
+
+
 def fixbn_table1() -> Table:
     runs, figures = by_label("fixbn/table1.json"), published("FixBN", "Table 1")
     rows: list[Row] = []
@@ -678,6 +692,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fixbn": fixbn,
     "results fixbn answer": fixbn_verdict,
     "results fixbn lenet": fixbn_lenet,
+    "results fixbn lenet rate": fixbn_lenet_rate,
     "results fixbn lenet pairs": pairs(LENET, ("FixBN", "BN"), ("FixBN", "GN"), ("GN", "BN")),
     "results fedtan answer": fedtan_verdict,
     "results fedwon answer": fedwon_verdict,
