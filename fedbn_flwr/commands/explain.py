@@ -53,7 +53,7 @@ def explain(arguments: argparse.Namespace) -> None:
 def _pages(
     experiment: Experiment, runs: Sequence[ExplainedRun], partitions: Sequence[PartitionCounts], *, every: bool
 ) -> list[str]:
-    from fedbn_flwr.results.report.tables import partition_table
+    from fedbn_flwr.results.report.tables import as_text, partition_table
 
     first, *others = runs
     shared = [each for each in first.settings if all(each in other.settings for other in others)]
@@ -63,8 +63,8 @@ def _pages(
         for run in runs:
             pages.append(_settings(f"run {run.label}", [each for each in run.settings if each not in shared], True))
     pages += [f"data {partition_table(each)}" for each in partitions]
-    pages += list(dict.fromkeys(_model(run) for run in runs))
-    return pages + [_traffic(run) for run in runs]
+    pages += dict.fromkeys(as_text(_model(run)) for run in runs)
+    return pages + [as_text(_traffic(run)) for run in runs]
 
 
 def _settings(title: str, settings: Sequence[Setting], every: bool) -> str:
@@ -81,21 +81,17 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _model(run: ExplainedRun) -> str:
-    from fedbn_flwr.results.report.tables import as_text
-
+def _model(run: ExplainedRun) -> list[tuple[str, ...]]:
     values = {each.key: each.value for each in run.settings}
     rows = [(role, str(part.arrays), f"{part.values:,}", decimal(part.bytes)) for role, part in run.model.items()]
     title = f"model {values['model.name']}, {values['model.norm']}"
-    return as_text([(title, "arrays", "values", "size"), *rows])
+    return [(title, "arrays", "values", "size"), *rows]
 
 
-def _traffic(run: ExplainedRun) -> str:
+def _traffic(run: ExplainedRun) -> list[tuple[str, ...]]:
     """What a client receives and sends in a round, by role of the arrays."""
-    from fedbn_flwr.results.report.tables import as_text
-
-    rows = [(f"run {run.label}, a round", "size", "arrays")]
+    rows: list[tuple[str, ...]] = [(f"run {run.label}, a round", "size", "arrays")]
     for title, sent in (("a client receives", run.down), ("a client sends", run.up)):
         size = sum(part.bytes for role, part in run.model.items() if role in sent)
         rows.append((title, decimal(size), ", ".join(sent) or "none"))
-    return as_text(rows)
+    return rows

@@ -36,9 +36,11 @@ def environment() -> dict[str, Any]:
     if "torch" in sys.modules:
         import torch
 
-        found["threads"] = torch.get_num_threads()
-        found["instructions"] = torch.backends.cpu.get_cpu_capability()
-        found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        found |= {
+            "threads": torch.get_num_threads(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        }
     return found
 
 

@@ -151,9 +151,13 @@ def numbers(rows: Sequence[Row], form: Form) -> list[dict[str, Any]]:
     """A line per row: mean and standard deviation of each figure, and of how many of the row's runs they are."""
     compared, keys, found = against(rows, form), [measure.key for measure in columns(rows, form)], []
     for row in rows:
-        line: dict[str, Any] = {"run": row.label, "status": row.unfinished or "finished"}
-        line |= {"seeds": len({run.summary.seed for run in row.counted}), "runs": len(row.counted)}
-        line["runs_left_out"] = len(row.runs) - len(row.counted)
+        line: dict[str, Any] = {
+            "run": row.label,
+            "status": row.unfinished or "finished",
+            "seeds": len({run.summary.seed for run in row.counted}),
+            "runs": len(row.counted),
+            "runs_left_out": len(row.runs) - len(row.counted),
+        }
         for key in keys:
             values = row.figures(key)
             value, off = mean(values) if values else math.nan, deviation(values)
@@ -352,15 +356,11 @@ def as_markdown(lines: Sequence[Sequence[str]]) -> str:
 
 def as_text(lines: Sequence[Sequence[str]]) -> str:
     """Columns aligned with spaces."""
-    lines = [[printable(cell) for cell in line] for line in lines]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = []
-    for number, line in enumerate(lines):
-        first = line[0].ljust(widths[0])
-        text.append("  ".join([first, *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]))
-        if number == 0:
-            text.append("  ".join("-" * width for width in widths))
-    return "\n".join(line.rstrip() for line in text)
+    head, *body = [[printable(cell) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    rows = [head, ["-" * width for width in widths], *body]
+    aligned = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
 def as_html(title: str, lines: Sequence[Sequence[str]]) -> str:
