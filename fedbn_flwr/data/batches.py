@@ -158,7 +158,6 @@ class ClientBatches:
         self.num_examples = len(indices)
         self.client = client
         self.seed = seed
-        self.cut = cut
         known: dict[str, Augmentation] = {
             "resized_crop": random_resized_crop,
             "crop": functools.partial(random_crop, pad=pad),

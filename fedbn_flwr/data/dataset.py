@@ -67,7 +67,6 @@ class Strata:
     train: Tensor  # int64 [N], a place among the names
     test: Tensor
     names: tuple[str, ...]
-    of_labels: bool = True  # False: labels are per pixel, and all examples are one stratum
 
 
 class Form:
@@ -161,9 +160,7 @@ class DataSet(Form):
             kinds, places = rows.unique(dim=0, return_inverse=True)
             names = ["+".join(np.array(self.class_names)[kind.numpy()]) or "none" for kind in kinds]
             return Strata(places[: len(train)], places[len(train) :], tuple(names))
-        if self.dense:
-            return Strata(train, test, ("examples",), of_labels=False)
-        return Strata(train, test, self.class_names)
+        return Strata(train, test, ("examples",) if self.dense else self.class_names)  # those of pixels are not counted
 
     def select(self, train: Tensor | None, test: Tensor | None) -> DataSet:
         """With these rows of its splits; None keeps all."""

@@ -230,13 +230,12 @@ def _tables(splits: Mapping[str, Any], *columns: str) -> Splits:
 
 def _pictures(folder: str | Path) -> list[str]:
     """The image files in a folder and its subfolders, sorted."""
-    found = [
+    return sorted(
         os.path.join(where, file)
         for where, _, files in os.walk(folder, followlinks=True)
         for file in files
         if os.path.splitext(file)[1].lower() in PICTURES
-    ]
-    return sorted(found)
+    )
 
 
 def _of_classes(folder: Path) -> list[Row]:

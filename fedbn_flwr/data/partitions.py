@@ -84,9 +84,9 @@ def kind(*, by_class: bool = False) -> Callable[[Callable[..., Parts]], type[Opt
 
 def describe_partitions() -> dict[str, str]:
     """The first line of each kind's docstring."""
-    lines = {name: (inspect.getdoc(kind) or "").split("\n")[0] for name, kind in KINDS.items()}
-    return lines | {
-        "MODULE:CALLABLE": "a partition of your own: a function of labels and clients, see docs/own-parts.md"
+    return {
+        **{name: (inspect.getdoc(kind) or "").split("\n")[0] for name, kind in KINDS.items()},
+        "MODULE:CALLABLE": "a partition of your own: a function of labels and clients, see docs/own-parts.md",
     }
 
 
@@ -269,8 +269,7 @@ def partition(
     rows = Rows(labels.numpy(), classes, groups)
     own = named.is_name(kind)
     parts = _own(kind, rows, clients, seed, options) if own else KINDS[kind].assign(rows, clients, seed, **options)
-    empty = [str(i) for i, part in enumerate(parts) if len(part) == 0]
-    if empty:
+    if empty := [str(i) for i, part in enumerate(parts) if len(part) == 0]:
         shown = ", ".join(empty[:8]) + (", ..." if len(empty) > 8 else "")
         raise DataError(
             f"data.partition ({kind}) leaves {len(empty)} of {clients} clients without examples (clients {shown}); "

@@ -215,7 +215,7 @@ def targets_of(
     if task is MULTILABEL and not all(np.isin(some, (0, 1)).all() for some in parts.values()):
         raise DataError(f"{source.name!r}: {column!r} has values other than 0 and 1; expected them for several labels")
     names = tuple(known) or ((column,) if rows.ndim == 1 else tuple(map(str, range(rows.shape[1]))))
-    return {part: _floats(some) for part, some in parts.items()}, names, task
+    return {part: torch.from_numpy(some.astype(np.float32)) for part, some in parts.items()}, names, task
 
 
 def _task(source: Source, parts: Parts) -> Task:
@@ -228,10 +228,6 @@ def _task(source: Source, parts: Parts) -> Task:
         return CLASSIFICATION
     is_yes_no = rows.dtype.kind == "b" or all(np.isin(some, (0, 1)).all() for some in parts.values())
     return MULTILABEL if rows.ndim == 2 and is_yes_no else SEGMENTATION
-
-
-def _floats(rows: np.ndarray) -> Tensor:
-    return torch.from_numpy(rows.astype(np.float32))
 
 
 def _check_rows(source: Source, part: str, column: str, rows: np.ndarray) -> None:

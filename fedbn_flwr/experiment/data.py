@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.dataset import DataSet, Form
 from fedbn_flwr.data.examples import MASK
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.partitions import hold_out, partition, share_test
+from fedbn_flwr.data.partitions import partition, share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.results.folder.summary import SPREAD
@@ -88,7 +87,7 @@ def _shares(_: str, data: settings.Data, clients: int, seed: int, device: str) -
     dataset = load_data(data, device)
     options = data.partition.model_dump()
     kind, strata = options.pop("kind"), dataset.strata()
-    if not strata.of_labels and data.partition.by_class:
+    if dataset.dense and data.partition.by_class:
         raise SettingsError(
             f"data.partition.kind is {kind!r}, which splits examples by class, but {data.name!r} has labels per "
             "pixel; use iid, domain or natural"
@@ -107,17 +106,6 @@ def _shares(_: str, data: settings.Data, clients: int, seed: int, device: str) -
         # The classes of each group are split separately: a client is tested on the groups that it trains on.
         train, test = train + len(strata.names) * groups.train, test + len(strata.names) * groups.test
     return parts, share_test(parts, train, test, seed)
-
-
-def validation_rows(run: Settings, partition: Sequence[Tensor]) -> Tensor:
-    """Indices of the training examples that all clients together hold out; SettingsError if there is none."""
-    held = [hold_out(part, run.evaluate.validation, run.seed, client)[1] for client, part in enumerate(partition)]
-    if not any(map(len, held)):
-        raise SettingsError(
-            f"evaluate.validation is {run.evaluate.validation:g}, which is less than half an example for each of the "
-            f"{len(partition)} clients; use a larger share or fewer clients"
-        )
-    return torch.cat(held)
 
 
 def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:

@@ -251,11 +251,10 @@ def number_of(context: Context, clients: int) -> int:
         return context.node_id
     client, partitions = node.get("partition-id"), node.get("num-partitions", clients)
     if type(client) is not int or partitions != clients or not 0 <= client < clients:
-        found = f"has partition-id={client!r} and num-partitions={partitions!r}"
-        if client is None:
-            found = "has no partition-id"
+        given = f"partition-id={client!r} and num-partitions={partitions!r}"
+        found = "no partition-id" if client is None else given
         raise SettingsError(
-            f"this node {found}, but the experiment has clients={clients}; set --node-config "
+            f"this node has {found}, but the experiment has clients={clients}; set --node-config "
             f'"partition-id=... num-partitions={clients}", or "data-path=\'...\'" for a site with its own data'
         )
     return client

@@ -18,12 +18,13 @@ from fedbn_flwr.client.schedules import cosine, step
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.tasks import Task
 
-from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data, validation_rows
+from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data
 from .settings import Settings, name_in, options_in
 
 if TYPE_CHECKING:  # clients need no strategies
@@ -59,7 +60,14 @@ class Parts:
     @cached_property
     def held_out(self) -> Tensor:
         """Indices of the training examples that all clients together hold out."""
-        return validation_rows(self.run, self.partition)
+        share, seed = self.run.evaluate.validation, self.run.seed
+        held = [hold_out(part, share, seed, client)[1] for client, part in enumerate(self.partition)]
+        if not any(map(len, held)):
+            raise SettingsError(
+                f"evaluate.validation is {share:g}, which is less than half an example for each of the {len(held)} "
+                "clients; use a larger share or fewer clients"
+            )
+        return torch.cat(held)
 
     @cached_property
     def normalise(self) -> Moments:

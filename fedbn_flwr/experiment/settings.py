@@ -98,22 +98,15 @@ def tracker_of(part: str | Mapping[str, Any]) -> str:
     return "fedbn_flwr.experiment.tensorboard:TensorBoard" if name == "tensorboard" else name
 
 
-def _one_of(known: Sequence[str], what: str) -> AfterValidator:
-    """Accepts these names without options, and the user's own parts."""
-
-    def check(part: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
-        if not is_name(name_in(part)) and part not in known:
-            hint = did_you_mean(name_in(part), known)
-            raise ValueError(f"{name_in(part)!r} is not {what}; {hint}, or module:callable for your own")
-        return part
-
-    return AfterValidator(check)
+def _augmentation(part: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+    """One of these names without options, or a part of the user."""
+    if not is_name(name_in(part)) and part not in AUGMENTATIONS:
+        hint = did_you_mean(name_in(part), AUGMENTATIONS)
+        raise ValueError(f"{name_in(part)!r} is not an augmentation; {hint}, or module:callable for your own")
+    return part
 
 
-Augment = Annotated[
-    tuple[Annotated[Named, _one_of(AUGMENTATIONS, "an augmentation")], ...],
-    Field(strict=False),
-]
+Augment = Annotated[tuple[Annotated[Named, AfterValidator(_augmentation)], ...], Field(strict=False)]
 
 
 def of_catalogue(name: str) -> dict[str, Any]:

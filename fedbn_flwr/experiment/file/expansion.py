@@ -87,7 +87,11 @@ def lists_of(where: str, own: Mapping[str, Any], *levels: Mapping[str, Any]) -> 
                 )
             new = flat_settings(lists or {})
             if number == 0:
-                new = {key: new[key] for key in new if not any(_overlap(f"{key}.", each) for each in given)}
+                new = {
+                    key: new[key]
+                    for key in new
+                    if not any(each.startswith(f"{key}.") or f"{key}.".startswith(each) for each in given)
+                }
             found[kind] = {} if lists is None else {**found[kind], **new}
     if both := found["sweep"].keys() & found["tune"].keys():
         raise SettingsError(f"{where}: {min(both)} is in sweep and in tune; a condition is not chosen, so give one")
@@ -95,10 +99,6 @@ def lists_of(where: str, own: Mapping[str, Any], *levels: Mapping[str, Any]) -> 
         kind: {key: _checked(where, kind, key, values) for key, values in lists.items() if values is not None}
         for kind, lists in found.items()
     }
-
-
-def _overlap(key: str, other: str) -> bool:
-    return key.startswith(other) or other.startswith(key)
 
 
 def _checked(where: str, kind: str, key: str, values: Any) -> list[Any]:
