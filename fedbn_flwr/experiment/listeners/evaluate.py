@@ -129,8 +129,7 @@ class Evaluate(Listener):
     def _measure(self, examples: TestBatches) -> dict[str, Any]:
         model, device = self.prepared.model, self.prepared.device
         figures = evaluate(model, examples, self.loss, device, self.metrics, task=self.task, threads=self.threads)
-        figures.pop("num-examples")
-        return {key.replace("-", "_"): value for key, value in figures.items()}
+        return {key.replace("-", "_"): value for key, value in figures.items() if key != protocol.NUM_EXAMPLES}
 
 
 class Best(Listener):
@@ -140,22 +139,18 @@ class Best(Listener):
     """
 
     def on_start(self, running: Running, at: Round) -> None:
-        self.best = -math.inf  # how good the best round is
-        for line in running.folder.history():
-            self._is_best(running, line)
+        self.main = running.prepared.task.main
+        self.best = max(map(self._goodness, running.folder.history()), default=-math.inf)
 
     def on_round(self, running: Running, at: Round) -> Round:
-        if self._is_best(running, at.line):
+        if (found := self._goodness(at.line)) > self.best:
+            self.best = found
             at = at.with_figures({"best_round": at.number}, {}, is_best=running.prepared.rule.traits.has_global_model)
         return at
 
-    def _is_best(self, running: Running, line: Mapping[str, Any]) -> bool:
-        """Whether the round of this line of the history is the best so far."""
-        main = running.prepared.task.main
-        found = goodness(main, line.get(f"validation_{main}", math.nan))
-        is_best = found > self.best
-        self.best = max(self.best, found)
-        return is_best
+    def _goodness(self, line: Mapping[str, Any]) -> float:
+        """Of the round of this line of the history; the lowest of all if it was not measured."""
+        return goodness(self.main, line.get(f"validation_{self.main}", math.nan))
 
 
 # --- the values of each client, their means and their spread ---

@@ -99,20 +99,17 @@ class Saving(Listener):
         run = running.run
         self.latest = _snapshot(running, at), at.model
         self.best = at.model if at.is_best else self.best
-        every = run.engine.checkpoint_every or max(1, run.rounds // 20)
-        if promises_of(running.prepared.rule):  # to repeat a round costs
-            every = 1
+        usual = run.engine.checkpoint_every or max(1, run.rounds // 20)
+        every = 1 if promises_of(running.prepared.rule) else usual  # to repeat a round costs
         if at.number % every and not (at.is_last or at.stop):
             return at
         self._write(running, *self.latest)
         return replace(at, kept_round=at.number)
 
     def on_end(self, running: Running, error: BaseException | None) -> None:
-        if self.latest is None:
-            return
-        if running.grid.contexts() is None:  # the nodes store their state of this round themselves
+        if self.latest is not None and running.grid.contexts() is None:  # the nodes store their state themselves
             self._write(running, *self.latest)
-        else:  # the engine's nodes may be in the middle of a round
+        elif self.latest is not None:  # the engine's nodes may be in the middle of a round
             self._write_models(running.folder, self.latest[1])
 
     def _write_models(self, folder: RunFolder, model: ArrayRecord) -> None:
@@ -133,10 +130,15 @@ def _snapshot(running: Running, at: Round) -> Snapshot:
         strategy = state_of(running.prepared.rule)
     except ValueError as error:
         unsaved = str(error)
-    arrays = RecordDict({"arrays": at.arrays})
-    settings = deciding(running.run.model_dump(mode="json"))
-    token = running.identity[protocol.TOKEN]
-    return Snapshot(at.number, token, arrays, strategy, unsaved, dict(at.trained), settings)
+    return Snapshot(
+        round=at.number,
+        token=running.identity[protocol.TOKEN],
+        model=RecordDict({"arrays": at.arrays}),
+        strategy=strategy,
+        unsaved=unsaved,
+        trained=dict(at.trained),
+        settings=deciding(running.run.model_dump(mode="json")),
+    )
 
 
 def promises_of(rule: Rule) -> dict[str, float]:

@@ -78,7 +78,6 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
     holders: dict[int | None, list[int]] = {}  # None: nodes with their own data and no partition
     folders: dict[int, int] = {}
     own_data = False
-    problems = failures(run, len(nodes), replies)
     for reply in filter(Message.has_content, replies):
         node = reply.metadata.src_node_id
         answer = next(iter(metrics_in(reply.content).values()), MetricRecord())
@@ -86,9 +85,7 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
         own_data |= protocol.OWN_DATA in answer
         if isinstance(kept := answer.get(protocol.STATE_ROUND), int):
             folders[number_of(reply)] = kept
-    if not problems:
-        problems += _wrong_numbers(holders, run.clients)
-    refuse_nodes(problems)
+    refuse_nodes(failures(run, len(nodes), replies) or _wrong_numbers(holders, run.clients))
     ids = {number_of(reply): reply.metadata.src_node_id for reply in replies}
     return Nodes(ids, folders, own_data or None in holders)
 

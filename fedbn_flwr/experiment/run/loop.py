@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import multiprocessing
@@ -75,8 +74,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         asked = {protocol.COHORT_MIN_BATCH: least} if (least := rule.traits.min_batch) else {}
         nodes = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
         if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
-            held = ", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items()))
-            progress.message(held)
+            progress.message(", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items())))
         if run.data.normalise == "moments" and (prepared.dataset is None or nodes.own_data):
             moments = agree(ledger, prepared, nodes, running.identity) if snapshot is None else agreed_before(folder)
             prepared.use_moments(moments)
@@ -222,8 +220,7 @@ def run_experiment(
             folder = folders[place]
             item = prepared.pop(place)  # a finished strategy would keep the model of its last round
             given = experiment.runs[place].model_dump(mode="json")
-            commit = None if item.dataset is None else item.dataset.commit
-            about = {"data_commit": commit, "runs_at_the_same_time": jobs}
+            about = {"data_commit": item.dataset and item.dataset.commit, "runs_at_the_same_time": jobs}
             with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
                 # Another process may have begun this run while this one was loading data.
                 folder.check(given, resume=resume)
@@ -241,7 +238,6 @@ def run_experiment(
             for place in todo:
                 if progress.stop_asked:
                     raise KeyboardInterrupt
-                problem = ""
                 try:
                     run_at(place, progress.begin(place))
                 except (RunFailed, SettingsError, StorageError) as error:  # another process may write the folder
@@ -249,8 +245,7 @@ def run_experiment(
                         raise
                     # Divergence is a result too: the remaining runs are still carried out.
                     failed[place] = str(error)
-                    problem = failed_because(failed[place])
-                progress.end(place, problem)
+                progress.end(place, failed_because(failed.get(place, "")))
         failures = [f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items())]
         progress.status("writing the report")
         try:
@@ -292,7 +287,18 @@ def carry_out(
     `jobs` and `node_config` are for the local engine: those of `run_experiment` and of `LocalGrid`.
     """
     if experiment.runs[0].engine.name == "local":
-        local_grid = functools.partial(_local_grid, experiment, node_config)
+
+        def local_grid(parts: Parts) -> LocalGrid:
+            run = parts.run
+            return LocalGrid(
+                client_app(Clients(experiment)),
+                run.clients,
+                workers=workers_of(run),
+                work=parts.work(),
+                threads=run.engine.threads,
+                node_config=node_config,
+            )
+
         own_data = node_config is not None
         return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
     if jobs not in (None, 1):
@@ -304,20 +310,6 @@ def carry_out(
         ray_grids = part("engines", "ray")
     with ray_grids(experiment) as make_grid:
         return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
-
-
-def _local_grid(
-    experiment: Experiment, node_config: UserConfig | Sequence[UserConfig] | None, parts: Parts
-) -> LocalGrid:
-    run = parts.run
-    return LocalGrid(
-        client_app(Clients(experiment)),
-        run.clients,
-        workers=workers_of(run),
-        work=parts.work(),
-        threads=run.engine.threads,
-        node_config=node_config,
-    )
 
 
 class OneLine(logging.Filter):

@@ -59,7 +59,7 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress
         running.pop(place).close()
         problem = f"{lost}; continue with --resume" if lost else str(found or "")
         is_stopped = isinstance(found, KeyboardInterrupt)
-        progress.end(place, "stopped" if is_stopped else problem and failed_because(problem))
+        progress.end(place, "stopped" if is_stopped else failed_because(problem))
         if problem:
             problems[place] = problem
 
@@ -117,5 +117,5 @@ class _Run:
 
 
 def failed_because(problem: str) -> str:
-    """A line: the reasons of clients are in lines of their own, of which the first is shown."""
-    return "failed: " + shorten(" ".join(line.strip(" -") for line in problem.splitlines()[:2]), 300)
+    """A line, or nothing without a problem; of the reasons of clients, in lines of their own, the first is shown."""
+    return problem and "failed: " + shorten(" ".join(line.strip(" -") for line in problem.splitlines()[:2]), 300)
