@@ -469,43 +469,10 @@ def fixbn_lenet_rate() -> Table:
     further = {(run.settings["seed"], run.settings["train"]["lr"]): run for run in read("fixbn/lenet-rate.json")}
     rows: list[Row] = []
     for number in sorted({number for number, _ in further}):
-        cells = [
-            percent([further[number, rate].after(rounds)], unit=" %") for rate in (0.0002, 0.00002) for rounds in (5, 20)
-        ]
-        rows.append((f"seed {number}", f"{last[number]:.1f} %", *cells))
+        after = [further[number, rate].after(rounds) for rate in (0.0002, 0.00002) for rounds in (5, 20)]
+        rows.append((f"seed {number}", f"{last[number]:.1f} %", *(percent([each], unit=" %") for each in after)))
     columns = ("learning rate 0.0002, 5 rounds more", "20 more", "0.00002, 5 more", "20 more")
     return ("FixBN", "after 640 rounds", *columns), rows
-
-
-def fixbn_table1() -> Table:
-    runs, figures = by_label("fixbn/table1.json"), published("FixBN", "Table 1")
-    rows: list[Row] = []
-    for place in ("Central", "Federated"):
-        for norm in ("GN", "BN"):
-            own = [share("accuracy", unit=" %")(runs[f"{place}, {norm}, lr={rate}"]) for rate in (0.02, 0.2)]
-            rows.append((f"{place}, {norm}", *own, f"{figures[norm][place]:.2f} %"))
-    return ("run", "learning rate 0.02", "0.2", "published, 64,000 rounds"), rows
-
-
-def fedbs_seeds() -> Table:
-    """Seeds of the mean of the last 20 rounds, which differ less than single rounds."""
-    found = {
-        rule: {
-            run.settings["seed"]: 100 * statistics.mean(each["accuracy"] for each in run.curve if each["round"] > 40)
-            for run in runs
-        }
-        for rule, runs in by_label("fedbs/fashion-mnist.json", "fedbs/fashion-mnist-seeds.json").items()
-        if rule != "FedBN"
-    }
-    rows: list[Row] = [
-        (rule, *(f"{seeds[number]:.2f} %" for number in sorted(seeds)), mean(list(seeds.values()), 2, " %"))
-        for rule, seeds in found.items()
-    ]
-    for other in ("FedAvg", "FedProx"):
-        differences = {number: value - found[other][number] for number, value in found["FedBS"].items()}
-        cells = [f"{differences[number]:+.2f}" for number in sorted(differences)]
-        rows.append((f"FedBS - {other}, points", *cells, mean(list(differences.values()), 2)))
-    return ("mean of rounds 41 to 60", *(f"seed {number}" for number in sorted(found["FedBS"])), "mean"), rows
 
 
 def verdict(budget: str, rows: Mapping[str, tuple[Mapping[int, float], Mapping[int, float], float]]) -> Table:

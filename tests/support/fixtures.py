@@ -40,7 +40,7 @@ with warnings.catch_warnings():
 import torch
 from flwr.app import ArrayRecord, Context
 from flwr.clientapp import ClientApp
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app
@@ -50,8 +50,15 @@ from fedbn_flwr.results.report import write
 from tests.support.network import Deployment
 from tests.support.packages import clean_environment, installed, wheel  # noqa: F401 (fixtures)
 
-# The same examples in every run, so that a failure can be reproduced.
-settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=60)
+# The same examples in every run, so that a failure can be reproduced. No limits of time: the machine may be busy.
+settings.register_profile(
+    "fixed",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("fixed")
 
 
