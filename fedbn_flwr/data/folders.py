@@ -121,18 +121,22 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
                 "this share of its rows, or give a folder with train* and test* files"
             )
         return {"train": _READERS[folder.suffix](folder.parent, [folder])}, entry
+    parts = PARTS[:1] if source.held_out else PARTS
     if (folder / "leftImg8bit").is_dir():
-        rows = {"train": _cityscapes(folder, train), "test": _cityscapes(folder, test or "val")}
+        of_split = {"train": train, "test": test or "val"}
+        rows = {part: _cityscapes(folder, of_split[part]) for part in parts}
         return _tables(rows, "image", "mask", "city"), CATALOGUE["cityscapes"]
     if domains := _domains(folder, entry):
-        keep = entry.keep if entry else ()
-        return _of_domains(folder, domains, keep, {"train": train, "test": test or "test"}), entry
+        keep, of_split = entry.keep if entry else (), {"train": train, "test": test or "test"}
+        return _of_domains(folder, domains, keep, {part: of_split[part] for part in parts}), entry
     found: Splits = {}
-    # Several sets have no public test labels; papers test on their validation split.
-    wanted = [("train", (train, "") if source.held_out and not source.train else (train,))]
-    if not source.held_out:
-        wanted.append(("test", (test,) if test else ("test", "val")))
-    for part, names in wanted:
+    known = {
+        "train": (train, "") if source.held_out and not source.train else (train,),
+        # Several sets have no public test labels; papers test on their validation split.
+        "test": (test,) if test else ("test", "val"),
+    }
+    for part in parts:
+        names = known[part]
         there = (split for name in names if (split := _split(folder, name)) is not None)
         if (split := next(there, None)) is None:
             present = sorted(file.name for file in folder.iterdir())[:8]
@@ -257,7 +261,7 @@ def _domains(folder: Path, entry: Entry | None) -> list[str]:
 
 def _of_domains(folder: Path, domains: Sequence[str], keep: Sequence[str], names: Mapping[str, str]) -> Splits:
     """DOMAIN/CLASS/*.jpg, split by lists `DOMAIN_train.txt` of lines `path number`, or every fifth for testing."""
-    rows: dict[str, list[Row]] = {part: [] for part in PARTS}
+    rows: dict[str, list[Row]] = {part: [] for part in names}
     for domain in domains:
         lists = {part: folder / f"{domain}_{name}.txt" for part, name in names.items()}
         if any(file.is_file() for file in lists.values()):
@@ -267,7 +271,8 @@ def _of_domains(folder: Path, domains: Sequence[str], keep: Sequence[str], names
             continue
         for label, files in itertools.groupby(_of_classes(folder / domain), lambda row: row[1]):
             for number, (path, _) in enumerate(files):
-                rows["test" if number % _EACH == _EACH - 1 else "train"].append((path, label, domain))
+                is_test = "test" in names and number % _EACH == _EACH - 1
+                rows["test" if is_test else "train"].append((path, label, domain))
     rows = {part: [row for row in some if not keep or row[1] in keep] for part, some in rows.items()}
     return _tables(rows, "image", "label", "domain")
 

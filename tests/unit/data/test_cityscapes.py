@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -339,3 +340,9 @@ def test_two_rounds_of_fedavg_with_deeplab(root: Path, tmp_path: Path, norm: str
         assert line["clients_mean_iou"] == pytest.approx(line["mean_iou"], abs=1e-6), "they evaluate the global model"
     assert summary["mean_iou"] == lines[-1]["mean_iou"]
     assert summary["status"] == "finished"
+
+
+def test_a_share_needs_no_folder_of_test_images(root: Path) -> None:
+    shutil.rmtree(root / "cityscapes" / "leftImg8bit" / "val")
+    data = load(Source(name="cityscapes", root=str(root), test=0.25))
+    assert (len(data.train), len(data.test)) == (6, 2)

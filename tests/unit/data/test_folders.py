@@ -132,3 +132,13 @@ def test_without_a_copy_the_layouts_are_named(monkeypatch: pytest.MonkeyPatch) -
         load(Source(name="cityscapes"))
     with pytest.raises(DataError, match=r"office_caltech10/ with train\*\.parquet and test\*\.parquet, or DOMAIN/"):
         load(Source(name="office_caltech10"))
+
+
+def test_a_share_is_held_out_of_all_images_of_domains(root: Path) -> None:
+    counts = write_office(root)
+    data = load(Source(name="office_caltech10", root=str(root), size=4, test=0.25))
+    assert len(data.train) + len(data.test) == 10 * sum(counts.values()), "no fifth image is left out"
+    folder = write_domainnet(root, ("real",))
+    (folder / "real_test.txt").unlink()
+    listed = load(Source(name="domainnet10", root=str(root), size=4, test=0.25))
+    assert (len(listed.train), len(listed.test)) == (15, 5), "the list of test images is not needed"
