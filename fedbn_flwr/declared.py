@@ -53,12 +53,12 @@ def declarations(function: Callable[..., Any]) -> Mapping[str, Any]:
 def check(name: str, value: Any, annotation: Any) -> None:
     """Raise SettingsError if a value is not what its annotation declares."""
     plain = value.item() if isinstance(value, np.generic) else value
-    if not _adapter(annotation).validator.isinstance_python(plain, strict=True):
+    if not adapter(annotation).validator.isinstance_python(plain, strict=True):
         raise SettingsError(f"{name} is {value!r}; expected {in_words(annotation)}")
 
 
 @functools.cache
-def _adapter(annotation: Any) -> TypeAdapter[Any]:
+def adapter(annotation: Any) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter  # more than the rest of a client rule's imports, and a client makes no strategy
 
     return TypeAdapter(annotation)

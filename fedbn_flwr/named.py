@@ -6,6 +6,7 @@ The module is an installed package, or a file or package in the folder in which 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -113,6 +114,14 @@ def call(key: str, name: str, *positional: Any, **arguments: Any) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise SettingsError(f"{key}={name!r} failed", f": {in_a_line(error)}") from error
+
+
+def with_options(key: str, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The callable `name` with these options; a class is called with them, and returns it."""
+    function = load(key, name)
+    if isinstance(function, type):
+        return call(key, name, **options)  # type: ignore[no-any-return]
+    return functools.partial(function, **options) if options else function
 
 
 def in_a_line(error: BaseException) -> str:

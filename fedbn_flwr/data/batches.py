@@ -66,11 +66,7 @@ def own_augmentation(name: str, **options: Any) -> Augmentation:
     NumPy's and torch's global generators seeded from that generator.
     """
     key = "data.augment"
-    function = named.load(key, name)
-    if isinstance(function, type):
-        function = named.call(key, name, **options)
-    elif options:
-        function = functools.partial(function, **options)
+    function = named.with_options(key, name, options)
     of_batches = named.accepted(function, {"generator": None})
 
     def augment(images: Tensor, targets: Value, generator: torch.Generator) -> tuple[Tensor, Value]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -199,12 +198,7 @@ def plain_loss(run: Settings, task: Task) -> Loss:
     name, options = name_in(run.train.loss or task.losses[0]), options_in(run.train.loss)
     if not has_own_loss(run):
         return make_loss(name, **options)
-    loss: Loss = named.load("train.loss", name)
-    if isinstance(loss, type):
-        loss = named.call("train.loss", name, **options)
-    elif options:
-        loss = functools.partial(loss, **options)
-    return loss
+    return named.with_options("train.loss", name, options)
 
 
 def has_own_loss(run: Settings) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
+from fedbn_flwr.declared import adapter
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.storage import open_regular, replacing
 from fedbn_flwr.tasks import MAINS
@@ -92,14 +92,9 @@ def check(content: Mapping[str, Any], expected: Mapping[str, Any], required: Ite
         raise ValueError(f"it lacks {', '.join(missing)}")
     for key in content.keys() & expected.keys():
         try:
-            _adapter(expected[key]).validate_python(content[key], strict=True)
+            adapter(expected[key]).validate_python(content[key], strict=True)
         except ValidationError as error:
             (fault, *_) = error.errors()
             where = ".".join(map(str, (key, *fault["loc"])))
             reason = fault["msg"].removeprefix("Input should be ")
             raise ValueError(f"{where} is {shorten(repr(fault['input']), 100)}; expected {reason}") from None
-
-
-@functools.cache
-def _adapter(expected: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(expected)
