@@ -45,8 +45,7 @@ def explain(arguments: argparse.Namespace) -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     experiment = load_experiment(arguments.experiment, overrides_of(arguments))
     runs = explain(experiment)
-    has_data = all(run.evaluate.server for run in experiment.runs)
-    partitions = count_partitions(experiment) if has_data else []
+    partitions = count_partitions(experiment) if all(run.evaluate.server for run in experiment.runs) else []
     print("\n\n".join(_pages(experiment, runs, partitions, every=arguments.all)))
 
 

@@ -16,9 +16,7 @@ MASK = "mask"  # the entry of a dict of inputs that is true at real positions, b
 
 def main(inputs: Value) -> Tensor:
     """The tensor that is normalised: all, or in a dict the entry `inputs`, or the first that is no mask."""
-    if isinstance(inputs, Tensor):
-        return inputs
-    return inputs[main_key(inputs)]
+    return inputs if isinstance(inputs, Tensor) else inputs[main_key(inputs)]
 
 
 def main_key(inputs: Mapping[str, Tensor]) -> str:

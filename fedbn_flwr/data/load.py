@@ -151,9 +151,11 @@ def random_images(source: Source) -> DataSet:
         draw = np.random.default_rng(seeding.seed_for(0, f"random images, {part}"))
         pixels = draw.integers(0, 256, (count, entry.channels, *size), dtype=np.uint8)
         rows = np.arange(count)
-        labels = rows // max(1, len(domains)) % entry.classes
-        if entry.crop is not None:
-            labels = draw.integers(0, entry.classes, (count, *size), dtype=np.uint8)
+        labels = (
+            rows // max(1, len(domains)) % entry.classes
+            if entry.crop is None
+            else draw.integers(0, entry.classes, (count, *size), dtype=np.uint8)
+        )
         of_domains = np.array(domains)[rows % len(domains)] if domains else None
         made[part] = {"inputs": pixels, "labels": labels} | ({} if of_domains is None else {"domains": of_domains})
     classes = entry.names or entry.keep or range(entry.classes)

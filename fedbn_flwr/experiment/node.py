@@ -87,8 +87,12 @@ class ClientParts:
         least = min_batch_of(node)
         changes: dict[str, Any] = {}
         if "data-path" in node:
-            changes = dict.fromkeys(("root", "examples", "test_examples", "group"))
-            changes |= {"name": str(node["data-path"]), "random": False, "domains": ()}
+            changes = {
+                "name": str(node["data-path"]),
+                "random": False,
+                "domains": (),
+                **dict.fromkeys(("root", "examples", "test_examples", "group")),
+            }
         if "domain" in node:
             changes["domains"] = (str(node["domain"]),)
         if changes:  # the client trains on all of the site's data

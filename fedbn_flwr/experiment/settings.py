@@ -47,12 +47,10 @@ AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
 
 
-def _kind_of(partition: Any) -> str | None:
+def _kind_of(partition: Any) -> str:
     """The tag that selects the options of a partition."""
-    kind = partition.get("kind") if isinstance(partition, Mapping) else getattr(partition, "kind", None)
-    if not isinstance(kind, str):
-        return None
-    return OWN if is_name(kind) else kind if kind in KINDS else None
+    kind = str(partition.get("kind") if isinstance(partition, Mapping) else getattr(partition, "kind", None))
+    return OWN if is_name(kind) else kind
 
 
 if TYPE_CHECKING:

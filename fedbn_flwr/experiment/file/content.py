@@ -11,16 +11,11 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.yaml_text import LENGTH, parse_yaml
 
 
-def experiments_folder() -> Path:
-    """The folder of the shipped experiments: inside a wheel's package, else `apps/` of a checkout or app bundle."""
-    here = Path(__file__).parents[2]
-    inside = here / "apps"
-    return (inside if inside.is_dir() else here.parent / "apps") / "experiments"
-
-
 def shipped_experiments() -> dict[str, Path]:
     """The files by name: those outside of a paper's folder first, then PAPER/TABLE."""
-    folder = experiments_folder()
+    package = Path(__file__).parents[2]
+    inside_a_wheel = (package / "apps").is_dir()  # else it is beside the package, in a checkout or an app bundle
+    folder = (package if inside_a_wheel else package.parent) / "apps" / "experiments"
     files = sorted(folder.rglob("*.yaml"), key=lambda file: (file.parent, file))
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
 

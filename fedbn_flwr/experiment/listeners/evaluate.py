@@ -24,6 +24,7 @@ from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import number_of
+from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder.clients import is_count, spread
 from fedbn_flwr.tasks import goodness
@@ -59,8 +60,7 @@ class Evaluate(Listener):
         except FedbnError:
             raise
         except (ValueError, RuntimeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise RunFailed(f"round {at.number}: the model cannot be evaluated: {reason}") from error
+            raise RunFailed(f"round {at.number}: the model cannot be evaluated: {in_a_line(error)}") from error
 
     def _evaluate(self, running: Running, at: Round) -> Round:
         clients, line = self._on_clients(running, at) if self.asks_clients else ({}, {})

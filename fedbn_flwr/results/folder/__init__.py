@@ -237,9 +237,7 @@ class RunFolder:
     def promises(self) -> dict[str, float]:
         """What the strategy has spent with the rounds begun; empty if none was."""
         file = self.path / "promises"
-        if not file.exists():
-            return {}
-        found: dict[str, float] = json.loads(read_store(file)["promises"])
+        found: dict[str, float] = json.loads(read_store(file)["promises"]) if file.exists() else {}
         return found
 
     @property

@@ -74,9 +74,9 @@ class CheckpointFile:
         try:
             yield read_store(self.path)
         except (StorageError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            what = str(error)
-            if not isinstance(error, StorageError):  # whole, but with other content
-                what = f"{str(self.path)!r} is damaged: {type(error).__name__}: {what[:200]}"
+            # The file is whole, but has other content.
+            damage = f"{str(self.path)!r} is damaged: {type(error).__name__}: {str(error)[:200]}"
+            what = error if isinstance(error, StorageError) else damage
             raise SettingsError(
                 f"the checkpoint {what}; restore the run folder from a copy, or start again with another --out"
             ) from None

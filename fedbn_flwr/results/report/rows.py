@@ -221,8 +221,6 @@ def _sweep(key: str, title: str, values: Mapping[str, Any], rows: Sequence[tuple
     names = apart([(label, row.first.fixed_settings) for label, (row, _) in zip(labels, rows, strict=True)])
     lines: dict[str, dict[str, Row]] = {}
     for name, (row, word) in zip(names, rows, strict=True):
-        line = lines.setdefault(name, {})
-        if word in line:  # candidates of `tune` none of which is chosen
-            line = lines.setdefault(row.label, {})
-        line[word] = row
+        is_taken = word in lines.get(name, {})  # by one of the candidates of `tune` none of which is chosen
+        lines.setdefault(row.label if is_taken else name, {})[word] = row
     return Sweep(key, title, words, lines)

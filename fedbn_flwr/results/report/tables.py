@@ -376,10 +376,14 @@ def as_html(title: str, lines: Sequence[Sequence[str]]) -> str:
 def tables(every: Sequence[Row], form: Form = DEFAULT) -> list[Table]:
     """The tables of a report, with a title each."""
     rows = choose(every)
-    found = [("", table(rows, form)), *(domain_table(rows, *each) for each in by_domain(rows).items())]
-    found += [("clients with equal weights, last evaluated round", client_table(rows))]
-    found += [*map(sweep_table, sweeps(rows)), candidates_table(every)]
-    found += [("published and measured figures", published(rows))]
+    found = [
+        ("", table(rows, form)),
+        *(domain_table(rows, *each) for each in by_domain(rows).items()),
+        ("clients with equal weights, last evaluated round", client_table(rows)),
+        *map(sweep_table, sweeps(rows)),
+        candidates_table(every),
+        ("published and measured figures", published(rows)),
+    ]
     return [(title, lines) for title, lines in found if len(lines) > 1]
 
 
