@@ -47,10 +47,12 @@ AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
 
 
-def _kind_of(partition: Any) -> str:
+def _kind_of(partition: Any) -> str | None:
     """The tag that selects the options of a partition."""
-    kind = str(partition.get("kind") if isinstance(partition, Mapping) else getattr(partition, "kind", None))
-    return OWN if is_name(kind) else kind
+    kind = partition.get("kind") if isinstance(partition, Mapping) else getattr(partition, "kind", None)
+    if not isinstance(kind, str):
+        return None
+    return OWN if is_name(kind) else kind if kind in KINDS else None
 
 
 if TYPE_CHECKING:
