@@ -92,10 +92,14 @@ class LayerwiseStep:
         examples: int = 0,
         partition: int | None = None,
     ) -> None:
-        self.exchange, self.fused, self.backward = exchange, fused, backward
-        self.examples, self.partition = examples, partition
+        self.exchange = exchange
+        self.fused = fused
+        self.backward = backward
+        self.examples = examples
+        self.partition = partition
         self._open: list[_Moments] = []  # passes whose gradients were not exchanged yet
-        self._left = self._batch = 0
+        self._left = 0
+        self._batch = 0
 
     def __call__(
         self, model: nn.Module, inputs: Value, targets: Value, loss_fn: Callable[[Any, Any], Tensor]
