@@ -19,7 +19,7 @@ from .training import Loss
 
 def logits_of(outputs: Any) -> Any:
     """What the model returned, or its attribute `logits`, which the outputs of Hugging Face's models have."""
-    return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
+    return getattr(outputs, "logits", outputs)
 
 
 def cross_entropy(
