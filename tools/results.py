@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import statistics
@@ -451,16 +452,28 @@ def fixbn() -> Table:
     return ("run", "measured, 160 rounds", "best on the way", "published, 640 rounds"), rows
 
 
-LENET = "fixbn/lenet.json"
-
-
-def fixbn_lenet() -> Table:
+def fixbn_table1() -> Table:
+    runs, figures = by_label("fixbn/table1.json"), published("FixBN", "Table 1")
     rows: list[Row] = []
-    for label, runs in by_label(LENET).items():
+    for place, norm in itertools.product(("Central", "Federated"), ("GN", "BN")):
+        own = [share("accuracy", unit=" %")(runs[f"{place}, {norm}, lr={rate}"]) for rate in (0.02, 0.2)]
+        rows.append((f"{place}, {norm}", *own, f"{figures[norm][place]:.2f} %"))
+    return ("run", "learning rate 0.02", "0.2", "published, 64,000 rounds"), rows
+
+
+LENET = "fixbn/lenet.json"
+WHOLE = "fixbn/table4-16px.json"
+
+
+def fixbn_whole(file: str, figures: Mapping[str, float]) -> Table:
+    """Runs of all rounds, beside the figures of the paper where it has them."""
+    rows: list[Row] = []
+    for label, runs in by_label(file).items():
         singles = " / ".join(f"{value:.1f}" for value in by_seed(runs).values())
-        figures = [share(key, unit=" %")(runs) for key in ("accuracy", "best_test_accuracy")]
-        rows.append((label, figures[0], singles, figures[1]))
-    return ("run", "accuracy after 640 rounds", "by seed", "best on the way"), rows
+        own = [share(key, unit=" %")(runs) for key in ("accuracy", "best_test_accuracy")]
+        rows.append((label, own[0], singles, own[1], *([f"{figures[label]:.2f} %"] if figures else [])))
+    columns = ("accuracy after 640 rounds", "by seed", "best on the way", *(["published"] if figures else []))
+    return ("run", *columns), rows
 
 
 def fixbn_lenet_rate() -> Table:
@@ -483,14 +496,19 @@ def fedbs_seeds() -> Table:
         return statistics.mean(100.0 * float(point["accuracy"]) for point in run.curve if point["round"] > 40)
 
     found = {rule: {run.settings["seed"]: late(run) for run in each} for rule, each in runs.items() if len(each) > 1}
-    difference = {number: found["FedBS"][number] - value for number, value in found["FedAvg"].items()}
-    rows: list[Row] = [
-        (name, *(f"{seeds[number]:.2f}" for number in sorted(seeds)), mean(list(seeds.values()), 2))
-        for name, seeds in {**found, "FedBS - FedAvg": difference}.items()
-    ]
-    test = paired(found["FedBS"], found["FedAvg"])
-    rows[-1] = (*rows[-1][:-1], f"{rows[-1][-1]}, 95 % interval {test.low:.2f} to {test.high:.2f}, p = {test.p:.1g}")
-    return ("mean of rounds 41 to 60, %", *(f"seed {number}" for number in sorted(difference)), "mean"), rows
+    rows: list[Row] = []
+
+    def row(name: str, seeds: Mapping[int, float], more: str = "") -> None:
+        cells = [f"{seeds[number]:.2f}" for number in sorted(seeds)]
+        rows.append((name, *cells, mean(list(seeds.values()), 2) + more))
+
+    for rule, seeds in found.items():
+        row(rule, seeds)
+    for rule in ("FedAvg", "FedProx"):
+        test = paired(found["FedBS"], found[rule])
+        difference = {number: found["FedBS"][number] - value for number, value in found[rule].items()}
+        row(f"FedBS - {rule}", difference, f", 95 % interval {test.low:.2f} to {test.high:.2f}, p = {test.p:.1g}")
+    return ("mean of rounds 41 to 60, %", *(f"seed {number}" for number in sorted(found["FedBS"])), "mean"), rows
 
 
 def verdict(budget: str, rows: Mapping[str, tuple[Mapping[int, float], Mapping[int, float], float]]) -> Table:
@@ -677,7 +695,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedwon batch2": fedwon(2),
     "results fixbn": fixbn,
     "results fixbn answer": fixbn_verdict,
-    "results fixbn lenet": fixbn_lenet,
+    "results fixbn lenet": lambda: fixbn_whole(LENET, {}),
     "results fixbn lenet rate": fixbn_lenet_rate,
     "results fixbn lenet pairs": pairs(LENET, ("FixBN", "BN"), ("FixBN", "GN"), ("GN", "BN")),
     "results fedtan answer": fedtan_verdict,
