@@ -28,13 +28,14 @@ from fedbn_flwr import client_app
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.extensions.ray.experiment import connected
-from fedbn_flwr.extensions.ray.grid import RayGrid, end, fits
+from fedbn_flwr.extensions.ray.grid import RayGrid, cluster_text, end, fits
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support import sessions
 from tests.support.command import PATIENCE, ROOT, environment, fedbn
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
+READY = 150  # seconds until all actors are ready; two times that is less than the limit of a test
 CACHE = str(Path(tempfile.gettempdir()) / "fedbn-pycache")
 RAY = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": CACHE}  # or every actor compiles PyTorch again
 
@@ -155,6 +156,25 @@ def to(node: int, do: str = "") -> Message:
     return Message(RecordDict({"config": ConfigRecord({"do": do})}), node, "train")
 
 
+@contextmanager
+def ready_grid(nodes: int, **options: Any) -> Iterator[tuple[RayGrid, list[Message]]]:
+    """A grid of as many nodes as actors, which are all ready, and their replies to short messages.
+
+    Once Ray never started one of three actors on two quiet machines (the reason is unknown), so a second grid may ask.
+    """
+    for _ in range(2):
+        with ray_grid(nodes, workers=nodes, **options) as grid:
+            deadline, processes = time.monotonic() + READY, set[Any]()
+            while len(processes) < nodes and time.monotonic() < deadline:
+                # For a while: an actor that is ready could answer a second message before the others have one.
+                replies = list(grid.send_and_receive([to(node, "pause") for node in range(1, nodes + 1)]))
+                processes = {reply.content["where"]["process"] for reply in replies}
+            if len(processes) == nodes:
+                yield grid, replies
+                return
+    pytest.fail(f"{len(processes)} of {nodes} actors were ready, twice after {READY} s, on {cluster_text()}")
+
+
 def counts(replies: Any) -> list[Any]:
     return [reply.content["metrics"]["count"] if reply.has_content() else "error" for reply in replies]
 
@@ -201,15 +221,11 @@ def test_a_client_that_ends_its_process_loses_no_state(idle: list[Any]) -> None:
 
 
 def test_a_late_client_is_left_out_and_ends_with_the_grid(idle: list[Any]) -> None:
-    with ray_grid(2, workers=2, idle=idle) as grid:
-        rounds, processes = 0, 1
-        while processes < 2:  # until both actors are ready; one of them could answer both clients
-            assert (rounds := rounds + 1) < 600
-            replies = list(grid.send_and_receive([to(node, "pause") for node in (1, 2)]))
-            processes = len({reply.content["where"]["process"] for reply in replies})
+    with ready_grid(2, idle=idle) as (grid, replies):
+        before = counts(replies)[0]
         began = time.monotonic()
-        assert counts(grid.send_and_receive([to(1), to(2, "sleep")], timeout=5)) == [rounds + 1]
-        assert grid.contexts()[2].state["had"]["count"] == rounds
+        assert counts(grid.send_and_receive([to(1), to(2, "sleep")], timeout=5)) == [before + 1]
+        assert grid.contexts()[2].state["had"]["count"] == before
     assert time.monotonic() - began < PATIENCE
 
 
@@ -227,13 +243,7 @@ def test_a_resumed_run_has_the_arrays_of_the_local_engine(case: str, idle: list[
 
 def test_a_machine_that_is_lost_in_a_round_costs_its_clients_this_round(idle: list[Any], address: str) -> None:
     end(idle)
-    with ray_node(f"--address={address}", "--num-cpus=1") as machine, ray_grid(3, workers=3) as grid:
-        deadline = time.monotonic() + PATIENCE
-        processes: set[int] = set()
-        while len(processes) < 3:  # until all actors are ready
-            assert time.monotonic() < deadline
-            replies = list(grid.send_and_receive(map(to, (1, 2, 3)), timeout=PATIENCE))
-            processes = {reply.content["where"]["process"] for reply in replies}
+    with ray_node(f"--address={address}", "--num-cpus=1") as machine, ready_grid(3) as (grid, replies):
         before = counts(replies)[0]
         machines = [str(reply.content["where"]["machine"]) for reply in replies]
         (second,) = (each for each in machines if machines.count(each) == 1)
