@@ -247,8 +247,9 @@ class Rule(Strategy):
         self, grid: Grid, train: ConfigRecord | None, evaluate: ConfigRecord | None, evaluate_fn: EvaluateFn | None
     ) -> tuple[ConfigRecord, ConfigRecord, EvaluateFn | None]:
         """The last arguments of `start`: clients keep no state of an earlier run, and `global_model` is evaluated."""
-        train = ConfigRecord({protocol.RUN: secrets.token_hex(16), **(train or {})})
-        evaluate = ConfigRecord({**(evaluate or {}), protocol.RUN: train[protocol.RUN]})
+        drawn, given = {protocol.RUN: "run", protocol.TOKEN: secrets.token_hex(16)}, {**(train or {})}
+        name = {protocol.RUN: given[protocol.RUN]} if protocol.RUN in given else drawn
+        train, evaluate = ConfigRecord({**given, **name}), ConfigRecord({**(evaluate or {}), **name})
 
         def evaluate_model(number: int, arrays: ArrayRecord) -> MetricRecord | None:
             assert evaluate_fn is not None

@@ -42,21 +42,20 @@ class Scaffold(FedAvg):
 
     @dataclass
     class Memory(FedAvg.Memory):
-        control: dict[str, Array] = field(default_factory=dict)  # c; empty before the first round, which means zero
+        control: dict[str, Array] = field(default_factory=dict)  # sum of all c_i; empty before the first round: zero
 
     memory: Memory
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        return {CONTROL: True, CONTROL_RECORD: self.memory.control}
+        total = max(len(list(round.grid.get_node_ids())), 1)  # N: clients may join or leave
+        return {CONTROL: True, CONTROL_RECORD: {key: each / total for key, each in self.memory.control.items()}}
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
-        """Line 17: c <- c + |S|/N * 1/|S| sum_i (c_i+ - c_i)"""
-        # Nodes may have left since they answered.
-        c, total = self.memory.control, max(len(list(round.grid.get_node_ids())), self.asked, len(replies))
+        """Line 17: N c <- N c + sum_i (c_i+ - c_i)"""
         mean = weighted_mean((reply.records[CONTROL_RECORD] for reply in replies), [1.0] * len(replies))
-        share = len(replies) / total
-        self.memory.control = c | {
-            key: (c.get(key, 0.0) + share * change).astype(change.dtype) for key, change in mean.items()
+        before, count = self.memory.control, len(replies)
+        self.memory.control = before | {
+            key: (before.get(key, 0.0) + count * change).astype(change.dtype) for key, change in mean.items()
         }
 
 

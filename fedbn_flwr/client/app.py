@@ -69,7 +69,9 @@ class _App(ClientApp):
     def __init__(self, make_client: MakeClient, mods: Mods) -> None:
         super().__init__()
         self._given = make_client, mods
-        self._wants = len(inspect.signature(make_client).parameters)
+        parameters = inspect.signature(make_client).parameters.values()
+        places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        self._wants = sum(each.default is each.empty or each.name == "config" for each in places)
         kinds = ("train", "evaluate", "query")
         around = mods if isinstance(mods, Mapping) else dict.fromkeys(kinds, mods)
         if unknown := sorted(around.keys() - {*kinds}):

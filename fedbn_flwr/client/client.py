@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, negative_variance
+from fedbn_flwr.messages.aggregate import Arrays, fault, negative_variance
 from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
@@ -214,9 +215,12 @@ class BNClient(NumPyClient):
         metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: loss}
         if config.get(protocol.REPORT_BATCH):
             metrics[protocol.BATCH_EXAMPLES] = first_batch
-        update = Update(taken, metrics, {})
+        update, own = Update(taken, metrics, {}), self._parts.taken([key for key in self.roles if key not in sent])
+        diverged = None if math.isfinite(loss) else f"its {protocol.TRAIN_LOSS} is {loss} (the client diverged?)"
+        if diverged := diverged or fault(taken, taken) or fault(own, own):
+            raise MessageError(f"{diverged}; the client keeps its state of before this round")
         # Save state only after everything that can fail: a replay of the round must begin with the same state.
-        self.state.save("local", self._parts.taken([key for key in self.roles if key not in sent]))
+        self.state.save("local", own)
         for rule in rules:
             rule.finish(update.metrics, update.extras)
         return update
@@ -337,7 +341,7 @@ class BNClient(NumPyClient):
                 "not update statistics: wrap it as MeanStatistics(FedAdam(...))"
             )
         self.state = NodeState(self.state.records, run_of(config))
-        self._parts.load_all(arrays, self.state.load("local"), self._number)
+        self._parts.load_all(arrays, self.state.load("local"), self._number, run_of(config))
 
 
 def rules_for(config: Config) -> set[type[ClientRule]]:

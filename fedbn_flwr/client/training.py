@@ -43,14 +43,18 @@ def size_of(data: Epochs | Iterable[Any], pairs: Callable[[Iterable[Any]], Itera
     """The number of examples in training data; `pairs` turns its batches into (inputs, targets)."""
     if hasattr(data, "num_examples"):
         return int(data.num_examples)
-    for part in ("sampler", "dataset"):  # of a DataLoader; a sampler may choose some of the examples
-        if isinstance(sized := getattr(data, part, None), Sized):
+    # A sampler may choose some of the examples. One of batches hides the other, which then has the whole data set.
+    batches = None if getattr(data, "batch_size", None) else getattr(data, "batch_sampler", None)
+    places = [(batches, "sampler")] if batches is not None else [(data, "sampler"), (data, "dataset")]
+    for owner, part in places:
+        if isinstance(sized := getattr(owner, part, None), Sized):
             return len(sized)
     if isinstance(data, Sequence):  # batches in a list
         return sum(count(inputs) for inputs, _ in pairs(data))
     raise TypeError(
         f"the number of examples in train_data, a {type(data).__name__}, is unknown; expected a DataLoader over a "
-        "data set with a length, a list of batches, or an object with num_examples and epoch(server_round, epoch)"
+        "data set with a length (its batch_sampler, if any, needs a `sampler` with a length), a list of batches, or an "
+        "object with num_examples, which a DataLoader may have too, and epoch(server_round, epoch)"
     )
 
 

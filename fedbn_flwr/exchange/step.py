@@ -44,7 +44,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batch import Value, count, each, first
+from fedbn_flwr import seeding
+from fedbn_flwr.batch import Value, count, each
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.models.tensors import as_array
 from fedbn_flwr.norms.roles import batch_norms, computes_as_batch_norm
@@ -253,16 +254,20 @@ def count_calls(model: nn.Module, inputs: Value) -> int:
     case = each(lambda tensor: tensor.shape[1:], inputs), [*exchanged_layers(model)]
     if (known := getattr(model, "_batch_norm_calls", None)) is not None and known[0] == case:
         return int(known[1])
-    calls, device = 0, first(inputs).device
+    calls = 0
+    # The pass may change any of them, for instance those of a spectral norm.
+    tables = [module._buffers for module in model.modules()]
+    buffers = [(t, name, buffer, buffer.clone()) for t in tables for name, buffer in t.items() if buffer is not None]
 
     def counted(layer: _BatchNorm, y: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         return y
 
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), replaced_forward(model, counted):
+    with seeding.kept(), replaced_forward(model, counted):
         model(each(lambda tensor: tensor[:2], inputs))
+    for table, name, buffer, before in buffers:
+        table[name] = buffer.copy_(before)
     model._batch_norm_calls = case, calls  # type: ignore[assignment]
     return calls
 

@@ -84,8 +84,8 @@ class ModelTensors:
         check_tensors(model)
         self.model = model.train() if device is None else model.train().to(device)
         self.roles, self._build = roles(model), build
-        # Which client has used the model last; None while it has the values of one that no longer uses it.
-        self.use: dict[str, int | None] = vars(model).setdefault("_fedbn_use", {"client": None})
+        # Which client used the model last, in which run; None while it has the values of one that no longer uses it.
+        self.use: dict[str, Any] = vars(model).setdefault("_fedbn_use", {"client": None})
         state: dict[str, Any] = model.state_dict()
         # The dict that holds a tensor, and its name there: a pass may assign another one, and the owner may move it.
         self._places: dict[str, tuple[dict[str, Any], str]] = {key: (state, key) for key in state} | {
@@ -96,6 +96,11 @@ class ModelTensors:
             if table[name] is not None
         }
         self._parameters = [name for name, _ in model.named_parameters()]
+        tied: dict[int, list[str]] = {}
+        for key in state:
+            table, name = self._places[key]
+            tied.setdefault(id(table[name]), []).append(key)
+        self._tied = [keys for keys in tied.values() if len(keys) > 1]  # each of one tensor
         self._modules = list(model.modules())
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         self._shapes = {key: tuple(value.shape) for key, value in state.items()}
@@ -131,19 +136,20 @@ class ModelTensors:
                 table[name] = buffer.copy_(now)
         return [table[name] for table, name in map(self._places.__getitem__, keys)]
 
-    def load_all(self, arrays: Arrays, own: Arrays, client: int) -> None:
+    def load_all(self, arrays: Arrays, own: Arrays, client: int, run: str | None = None) -> None:
         """Copy the received arrays and the client's own ones; all other tensors get the values of a new model."""
         given = {*arrays, *own}
         absent = [key for key in self.roles if key not in given]
         self._check(arrays, own, absent)
         kept = [key for key in absent if self.roles[key] is not Role.COUNTER]
-        if kept and self._build is None and self.use["client"] not in (None, client):
+        last = self.use["client"]
+        if kept and self._build is None and last not in (None, (client, run)):
             raise MessageError(
                 f"the server does not send {kept[0]!r}, which stays on the client, and this client's model has that of "
-                f"client {self.use['client']}; give each client a model of its own, or share it as "
-                "ModelTensors(model, build=build)"
+                f"{'an earlier run' if last[0] == client else f'client {last[0]}'}; give each client a new model in "
+                "each run, or share one as ModelTensors(model, build=build)"
             )
-        self.use["client"] = client
+        self.use["client"] = client, run
         self._restore(absent)
         self.load(own)
         self.load(arrays)
@@ -161,6 +167,12 @@ class ModelTensors:
                 f"the server did not send {lacking[0]!r} ({len(lacking)} keys of weights are missing), and the "
                 "client's state does not have it. Server and clients must build the same model"
             )
+        for first, *others in self._tied:
+            if other := next((key for key in others if not same(arrays.get(first), arrays.get(key))), None):
+                raise MessageError(
+                    f"the server sent different values for {first!r} and {other!r}, which are one tensor in this model "
+                    "(Private adds noise to each); untie them"
+                )
         for where, given in (("the message", arrays), ("the client's state", own)):
             sent = given.layout.shapes if isinstance(given, FlatArrays) else {key: given[key].shape for key in given}
             if wrong := [key for key in sent if sent[key] != self._shapes[key]]:
@@ -212,6 +224,10 @@ def copied(tensors: Mapping[str, Tensor]) -> Arrays:
     # That of a single tensor is not a copy.
     block = as_array(_flatten_dense_tensors(values) if len(values) > 1 else values[0].flatten().clone())
     return FlatArrays(layout_of(block.dtype.str, tuple(tensors), tuple([tuple(each.shape) for each in values])), block)
+
+
+def same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    return one is None or other is None or bool(np.array_equal(one, other, equal_nan=False))
 
 
 def tensor_like(value: np.ndarray | None, parameter: nn.Parameter) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,15 @@ def at_work(fed: Any) -> tuple[Any, dict[int, BNClient]]:
         return living.setdefault(context.node_id, fed.make_client(context))
 
     return client_app(make), living
+
+
+def test_a_flower_project_s_clients_store_their_state_in_the_folder_of_the_node_config(
+    federation: Federations, tmp_path: Path
+) -> None:
+    fed = federation((8, 8))
+    grid = LocalGrid(fed.app(), 2, node_config={"state": str(tmp_path)})
+    FedBN(fraction_evaluate=0.0).start(grid, fed.arrays(), num_rounds=2)
+    assert sorted(file.parent.name for file in tmp_path.glob("run-*/*/round-2")) == ["client-0", "client-1"]
 
 
 # --- against a twin ----------------------------------------------------------

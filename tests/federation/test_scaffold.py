@@ -12,8 +12,9 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from fedbn_flwr import BNClient, client_app
+from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.node_state import NodeState
+from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, GlobalMomentum, Scaffold
 from tests.support.federations import Arrays, models_of, same
@@ -121,8 +122,10 @@ def test_a_client_that_misses_rounds_keeps_its_control_variate(partition: int, r
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_partial_participation_counts_all_nodes_in_n(federation: Federations, rounds: int) -> None:
-    """Two of four clients a round: c is the mean of all four c_i, also of those that were never asked."""
+def test_with_partial_participation_the_server_has_the_sum_of_all_control_variates(
+    federation: Federations, rounds: int
+) -> None:
+    """Two of four clients a round."""
     fed = federation((4,) * 4, dtype=torch.float64)
     states: dict[int, NodeState] = {}
 
@@ -136,8 +139,43 @@ def test_partial_participation_counts_all_nodes_in_n(federation: Federations, ro
     if rounds == 1:
         assert sum(bool(each) for each in own) == 2
     for key, c in rule.memory.control.items():
-        expected = sum(each.get(key, 0.0) for each in own) / 4
+        expected = sum(each.get(key, 0.0) for each in own)
         np.testing.assert_allclose(c, expected, rtol=1e-12, atol=1e-14, err_msg=key)
+
+
+class Away(GridAround):
+    """In some rounds, counted from 1, the last node is not connected."""
+
+    def __init__(self, grid: LocalGrid, rounds: range) -> None:
+        super().__init__(grid)
+        self.rounds, self.number = rounds, 0
+
+    def get_node_ids(self) -> list[int]:
+        ids = list(super().get_node_ids())
+        return ids[:-1] if self.number + 1 in self.rounds else ids
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        found = super().send_and_receive(list(messages), timeout=timeout)
+        self.number += 1
+        return found
+
+
+@pytest.mark.parametrize("rounds", [range(1, 6), range(6, 9)], ids=["joins", "is offline"])
+def test_a_client_that_is_away_for_some_rounds_does_not_change_the_optimum(rounds: range) -> None:
+    """The losses are (w x - s)^2/2, so the optimum is the sum of x s divided by the sum of x^2."""
+    cases = ((1.0, 2.0), (2.0, 8.0), (1.5, 1.0))
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+
+    def half_square(outputs: Tensor, targets: Tensor) -> Tensor:
+        return 0.5 * (outputs - targets).square().mean()
+
+    data = [Batches([(torch.tensor([[x]]).double(), torch.tensor([[s]]).double())]) for x, s in cases]
+    fed = Federation(model, data, {"lr": 0.05, "epochs": 3, "loss": half_square})
+    grid = Away(LocalGrid(fed.app(), 3), rounds)
+    result = strategy().start(grid, fed.arrays(), num_rounds=300)
+    optimum = sum(x * s for x, s in cases) / sum(x**2 for x, _ in cases)
+    assert unpack(result.arrays)["weight"].item() == pytest.approx(optimum, abs=1e-9)
 
 
 def test_the_first_round_is_fedavg_s(federation: Federations) -> None:
@@ -228,7 +266,7 @@ def test_an_unusable_control_record_excludes_its_reply_and_is_named(
     for key, value in expected.items():
         assert value.tobytes() == found[key].tobytes(), key
     for key, c in rule.memory.control.items():
-        np.testing.assert_allclose(c, (good[0][key] + good[1][key]) / 3, rtol=1e-6, err_msg=key)
+        np.testing.assert_allclose(c, good[0][key] + good[1][key], rtol=1e-6, err_msg=key)
     lines = [r.getMessage() for r in flower_log.records if "its record 'control'" in r.getMessage()]
     assert len(lines) == 1
     assert "node 2" in lines[0]

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.client.losses import make_loss
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
@@ -265,6 +265,17 @@ def test_the_server_refuses_complex_arrays_of_other_programs() -> None:
     _, grid = federation(net)
     with pytest.raises(SettingsError, match="'wave' is complex64; expected real numbers"):
         strategy.start(grid, ArrayRecord({"wave": torch.zeros(2, dtype=torch.complex64)}), num_rounds=1)
+
+
+def test_different_values_of_one_tensor_are_refused() -> None:
+    """`Private` adds noise to each key, and the model would keep the last one."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    tensors, arrays = ModelTensors(model), dict(initial_arrays(model))
+    tensors.load_all(arrays, {}, client=0)
+    arrays["1.weight"] = arrays["1.weight"] + 1
+    with pytest.raises(MessageError, match=r"different values for '0\.weight' and '1\.weight', which are one tensor"):
+        tensors.load_all(arrays, {}, client=0)
 
 
 # --- bfloat16 ---

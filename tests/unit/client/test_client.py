@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, unpack
+from tests.support.federations import same
 from tests.support.foreign import Foreign
 
 Federations = Callable[..., Any]
@@ -400,6 +402,70 @@ def test_another_run_begins_empty(federation: Federations) -> None:
     for name, expected in (("a", 2), ("a", 4), ("b", 2), ("a", 2)):
         ask(grid, message(1, arrays, fedbn_run=name))
         assert int(clients[-1].model[1].num_batches_tracked) == expected
+
+
+def test_a_model_that_is_kept_for_the_next_run_is_refused(federation: Federations) -> None:
+    """It has the batch norm of the first run, which the server does not send."""
+    fed = federation(batches=2)
+    shared = pack({key: value for key, value in unpack(fed.arrays()).items() if "running" not in key})
+    model = copy.deepcopy(fed.model)
+    grid = LocalGrid(client_app(lambda context: BNClient(model, fed.data[0], lr=0.1, context=context)), 1)
+    for _ in range(2):
+        assert not ask(grid, message(1, shared, fedbn_run="a"))[0].has_error()
+    (reply,) = ask(grid, message(1, shared, fedbn_run="b"))
+    assert "'1.running_mean', which stays on the client, and this client's model has that of an earlier run" in reason(
+        reply
+    )
+
+
+@pytest.mark.parametrize("kept", ["batch norm", "momentum"])
+def test_a_client_that_diverges_keeps_its_state_of_before_the_round(federation: Federations, kept: str) -> None:
+    fed = federation(batches=2)
+    bad = [(torch.full_like(inputs, torch.nan), targets) for inputs, targets in fed.data[0].epoch(1, 0)]
+    arrays, options = unpack(fed.arrays()), {"lr": 0.1}
+    if kept == "batch norm":
+        arrays = {key: value for key, value in arrays.items() if not key.startswith("1.")}
+    else:
+        options |= {"momentum": 0.9, "keep_momentum": True}
+
+    def make(context: Context, config: Any) -> BNClient:
+        data = bad if config["server-round"] == spoiled else fed.data[0]
+        return BNClient(copy.deepcopy(fed.model), data, context=context, **options)
+
+    found = []
+    for spoiled in (2, 0):
+        grid = LocalGrid(client_app(make), 1)
+        rounds = (1, 2, 3) if spoiled else (1, 3)
+        replies = [ask(grid, message(1, pack(arrays), server_round=number))[0] for number in rounds]
+        if spoiled:
+            expected = "its train-loss is nan (the client diverged?); the client keeps its state of before this round"
+            assert expected in reason(replies.pop(1))
+        found.append([unpack(reply.content["arrays"]) for reply in replies])
+    for one, other in zip(*found, strict=True):
+        assert same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda context, config: [config], 1),
+        (lambda context, config=None: [config], 1),
+        (functools.partial(lambda context, data: [], data=1), 0),
+        (lambda context, *, rate=0.1: [rate][1:], 0),
+        (lambda context, rate=0.1: [rate][1:] if rate == 0.1 else [rate], 0),
+        (lambda context, **more: [*more], 0),
+    ],
+)
+def test_a_parameter_for_the_config_has_no_default_or_is_called_config(make: Any, expected: int) -> None:
+    received: list[Any] = []
+
+    @functools.wraps(make)
+    def made(*given: Any) -> Foreign:
+        received.extend(make(*given))
+        return Foreign()
+
+    ask(LocalGrid(client_app(made), 1), message(1, pack({"a": np.zeros(2)})))
+    assert len(received) == expected
 
 
 def test_evaluation_uses_what_the_node_kept(federation: Federations) -> None:

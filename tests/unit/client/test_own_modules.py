@@ -10,7 +10,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, TensorDataset
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -111,15 +111,27 @@ def test_a_model_that_its_owner_moved_keeps_its_new_tensors() -> None:
     assert {value.dtype for value in model.state_dict().values()} == {torch.float64}
 
 
-@pytest.mark.parametrize("kind", ["sampler", "subset", "whole"])
+@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "subset", "whole"])
 def test_a_sampler_gives_the_number_of_examples(kind: str) -> None:
     data = TensorDataset(torch.zeros(30, 4), torch.zeros(30, dtype=torch.int64))
     loader: DataLoader[Any] = {
         "sampler": DataLoader(data, 4, sampler=SubsetRandomSampler(range(7))),
+        "batch sampler": DataLoader(
+            data, batch_sampler=BatchSampler(SubsetRandomSampler(range(7)), 4, drop_last=False)
+        ),
         "subset": DataLoader(torch.utils.data.Subset(data, range(7)), 4, shuffle=True),
         "whole": DataLoader(data, 4, drop_last=True),
     }[kind]
     assert BNClient(Running(), loader).num_examples == (30 if kind == "whole" else 7)
+
+
+def test_a_batch_sampler_of_unknown_size_is_refused_unless_the_loader_has_the_number() -> None:
+    data = TensorDataset(torch.zeros(30, 4), torch.zeros(30, dtype=torch.int64))
+    loader = DataLoader(data, batch_sampler=[[0, 1], [2]])
+    with pytest.raises(TypeError, match="its batch_sampler, if any, needs a `sampler` with a length"):
+        _ = BNClient(Running(), loader).num_examples
+    loader.num_examples = 3  # type: ignore[attr-defined]
+    assert BNClient(Running(), loader).num_examples == 3
 
 
 def test_client_app_gives_a_client_without_context_that_of_its_node() -> None:

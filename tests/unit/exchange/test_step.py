@@ -260,8 +260,12 @@ def test_frozen_batch_norms_exchange_nothing() -> None:
     assert count_calls(model, batches[0][0]) == 18
 
 
-def test_counting_calls_leaves_no_trace() -> None:
+@pytest.mark.parametrize("spectral", [False, True])
+def test_counting_calls_leaves_no_trace(spectral: bool) -> None:
+    """A spectral norm changes its buffers in each pass."""
     model, batches, _ = clients_of("resnet20", [4])
+    if spectral:
+        nn.utils.parametrizations.spectral_norm(model.classify)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = torch.get_rng_state()
     count_calls(model, batches[0][0])
