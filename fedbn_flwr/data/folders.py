@@ -45,7 +45,9 @@ def open_splits(source: Source, entry: Entry | None) -> tuple[Splits, Entry | No
             raise DataError(
                 f"data.revision is {source.revision!r}, which is for data sets of the hub, but {str(folder)!r} is read"
             )
-        return _folder(folder, source, entry)
+        splits, entry = _folder(folder, source, entry)
+        base = folder if folder.is_dir() else folder.parent
+        return {part: _placed(base, split, source.inputs) for part, split in splits.items()}, entry
     if entry is None and "/" not in source.name:  # the hub need not be asked: half a minute without a network
         raise DataError(
             f"data.name={source.name!r}: there is no such data set; give a folder, OWNER/NAME of a data set on the "
@@ -314,6 +316,20 @@ def _listed(folder: Path, file: Path) -> Iterator[Row]:
         if not label or not number.isdecimal():
             raise DataError(f"line {count}, {line!r}, is not of the form DOMAIN/CLASS/FILE NUMBER")
         yield str(folder / path), label
+
+
+def _placed(base: Path, split: Any, inputs: Sequence[str]) -> Any:
+    """Paths of image files in a table count from its folder, wherever the process runs."""
+    column = inputs[0] if len(inputs) == 1 else ""
+    if isinstance(split, Mapping) or not str(getattr(split.features.get(column), "dtype", "")).endswith("string"):
+        return split
+    return split.map(
+        lambda texts: {
+            column: [os.path.join(base, t) if str(t).lower().endswith(tuple(PICTURES)) else t for t in texts]
+        },
+        batched=True,
+        input_columns=column,
+    )
 
 
 def _cityscapes(folder: Path, split: str) -> list[Row]:

@@ -94,6 +94,19 @@ def test_an_own_folder_of_domains_without_a_share_is_told_of_it(tmp_path: Path) 
         opened(folder, test=None)
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_paths_in_a_table_count_from_its_folder(tmp_path: Path, kind: str) -> None:
+    folder = pictures(tmp_path / "flat", "a", "b")
+    paths = [f"{name}/{i}.png" for name in "ab" for i in range(5)]
+    frame = pd.DataFrame({"file": [*paths[:-1], str(folder / paths[-1])], "kind": ["a", "b"] * 5})
+    getattr(frame, f"to_{kind}")(folder / f"all.{kind}", index=False)
+    found = [opened(folder / f"all.{kind}", inputs="file", label="kind") for _ in range(2)]
+    assert sorted(found[0].train.inputs[:, 0, 0, 0].tolist() + found[0].test.inputs[:, 0, 0, 0].tolist()) == sorted(
+        [0, 50, 100, 150, 200] * 2
+    )
+    assert len(list((tmp_path / "cache").glob("*.npy"))) == 2, "they are decoded once"
+
+
 # --- columns -----------------------------------------------------------------
 
 
