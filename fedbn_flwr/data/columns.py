@@ -30,6 +30,7 @@ Splits = Mapping[str, Any]  # "train", and "test" unless a share of "train" is h
 ARRAYS = {"inputs": "inputs", "label": "labels", "domain": "domains", "group": "groups"}  # their usual names
 PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 _NUMBERS = ("int", "uint", "float", "double", "bool", "decimal")
+_INDEX = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")  # pandas writes it as a column, in CSV without a name
 _SHOWN = 40  # columns in an error
 
 
@@ -97,7 +98,7 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
         commit_of(splits["train"]) if is_table else None,
         task,
         features,
-        tuple(columns["train"]),
+        _uses(source, columns["train"], inputs, {"label": label, "domain": (domain,), "group": (group,)}),
         source.tokens,
     ).wanted()
     if source.held_out:
@@ -215,10 +216,11 @@ def _chosen(
         label = _only(source, columns, "label", "ClassLabel", (*source.inputs, domain or "domain"))
     inputs = source.inputs or named("inputs")
     if not inputs and not any(column.kind == "Image" for name, column in train.items() if name not in label):
-        others = {name: column for name, column in train.items() if name not in (*label, domain, group)}
-        inputs = tuple(
-            name for name, column in others.items() if name in source.categories or column.kind.startswith(_NUMBERS)
-        )
+        others = [name for name in train if name not in (*label, domain, group) and not _INDEX.fullmatch(name)]
+        inputs = tuple(name for name in others if name in source.categories or train[name].kind.startswith(_NUMBERS))
+        for name in others:
+            if name not in inputs and train[name].kind.endswith("string"):
+                _check_texts(source, name, train[name])
     if not inputs:
         inputs = _only(source, columns, "inputs", "Image", label)
     used = [("inputs", column) for column in inputs] + [("label", column) for column in label]
@@ -234,6 +236,33 @@ def _chosen(
     if twice := [column for column in inputs if column in label]:
         raise DataError(f"{twice[0]!r} is in data.inputs and data.label; expected it in one")
     return inputs, label, domain, group
+
+
+def _check_texts(source: Source, name: str, column: Column) -> None:
+    """One stray text makes a column of numbers one of texts, which is no input."""
+    import pandas as pd
+
+    texts = pd.Series(column.read()).dropna()
+    wrong = texts[pd.to_numeric(texts, errors="coerce").isna()]
+    if 0 < len(wrong) < len(texts) / 2:
+        raise DataError(
+            f"{source.name!r}: {len(wrong)} of {len(texts)} values of the column {name!r} are no numbers; correct "
+            "them, leave their fields empty, or name the inputs without it in data.inputs",
+            f": {wrong.iloc[0]!r} in row {wrong.index[0]}",
+        )
+
+
+def _uses(
+    source: Source, train: Mapping[str, Column], inputs: Names, keys: Mapping[str, Sequence[str | None]]
+) -> dict[str, str]:
+    """What each column is for, or the reason why it is no input."""
+    used = dict.fromkeys(inputs, "input")
+    used |= {column: f"data.{key}" for key, some in keys.items() for column in some if column}
+    return {
+        name: used.get(name)
+        or ("not in data.inputs" if source.inputs else "index of pandas" if _INDEX.fullmatch(name) else column.kind)
+        for name, column in train.items()
+    }
 
 
 def _only(source: Source, columns: Columns, key: str, kind: str, skipped: Sequence[str | None]) -> Names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -114,7 +114,7 @@ class DataSet(Form):
     commit: str | None = None  # of the hub's repository that the examples are from
     task: Task = CLASSIFICATION
     input_names: tuple[str, ...] = ()  # of the features
-    columns: tuple[str, ...] = ()  # that the data have, used or not
+    columns: Mapping[str, str] = field(default_factory=dict)  # what each is for, or why it is no input
     given_tokens: int | None = None  # data.tokens, on which sites agree
 
     @property

@@ -3,6 +3,7 @@ layouts.
 
     SPLIT/CLASS/*.jpg                                       (ImageNet)
     DOMAIN/CLASS/*.jpg, with or without DOMAIN_SPLIT.txt    (DomainNet, Office-Caltech-10)
+    CLASS/*.jpg, or DOMAIN/CLASS/*.jpg                      (if a share of them is held out)
     leftImg8bit/SPLIT/CITY/*.png and gtFine/SPLIT/CITY/     (Cityscapes)
 
 All become splits of `datasets` with columns, except those of NumPy, which are mappings of arrays. Image files are
@@ -44,7 +45,9 @@ def open_splits(source: Source, entry: Entry | None) -> tuple[Splits, Entry | No
             raise DataError(
                 f"data.revision is {source.revision!r}, which is for data sets of the hub, but {str(folder)!r} is read"
             )
-        return _folder(folder, source, entry)
+        splits, entry = _folder(folder, source, entry)
+        base = folder if folder.is_dir() else folder.parent
+        return {part: _placed(base, split, source.inputs) for part, split in splits.items()}, entry
     if entry is None and "/" not in source.name:  # the hub need not be asked: half a minute without a network
         raise DataError(
             f"data.name={source.name!r}: there is no such data set; give a folder, OWNER/NAME of a data set on the "
@@ -142,7 +145,7 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
             present = sorted(file.name for file in folder.iterdir())[:8]
             raise DataError(
                 f"data.name={str(folder)!r}: no {names[0]}*.parquet (or .csv, .npz) for data.{part}={names[0]!r}; "
-                f"images work too, as {names[0]}/CLASS/*.png"
+                f"images work too, as {names[0]}/CLASS/*.png, or CLASS/*.png or DOMAIN/CLASS/*.png with data.test: 0.2"
                 + ("; without test files, set data.test: 0.2 to hold out a share" if part == "test" else ""),
                 f". The folder contains {', '.join(present) or 'nothing'}",
             )
@@ -151,21 +154,42 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
 
 
 def _split(folder: Path, name: str) -> Any:
-    """A split of `datasets`, or rows of files and their classes; None if the folder has none of this name."""
+    """A split of `datasets`, or rows of files and their classes; None if the folder has none of this name.
+
+    Of all files and folders whose names begin with it; without a name, of all that the folder has.
+    """
     for suffix in _READERS:
         if files := sorted(folder.glob(f"{name}*{suffix}")) or sorted(folder.glob(f"*/{name}*{suffix}")):
             return _READERS[suffix](folder, files)
-    for pictures in sorted(path for path in folder.glob(f"{name}*") if path.is_dir()):
-        if any(pictures.glob("metadata.*")):  # `datasets` reads it; it defines the columns
-            return _load(folder, [pictures / "**"], "imagefolder")
-        if rows := _of_classes(pictures):
+    if not name:
+        return _whole(folder)
+    if pictures := sorted(path for path in folder.glob(f"{name}*") if path.is_dir()):
+        if any(file for path in pictures for file in path.glob("metadata.*")):  # it defines the columns
+            return _load(folder, [path / "**" for path in pictures], "imagefolder")
+        if rows := [row for path in pictures for row in _of_classes(path)]:
             return rows
         raise DataError(
             f"data.name={str(folder)!r}: the folder of {name!r} contains no images in folders of classes; expected a "
             "folder for each class",
-            f", {pictures.name}/CLASS/*.png",
+            f", {pictures[0].name}/CLASS/*.png",
         )
     return None
+
+
+def _whole(folder: Path) -> Any:
+    """The images of CLASS/*.jpg or DOMAIN/CLASS/*.jpg, of which a share is held out; None if there are none."""
+    rows = [(file, *Path(file).relative_to(folder).parts[-2::-1]) for file in _pictures(folder)]
+    places = {row[1:] for row in rows}  # CLASS, and DOMAIN if there is one
+    # Domains without a class in common are rather classes, with a folder for each patient.
+    is_apart = len({place[1:] for place in places}) > 1 and len({place[:1] for place in places}) == len(places)
+    if is_apart or {len(place) for place in places} not in (set(), {1}, {2}):
+        raise DataError(
+            f"data.name={str(folder)!r} has no split 'train', and its images are not all in CLASS/*.png, or "
+            "DOMAIN/CLASS/*.png with classes that several domains have; expected one of these, or train/CLASS, which "
+            "may have folders in it",
+            f". Images are in {', '.join(sorted('/'.join(place[::-1]) or '.' for place in places)[:8])}",
+        )
+    return _tables({"train": rows}, *("image", "label", "domain")[: len(rows[0])])["train"] if rows else None
 
 
 def _load(folder: Path, files: Sequence[Path], kind: str = "parquet") -> Any:
@@ -255,8 +279,15 @@ def _subfolders(folder: Path) -> list[str]:
 def _domains(folder: Path, entry: Entry | None) -> list[str]:
     """The domains with a subfolder here, known from lists or from the catalogue; empty for other layouts."""
     lists = {file.name.removesuffix("_train.txt") for file in folder.glob("*_train.txt")}
-    known = lists | set(entry.domains if entry else ())
-    return [name for name in _subfolders(folder) if name in known]
+    there = [name for name in _subfolders(folder) if entry is None or name in {*entry.domains, *lists}]
+    listed = [name for name in there if name in lists]
+    if listed and (unlisted := [name for name in there if name not in lists and _of_classes(folder / name)]):
+        raise DataError(
+            f"data.name={str(folder)!r}: some domains have lists DOMAIN_train.txt and DOMAIN_test.txt, others have "
+            "none; expected them for all, or for none",
+            f": {', '.join(unlisted)} have none",
+        )
+    return listed or (there if entry else [])
 
 
 def _of_domains(folder: Path, domains: Sequence[str], keep: Sequence[str], names: Mapping[str, str]) -> Splits:
@@ -285,6 +316,20 @@ def _listed(folder: Path, file: Path) -> Iterator[Row]:
         if not label or not number.isdecimal():
             raise DataError(f"line {count}, {line!r}, is not of the form DOMAIN/CLASS/FILE NUMBER")
         yield str(folder / path), label
+
+
+def _placed(base: Path, split: Any, inputs: Sequence[str]) -> Any:
+    """Paths of image files in a table count from its folder, wherever the process runs."""
+    column = inputs[0] if len(inputs) == 1 else ""
+    if isinstance(split, Mapping) or not str(getattr(split.features.get(column), "dtype", "")).endswith("string"):
+        return split
+    return split.map(
+        lambda texts: {
+            column: [os.path.join(base, t) if str(t).lower().endswith(tuple(PICTURES)) else t for t in texts]
+        },
+        batched=True,
+        input_columns=column,
+    )
 
 
 def _cityscapes(folder: Path, split: str) -> list[Row]:

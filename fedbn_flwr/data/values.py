@@ -260,6 +260,12 @@ def _classes(
     if rows.dtype.kind == "f":
         parts, rows = {part: some.astype(np.int64) for part, some in parts.items()}, rows.astype(np.int64)
     if numbered and rows.dtype.kind in "iu":
+        if not known and source.classes is None and len(some := np.unique(rows)) <= rows.max():
+            raise DataError(
+                f"{name} has class numbers in {column!r} that leave out some from 0 to the largest; set data.classes, "
+                "the number of classes, if these data lack some, or give the labels as texts if these are all",
+                f": found {', '.join(map(str, some[:12]))}{', ...' if len(some) > 12 else ''}",
+            )
         known = known or tuple(map(str, range(source.classes or int(rows.max()) + 1)))
         if not 0 <= int(rows.min()) <= int(rows.max()) < len(known):
             raise DataError(

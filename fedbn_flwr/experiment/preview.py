@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,6 +35,7 @@ class ExplainedRun:
     model: dict[str, Part]  # by role
     down: tuple[str, ...]  # the roles of the arrays that a client receives in a round of training, and what else
     up: tuple[str, ...]
+    columns: Mapping[str, str]  # of the data, if they are here: what each is for
 
 
 def explain(experiment: Experiment) -> list[ExplainedRun]:
@@ -45,7 +47,8 @@ def explain(experiment: Experiment) -> list[ExplainedRun]:
             model = _parts_of(prepared)
             down = (*(role for role in model if role not in {Role.COUNTER, *traits.kept}), *traits.besides)
             up = (*(role for role in model if role not in {Role.COUNTER, *traits.unsent}), *traits.besides)
-            found[label] = ExplainedRun(label, tuple(settings_of(experiment, prepared.run)), model, down, up)
+            columns = prepared.dataset.columns if prepared.dataset else {}
+            found[label] = ExplainedRun(label, tuple(settings_of(experiment, prepared.run)), model, down, up, columns)
             prepared.release()
     return list(found.values())
 

@@ -91,6 +91,15 @@ def test_explain_prints_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not list(tmp_path.glob("runs*"))
 
 
+def test_explain_prints_the_use_of_each_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text(",age,ill,town\x1b\n" + "".join(f"{i},{20 + i},{i % 2},x\n" for i in range(40)))
+    text = f"{SMALL}data: {{name: {file}, label: ill, test: 0.2}}\nmodel: {{name: mlp}}\n"
+    assert cli.main(["explain", text, "clients=2"]) == 0
+    lines = "inputs (1): age\nno inputs: a column without name (index of pandas), ill (data.label), town\ufffd (str"
+    assert lines in capsys.readouterr().out
+
+
 def test_all_runs_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     text = SMALL + "seeds: [0, 1]\nruns: {FedBN: {strategy: FedBN}, Scaffold: {strategy: Scaffold}}"
     assert cli.main(["explain", text, "evaluate.validation=0.2"]) == 0
