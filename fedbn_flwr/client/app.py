@@ -142,6 +142,8 @@ def _failed(context: Context, task: str, error: BaseException, note: str = "") -
         sent = sent.replace(repr(given), "data-path").replace(repr(str(path_of(given))), "data-path")
     if note or sent != whole:
         log_once(ERROR, f"a client could not {task}: {whole}{note}")
+    if "more than 1 value per channel" in sent:  # PyTorch's words on a batch of one example
+        sent += "; batch norm needs two: give this client more examples, or use model.norm: gn"
     return ClientFailed(f"client {node.get('partition-id', f'node {context.node_id}')} could not {task}: {sent}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import seeding
-from fedbn_flwr.batch import Value
+from fedbn_flwr.batch import Value, tensors
 from fedbn_flwr.errors import DataError, did_you_mean
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, Task
 
 from . import Moments, Size
 from .examples import Examples, main
 from .moments import moments_from, sums_of
+
+_MOST = 2**28  # bytes of an array that its checksum reads
 
 BINS = 10  # of the numbers to predict, where examples are drawn or divided in proportion to their targets
 
@@ -144,6 +147,18 @@ class DataSet(Form):
     def moments(self) -> Moments:
         """Mean and standard deviation of each feature or channel over the training examples; see moments.py."""
         return moments_from([sums_of(self.train.inputs)], self.input_names)
+
+    @cached_property  # the runs of an experiment share it
+    def checksum(self) -> str:
+        """Of all examples and their groups, equal on all machines; of a large array only every n-th example counts."""
+        groups = [each for each in (self.domains, self.groups) if each is not None]
+        values = [each for part in (self.train, self.test) for each in (part.inputs, part.targets)]
+        parts = [*(part for value in values for part in tensors(value)), *(each.train for each in groups)]
+        parts += [each.test for each in groups if each.test is not None]
+        found = zlib.crc32(repr((self.class_names, *(each.names for each in groups))).encode())
+        for part in parts:
+            found = zlib.crc32(part[:: 1 + part.nbytes // _MOST].cpu().contiguous().numpy().data, found)
+        return f"{found:08x}"
 
     def strata(self) -> Strata:
         """Classes, combinations of labels, or ten ranges of the (first) number with equally many examples."""

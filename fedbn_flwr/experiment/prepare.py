@@ -156,10 +156,13 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
 
 
 def check_partition(parts: Parts) -> None:
-    """Refuse clients with so few examples that they would not exchange the statistics of their batches."""
+    """Refuse clients with so few examples that they would not exchange the statistics of their batches, or all fail."""
     run, least = parts.run, parts.rule.traits.min_batch
-    clients = enumerate(parts.partition if least > 1 else ())
+    clients = enumerate(parts.partition)
     sizes = {client: len(hold_out(part, run.evaluate.validation, run.seed, client)[0]) for client, part in clients}
+    is_frozen = any(rule.memory.switch_round == 1 for rule in parts.rule.chain)  # FixBN with freeze_round 0
+    if min(run.train.batch_size, max(sizes.values())) == 1 and not least and not is_frozen:
+        _try_one_example(parts)
     if small := [f"{client} ({size})" for client, size in sizes.items() if size < least]:
         raise SettingsError(
             f"{len(small)} of {len(sizes)} clients have fewer than {least} training examples with seed {run.seed}: "
@@ -168,6 +171,23 @@ def check_partition(parts: Parts) -> None:
             "reveal the examples; change clients or data.partition, or allow it with strategy.min_batch: "
             f"{min(sizes.values())}"
         )
+
+
+def _try_one_example(parts: Parts) -> None:
+    """Refuse batches of one example for a model whose batch norm has one value per channel then."""
+    inputs = each(lambda part: part.to(parts.device), parts.shape.blank(1))
+    try:
+        with torch.no_grad(), seeding.streams(0, parts.device):
+            parts.model.train()(inputs)
+    except Exception as error:
+        if "more than 1 value per channel" in str(error):  # PyTorch's words; clients report other errors
+            size = parts.run.train.batch_size
+            found = f"train.batch_size is {size}" if size == 1 else "each client has one training example"
+            raise SettingsError(
+                f"{found}, and batch norm of {parts.run.model.name!r} cannot compute a variance of one example; use "
+                "batches of two or more, or another norm, for instance model.norm: gn"
+            ) from None
+    parts.release()  # its statistics have changed
 
 
 def check_training(parts: Parts) -> None:

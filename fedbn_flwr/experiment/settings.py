@@ -546,7 +546,8 @@ class Published(BaseModel):
         return self
 
 
-Strategy = Annotated[Mapping[str, Any], AfterValidator(check_strategy)]
+# Arguments without a name are those of the default, as in `strategy.fraction_train=0.5`.
+Strategy = Annotated[Mapping[str, Any], AfterValidator(lambda spec: check_strategy({"name": "FedAvg", **spec}))]
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # without control characters, which terminals obey
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import runpy
 import shutil
 import signal
@@ -21,6 +22,7 @@ from flwr.serverapp import strategy as flower
 
 from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.experiment.data import forget_data
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.loop import serve
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -239,6 +241,43 @@ def test_a_run_that_was_killed_after_its_last_round_finishes(straight: Callable[
     run.write_summary(dataclasses.replace(summary_of(run.path), status="running"))
     session("HeteroBN", tmp_path / "run")
     assert outcome(tmp_path / "run") == outcome(straight("HeteroBN"))
+
+
+@pytest.mark.parametrize("more", ["", "seeds=[0,1]"])
+def test_a_run_is_not_resumed_with_other_data(
+    more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped in the middle, or finished and to be joined by another seed."""
+    monkeypatch.chdir(write_table(tmp_path / "first", 40))
+    words = ["run", "e.yaml", "seeds=[0]", *filter(None, [more])]
+    assert cli.main([*words[:3], "--out", "out"]) == 0
+    run = RunFolder(Path("out/FedAvg-seed0"))
+    if not more:
+        run.write_summary(dataclasses.replace(summary_of(run.path), status="interrupted"))
+        (run.path / "checkpoint").unlink()
+    text = Path("data/train.csv").read_text()
+    capsys.readouterr()
+    Path("data/train.csv").write_text(text.replace("7,", "7.5,", 1))
+    forget_data()  # as a new process
+    assert cli.main([*words, "--out", "out", "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert "'out/FedAvg-seed0' cannot be resumed with other data: environment.json has data_checksum" in error
+    assert re.search(r"\w{8}, and the examples that data\.name stands for now have \w{8}; restore its files", error)
+    Path("data/train.csv").write_text(text)
+    forget_data()
+    monkeypatch.chdir((tmp_path / "first").rename(tmp_path / "moved"))
+    assert cli.main([*words, "--out", "out", "--resume"]) == 0
+
+
+def write_table(folder: Path, rows: int) -> Path:
+    (folder / "data").mkdir(parents=True)
+    for part in ("train", "test"):
+        lines = "".join(f"{number},{number % 7},{'xy'[number % 2]}\n" for number in range(rows))
+        (folder / "data" / f"{part}.csv").write_text(f"a,b,label\n{lines}")
+    (folder / "e.yaml").write_text(
+        "{rounds: 1, clients: 2, data: {name: ./data, label: label}, model: mlp, engine: {workers: 0, device: cpu}}"
+    )
+    return folder
 
 
 # --- nodes that keep their states on their own disks -------------------------

@@ -38,6 +38,7 @@ from fedbn_flwr.results.text import shorten
 from fedbn_flwr.strategies import restore
 from fedbn_flwr.tasks import Task
 
+from ..data import examples_of
 from ..file.layers import from_run_config
 from ..listeners.dynamics import Dynamics
 from ..listeners.evaluate import Best, Evaluate, values_of
@@ -214,13 +215,22 @@ def run_experiment(
         progress.status("loading data")
         todo = [place for place, is_done in enumerate(done) if not is_done]
         prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
+        checksums = {
+            examples_of(item.run.data): item.dataset.checksum for item in prepared.values() if item.dataset is not None
+        }
+        for run, folder in zip(experiment.runs, folders, strict=True):  # of finished runs too, whose row others join
+            folder.check_data(checksums.get(examples_of(run.data)))
         progress.message(f"run folders: {out.resolve()}")
 
         def run_at(place: int, listener: Reporter) -> None:
             folder = folders[place]
             item = prepared.pop(place)  # a finished strategy would keep the model of its last round
             given = experiment.runs[place].model_dump(mode="json")
-            about = {"data_commit": item.dataset and item.dataset.commit, "runs_at_the_same_time": jobs}
+            about = {
+                "data_commit": item.dataset and item.dataset.commit,
+                "data_checksum": item.dataset and item.dataset.checksum,
+                "runs_at_the_same_time": jobs,
+            }
             with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
                 # Another process may have begun this run while this one was loading data.
                 folder.check(given, resume=resume)

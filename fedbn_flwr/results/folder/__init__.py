@@ -81,6 +81,16 @@ class RunFolder:
         if different := _difference(deciding(existing), deciding(config)):
             raise SettingsError(f"{str(self.path)!r} cannot be resumed with other settings: {different}")
 
+    def check_data(self, checksum: str | None) -> None:
+        """Refuse to resume a run, or to add one beside it, with other examples; None: they are not known."""
+        was = (self.read("environment.json") or {}).get("data_checksum")
+        if None not in (was, checksum) and was != checksum:
+            raise SettingsError(
+                f"{str(self.path)!r} cannot be resumed with other data: environment.json has data_checksum {was}, and "
+                f"the examples that data.name stands for now have {checksum}; restore its files, or start again with "
+                "another --out"
+            )
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Refuse a folder that another process is writing. The system ends the lock with the process."""

@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from logging import WARNING
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from fedbn_flwr.errors import UserError
+from fedbn_flwr.errors import UserError, log_once
 
 from ..folder import RunFolder, deciding, find_folders, flat_settings
 from ..folder.clients import last_values
@@ -40,6 +41,11 @@ class Run:
     @property
     def files(self) -> RunFolder:
         return RunFolder(self.folder)
+
+    @cached_property
+    def token(self) -> str:
+        """The same in all copies of a run's folder."""
+        return str((self.files.read("environment.json") or {}).get("token", self.folder))
 
     @cached_property
     def figures(self) -> dict[str, Any]:
@@ -106,7 +112,13 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
         if not any(path.is_relative_to(folder) for path in found):
             raise UserError(f"{str(folder)!r} holds no run (there is no summary.json in it or its subfolders)")
     read = [(number, run) for path, number in found.items() if (run := read_run(path)) is not None]
-    return [run for _, run in sorted(read, key=lambda each: (each[0], *each[1].place))]
+    runs = [run for _, run in sorted(read, key=lambda each: (each[0], *each[1].place))]
+    # A copy of a folder is no other repetition. The one that was continued counts; of equal ones the first.
+    states = [(run.summary.rounds, run.summary.status == "finished", -place) for place, run in enumerate(runs)]
+    longest = {run.token: run for _, run in sorted(zip(states, runs, strict=True))}
+    for copy in (run for run in runs if longest[run.token] is not run):
+        log_once(WARNING, f"{copy.folder} is a copy of {longest[copy.token].folder}, and is not counted")
+    return [run for run in runs if longest[run.token] is run]
 
 
 # --- the state of runs, for `fedbn status` ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from PIL import Image
 from torch import Tensor
 
 from fedbn_flwr import named, seeding
+from fedbn_flwr.data import dataset
 from fedbn_flwr.data.augment import random_crop, random_flip
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.examples import Examples
+from fedbn_flwr.data.examples import Examples, main
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import partition
 from fedbn_flwr.data.source import Source
@@ -61,6 +63,23 @@ def test_digits_are_those_of_the_uci_test_set() -> None:
     ]
     assert digits.train.labels[0] == 0
     assert digits.train.inputs[0, 0].tolist() == np.rint(np.array(zero) * 255 / 16).tolist()
+
+
+def test_the_checksum_is_that_of_all_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = load(Source())
+    assert digits.checksum == "c69771ba", "on every machine"
+    row = torch.arange(len(digits.test))
+    for changed in (digits.select(None, row.flip(0)), digits.select(torch.arange(9), None), with_pixel(digits)):
+        assert changed.checksum != digits.checksum
+    assert digits.select(None, row).to(torch.device("cpu")).checksum == digits.checksum
+    monkeypatch.setattr(dataset, "_MOST", 2**14)  # of a large array, it reads every n-th example
+    assert load(Source()).checksum != digits.checksum
+
+
+def with_pixel(digits: DataSet) -> DataSet:
+    inputs = main(digits.train.inputs).clone()
+    inputs[700, 0, 3, 3] += 1
+    return dataclasses.replace(digits, train=dataclasses.replace(digits.train, inputs=inputs))
 
 
 def test_arrays_are_not_resized() -> None:

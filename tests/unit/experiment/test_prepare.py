@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fedbn_flwr.experiment.data as experiment_data
 import fedbn_flwr.experiment.parts as experiment_parts
@@ -140,6 +141,8 @@ def refused(text: str) -> str:
         ("data: {classes: 9}", ["data.classes is 9", "10 classes"]),
         ("strategy: {name: FedAgv}", ["strategy.name='FedAgv'", "did you mean 'FedAvg'?"]),
         ("strategy: {name: FixBN, freeze_rond: 1}", ["strategy.freeze_rond (= 1)", "did you mean 'freeze_round'?"]),
+        ("strategy: {freeze_round: 1}", ["strategy.freeze_round (= 1) is not an argument of FedAvg"]),
+        ("strategy: {nmae: FixBN}", ["strategy.nmae (= 'FixBN') is not an argument of FedAvg; did you mean 'name'?"]),
         (
             "strategy: {name: FedAvg, fraction_train: half}",
             ["strategy.fraction_train of FedAvg is 'half'", "a number"],
@@ -153,6 +156,35 @@ def test_what_cannot_be_built_is_refused_before_training(text: str, words: list[
     found = refused(text)
     for word in words:
         assert word in found
+
+
+VECTORS = "{clients: 2, model: {name: 'tests.unit.experiment.test_prepare:vectors'}, %s}"
+
+
+def vectors(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, num_classes))
+
+
+def test_batch_norm_of_one_vector_is_refused_before_training() -> None:
+    found = refused(VECTORS % "train: {batch_size: 1}")
+    assert found.startswith("train.batch_size is 1, and batch norm of 'tests.unit.experiment.test_prepare:vectors' can")
+    assert found.endswith("use batches of two or more, or another norm, for instance model.norm: gn")
+    assert refused(VECTORS % "data: {examples: 2}").startswith("each client has one training example, and batch norm")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        VECTORS % "train: {batch_size: 1}, strategy: {name: FixBN, freeze_round: 0}",
+        VECTORS % "train: {batch_size: 1}, strategy: {name: FedTAN, min_batch: 1}",
+        VECTORS % "data: {examples: 3}",  # one of the clients has two examples
+        "train: {batch_size: 1}",  # of images
+        "{model: {norm: gn}, train: {batch_size: 1}}",
+    ],
+)
+def test_other_batches_of_one_example_are_not_refused(text: str) -> None:
+    (parts,) = prepare(read_experiment(parse_yaml(text)))
+    assert all(float(value.min()) == 0 for key, value in parts.model.state_dict().items() if key.endswith("_mean"))
 
 
 def test_a_model_unsuited_to_the_strategy_is_refused_before_training() -> None:

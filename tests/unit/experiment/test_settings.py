@@ -70,7 +70,7 @@ def test_keys_of_experiments_are_suggested_too() -> None:
         ("engine: {address: 'a:1'}", ["address is 'a:1', which is for name ray, but name is 'local'"]),
         ("engine: {name: ray, device: cuda, gpus_per_client: 0}", ["device is 'cuda', but gpus_per_client is 0"]),
         ("engine: {name: ray, device: cpu, gpus_per_client: 0.5}", ["device is 'cpu', but gpus_per_client is 0.5"]),
-        ("strategy: {freeze_round: 1}", ["strategy.name=None is not a strategy"]),
+        ("strategy: {name: FixBN, base: {lr: 1}}", ["strategy.base.name=None is not a strategy"]),
         ("train: {epochs: 1, steps: 2}", ["train: epochs (1) and steps (2) exclude each other"]),
         ("train: {keep_momentum: true}", ["train: keep_momentum has no effect while momentum is 0"]),
         ("train: {optimizer: 3}", ["train.optimizer: found 3; expected a name, or a mapping with a name and options"]),
@@ -101,6 +101,12 @@ def test_a_wrong_value_is_named_with_what_is_expected(text: str, words: list[str
     found = fault(text)
     for word in words:
         assert word in found
+
+
+def test_arguments_without_a_name_are_those_of_the_default_strategy() -> None:
+    assert read("{}", "strategy.fraction_train=0.5").strategy == {"name": "FedAvg", "fraction_train": 0.5}
+    runs = read_experiment(parse_yaml("runs: {A: {}, B: {strategy: FedProx}}"), ["strategy.fraction_train=0.5"]).runs
+    assert [run.strategy for run in runs] == [{"name": name, "fraction_train": 0.5} for name in ("FedAvg", "FedProx")]
 
 
 def test_all_faults_are_reported_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -288,3 +289,18 @@ def test_a_report_says_what_its_runs_have_in_common_and_where_they_differ(tmp_pa
     assert "settings that differ:" in rest
     assert rest[rest.index("settings that differ:") + 1].splitlines()[2:] == ["| A | 3 |", "| B | 4 |"]
     assert "name: digits, cnn, 4 clients, seeds 0, 2. 3 runs" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_copy_of_a_run_is_no_repetition(tmp_path: Path, flower_log: pytest.LogCaptureFixture) -> None:
+    for seed in range(3):
+        write_run(tmp_path / "a" / str(seed), "A", seed, files={"environment.json": {"token": str(seed)}})
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    longer = [{"accuracy": 0.1}] * 4
+    write_run(tmp_path / "c", "A", 1, files={"environment.json": {"token": "1"}}, lines=longer)  # it was continued
+    for folder in "xy":
+        write_run(tmp_path / folder, "B")  # without a token
+    found = find_runs([tmp_path / name for name in "abcxy"])
+    assert [str(run.folder.relative_to(tmp_path)) for run in found] == ["a/0", "a/2", "c", "x", "y"]
+    first, second = tmp_path / "b" / "0", tmp_path / "a" / "0"
+    assert f"{first} is a copy of {second}, and is not counted" in flower_log.text
+    assert f"{tmp_path / 'a' / '1'} is a copy of {tmp_path / 'c'}, and is not counted" in flower_log.text
