@@ -43,9 +43,9 @@ class Run:
         return RunFolder(self.folder)
 
     @cached_property
-    def token(self) -> str:
-        """The same in all copies of a run's folder."""
-        return str((self.files.read("environment.json") or {}).get("token", self.folder))
+    def origin(self) -> tuple[str, str]:
+        """The same in all copies of a run's folder; a run that continues one under another label has another."""
+        return str((self.files.read("environment.json") or {}).get("token", self.folder)), self.label
 
     @cached_property
     def figures(self) -> dict[str, Any]:
@@ -115,10 +115,10 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     runs = [run for _, run in sorted(read, key=lambda each: (each[0], *each[1].place))]
     # A copy of a folder is no other repetition. The one that was continued counts; of equal ones the first.
     states = [(run.summary.rounds, run.summary.status == "finished", -place) for place, run in enumerate(runs)]
-    longest = {run.token: run for _, run in sorted(zip(states, runs, strict=True))}
-    for copy in (run for run in runs if longest[run.token] is not run):
-        log_once(WARNING, f"{copy.folder} is a copy of {longest[copy.token].folder}, and is not counted")
-    return [run for run in runs if longest[run.token] is run]
+    longest = {run.origin: run for _, run in sorted(zip(states, runs, strict=True))}
+    for copy in (run for run in runs if longest[run.origin] is not run):
+        log_once(WARNING, f"{copy.folder} is a copy of {longest[copy.origin].folder}, and is not counted")
+    return [run for run in runs if longest[run.origin] is run]
 
 
 # --- the state of runs, for `fedbn status` ---

@@ -299,8 +299,9 @@ def test_a_copy_of_a_run_is_no_repetition(tmp_path: Path, flower_log: pytest.Log
     write_run(tmp_path / "c", "A", 1, files={"environment.json": {"token": "1"}}, lines=longer)  # it was continued
     for folder in "xy":
         write_run(tmp_path / folder, "B")  # without a token
-    found = find_runs([tmp_path / name for name in "abcxy"])
-    assert [str(run.folder.relative_to(tmp_path)) for run in found] == ["a/0", "a/2", "c", "x", "y"]
+    write_run(tmp_path / "z", "C", files={"environment.json": {"token": "1"}})  # continues a run with other settings
+    found = find_runs([tmp_path / name for name in "abcxyz"])
+    assert [str(run.folder.relative_to(tmp_path)) for run in found] == ["a/0", "a/2", "c", "x", "y", "z"]
     first, second = tmp_path / "b" / "0", tmp_path / "a" / "0"
     assert f"{first} is a copy of {second}, and is not counted" in flower_log.text
     assert f"{tmp_path / 'a' / '1'} is a copy of {tmp_path / 'c'}, and is not counted" in flower_log.text
