@@ -28,14 +28,14 @@ from fedbn_flwr import client_app
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.extensions.ray.experiment import connected
-from fedbn_flwr.extensions.ray.grid import RayGrid, cluster_text, end, fits
+from fedbn_flwr.extensions.ray.grid import RayGrid, cluster_text, end, fits, machines
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support import sessions
 from tests.support.command import PATIENCE, ROOT, environment, fedbn
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
-READY = 150  # seconds until all actors are ready; two times that is less than the limit of a test
+READY = 300  # seconds until all actors are ready, less than the limit of a test
 CACHE = str(Path(tempfile.gettempdir()) / "fedbn-pycache")
 RAY = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": CACHE}  # or every actor compiles PyTorch again
 
@@ -156,23 +156,27 @@ def to(node: int, do: str = "") -> Message:
     return Message(RecordDict({"config": ConfigRecord({"do": do})}), node, "train")
 
 
-@contextmanager
-def ready_grid(nodes: int, **options: Any) -> Iterator[tuple[RayGrid, list[Message]]]:
-    """A grid of as many nodes as actors, which are all ready, and their replies to short messages.
+def until_ready(grid: RayGrid, nodes: int) -> list[Message]:
+    """Send short messages to as many nodes as the grid has actors, until each actor answers one."""
+    deadline, processes = time.monotonic() + READY, set[Any]()
+    while len(processes) < nodes:  # for a while: an actor that is ready could answer a second message
+        assert time.monotonic() < deadline, f"{len(processes)} of {nodes} actors after {READY} s on {cluster_text()}"
+        replies = list(grid.send_and_receive([to(node, "pause") for node in range(1, nodes + 1)]))
+        processes = {reply.content["where"]["process"] for reply in replies}
+    return replies
 
-    Once Ray never started one of three actors on two quiet machines (the reason is unknown), so a second grid may ask.
+
+def unpack_code_on(node: str) -> None:
+    """Start a process on a Ray node, which unpacks the code of this connection for it.
+
+    Two nodes on one machine have one folder for it: the second one deletes the folder and makes it again, and processes
+    of the first one that start meanwhile die, for which Ray waits as long as for slow ones.
     """
-    for _ in range(2):
-        with ray_grid(nodes, workers=nodes, **options) as grid:
-            deadline, processes = time.monotonic() + READY, set[Any]()
-            while len(processes) < nodes and time.monotonic() < deadline:
-                # For a while: an actor that is ready could answer a second message before the others have one.
-                replies = list(grid.send_and_receive([to(node, "pause") for node in range(1, nodes + 1)]))
-                processes = {reply.content["where"]["process"] for reply in replies}
-            if len(processes) == nodes:
-                yield grid, replies
-                return
-    pytest.fail(f"{len(processes)} of {nodes} actors were ready, twice after {READY} s, on {cluster_text()}")
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    ray.get(ray.remote(lambda: None).options(num_cpus=0, scheduling_strategy=there).remote(), timeout=READY)
 
 
 def counts(replies: Any) -> list[Any]:
@@ -221,8 +225,8 @@ def test_a_client_that_ends_its_process_loses_no_state(idle: list[Any]) -> None:
 
 
 def test_a_late_client_is_left_out_and_ends_with_the_grid(idle: list[Any]) -> None:
-    with ready_grid(2, idle=idle) as (grid, replies):
-        before = counts(replies)[0]
+    with ray_grid(2, workers=2, idle=idle) as grid:
+        before = counts(until_ready(grid, 2))[0]
         began = time.monotonic()
         assert counts(grid.send_and_receive([to(1), to(2, "sleep")], timeout=5)) == [before + 1]
         assert grid.contexts()[2].state["had"]["count"] == before
@@ -243,10 +247,14 @@ def test_a_resumed_run_has_the_arrays_of_the_local_engine(case: str, idle: list[
 
 def test_a_machine_that_is_lost_in_a_round_costs_its_clients_this_round(idle: list[Any], address: str) -> None:
     end(idle)
-    with ray_node(f"--address={address}", "--num-cpus=1") as machine, ready_grid(3) as (grid, replies):
+    first = {node["NodeID"] for node in machines()}
+    with ray_node(f"--address={address}", "--num-cpus=1") as machine, ray_grid(3, workers=3) as grid:
+        (second,) = {node["NodeID"] for node in machines()} - first
+        unpack_code_on(second)
+        replies = until_ready(grid, 3)
         before = counts(replies)[0]
-        machines = [str(reply.content["where"]["machine"]) for reply in replies]
-        (second,) = (each for each in machines if machines.count(each) == 1)
+        where = [str(reply.content["where"]["machine"]) for reply in replies]
+        assert where.count(second) == 1
         killer = threading.Timer(1, lose, (machine,))
         killer.start()
         replies = list(grid.send_and_receive([to(node, f"sleep on {second}") for node in (1, 2, 3)], timeout=PATIENCE))
