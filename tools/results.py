@@ -695,6 +695,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedwon batch2": fedwon(2),
     "results fixbn": fixbn,
     "results fixbn answer": fixbn_verdict,
+    "results fixbn 16px": lambda: fixbn_whole(WHOLE, published("FixBN", "Table 4")),
     "results fixbn table1": fixbn_table1,
     "results fixbn lenet": lambda: fixbn_whole(LENET, {}),
     "results fixbn lenet rate": fixbn_lenet_rate,
