@@ -149,7 +149,10 @@ def fixbn() -> Iterator[str]:
     yield f"In round 160 GN has {results.mean(gn)} %, batch norm {results.mean(bn)} %"
     behind = [one - other for one, other in zip(fixed, gn, strict=True)]
     yield f"{min(behind):.0f} to {max(behind):.0f} points below FixBN with each"
-    one_step = {label: 100 * run.summary["accuracy"] for label, (run,) in results.by_label("fixbn/table1.json").items()}
+    one_step = {
+        label: 100 * statistics.mean(run.summary["accuracy"] for run in runs)
+        for label, runs in results.by_label(*results.TABLE1).items()
+    }
     lost = {
         norm: [one_step[f"Central, {norm}, lr={lr}"] - one_step[f"Federated, {norm}, lr={lr}"] for lr in (0.02, 0.2)]
         for norm in ("GN", "BN")
