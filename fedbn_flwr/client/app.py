@@ -27,6 +27,7 @@ from fedbn_flwr.named import path_of
 from .client import BNClient, Config, Update
 from .layerwise import continue_parked, parked_rounds, train_by_messages, without_parked
 from .node_state import place_of, return_to_round, stored_state
+from .training import ONE_VALUE
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
@@ -142,7 +143,7 @@ def _failed(context: Context, task: str, error: BaseException, note: str = "") -
         sent = sent.replace(repr(given), "data-path").replace(repr(str(path_of(given))), "data-path")
     if note or sent != whole:
         log_once(ERROR, f"a client could not {task}: {whole}{note}")
-    if "more than 1 value per channel" in sent:  # PyTorch's words on a batch of one example
+    if ONE_VALUE in sent:
         sent += "; batch norm needs two: give this client more examples, or use model.norm: gn"
     return ClientFailed(f"client {node.get('partition-id', f'node {context.node_id}')} could not {task}: {sent}")
 

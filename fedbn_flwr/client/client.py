@@ -216,9 +216,11 @@ class BNClient(NumPyClient):
         if config.get(protocol.REPORT_BATCH):
             metrics[protocol.BATCH_EXAMPLES] = first_batch
         update, own = Update(taken, metrics, {}), self._parts.taken([key for key in self.roles if key not in sent])
-        diverged = None if math.isfinite(loss) else f"its {protocol.TRAIN_LOSS} is {loss} (the client diverged?)"
-        if diverged := diverged or fault(taken, taken) or fault(own, own):
-            raise MessageError(f"{diverged}; the client keeps its state of before this round")
+        problem = fault(taken, taken) or fault(own, own)
+        if not math.isfinite(loss):
+            problem = f"its {protocol.TRAIN_LOSS} is {loss} (the client diverged?)"
+        if problem:
+            raise MessageError(f"{problem}; the client keeps its state of before this round")
         # Save state only after everything that can fail: a replay of the round must begin with the same state.
         self.state.save("local", own)
         for rule in rules:
@@ -340,8 +342,9 @@ class BNClient(NumPyClient):
                 f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
                 "not update statistics: wrap it as MeanStatistics(FedAdam(...))"
             )
-        self.state = NodeState(self.state.records, run_of(config))
-        self._parts.load_all(arrays, self.state.load("local"), self._number, run_of(config))
+        run = run_of(config)
+        self.state = NodeState(self.state.records, run)
+        self._parts.load_all(arrays, self.state.load("local"), self._number, run)
 
 
 def rules_for(config: Config) -> set[type[ClientRule]]:

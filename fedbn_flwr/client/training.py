@@ -30,6 +30,8 @@ Gradient = Callable[[nn.Module, Value, Value, Loss], Tensor]
 Adjust = Callable[[], Any]
 Compiled = Callable[[Value, Value], Tensor]  # (inputs, targets): the loss
 
+ONE_VALUE = "more than 1 value per channel"  # PyTorch's words on batch norm of one example
+
 
 class Epochs(Protocol):
     """Training data whose order is a function of round and epoch; a plain iterable (a DataLoader) works too."""

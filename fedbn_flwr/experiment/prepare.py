@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Value, each
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
-from fedbn_flwr.client.training import check_optimizer
+from fedbn_flwr.client.training import ONE_VALUE, check_optimizer
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.data.partitions import hold_out
@@ -180,7 +180,7 @@ def _try_one_example(parts: Parts) -> None:
         with torch.no_grad(), seeding.streams(0, parts.device):
             parts.model.train()(inputs)
     except Exception as error:
-        if "more than 1 value per channel" in str(error):  # PyTorch's words; clients report other errors
+        if ONE_VALUE in str(error):  # clients report other errors
             size = parts.run.train.batch_size
             found = f"train.batch_size is {size}" if size == 1 else "each client has one training example"
             raise SettingsError(

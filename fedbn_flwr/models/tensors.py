@@ -167,11 +167,12 @@ class ModelTensors:
                 f"the server did not send {lacking[0]!r} ({len(lacking)} keys of weights are missing), and the "
                 "client's state does not have it. Server and clients must build the same model"
             )
-        for first, *others in self._tied:
-            if other := next((key for key in others if not same(arrays.get(first), arrays.get(key))), None):
+        for keys in self._tied:
+            first, *others = [key for key in keys if key in arrays] or keys[:1]
+            if different := [key for key in others if not np.array_equal(arrays[key], arrays[first])]:
                 raise MessageError(
-                    f"the server sent different values for {first!r} and {other!r}, which are one tensor in this model "
-                    "(Private adds noise to each); untie them"
+                    f"the server sent different values for {first!r} and {different[0]!r}, which are one tensor in "
+                    "this model (Private adds noise to each); untie them"
                 )
         for where, given in (("the message", arrays), ("the client's state", own)):
             sent = given.layout.shapes if isinstance(given, FlatArrays) else {key: given[key].shape for key in given}
@@ -224,10 +225,6 @@ def copied(tensors: Mapping[str, Tensor]) -> Arrays:
     # That of a single tensor is not a copy.
     block = as_array(_flatten_dense_tensors(values) if len(values) > 1 else values[0].flatten().clone())
     return FlatArrays(layout_of(block.dtype.str, tuple(tensors), tuple([tuple(each.shape) for each in values])), block)
-
-
-def same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    return one is None or other is None or bool(np.array_equal(one, other, equal_nan=False))
 
 
 def tensor_like(value: np.ndarray | None, parameter: nn.Parameter) -> Tensor:

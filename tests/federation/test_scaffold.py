@@ -24,8 +24,16 @@ from tests.support.records import BAD_RECORDS, between
 Federations = Callable[..., Any]
 
 
-def one_weight(images: tuple[int, int] = (1, 1)) -> Federation:
-    """Client 0 has the loss w^2/2 and client 1 has (2w - 8)^2/2; both begin at w = 0 and take two steps of 1/8."""
+HAND = ((1.0, 0.0), (2.0, 8.0))  # x and s of each client
+
+
+def one_weight(
+    images: tuple[int, ...] = (1, 1),
+    cases: tuple[tuple[float, float], ...] = HAND,
+    lr: float = 0.125,
+    epochs: int = 2,
+) -> Federation:
+    """The loss of each client is (x w - s)^2/2, by default w^2/2 and (2w - 8)^2/2; all begin at w = 0."""
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     nn.init.zeros_(model.weight)
 
@@ -34,9 +42,9 @@ def one_weight(images: tuple[int, int] = (1, 1)) -> Federation:
 
     data = [
         Batches([(torch.full((count, 1), x, dtype=torch.float64), torch.full((count, 1), s, dtype=torch.float64))])
-        for count, (x, s) in zip(images, ((1.0, 0.0), (2.0, 8.0)), strict=True)
+        for count, (x, s) in zip(images, cases, strict=True)
     ]
-    return Federation(model, data, {"lr": 0.125, "epochs": 2, "loss": half_square})
+    return Federation(model, data, {"lr": lr, "epochs": epochs, "loss": half_square})
 
 
 def strategy(**options: Any) -> Scaffold:
@@ -162,16 +170,9 @@ class Away(GridAround):
 
 @pytest.mark.parametrize("rounds", [range(1, 6), range(6, 9)], ids=["joins", "is offline"])
 def test_a_client_that_is_away_for_some_rounds_does_not_change_the_optimum(rounds: range) -> None:
-    """The losses are (w x - s)^2/2, so the optimum is the sum of x s divided by the sum of x^2."""
+    """It is the sum of x s divided by the sum of x^2."""
     cases = ((1.0, 2.0), (2.0, 8.0), (1.5, 1.0))
-    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
-    nn.init.zeros_(model.weight)
-
-    def half_square(outputs: Tensor, targets: Tensor) -> Tensor:
-        return 0.5 * (outputs - targets).square().mean()
-
-    data = [Batches([(torch.tensor([[x]]).double(), torch.tensor([[s]]).double())]) for x, s in cases]
-    fed = Federation(model, data, {"lr": 0.05, "epochs": 3, "loss": half_square})
+    fed = one_weight((1, 1, 1), cases, lr=0.05, epochs=3)
     grid = Away(LocalGrid(fed.app(), 3), rounds)
     result = strategy().start(grid, fed.arrays(), num_rounds=300)
     optimum = sum(x * s for x, s in cases) / sum(x**2 for x, _ in cases)

@@ -468,6 +468,15 @@ def test_a_parameter_for_the_config_has_no_default_or_is_called_config(make: Any
     assert len(received) == expected
 
 
+def test_the_error_of_a_client_with_one_example_has_the_cure() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    data = [(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64))]
+    grid = LocalGrid(client_app(lambda context: BNClient(copy.deepcopy(model), data, context=context)), 1)
+    (reply,) = ask(grid, message(1, pack({key: value.numpy() for key, value in model.state_dict().items()})))
+    assert "client 0 could not train" in reason(reply)
+    assert "batch norm needs two: give this client more examples, or use model.norm: gn" in reason(reply)
+
+
 def test_evaluation_uses_what_the_node_kept(federation: Federations) -> None:
     """Statistics that are never sent are the node's own, in evaluation as well."""
     fed = federation((8, 8))
