@@ -3,7 +3,7 @@
     python benchmarks/robust.py digits cifar10 >> docs/results/robust/runs.jsonl
 
 Each line of the output is a run. Runs in docs/results/robust/runs.jsonl are not repeated, so a stopped benchmark
-continues. `--table` prints the tables of the page instead. cifar10 are the first 5,000 training and 1,000 test images
+continues. tools/tables.py writes the tables of the page. cifar10 are the first 5,000 training and 1,000 test images
 of CIFAR-10 in $FEDBN_DATA, reduced to 16x16 pixels; digits-2 are the digits with two classes on each client.
 
 The malicious clients are those of the partitions 0 and 1. They train honestly and then change what they send:
@@ -183,34 +183,7 @@ def done() -> list[dict[str, Any]]:
     return [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
 
 
-def tables() -> str:
-    """A table for each data set and rule, in Markdown."""
-    found = {tuple(list(each.values())[:5]): each["accuracy"] for each in done()}
-    parts = []
-    for name in SETS:
-        for rule in RULES:
-            cases = [key[3:] for key in found if key[:2] == (name, rule)]
-            every = [(None, 0), *((attack, count) for attack in ATTACKS for count in (1, 2))]
-            columns = [column for column in every if column in cases]
-            rows = [
-                [options, *(percent(found.get((name, rule, options, *column), "")) for column in columns)]
-                for options in OPTIONS
-            ]
-            heads = [f"{name}, {rule}", *("none" if attack is None else f"{attack} {n}" for attack, n in columns)]
-            lines = [heads, ["---"] * len(heads), *(row for row in rows if any(row[1:]))]
-            if columns:
-                parts.append("".join(f"| {' | '.join(line)} |\n" for line in lines))
-    return "\n".join(parts)
-
-
-def percent(accuracy: Any) -> str:
-    return "failed" if accuracy is None else accuracy and f"{100 * accuracy:.1f}"
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--table"]:
-        print(tables(), end="")
-        sys.exit()
     finished = [tuple(list(each.values())[:5]) for each in done()]
     for chosen in sys.argv[1:]:
         for each in cases(chosen):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import outputs
 import weight
 from described import describe
 from pydantic import BaseModel
@@ -259,6 +260,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         for name in ("new", "explain", "run", "status", "report", "partition", "list", "check")
     },
     **MEASURED,
+    **outputs.TABLES,
     **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},
 }
 

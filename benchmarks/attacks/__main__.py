@@ -3,7 +3,6 @@
     python -m benchmarks.attacks identify mnist/mlp mnist/lenet cifar10/resnet20
     python -m benchmarks.attacks reconstruct mnist/mlp mnist/lenet cifar10/resnet20
     python -m benchmarks.attacks picture
-    python -m benchmarks.attacks table
 
 The first two append a line for each setting to docs/results/privacy/*.jsonl and skip those that are there. The data
 sets are read from $FEDBN_DATA. One thread; an hour for everything.
@@ -317,7 +316,7 @@ def picture() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("identify", "reconstruct", "picture", "table"))
+    parser.add_argument("what", choices=("identify", "reconstruct", "picture"))
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"of {', '.join(SETTINGS)}; by default all")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -329,5 +328,3 @@ if __name__ == "__main__":
             run_reconstruct(names)
         case "picture":
             picture()
-        case "table":
-            print(report.tables())

@@ -137,9 +137,9 @@ def flower_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real data sets; most machines have none."""
+    """The folder of real data sets, of the variable or beside the checkout; most machines have none."""
     given = os.environ.get("FEDBN_TEST_DATA")
-    folder = Path(given) if given else Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(given) if given else Path(__file__).resolve().parents[3] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip("no data sets here: set FEDBN_TEST_DATA to a folder that holds mnist/ and others")
     return folder

@@ -1,0 +1,291 @@
+"""The tables of pages on speed, memory, attacks and noise, from the output of the benchmarks in docs/results."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from results import RESULTS, Row, Table, lines
+
+# --- what benchmarks.speed prints --------------------------------------------------
+
+
+class Figure(NamedTuple):
+    median: float
+    low: float
+    high: float
+    unit: str
+    goal: str
+    missed: bool
+
+    @property
+    def spread(self) -> str:
+        return f"{short(self.median)} ({short(self.low)} to {short(self.high)})"
+
+    @property
+    def verdict(self) -> str:
+        return "" if not self.goal else "missed" if self.missed else "reached"
+
+
+LINE = re.compile(r"^  (.+): (\S+) (\S*) ?\((\S+) to (\S+)\)(?: +goal: (at \w+ \S+)( \(missed\))?)?$", re.MULTILINE)
+
+
+@functools.cache
+def figures(name: str) -> Mapping[str, tuple[Figure, ...]]:
+    """The figures of an output by name, each in the order of the commands that printed it."""
+    found: dict[str, tuple[Figure, ...]] = {}
+    for title, median, unit, low, high, goal, missed in LINE.findall((RESULTS / name).read_text(encoding="utf-8")):
+        unit = unit.removesuffix("x")
+        goal = f"{goal} {unit}".strip() if goal else ""
+        figure = Figure(float(median), float(low), float(high), unit, goal, bool(missed))
+        found[title] = (*found.get(title, ()), figure)
+    return found
+
+
+def short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".") if value >= 1 else f"{value:.2g}"
+
+
+OVERHEAD = {
+    "speed.txt": ".",
+    "performance.txt": "10,000 registered",
+    "start.txt": "fedbn|importing",
+}  # of each file these
+
+
+def row(name: str, figure: Figure, *more: str) -> Row:
+    return (name, figure.goal, f"{figure.spread} {figure.unit}".strip(), figure.verdict, *more)
+
+
+def speed() -> Table:
+    rows = [
+        row(name, each[0], f"[{file}]({file})")
+        for file, wanted in OVERHEAD.items()
+        for name, each in figures(file).items()
+        if re.search(wanted, name)
+    ]
+    return ("measurement", "goal", "median (minimum to maximum)", "", "raw output"), rows
+
+
+SHARED = {  # a row of the table, and how the output names it before and after the division of the clients
+    "train a ResNet-20, 2 workers": ("training", ""),
+    "the same with FedBN and a momentum that is kept": ("training", ", FedBN with momentum"),
+    "evaluate, 2 workers": ("evaluation by clients", ""),
+    **{
+        f"sleep, {workers} workers{', on two cores' if workers == 16 else ''}": ("sleeping", f", {workers} workers")
+        for workers in (2, 4, 8, 16)
+    },
+}
+DIVIDED = {"equal sizes": "equal clients", "Dirichlet 0.1": "Dirichlet 0.1", "unbalanced shards": "unbalanced shards"}
+
+
+def sharing() -> Table:
+    found, rows = figures("sharing.txt"), list[Row]()
+    for words, (work, more) in SHARED.items():
+        each = [found[f"round / lower bound, {work}, {division}{more}"][0] for division in DIVIDED.values()]
+        missed = [name for name, figure in zip(DIVIDED, each, strict=True) if figure.missed]
+        verdict = f"missed with {', '.join(missed)}" if missed else "reached"
+        rows.append((words, each[0].goal, *(f"{figure.median:.2f}" for figure in each), verdict))
+    return ("clients", "goal", *DIVIDED, ""), rows
+
+
+def memory() -> Table:
+    rows = [row(name, each[0]) for name, each in figures("memory.txt").items()]
+    return ("measurement", "goal", "peak", ""), rows
+
+
+def compiled() -> Table:
+    rows: list[Row] = []
+    for size, words, name in itertools.product((20, 128), ("", ", channels-last"), ("float32", "bfloat16")):
+        if bool(words) == (name == "bfloat16"):
+            title = name + (" and channels-last" if words else "")
+            each = figures("compiled.txt")[f"steps per second / bare loop, batch {size}, {title}"]
+            verdicts = [figure.verdict for figure in each]
+            rows.append((str(size), name + words, each[0].goal, *(figure.spread for figure in each), *verdicts))
+    return ("batch size", "arithmetic", "goal", "torch 2.12.1", "torch 2.15.0", "with 2.12.1", "with 2.15.0"), rows
+
+
+# --- secure aggregation, noise, malicious clients -----------------------------------
+
+
+def secure() -> Table:
+    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for line in lines("secure/local.jsonl"):
+        found.setdefault((line["model"], line["clients"]), []).append(line)
+    rows: list[Row] = []
+    for (model, clients), pair in found.items():
+        sent = (f"{line['bytes_up_per_client'] / 1e6:.2f}" for line in pair)
+        rows.append((model, str(clients), *sent, *(f"{line['processor_seconds']:.2f}" for line in pair)))
+    return ("network", "clients", "MB up", "with Secure", "seconds", "with Secure"), rows
+
+
+def private() -> Table:
+    _, _, head, *text = (RESULTS / "differential-privacy.txt").read_text(encoding="utf-8").splitlines()
+    names = {"epsilon": "epsilon", "noise": "`noise`", "keep": "`keep`", "freeze": "frozen", "group norm": "group norm"}
+    columns = tuple(names[name] for name in re.split(r" {2,}", head.strip()))
+    rows: list[Row] = [tuple(line.replace("inf", "no noise", 1).strip().rsplit(maxsplit=4)) for line in text]
+    return columns, rows
+
+
+ATTACKS = ("scaled", "statistics", "flipped", "noise")
+
+
+def robust(data: str, rule: str) -> Callable[[], Table]:
+    def whole() -> Table:
+        found: dict[str, dict[str, str]] = {}
+        for line in lines("robust/runs.jsonl"):
+            if (line["set"], line["rule"]) == (data, rule):
+                case = "none" if line["attack"] is None else f"{line['attack']} {line['malicious']}"
+                value = line["accuracy"]
+                found.setdefault(line["options"], {})[case] = "failed" if value is None else f"{100 * value:.1f}"
+        every = ("none", *(f"{attack} {count}" for attack in ATTACKS for count in (1, 2)))
+        columns = [case for case in every if any(case in each for each in found.values())]
+        order = ("off", "bounds", "trimmed", "krum", "median")
+        rows: list[Row] = [(name, *(found[name].get(case, "") for case in columns)) for name in order if name in found]
+        return (f"{data}, {rule}", *columns), rows
+
+    return whole
+
+
+def hostile() -> Mapping[str, int]:
+    """The runs with a hostile client by what became of the reply, and their rules, from the counts of each rule."""
+    found = {"rules": 0}
+    for line in (RESULTS / "reliability" / "attacks.txt").read_text(encoding="utf-8").splitlines():
+        if (match := re.fullmatch(r"\D.*: (\d+) runs: (.*)", line)) and not line.startswith("#"):
+            found["rules"] += 1
+            for count, kind in [(match[1], "runs"), *re.findall(r"(\d+) ([^,]+)", match[2])]:
+                found[kind] = found.get(kind, 0) + int(count)
+    return found
+
+
+def soak() -> Table:
+    rows: list[Row] = []
+    for name, title in (("fedavg", "FedAvg, arithmetic"), ("fedtan", "FedTAN"), ("fedbn", "FedBN, two workers")):
+        text = (RESULTS / "reliability" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+        every = [[int(number) for number in line.split()] for line in text if re.fullmatch(r"[\d ]+", line)]
+        failing = text[2].partition(": ")[2].replace("garbage", "unreadable").replace("death", "killed workers")
+        sizes = [f"{every[0][column]} to {every[-1][column]} MB" for column in (1, 2) if every[-1][column]]
+        same = "yes" if text[-1] == "the model without these replies is the same" else "no"
+        files = str(every[-1][3])
+        raw = f"[{name}.txt](reliability/{name}.txt)"
+        rows.append((title, f"{every[-1][0]:,}", failing, "; workers ".join(sizes), files, same, raw))
+    columns = (
+        "strategy",
+        "rounds",
+        "failing replies",
+        "memory, first to last",
+        "open files",
+        "same model",
+        "raw output",
+    )
+    return columns, rows
+
+
+# --- what batch statistics reveal ---------------------------------------------------
+
+BATCHES = (1, 8, 32, 128)
+NETWORKS = {"mnist/mlp": "perceptron", "mnist/lenet": "LeNet"}
+SEEN = {
+    "exchange": "FedTAN: one client's exchanges",
+    "moments": "FedAvgGlobalStats: its moments only",
+    "agreement": "FedTAN: only the mean of 5 clients",
+    "one step": "FedAvg: running statistics after 1 step",
+    "epoch": "FedAvg: after an epoch of 8 steps",
+}
+Line = Mapping[str, Any]
+
+
+def ranked(line: Line) -> str:
+    return f"{line['auc']:.2f}, {100 * line['top1']:.0f} %"
+
+
+def listed(line: Line) -> str:
+    return f"{100 * line['solved']:.0f} %"
+
+
+def alike(line: Line) -> str:
+    return f"{line['psnr']:.1f}, {line['ssim']:.2f}"
+
+
+def by_batch(
+    first: tuple[str, ...],
+    file: str,
+    rows: Iterable[tuple[tuple[str, ...], Mapping[str, Any], Callable[[Line], str]]],
+) -> Table:
+    """Rows with their titles, what their lines have, and the text of a cell; a column for each size of batch."""
+    found, made = lines(f"privacy/{file}.jsonl"), list[Row]()
+    for titles, has, cell in rows:
+        some = {line["batch"]: cell(line) for line in found if line.items() >= has.items()}
+        made.append((*titles, *(some.get(batch, "-") for batch in BATCHES)))
+    return (*first, *(f"batch {batch}" for batch in BATCHES)), made
+
+
+def identified() -> Table:
+    rows = [
+        ((network, seen), {"setting": setting, "model": "trained", "seen": key}, ranked)
+        for setting, network in NETWORKS.items()
+        for key, seen in SEEN.items()
+    ]
+    return by_batch(("network", "seen by the server"), "identify", rows)
+
+
+def found_in_list() -> Table:
+    rows: list[Any] = [
+        ((f"{network}, {state}",), {"setting": setting, "model": state, "seen": "exchange"}, listed)
+        for setting, network in NETWORKS.items()
+        for state in ("trained", "untrained")
+    ]
+    chance = {"setting": "mnist/mlp", "model": "trained", "seen": "exchange"}
+    rows.append((("guessing",), chance, lambda line: f"{100 * line['chance']:.0f} %"))
+    return by_batch(("network, FedTAN's exchanges of one client",), "identify", rows)
+
+
+def resnet() -> Table:
+    rows = [
+        ((seen, attack), {"setting": "cifar10/resnet20", "seen": key}, cell)
+        for key, seen in (("exchange", "FedTAN's exchanges"), ("moments", "its moments only"))
+        for attack, cell in (("AUC, ranked first", ranked), ("found in a complete list", listed))
+    ]
+    return by_batch(("seen of one client", "attack"), "identify", rows)
+
+
+def reconstructed() -> Table:
+    seen = {
+        "moments": "moments of one client",
+        "exchange": "exchanges of one client",
+        "agreement": "mean exchange of 5 clients",
+        "frozen gradient": "gradient of one step, statistics frozen",
+    }
+    guesses = {
+        "mean": "*without an attack:* mean of public images",
+        "others": "as many public images, matched",
+        "nearest": "the most similar of 2,000 public images",
+    }
+    rows: list[Any] = [((name,), {"model": "trained", "seen": key}, alike) for key, name in seen.items()]
+
+    def guess(key: str) -> Callable[[Line], str]:
+        return lambda line: f"{line[f'{key}_psnr']:.1f}, {line[f'{key}_ssim']:.2f}"
+
+    rows += [((name,), {"model": "trained", "seen": "moments"}, guess(key)) for key, name in guesses.items()]
+    return by_batch(("from",), "reconstruct", rows)
+
+
+SETS = {"digits": ("FedAvg", "FixBN", "FedTAN"), "cifar10": ("FedAvg", "FixBN", "FedTAN")}
+SETS["digits-2"] = SETS["digits"]
+TABLES: dict[str, Callable[[], Table]] = {
+    "results speed": speed,
+    "results sharing": sharing,
+    "results memory": memory,
+    "results compiled": compiled,
+    "results secure": secure,
+    "results private": private,
+    **{f"results robust {data} {rule}": robust(data, rule) for data, rules in SETS.items() for rule in rules},
+    "results soak": soak,
+    "results identified": identified,
+    "results found in a list": found_in_list,
+    "results resnet": resnet,
+    "results reconstructed": reconstructed,
+}
