@@ -379,13 +379,72 @@ def privacy() -> Iterator[str]:
     yield f"sharply (the best one at {best:.0f} dB)"
 
 
-SENTENCES = (
+def accuracies(file: str, key: str = "accuracy", digits: int = 1) -> dict[str, str]:
+    """The mean in percent of each label over its seeds."""
+    return {
+        label.partition(", batch_size")[0]: results.mean(
+            [100 * statistics.mean(run.summary.get(key, 0) for run in runs)], digits
+        )
+        for label, runs in results.by_label(file).items()
+    }
+
+
+def readme() -> Iterator[str]:
+    demo = accuracies("demo/report.json")
+    yield f"federated averaging with batch norm ends at {demo['FedAvg+BN']} %"
+    yield f"with group norm at {demo['FedAvg+GN']} %, FixBN at {demo['FixBN']} %, FedTAN at {demo['FedTAN']} %"
+    yield f"training on all data in one place at {demo['Centralised']} %"
+
+
+def which_strategy() -> Iterator[str]:
+    skewed, alike = accuracies("mnist/noniid-lr0.5.json"), accuracies("mnist/iid-lr0.5.json", digits=2)
+    iid = {label.partition(",")[0]: float(value) for label, value in alike.items()}
+    assert 0.4 < iid["FedAvg+BN"] - iid["Centralised"] < 0.5
+    yield "within 0.5 points of centralised training ([IID]"
+    yield f"GN {skewed['FedAvg+GN']} %, batch norm {skewed['FedAvg+BN']} % ([MNIST]"
+    one = {rule: 100 * results.seed(rule, 0).after(160) for rule in ("GN+WS", "BN", "GN")}
+    yield f"GN+WS {one['GN+WS']:.1f} %, batch norm {one['BN']:.1f} %, GN {one['GN']:.1f} %, one seed"
+    yield f"{skewed['FixBN']} %, batch norm {skewed['FedAvg+BN']} %, five seeds ([MNIST]"
+    fixed, free = (statistics.mean(final(rule)) for rule in ("FixBN", "BN"))
+    yield f"{fixed:.1f} %, batch norm {free:.1f} %, three seeds ([CIFAR-10]"
+    small, lenet = accuracies(results.WHOLE), accuracies(results.LENET)
+    yield f"{small['FixBN']} %, batch norm {small['BN']} %, all rounds at 16 pixels"
+    yield f"{lenet['FixBN']} %, batch norm {lenet['BN']} %, GN {lenet['GN']} %, three seeds ([LeNet]"
+    limited = [skewed[f"FedTAN-II M={rounds}"] for rounds in (10, 100)]
+    yield f"{skewed['FedTAN']} and {limited[0]} to {limited[1]} % ([MNIST]"
+    cifar = accuracies("fedtan/report.json")
+    yield f"{cifar['FedTAN']} %, batch norm {cifar['FedAvg+BN']} % ([CIFAR-10]"
+    digits, own = (accuracies("fedwon/digits/report.json", key) for key in ("accuracy", "clients_own_accuracy"))
+    batch = results.share("accuracy", unit=" %")(results.by_label("fedwon/digits/report.json")["FedAvg"])
+    yield f"GN {digits['FedAvg+GN']}, LN {digits['FedAvg+LN']}, FixBN {digits['FixBN']}, batch norm {batch} ([digits]"
+    yield f"FedBN {own['FedBN']}, own data only {own['Standalone']}, one model with group norm {own['FedAvg+GN']} %"
+    more = accuracies("domains/seeds.json")
+    near = [float(more[rule]) for rule in ("FedAvg+GN", "FedAvg+LN", "FixBN", "FedAvg+BN")]
+    assert max(near) - min(near) < 1
+    yield "7,438: within one point of one another ([digits]"
+    more = accuracies("domains/seeds.json", "clients_own_accuracy")
+    yield f"7,438: FedBN {more['FedBN']}, own data only {more['Standalone']} % ([digits]"
+    part = {
+        label.partition(",")[0]: value
+        for label, value in accuracies("clients/participation.json").items()
+        if "=0.05" in label
+    }
+    yield f"FedTAN-II {part['FedTAN-II']}, FixBN {part['FixBN']}, GN {part['FedAvg+GN']}, batch norm"
+    yield f"by {iid['FedAvg+BN'] - iid['FedAvg+GN']:.1f} points with IID clients"
+    yield f"and by {float(skewed['FedAvg+GN']) - float(skewed['FedAvg+BN']):.0f} with two classes on each client"
+    late = [one - other for one, other in zip(final("FixBN"), final("BN"), strict=True)]
+    yield f"{min(late):.0f} to {max(late):.0f} points above it at the end"
+
+
+IN_RESULTS = (
     *(fixbn, fedbs, mnist, costs, clients, network),
     *(performance, secure, private, robustness, reliability, privacy),
 )
+PLACES = {page: ROOT / "docs" / "results" / f"{page.__name__}.md" for page in IN_RESULTS}
+PLACES |= {readme: ROOT / "README.md", which_strategy: ROOT / "docs" / "which-strategy.md"}
 
 
-@pytest.mark.parametrize("page", SENTENCES, ids=lambda page: page.__name__)
+@pytest.mark.parametrize("page", PLACES, ids=lambda page: page.__name__)
 def test_the_sentences_of_a_page_have_the_figures_of_its_raw_files(page: Callable[[], Iterator[str]]) -> None:
-    text = " ".join((ROOT / "docs" / "results" / f"{page.__name__}.md").read_text(encoding="utf-8").split())
+    text = " ".join(PLACES[page].read_text(encoding="utf-8").split())
     assert [sentence for sentence in page() if sentence not in text] == []
