@@ -539,8 +539,14 @@ def fixbn_verdict() -> Table:
     }
     found |= {rule: {0: 100 * seed(rule, 0).after(160)} for rule in ("GN+WS", "IN", "LN", "Fixup")}
     figures["GN+WS"] = figures.pop("GN+WN")
-    pairs = (("FixBN", "BN"), ("FixBN", "GN"), *((rule, "BN") for rule in ("GN", "GN+WS", "IN", "LN", "Fixup")))
-    return verdict("25 %", {f"{a} - {b}": (found[a], found[b], figures[a] - figures[b]) for a, b in pairs})
+    pairs = [("FixBN", "BN"), ("FixBN", "GN"), ("GN", "BN")]
+    small = {rule: by_seed(runs) for rule, runs in by_label(WHOLE).items()}
+    columns, whole = verdict(
+        "100 %", {f"{a} - {b}, 16 pixels": (small[a], small[b], figures[a] - figures[b]) for a, b in pairs}
+    )
+    pairs += [(rule, "BN") for rule in ("GN+WS", "IN", "LN", "Fixup")]
+    _, quarter = verdict("25 %", {f"{a} - {b}": (found[a], found[b], figures[a] - figures[b]) for a, b in pairs})
+    return columns, whole + quarter
 
 
 def fedtan_verdict() -> Table:
