@@ -280,6 +280,7 @@ class Leaf(Rule):
     # Why a model that tracks statistics is refused, with a place for the first key of theirs; None: it is not.
     without_statistics: ClassVar[str | None] = None
     min_train_nodes: int = 1  # usable replies that a round needs
+    compares: bool = True  # whether a reply may be refused for what the other clients sent
     hidden: frozenset[Role] = frozenset()  # what a strategy that is not a rule does not see of the model
     asked: int = 0  # the number of clients that received the model in this round
     used: Collection[int] = ()  # the nodes whose replies are in the last mean, of training or of evaluation
@@ -372,8 +373,9 @@ class Leaf(Rule):
                 usable[node] = found
             except MessageError as error:
                 problems.append((node, str(error)))
-        metrics = {node: found.metrics for node, found in usable.items()}
-        problems += {**odd_metrics(metrics), **compare(usable)}.items()
+        if self.compares:
+            metrics = {node: found.metrics for node, found in usable.items()}
+            problems += {**odd_metrics(metrics), **compare(usable)}.items()
         left = self.admit(what, answered, problems, asked)
         reasons = dict(problems)
         self.refused = [

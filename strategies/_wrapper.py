@@ -237,7 +237,8 @@ class Foreign(Leaf):
         return [with_arrays(message, whole) for message in messages] if self.hidden else messages
 
     def unusable(self, reply: Reply, sent: Arrays) -> str | None:
-        of_form = fault(reply.arrays, sent) if self.hidden else None  # `MeanStatistics` needs all arrays
+        # `MeanStatistics` needs all arrays.
+        of_form = fault(reply.arrays, sent) if self.hidden or not self.compares else None
         if not self.weighs:
             return of_form
         keys = filter(None, (self.weighted_by_key, self._of_some("train_loss_key")))  # QFedAvg weights by the loss too

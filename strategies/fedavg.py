@@ -181,7 +181,10 @@ class FedAvg(Leaf, FlowerFedAvg):
         """sum_i p_i w_i"""
         arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
         if self.bounds is not None:
-            arrays = self.bounds.updated(arrays, unpack(round.arrays), f"round {round.number}")
+            sent = unpack(round.arrays)
+            # Apart: the distance of what a client keeps from the clients' mean is no update.
+            for some in filter(None, split_by_role(sent, roles(sent), {*self.traits.kept})):
+                arrays = self.bounds.updated(arrays, some, f"round {round.number}")
         return weighted_mean(arrays, weights)
 
     def notes(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class FedBS(FedAvg):
         return [1.0] * len(losses) if len(set(losses)) == 1 else losses
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
-        if self.memory.switch_round is None:
+        if self.memory.switch_round is None and len(replies) > 1:
             spread = float(np.std(_losses(replies)))
             self.memory.alike = self.memory.alike + 1 if spread <= self.epsilon else 0
             if self.memory.alike >= self.patience:

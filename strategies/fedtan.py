@@ -23,10 +23,11 @@ from annotated_types import Ge, Gt
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from fedbn_flwr.batch import Value, count
 from fedbn_flwr.client.rule import ClientRule, Key
-from fedbn_flwr.client.training import SGD, Gradient, Loss
+from fedbn_flwr.client.training import Gradient, Loss
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange import carriers

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from flwr.serverapp.strategy import Strategy
+from torch.optim import SGD
 
 from fedbn_flwr.client.rule import ClientRule, Key
-from fedbn_flwr.client.training import SGD
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.gate import Reply

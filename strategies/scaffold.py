@@ -21,7 +21,7 @@ import torch
 
 from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
-from fedbn_flwr.messages.gate import Reply
+from fedbn_flwr.messages.gate import Reply, number_of
 from fedbn_flwr.models.tensors import copied, tensor_like
 
 from ._rule import Round, Traits
@@ -43,16 +43,20 @@ class Scaffold(FedAvg):
     @dataclass
     class Memory(FedAvg.Memory):
         control: dict[str, Array] = field(default_factory=dict)  # sum of all c_i; empty before the first round: zero
+        clients: list[int] = field(default_factory=list)  # by number, those whose c_i is in the sum
 
     memory: Memory
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        total = max(len(list(round.grid.get_node_ids())), 1)  # N: clients may join or leave
+        number = self.memory.partitions
+        connected = {number.get(node, node) for node in round.grid.get_node_ids()}
+        total = max(len(connected.union(self.memory.clients)), 1)  # N: clients may join, or be away
         return {CONTROL: True, CONTROL_RECORD: {key: each / total for key, each in self.memory.control.items()}}
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Line 17: N c <- N c + sum_i (c_i+ - c_i)"""
         mean = weighted_mean((reply.records[CONTROL_RECORD] for reply in replies), [1.0] * len(replies))
+        self.memory.clients = sorted({*self.memory.clients, *(number_of(reply.message) for reply in replies)})
         before, count = self.memory.control, len(replies)
         self.memory.control = before | {
             key: (before.get(key, 0.0) + count * change).astype(change.dtype) for key, change in mean.items()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,13 +202,22 @@ class BNClient(NumPyClient):
         to the other clients and returns the result.
         """
         wanted = rules_for({**config, "fedbn.momentum": True} if self.keep_momentum else config)
-        self._load(arrays, config)
+        own = self._load(arrays, config)
+        # Before the first result the model is the only place of the client's own values.
+        before = {} if own else self._parts.taken([key for key in self.roles if key not in arrays])
         records = {} if extras is None else extras
         records["arrays"] = arrays
-        local = LocalRound(config, records, self, exchange)
+        try:
+            return self._round(config, LocalRound(config, records, self, exchange), wanted)
+        except BaseException:
+            self._parts.load(before)
+            raise
+
+    def _round(self, config: Config, local: LocalRound, wanted: Iterable[type[ClientRule]]) -> Update:
+        """The result of a round that begins with the loaded model."""
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         loss, first_batch = self._trained(config, rules)
-        sent, returned = set(arrays), frozenset[Role]()
+        sent, returned = set(local.records["arrays"]), frozenset[Role]()
         if protocol.RETURN in config:
             returned = protocol.roles_of(config, protocol.RETURN, frozenset(Role))
         taken = self._parts.taken([key for key, role in self.roles.items() if key in sent or role in returned])
@@ -251,8 +260,10 @@ class BNClient(NumPyClient):
         """The mean batch statistics of the client's training data; `num-examples` is the number of batches."""
         rules_for(config)
         self._load(arrays, config)
-        epoch = local_batches(self.train_data, int(config.get(protocol.ROUND, 0)), epochs=1, steps=None)
-        statistics, batches = reestimate(self.model, self._pairs(epoch), self._parts.device)
+        server_round = int(config.get(protocol.ROUND, 0))
+        epoch = local_batches(self.train_data, server_round, epochs=1, steps=None)
+        with self._seeded("statistics", server_round):
+            statistics, batches = reestimate(self.model, self._pairs(epoch), self._parts.device)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
     def batch_examples(self) -> int:
@@ -284,6 +295,14 @@ class BNClient(NumPyClient):
     def _pairs(self, batches: Iterable[Any]) -> Iterator[Batch]:
         return (split_batch(batch, self.batch) for batch in batches)
 
+    def _seeded(self, purpose: str, server_round: int) -> AbstractContextManager[None]:
+        """Random numbers as functions of purpose, round and client, also those of a DataLoader's own generator."""
+        seed = seeding.seed_for(self.seed, purpose, server_round, self._number)
+        for owner in (self.train_data, getattr(self.train_data, "sampler", None)):
+            if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+        return seeding.streams(seed, self._parts.device)
+
     def _trained(self, config: Config, rules: Sequence[ClientRule]) -> tuple[float, int]:
         """Train the model that is loaded; the mean loss, and the size of the first batch."""
         server_round = int(config.get(protocol.ROUND, 1))
@@ -297,8 +316,7 @@ class BNClient(NumPyClient):
         adjust: list[Adjust] = [begin, *(rule.adjust for rule in rules)]
         self._parts.train()
         with ExitStack() as stack:
-            seed = seeding.seed_for(self.seed, "model", server_round, self._number)
-            stack.enter_context(seeding.streams(seed, self._parts.device))
+            stack.enter_context(self._seeded("model", server_round))
             for rule in rules:
                 stack.enter_context(rule.around())
             # The server scales the rate after the round in which its strategy switched.
@@ -335,8 +353,8 @@ class BNClient(NumPyClient):
             raise MessageError(f"received {len(parameters)} arrays, the model has {len(keys)}: {keys[0]!r}, ...")
         return dict(zip(keys, parameters, strict=True))
 
-    def _load(self, arrays: Arrays, config: Config) -> None:
-        """Load the received arrays, and the client's own values of all other arrays."""
+    def _load(self, arrays: Arrays, config: Config) -> Arrays:
+        """Load the received arrays, and the client's own values of all other arrays, which are returned."""
         if negative := negative_variance(arrays):
             raise MessageError(
                 f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
@@ -344,7 +362,9 @@ class BNClient(NumPyClient):
             )
         run = run_of(config)
         self.state = NodeState(self.state.records, run)
-        self._parts.load_all(arrays, self.state.load("local"), self._number, run)
+        own = self.state.load("local")
+        self._parts.load_all(arrays, own, self._number, run)
+        return own
 
 
 def rules_for(config: Config) -> set[type[ClientRule]]:

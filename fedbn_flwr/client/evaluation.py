@@ -185,7 +185,7 @@ class Measurement:
         countable = found if self.task.form != "numbers" else None
         self._counts.append(countable and counts_of(self.task, *countable, by_class=self._by_class))
         if self._needs_all:
-            self._examples.append((each(Tensor.cpu, logits_of(outputs)), each(Tensor.cpu, targets)))
+            self._examples.append((_on_cpu(logits_of(outputs)), _on_cpu(targets)))
         return self._counts[-1]
 
     def values(self, *, strict: bool = False) -> dict[str, float]:
@@ -217,7 +217,13 @@ class Measurement:
         return ratio(name, by_class)
 
 
+def _on_cpu(value: Any) -> Any:
+    return tuple(map(_on_cpu, value)) if isinstance(value, list | tuple) else each(Tensor.cpu, value)
+
+
 def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(map(_joined, zip(*parts, strict=True)))
     if isinstance(parts[0], Mapping):
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     return torch.cat(list(parts))

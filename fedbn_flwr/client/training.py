@@ -48,6 +48,8 @@ def size_of(data: Epochs | Iterable[Any], pairs: Callable[[Iterable[Any]], Itera
     # A sampler may choose some of the examples. One of batches hides the other, which then has the whole data set.
     batches = None if getattr(data, "batch_size", None) else getattr(data, "batch_sampler", None)
     places = [(batches, "sampler")] if batches is not None else [(data, "sampler"), (data, "dataset")]
+    if batches is None and getattr(data, "batch_size", 1) is None:  # a data set of batches
+        places = []
     for owner, part in places:
         if isinstance(sized := getattr(owner, part, None), Sized):
             return len(sized)
@@ -55,8 +57,8 @@ def size_of(data: Epochs | Iterable[Any], pairs: Callable[[Iterable[Any]], Itera
         return sum(count(inputs) for inputs, _ in pairs(data))
     raise TypeError(
         f"the number of examples in train_data, a {type(data).__name__}, is unknown; expected a DataLoader over a "
-        "data set with a length (its batch_sampler, if any, needs a `sampler` with a length), a list of batches, or an "
-        "object with num_examples, which a DataLoader may have too, and epoch(server_round, epoch)"
+        "data set of examples with a length (its batch_sampler, if any, needs a `sampler` with a length), a list of "
+        "batches, or an object with num_examples, which a DataLoader may have too, and epoch(server_round, epoch)"
     )
 
 
@@ -167,7 +169,9 @@ class LocalOptimizer:
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         """Begin with a state that `state` returned in an earlier round; other entries are ignored."""
-        numbers = {name: number for number, name in enumerate(self.parameters)}  # as torch.optim counts them
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        counted = itertools.chain.from_iterable(group["params"] for group in self.torch.param_groups)  # by torch.optim
+        numbers = {names[parameter]: number for number, parameter in enumerate(counted) if parameter in names}
         slots: dict[int, dict[str, Tensor]] = {}
         for key, value in state.items():
             slot, _, name = key.partition("/")

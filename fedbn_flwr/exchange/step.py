@@ -110,7 +110,7 @@ class LayerwiseStep:
         with replaced_forward(model, self._normalise):
             loss = loss_fn(model(inputs), targets)
         # Otherwise one thread of autograd for each GPU would run the backward passes of all clients there.
-        with torch.autograd.set_multithreading_enabled(False):
+        with replaced_forward(model, _computed_again), torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         for moments in reversed(self._open):  # layers on which the loss does not depend, the same on all clients
             self._exchange_gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.mean))
@@ -130,7 +130,8 @@ class LayerwiseStep:
         """Batch norm's forward, over the cohort: y [N, C, ...]."""
         layer._check_input_dim(y)
         dims, own = [d for d in range(y.ndim) if d != 1], y.numel() // y.shape[1]
-        values = y.detach()
+        like = layer.weight if layer.running_mean is None else layer.running_mean  # perhaps float32, and y float16
+        values = y.detach() if like is None else y.detach().to(like.dtype)
         if self.fused:
             if y.device.type == "cpu":
                 mean = values.mean(dims)
@@ -150,7 +151,7 @@ class LayerwiseStep:
         moments = _Moments(mean, var, gamma.detach(), layer.eps, own, self._batch * cohort.per_example)
         self._open.append(moments)
         # Inputs need no gradient, but backward must reach this function.
-        start = y if y.requires_grad else values.requires_grad_()
+        start = y if y.requires_grad else y.detach().requires_grad_()
         out: Tensor = _CohortNorm.apply(start, gamma, beta, moments, self)  # type: ignore[no-untyped-call]
         return out
 
@@ -193,6 +194,13 @@ class _CohortNorm(torch.autograd.Function):
         scale = moments.gamma * torch.rsqrt(var + eps)
         d_y.addcmul_(d_out, scale.view([1, -1] + [1] * (y.ndim - 2)))
         return d_y, d_gamma, d_beta, None, None
+
+
+def _computed_again(layer: _BatchNorm, y: Tensor) -> Tensor:
+    raise MessageError(
+        "FedTAN's step cannot train a model whose backward pass computes batch norms again (activation checkpointing, "
+        "memory_efficient=True): the agreed statistics would be lost; expected a model without it"
+    )
 
 
 def _variance(values: Tensor, mean: Tensor, dims: list[int]) -> Tensor:

@@ -15,6 +15,7 @@ from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import FlatArrays, blocks, layout_of
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.norms.variants import BatchRenorm
 
 _SENT = {
     torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8,
@@ -103,6 +104,10 @@ class ModelTensors:
         self._tied = [keys for keys in tied.values() if len(keys) > 1]  # each of one tensor
         self._modules = list(model.modules())
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        # Whether a norm computes with its counter: a cumulative mean, or the warm-up of a BatchRenorm.
+        self._counts = any(
+            isinstance(module, BatchRenorm) or getattr(module, "momentum", 0) is None for module in self._modules
+        )
         self._shapes = {key: tuple(value.shape) for key, value in state.items()}
         # Buffers that are not in the state dict, which a network may change in its passes.
         self._hidden = [key for key in self._places if key not in state]
@@ -141,7 +146,7 @@ class ModelTensors:
         given = {*arrays, *own}
         absent = [key for key in self.roles if key not in given]
         self._check(arrays, own, absent)
-        kept = [key for key in absent if self.roles[key] is not Role.COUNTER]
+        kept = [key for key in absent if self._counts or self.roles[key] is not Role.COUNTER]
         last = self.use["client"]
         if kept and self._build is None and last not in (None, (client, run)):
             raise MessageError(

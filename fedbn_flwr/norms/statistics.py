@@ -39,7 +39,11 @@ def reestimate(
     dtypes: dict[str, torch.dtype] = {}  # of the values
 
     def measure(name: str, layer: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
-        values = real_values(*args, **kwargs) if isinstance(layer, MaskedBatchNorm1d) else args[0]
+        values = (
+            real_values(*args, **kwargs)
+            if isinstance(layer, MaskedBatchNorm1d)
+            else next(iter((*args, *kwargs.values())))
+        )
         var, mean = torch.var_mean(values, dim=[d for d in range(values.ndim) if d != 1], correction=0)
         dtypes[name] = values.dtype
         found.moments.append((name, values.numel() // values.shape[1], var.double(), mean.double()))

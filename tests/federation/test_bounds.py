@@ -10,7 +10,7 @@ import pytest
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum, Scaffold, Standalone
+from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, GlobalMomentum, Scaffold, Standalone
 from tests.support.bounds import Equal
 from tests.support.federations import last_model
 from tests.support.records import between
@@ -45,3 +45,17 @@ def test_bounds_that_do_not_suit_are_refused(make: Callable[[], Any], message: s
     with pytest.raises(SettingsError) as error:
         make()
     assert str(error.value).startswith(message)
+
+
+def test_batch_norm_that_a_client_keeps_does_not_shorten_its_update(federation: Callable[..., Any]) -> None:
+    """`global_norm` decides what the server stores of the clients' batch norm, which none of them uses."""
+    found = [
+        last_model(
+            federation((8, 24, 16)),
+            FedBN(global_norm=kind, fraction_evaluate=0.0, bounds={"clip_norm": 0.05}),
+            6,
+        )
+        for kind in ("average", "initial")
+    ]
+    for key in ("0.weight", "4.weight"):
+        np.testing.assert_array_equal(found[0][key], found[1][key])

@@ -197,3 +197,9 @@ def test_no_usable_loss_at_all_ends_the_run(federation: Federations) -> None:
 def test_settings_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=f"{next(iter(options))} is"):
         FedBS(**options)
+
+
+def test_a_round_of_one_client_does_not_count_as_losses_that_are_alike(federation: Federations) -> None:
+    rule = strategy(epsilon=0.0, patience=2, min_train_nodes=1)
+    Trace(federation(), rule, 4, lambda number, client: None if client else 1.0)
+    assert rule.memory.switch_round is None

@@ -334,3 +334,12 @@ def test_train_keep_momentum_reaches_the_client(changes: str, keeps: bool) -> No
     node = {"partition-id": 0, "num-partitions": 5}
     context = Context(1, 1, node, RecordDict(), {"experiment": "{clients: 5}", "set": changes})
     assert make_client(context, {}).keep_momentum is keeps
+
+
+def test_the_class_of_torch_is_sgd_too(federation: Callable[..., Any]) -> None:
+    rule = lambda: GlobalMomentum(FedTAN(fraction_evaluate=0.0))  # noqa: E731
+    found = [
+        models_of(federation((8, 8), dtype=torch.float64, optimizer=kind, momentum=0.9, steps=2), rule(), 2)[-1]
+        for kind in ("sgd", torch.optim.SGD)
+    ]
+    assert distance(*found) < 1e-14

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
@@ -305,3 +305,14 @@ def test_a_reused_strategy_or_grid_starts_from_zero(federation: Federations) -> 
         assert value.tobytes() == results[1][key].tobytes(), key
     rule.begin(1, fed.arrays())
     assert rule.memory.control == {}
+
+
+def test_a_client_that_is_not_connected_keeps_its_share_of_c() -> None:
+    fed, found = one_weight(), list[float]()
+    grid = Away(LocalGrid(fed.app(), 2), range(5, 13))  # from round 3 on: each round sends twice
+
+    def keep(_: int, arrays: ArrayRecord) -> None:
+        found.append(float(unpack(arrays)["weight"].item()))
+
+    strategy().start(grid, fed.arrays(), num_rounds=6, evaluate_fn=keep)
+    assert found[1:] == pytest.approx(by_hand([{0, 1}] * 2 + [{0}] * 4), rel=1e-13)

@@ -21,6 +21,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages.aggregate import Arrays, cast, normalised
 from fedbn_flwr.norms.roles import Role, roles
 
+_TRAINED = (Role.WEIGHTS, Role.AFFINE)
 _Share = Annotated[float, Gt(0), Le(1), "a share above 0 and at most 1"]
 _Norm = Annotated[float, Gt(0), Lt(math.inf), "a number above zero"]
 _Factor = Annotated[float, Gt(1), Lt(math.inf), "a factor above 1, for instance 10"]
@@ -82,11 +83,11 @@ class Bounds:
         return list(weights) if self.max_share is None else capped(weights, self.max_share)
 
     def updated(self, replies: Sequence[Arrays], sent: Arrays, what: str) -> Sequence[Arrays]:
-        """The clients' models, where an update with a norm above the bound is shortened to it."""
+        """The clients' models; an update of the arrays in `sent` whose norm is above the bound is shortened to it."""
         if not self.of_updates():
             return replies
         of = roles(sent)
-        trained = [k for k in replies[0] if of[k] in (Role.WEIGHTS, Role.AFFINE) and sent[k].dtype.kind == "f"]
+        trained = [k for k in sent if k in replies[0] and of[k] in _TRAINED and sent[k].dtype.kind == "f"]
         norms = [_update_norm(reply, sent, trained) for reply in replies]
         by_median = math.inf if self.clip_factor is None else self.clip_factor * float(np.median(norms))
         bound = min(by_median, math.inf if self.clip_norm is None else self.clip_norm)

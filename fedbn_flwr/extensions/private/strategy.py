@@ -123,6 +123,7 @@ class Private(Wrapper):
             raise SettingsError(f"{self._inside} also sends what Private does not account for: {besides[0]}")
         if not self.traits.has_global_model:
             raise SettingsError(f"{self._inside} sends no model, so there is nothing to make private")
+        self.chain[-1].compares = False  # what one client sends must not decide whether another one's change counts
         statistics_noise = noise if statistics_noise is None else statistics_noise
         self.clips = {"weights": float(clip), "statistics": float(statistics_clip)}  # by part of a change
         self.noises = {"weights": float(noise), "statistics": float(statistics_noise)}

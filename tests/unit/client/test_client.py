@@ -581,3 +581,78 @@ def test_channels_last_trains_the_same_and_sends_arrays_in_order() -> None:
         assert found.flags.c_contiguous
         np.testing.assert_allclose(found, value, rtol=1e-10, atol=1e-12)
     assert any(updates[True][key].tobytes() != value.tobytes() for key, value in updates[False].items())
+
+
+# --- random numbers, and rounds that fail ---
+
+
+def shuffled(examples: int = 24) -> DataLoader[Any]:
+    torch.manual_seed(5)
+    data = TensorDataset(torch.randn(examples, 3, dtype=torch.float64), torch.randint(0, 2, (examples,)))
+    return DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def sent_by(client: BNClient) -> dict[str, np.ndarray]:
+    return {key: value.numpy().copy() for key, value in client.model.state_dict().items() if "num_b" not in key}
+
+
+def test_the_order_of_a_loader_with_a_generator_of_its_own_is_that_of_the_round() -> None:
+    client = BNClient(small(), shuffled(), steps=1)
+    arrays = sent_by(client)
+    first, second = (client.train_round(arrays, {"server-round": number}) for number in (1, 2))
+    again = client.train_round(arrays, {"server-round": 1})
+    assert same(dict(first.arrays), dict(again.arrays))
+    assert not same(dict(first.arrays), dict(second.arrays))
+
+
+def test_statistics_that_the_server_asks_for_do_not_depend_on_earlier_draws() -> None:
+    data = shuffled().dataset
+    client = BNClient(small(), DataLoader(data, 8, shuffle=True))
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        found.append(dict(client.statistics_round(sent_by(client), {"server-round": 1}).arrays))
+    assert same(*found)
+
+
+def test_data_of_ready_batches_without_a_number_of_examples_are_refused() -> None:
+    """Its length is that of batches."""
+    batches = [(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))] * 3
+    with pytest.raises(TypeError, match="the number of examples in train_data, a DataLoader, is unknown"):
+        _ = BNClient(small(), DataLoader(batches, batch_size=None)).num_examples  # type: ignore[arg-type]
+
+
+def test_a_first_round_that_fails_leaves_the_client_s_own_values_as_they_were() -> None:
+    good = [(torch.randn(8, 3, dtype=torch.float64), torch.randint(0, 2, (8,)))]
+    bad = [(torch.full((8, 3), torch.nan, dtype=torch.float64), good[0][1])]
+    model = small()
+    client, twin = BNClient(model, bad, steps=1), BNClient(small(), good, steps=1)
+    sent = {key: value for key, value in sent_by(client).items() if key.startswith(("0.", "2."))}
+    with pytest.raises(MessageError, match="the client keeps its state of before this round"):
+        client.train_round(sent, {})
+    client.train_data = good
+    client.train_round(sent, {})
+    twin.train_round(sent, {})
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.model.state_dict().values(), strict=True)
+    )
+
+
+def test_a_model_that_computes_with_its_counters_is_not_shared() -> None:
+    model = small()
+    model[1].momentum = None  # a cumulative mean
+    clients = [BNClient(model, shuffled(), context=context(number)) for number in range(2)]
+    clients[0].train_round(sent_by(clients[0]), {})
+    with pytest.raises(MessageError, match=r"does not send '1\.num_batches_tracked', which stays on the client"):
+        clients[1].train_round(sent_by(clients[1]), {})
+
+
+def context(partition: int) -> Context:
+    return Context(
+        run_id=0, node_id=partition + 1, node_config={"partition-id": partition}, state=RecordDict(), run_config={}
+    )

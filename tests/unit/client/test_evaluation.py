@@ -282,3 +282,17 @@ def test_many_clients_may_leave_one_without_and_lose_no_image() -> None:
                 int((labels[part] == label).sum()) / int((labels == label).sum()) * int((test_labels == label).sum())
             )
             assert abs(int((test_labels[share] == label).sum()) - exact) < 1
+
+
+def test_a_metric_receives_what_a_model_returns_if_it_is_a_tuple() -> None:
+    class Spread(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x[:, 0], x[:, 1].exp()
+
+    def error(outputs: Any, targets: torch.Tensor) -> float:
+        return float((outputs[0] - targets).abs().mean())
+
+    x, y = torch.randn(6, 2), torch.randn(6)
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+    found = evaluate(Spread(), batches, lambda o, t: F.gaussian_nll_loss(o[0], t, o[1]), torch.device("cpu"), [error])
+    assert found["error"] == pytest.approx(float((x[:, 0] - y).abs().mean()))

@@ -217,3 +217,24 @@ for _ in range(2):  # the second round begins with the state of the first
 sys.exit("torch._dynamo" in sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
+
+
+def test_the_state_of_several_groups_returns_to_its_parameters() -> None:
+    """The groups are in another order than the model's parameters, and their shapes are alike."""
+
+    def grouped(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        groups = [{"params": parameters[2:]}, {"params": parameters[:2]}]
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+
+    found = []
+    for is_interrupted in (False, True):
+        model = network(torch.float64)
+        optimizer = make_optimizer(grouped, dict(model.named_parameters()), 0.1)
+        steps(model, optimizer, range(1, 4))
+        if is_interrupted:
+            state = {name: value.numpy().copy() for name, value in optimizer.state().items()}
+            optimizer = make_optimizer(grouped, dict(model.named_parameters()), 0.1)
+            optimizer.load_state(state)
+        steps(model, optimizer, range(4, 7))
+        found.append(model)
+    assert_same(*found)

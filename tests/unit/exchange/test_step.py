@@ -12,8 +12,10 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fedbn_flwr import build_model
+from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, count_calls
 from fedbn_flwr.messages.aggregate import Array
@@ -271,3 +273,32 @@ def test_counting_calls_leaves_no_trace(spectral: bool) -> None:
     count_calls(model, batches[0][0])
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in the count of calls
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_batch_norm_that_the_backward_pass_computes_again_is_refused(reentrant: bool) -> None:
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(super().forward, x, use_reentrant=reentrant)
+            return y
+
+    model = nn.Sequential(nn.Linear(3, 4), Checkpointed(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(MessageError, match="activation checkpointing"):
+        LayerwiseStep(alone)(model, torch.randn(8, 3), torch.zeros(8, dtype=torch.int64), F.cross_entropy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_batch_norm_in_float32_between_layers_of_half_precision(dtype: torch.dtype) -> None:
+    """The step of one client is that of ordinary batch norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)).to(dtype)
+    model[1].float()
+    ordinary = copy.deepcopy(model)
+    x, y = torch.randn(16, 3, dtype=dtype), torch.randint(0, 5, (16,))
+    LayerwiseStep(alone)(model, x, y, F.cross_entropy)
+    F.cross_entropy(ordinary(x), y).backward()
+    for ours, theirs in zip(model.parameters(), ordinary.parameters(), strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=0.005)
+    torch.testing.assert_close(model[1].running_var, ordinary[1].running_var, rtol=0.01, atol=0.001)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
 
-from benchmarks import robust
 from fedbn_flwr import client_app, convert_norm
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.exchange.codec import Contribution, contribution_from_records, contribution_to_records
@@ -237,12 +236,6 @@ def test_the_experiments_of_the_page_are_valid() -> None:
     names: dict[str, Any] = {}
     exec(code, names)
     assert names["strategy"].notes()["bounds"]["plausible"] == 10
-
-
-def test_the_figures_of_the_page_are_those_of_the_raw_output() -> None:
-    tables = robust.tables()
-    assert "| trimmed |" in tables
-    assert tables in (ROOT / "docs" / "results" / "robustness.md").read_text(encoding="utf-8")
 
 
 # --- what is refused ---

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.client import NumPyClient
 from scipy.stats import kstest
 
-from fedbn_flwr import LocalGrid, convert_norm
+from fedbn_flwr import LocalGrid, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
@@ -454,3 +455,22 @@ def test_the_page_s_examples_work(capsys: pytest.CaptureFixture[str]) -> None:
     (experiment,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     (prepared,) = prepare(read_experiment(parse_yaml("model: {name: cnn}\n" + experiment)))
     assert isinstance(prepared.rule, Private)
+
+
+def test_what_a_client_reports_does_not_decide_whether_the_change_of_another_one_counts() -> None:
+    """Three report shares, the others percentages: one client moves the sum of the changes by at most `clip`."""
+
+    class Reporting(NumPyClient):
+        def __init__(self, partition: int) -> None:
+            self.of_few = partition < 3
+
+        def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
+            return [parameters[0] + (5.0 if self.of_few else -5.0)], 10, {"accuracy": 0.9 if self.of_few else 90.0}
+
+    sums = []
+    for count in (5, 6, 7):
+        app = client_app(lambda context: Reporting(context.node_config["partition-id"]))
+        strategy = Private(FedAvg(fraction_evaluate=0.0), clip=1.0, noise=0.0)
+        result = strategy.start(LocalGrid(app, count), pack({"weight": np.zeros((1, 1))}), num_rounds=1)
+        sums.append(count * unpack(result.arrays)["weight"].item())
+    assert np.diff(sums).tolist() == pytest.approx([-1.0, -1.0])
