@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from logging import WARNING
 from typing import Any
 
 import torch
@@ -202,7 +201,7 @@ class Measurement:
             except Exception as error:
                 if strict:
                     raise
-                log_once(WARNING, f"metric {key} is left out: {in_a_line(error)}")
+                log_once(f"metric {key} is left out: {in_a_line(error)}")
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
     def _of_name(self, name: str, examples: tuple[Any, ...]) -> float:

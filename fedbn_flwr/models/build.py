@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -176,7 +175,6 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) ->
         ) from None
     for key in [*drawn][:1]:
         log_once(
-            logging.WARNING,
             f"model.weights={weights!r} has {len(state[key])} outputs and the data {len(drawn[key])} classes: {last!r} "
             "keeps its initial values",
         )

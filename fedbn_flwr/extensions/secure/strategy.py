@@ -18,18 +18,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from logging import WARNING
 from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import LOG, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
@@ -174,7 +172,7 @@ class Secure(Wrapper):
 
     def _skip(self, server_round: int, error: NotOpened) -> None:
         why = f"{error}; the masks hide which client is at fault"
-        log(WARNING, "round %d is skipped, the model stays as it is: %s", server_round, why)
+        LOG.warning("round %d is skipped, the model stays as it is: %s", server_round, why)
         self.memory.skipped.append(server_round)
         last = self.memory.skipped[-_MOST_SKIPPED:]
         if last == list(range(server_round + 1 - _MOST_SKIPPED, server_round + 1)):
@@ -332,7 +330,7 @@ class MaskedRound:
                 del reasons[node]
         self._check_threshold(f"stage {stage}", len(found), len(nodes), reasons)
         for node, reason in reasons.items():
-            log(WARNING, "%s, secure aggregation, stage %s: without node %d: %s", self._what, stage, node, reason)
+            LOG.warning("%s, secure aggregation, stage %s: without node %d: %s", self._what, stage, node, reason)
             if stage != "unmask":
                 asked = Message(RecordDict(), node, client.QUERY)  # an error as if it were the node's
                 self._failed.append(Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=asked))
