@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from fedbn_flwr.strategies.fedprox import add_proximal, copies  # type: ignore[import-untyped]
+from fedbn_flwr.strategies.fedprox import add_proximal  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -114,7 +114,7 @@ def test_the_loss_is_the_mean_over_examples() -> None:
 
 
 def proximal(parameters: Iterable[nn.Parameter], mu: float) -> Callable[[], None]:
-    received = copies(parameters)
+    received = {parameter: parameter.detach().clone() for parameter in parameters}
     return lambda: add_proximal(received, mu)
 
 
