@@ -22,9 +22,8 @@ from fedbn_flwr.tasks import CLASSIFICATION, METRICS, SEGMENTATION, SEVERAL, Tas
 from .losses import aligned, fit, logits_of
 from .training import Batch, Loss
 
-# A function of the model's outputs and the targets of all examples, on the CPU.
-MetricFunction = Callable[[Any, Any], float]
-Metric = str | MetricFunction
+# A name, or a function of the model's outputs and the targets of all examples, on the CPU.
+Metric = str | Callable[[Any, Any], float]
 
 
 def answers(task: Task, outputs: Any, targets: Any) -> tuple[Tensor, Tensor] | None:

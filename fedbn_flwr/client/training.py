@@ -29,7 +29,6 @@ Loss = Callable[[Any, Any], Tensor]  # of what the model returns, and the target
 # (model, inputs, targets, loss_fn): sets the gradients of the parameters and returns the detached loss.
 Gradient = Callable[[nn.Module, Value, Value, Loss], Tensor]
 Adjust = Callable[[], Any]
-Compiled = Callable[[Value, Value], Tensor]  # (inputs, targets): the loss
 
 ONE_VALUE = "more than 1 value per channel"  # PyTorch's words on batch norm of one example
 
@@ -84,7 +83,7 @@ def backpropagate(
     loss_fn: Loss,
     *,
     precision: torch.dtype | None = None,
-    compiled: Compiled | None = None,
+    compiled: Callable[[Value, Value], Tensor] | None = None,
 ) -> Tensor:
     """Set the gradients of the parameters, and return the detached loss.
 

@@ -39,7 +39,6 @@ _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits; -2**63 has no oppos
 _TEXT_LIMIT = 2000  # bytes of a reason
 # Also after the name of a test set.
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES, protocol.EXCHANGES_LEFT)
-_WHOLE = frozenset({protocol.PARTITION, protocol.STATE_ROUND})
 # The last words of metrics between 0 and 1, also after the name of a test set.
 _SHARES = frozenset(name.rpartition("_")[2] for name in SHARES)
 
@@ -89,7 +88,7 @@ def _passed(reply: Message) -> Message:
 
 def _check_metrics(metrics: MetricRecord) -> None:
     for key, value in metrics.items():
-        if key in _WHOLE:
+        if key in (protocol.PARTITION, protocol.STATE_ROUND):
             _check_whole(key, value)
             continue
         is_count, expected = key.endswith(_COUNTS), "a finite number (the client diverged?)"
