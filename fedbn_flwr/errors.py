@@ -73,10 +73,13 @@ class RunFailed(FedbnError, RuntimeError):
     pass
 
 
+LOG = logging.getLogger("flwr")  # Flower's, so that its settings apply
+
+
 @functools.lru_cache(maxsize=64)
-def log_once(level: int, text: str) -> None:
-    """Write to Flower's log what a process need not repeat for each client and round."""
-    logging.getLogger("flwr").log(level, "%s", text)
+def log_once(text: str, level: int = logging.WARNING) -> None:
+    """Log what a process need not repeat for each client and round."""
+    LOG.log(level, "%s", text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

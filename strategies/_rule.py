@@ -19,16 +19,14 @@ import inspect
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from logging import WARNING
 from typing import Any, ClassVar, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, did_you_mean
+from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, initial_fault
 from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
@@ -412,7 +410,7 @@ class Leaf(Rule):
                 f"{what}: {len(usable)} of {asked} clients sent a usable reply, {needed} are needed:{listed}"
             )
         for reason in reasons:
-            log(WARNING, "%s: left out %s", what, one_line(reason))
+            LOG.warning("%s: left out %s", what, one_line(reason))
         return sorted(usable, key=self._position)
 
     def learn(self, reported: Mapping[int, int | None], grid: Grid | None) -> dict[int, str]:

@@ -13,18 +13,17 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from logging import WARNING
 from typing import Any, Never
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
-from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import seeding
 from fedbn_flwr.engines.base import wait_for_nodes
+from fedbn_flwr.errors import LOG
 from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
@@ -135,7 +134,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         partitions = self.memory.partitions
         nodes = self._connected(round.grid, max(self.min_available_nodes, least))
         for node in sorted(partitions.keys() - set(nodes), key=self._position):
-            log(WARNING, "round %d, %s: without %s, which is not connected", round.number, purpose, self._who(node))
+            LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, self._who(node))
         count = max(int(len(nodes) * fraction), least)
         if count >= len(nodes):
             return sorted(nodes, key=self._position)

@@ -7,7 +7,7 @@ written for Flower's FedProx, and Flower's FedProx works with a BNClient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
@@ -47,14 +47,11 @@ class FedProxClient(ClientRule):
     keys = {PROXIMAL_MU: Key("float", "add mu/2 times the squared distance to the received parameters (Flower's key)")}
 
     def begin(self) -> None:
-        self.received = copies(self.local.optimizer.parameters.values())  # w_t
+        parameters = self.local.optimizer.parameters.values()
+        self.received = {parameter: parameter.detach().clone() for parameter in parameters}  # w_t
 
     def adjust(self) -> None:
         add_proximal(self.received, float(self.local.config[PROXIMAL_MU]))
-
-
-def copies(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    return {parameter: parameter.detach().clone() for parameter in parameters}
 
 
 @torch.no_grad()

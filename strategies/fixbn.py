@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from logging import WARNING
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MinLen
 from flwr.app import ArrayRecord
-from flwr.common import log
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.client.rule import ClientRule, Key
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, same_values
 from fedbn_flwr.messages.arrays import unpack
@@ -72,7 +70,7 @@ class FixBN(Wrapper):
             )
         if given and not last:
             text = "%s=%s of %d rounds is round 0: the statistics are frozen at their initial values; train more rounds"
-            log(WARNING, text, name, given, num_rounds)
+            LOG.warning(text, name, given, num_rounds)
         if last < num_rounds:
             require_norm(self, self.freeze, arrays, "freezes batch norm", instead="its base strategy")
 

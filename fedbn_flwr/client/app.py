@@ -93,7 +93,7 @@ class _App(ClientApp):
                 "the server has a strategy of Flower's old API, flwr.server.strategy, and this client serves those of "
                 'flwr.serverapp.strategy (docs/plugin.md, "From Flower\'s old API")'
             )
-            log_once(ERROR, f"a client could not answer: {problem}{_ONLY_LOGGED}")
+            log_once(f"a client could not answer: {problem}{_ONLY_LOGGED}", ERROR)
             raise ClientFailed(f"this client could not answer: {problem}")
         return super().__call__(message, context)
 
@@ -142,7 +142,7 @@ def _failed(context: Context, task: str, error: BaseException, note: str = "") -
         given = str(node["data-path"])
         sent = sent.replace(repr(given), "data-path").replace(repr(str(path_of(given))), "data-path")
     if note or sent != whole:
-        log_once(ERROR, f"a client could not {task}: {whole}{note}")
+        log_once(f"a client could not {task}: {whole}{note}", ERROR)
     if ONE_VALUE in sent:
         sent += "; batch norm needs two: give this client more examples, or use model.norm: gn"
     return ClientFailed(f"client {node.get('partition-id', f'node {context.node_id}')} could not {task}: {sent}")

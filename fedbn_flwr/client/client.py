@@ -306,7 +306,8 @@ class BNClient(NumPyClient):
     def _trained(self, config: Config, rules: Sequence[ClientRule]) -> tuple[float, int]:
         """Train the model that is loaded; the mean loss, and the size of the first batch."""
         server_round = int(config.get(protocol.ROUND, 1))
-        rate = self.lr(server_round) if callable(self.lr) else self.lr
+        # The server scales the rate after the round in which its strategy switched.
+        lr = (self.lr(server_round) if callable(self.lr) else self.lr) * float(config.get(protocol.LR_FACTOR, 1.0))
         not_begun, compiled = iter(rules), None
 
         def begin() -> None:
@@ -319,8 +320,6 @@ class BNClient(NumPyClient):
             stack.enter_context(self._seeded("model", server_round))
             for rule in rules:
                 stack.enter_context(rule.around())
-            # The server scales the rate after the round in which its strategy switched.
-            lr = rate * float(config.get(protocol.LR_FACTOR, 1.0))
             optimizer = self._optimizer(self._parts.trained, lr)
             for rule in rules:
                 rule.local.optimizer = optimizer

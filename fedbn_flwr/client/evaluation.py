@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from logging import WARNING
 from typing import Any
 
 import torch
@@ -23,9 +22,8 @@ from fedbn_flwr.tasks import CLASSIFICATION, METRICS, SEGMENTATION, SEVERAL, Tas
 from .losses import aligned, fit, logits_of
 from .training import Batch, Loss
 
-# A function of the model's outputs and the targets of all examples, on the CPU.
-MetricFunction = Callable[[Any, Any], float]
-Metric = str | MetricFunction
+# A name, or a function of the model's outputs and the targets of all examples, on the CPU.
+Metric = str | Callable[[Any, Any], float]
 
 
 def answers(task: Task, outputs: Any, targets: Any) -> tuple[Tensor, Tensor] | None:
@@ -202,7 +200,7 @@ class Measurement:
             except Exception as error:
                 if strict:
                     raise
-                log_once(WARNING, f"metric {key} is left out: {in_a_line(error)}")
+                log_once(f"metric {key} is left out: {in_a_line(error)}")
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
     def _of_name(self, name: str, examples: tuple[Any, ...]) -> float:

@@ -154,7 +154,7 @@ def _restore(folder: Path, context: Context, run: str, last: int) -> None:
             raise MessageError(
                 f"the node's state {error}; restore the folder from a copy, or start a new run"
             ) from None
-    records.update(protocol.volatile(context.state))
+    records.update({name: each for name, each in context.state.items() if name.startswith(protocol.VOLATILE)})
     context.state.clear()
     context.state.update(records)
 

@@ -1,4 +1,4 @@
-"""The local training loop `train` that all client rules share, its batches and its optimisers.
+"""The local training loop `train` that all client rules share, its batches, learning rates and optimisers.
 
 `SGD` is the default optimiser. Creating another one imports PyTorch's compiler, which takes a second or more. An
 experiment does it once, when it checks the settings, and its workers are forked after that.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
@@ -28,7 +29,6 @@ Loss = Callable[[Any, Any], Tensor]  # of what the model returns, and the target
 # (model, inputs, targets, loss_fn): sets the gradients of the parameters and returns the detached loss.
 Gradient = Callable[[nn.Module, Value, Value, Loss], Tensor]
 Adjust = Callable[[], Any]
-Compiled = Callable[[Value, Value], Tensor]  # (inputs, targets): the loss
 
 ONE_VALUE = "more than 1 value per channel"  # PyTorch's words on batch norm of one example
 
@@ -85,7 +85,7 @@ def backpropagate(
     loss_fn: Loss,
     *,
     precision: torch.dtype | None = None,
-    compiled: Compiled | None = None,
+    compiled: Callable[[Value, Value], Tensor] | None = None,
 ) -> Tensor:
     """Set the gradients of the parameters, and return the detached loss.
 
@@ -131,6 +131,21 @@ def train(
         first = first or examples
     optimizer.zero_grad()  # frees the gradients, which take as much memory as the model
     return float(total) / max(examples, 1), first
+
+
+# --- learning rates of a round, by its number and the number of rounds ---
+
+
+def step_rate(now: int, rounds: int, lr: float, milestones: Sequence[float], gamma: float) -> float:
+    """`lr`, multiplied by `gamma` after each milestone, which is a round or a fraction of all rounds."""
+    # 0.29 * 100 is 28.999999999999996; without the correction round 29 would come after the milestone.
+    ends = [milestone * rounds + 1e-9 if milestone <= 1 else milestone for milestone in milestones]
+    return lr * float(gamma ** sum(now > end for end in ends))
+
+
+def cosine_rate(now: int, rounds: int, lr: float) -> float:
+    """Half a cosine from `lr` in the first round to zero in the round after the last."""
+    return lr * 0.5 * (1 + math.cos(math.pi * (now - 1) / rounds))
 
 
 # --- optimisers ---

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,6 @@ from torch import Tensor
 from fedbn_flwr.batch import Value
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a resized crop: share of the image's area, and aspect ratio
-
-
-def is_dense(targets: Value) -> TypeGuard[Tensor]:
-    """Whether they are the classes of pixels."""
-    return isinstance(targets, Tensor) and targets.ndim > 1 and not targets.is_floating_point()
 
 
 def random_resized_crop(images: Tensor, targets: Value, generator: torch.Generator) -> tuple[Tensor, Value]:
@@ -104,7 +99,7 @@ def random_crop(images: Tensor, targets: Value, generator: torch.Generator, *, p
 def random_flip(images: Tensor, targets: Value, generator: torch.Generator) -> tuple[Tensor, Value]:
     """Mirror each image left to right with probability 1/2, and its mask."""
     flipped = (torch.rand(len(images), generator=generator) < 0.5).to(images.device, non_blocking=True)
-    if is_dense(targets):
+    if isinstance(targets, Tensor) and targets.ndim > 1 and not targets.is_floating_point():  # classes of pixels
         targets = torch.where(flipped.view(-1, 1, 1), targets.flip(-1), targets)
     return torch.where(flipped.view(-1, 1, 1, 1), images.flip(-1), images), targets
 

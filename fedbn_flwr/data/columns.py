@@ -201,9 +201,9 @@ def _chosen(
 ) -> tuple[Names, Names, str | None, str | None]:
     """The names of the columns of inputs and labels, and that of domains and that of groups."""
     train = columns["train"]
-    usual: Mapping[str, Any] = ARRAYS
-    if is_table:  # the names of the catalogue
-        of_entry = {"inputs": entry and entry.image, "label": entry and entry.label}
+    usual: Mapping[str, str] = ARRAYS
+    if is_table:
+        of_entry = {} if entry is None else {"inputs": entry.image, "label": entry.label}
         usual = {**of_entry, "domain": (entry and entry.domain) or "domain"}
 
     def named(key: str) -> Names:

@@ -29,7 +29,7 @@ BINS = 10  # of the numbers to predict, where examples are drawn or divided in p
 
 @dataclass(frozen=True)
 class Groups:
-    """The values of a column that groups the examples by domain, or by site, patient or user."""
+    """What groups the examples: a column of domains, or of sites, patients or users; or their targets (`strata`)."""
 
     names: tuple[str, ...]
     train: Tensor  # int64 [N], an index into names, -1 for another value; always on the CPU
@@ -61,15 +61,6 @@ def numbers(values: Sequence[str], names: Sequence[str]) -> Tensor:
     """The place of each value among the names; -1 for one that is none of them."""
     place = {name: i for i, name in enumerate(names)}
     return torch.tensor([place.get(value, -1) for value in values], dtype=torch.int64)
-
-
-@dataclass(frozen=True)
-class Strata:
-    """What the examples are divided by: classes, combinations of labels, or ranges of a number to predict."""
-
-    train: Tensor  # int64 [N], a place among the names
-    test: Tensor
-    names: tuple[str, ...]
 
 
 class Form:
@@ -140,6 +131,11 @@ class DataSet(Form):
     def nbytes(self) -> int:
         return self.train.nbytes + self.test.nbytes
 
+    @property
+    def groupings(self) -> list[Groups]:
+        """The columns by which the examples are grouped, if there are any."""
+        return [each for each in (self.domains, self.groups) if each is not None]
+
     def blank(self, number: int) -> Value:
         return self.train.blank(number)
 
@@ -151,16 +147,15 @@ class DataSet(Form):
     @cached_property  # the runs of an experiment share it
     def checksum(self) -> str:
         """Of all examples and their groups, equal on all machines; of a large array only every n-th example counts."""
-        groups = [each for each in (self.domains, self.groups) if each is not None]
         values = [each for part in (self.train, self.test) for each in (part.inputs, part.targets)]
-        parts = [*(part for value in values for part in tensors(value)), *(each.train for each in groups)]
-        parts += [each.test for each in groups if each.test is not None]
-        found = zlib.crc32(repr((self.class_names, *(each.names for each in groups))).encode())
+        parts = [*(part for value in values for part in tensors(value)), *(each.train for each in self.groupings)]
+        parts += [each.test for each in self.groupings if each.test is not None]
+        found = zlib.crc32(repr((self.class_names, *(each.names for each in self.groupings))).encode())
         for part in parts:
             found = zlib.crc32(part[:: 1 + part.nbytes // _MOST].cpu().contiguous().numpy().data, found)
         return f"{found:08x}"
 
-    def strata(self) -> Strata:
+    def strata(self) -> Groups:
         """Classes, combinations of labels, or ten ranges of the (first) number with equally many examples."""
         train, test = self.train.labels.cpu(), self.test.labels.cpu()
         targets: list[Any] = [self.train.targets, self.test.targets]
@@ -169,13 +164,14 @@ class DataSet(Form):
             edges = torch.from_numpy(np.quantile(values[0].numpy(), np.linspace(0, 1, BINS + 1)[1:-1])).unique()
             train, test = (torch.bucketize(some, edges, right=True) for some in values)
             starts = [f"from {edge:g}" for edge in edges.tolist()]
-            return Strata(train, test, (f"below {edges[0]:g}", *starts))
+            return Groups((f"below {edges[0]:g}", *starts), train, test)
         if self.task is MULTILABEL:
             rows = torch.cat([some.cpu() > 0 for some in targets])
             kinds, places = rows.unique(dim=0, return_inverse=True)
             names = ["+".join(np.array(self.class_names)[kind.numpy()]) or "none" for kind in kinds]
-            return Strata(places[: len(train)], places[len(train) :], tuple(names))
-        return Strata(train, test, ("examples",) if self.dense else self.class_names)  # those of pixels are not counted
+            return Groups(tuple(names), places[: len(train)], places[len(train) :])
+        classes = ("examples",) if self.dense else self.class_names  # those of pixels are not counted
+        return Groups(classes, train, test)
 
     def select(self, train: Tensor | None, test: Tensor | None) -> DataSet:
         """With these rows of its splits; None keeps all."""
@@ -209,8 +205,7 @@ class DataSet(Form):
         count = round(share * len(self.train))
         if not 0 < count < len(self.train):
             raise DataError(f"data.test is {share:g}, which is {count} of {len(self.train)} examples of {self.name!r}")
-        groups = [each.train for each in (self.domains, self.groups) if each is not None]
-        test = draw(count, [self.strata().train, *groups], "held-out test examples")
+        test = draw(count, [each.train for each in (self.strata(), *self.groupings)], "held-out test examples")
         train = torch.from_numpy(np.setdiff1d(np.arange(len(self.train)), test.numpy()))
         return self.select(train, test)
 
@@ -231,9 +226,9 @@ def fewer(dataset: DataSet, examples: int | None, test_examples: int | None) -> 
     The draw is fixed: all runs and all seeds have the same examples, and a smaller number has those of a larger one,
     up to rounding in each group.
     """
-    groups, strata = [each for each in (dataset.domains, dataset.groups) if each is not None], dataset.strata()
-    train = [strata.train, *(each.train for each in groups)]
-    test = [strata.test, *(each.test for each in groups if each.test is not None)]
+    groupings = [dataset.strata(), *dataset.groupings]
+    train = [each.train for each in groupings]
+    test = [each.test for each in groupings if each.test is not None]
     rows: list[Tensor | None] = []
     for key, count, columns in (("examples", examples, train), ("test_examples", test_examples, test)):
         total = len(columns[0])

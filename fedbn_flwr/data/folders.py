@@ -111,8 +111,8 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
             "folder with train*.parquet and test*.parquet, a name that `fedbn list datasets` shows, or the name of a "
             "data set on the Hugging Face hub"
         )
-    train, test = source.train or "train", None if source.held_out else source.test
-    assert test is None or isinstance(test, str)
+    # The names of the splits; None: the usual ones.
+    given: dict[str, Any] = {"train": source.train, **({} if source.held_out else {"test": source.test})}
     if folder.is_file():
         if folder.suffix not in _READERS:
             raise DataError(
@@ -124,22 +124,20 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
                 "this share of its rows, or give a folder with train* and test* files"
             )
         return {"train": _READERS[folder.suffix](folder.parent, [folder])}, entry
-    parts = PARTS[:1] if source.held_out else PARTS
     if (folder / "leftImg8bit").is_dir():
-        of_split = {"train": train, "test": test or "val"}
-        rows = {part: _cityscapes(folder, of_split[part]) for part in parts}
+        rows = {part: _cityscapes(folder, name or {"test": "val"}.get(part, part)) for part, name in given.items()}
         return _tables(rows, "image", "mask", "city"), CATALOGUE["cityscapes"]
     if domains := _domains(folder, entry):
-        keep, of_split = entry.keep if entry else (), {"train": train, "test": test or "test"}
-        return _of_domains(folder, domains, keep, {part: of_split[part] for part in parts}), entry
+        of_split = {part: name or part for part, name in given.items()}
+        return _of_domains(folder, domains, entry.keep if entry else (), of_split), entry
     found: Splits = {}
-    known = {
-        "train": (train, "") if source.held_out and not source.train else (train,),
+    usual = {
+        "train": ("train", "") if source.held_out else ("train",),
         # Several sets have no public test labels; papers test on their validation split.
-        "test": (test,) if test else ("test", "val"),
+        "test": ("test", "val"),
     }
-    for part in parts:
-        names = known[part]
+    for part, name in given.items():
+        names = (name,) if name else usual[part]
         there = (split for name in names if (split := _split(folder, name)) is not None)
         if (split := next(there, None)) is None:
             present = sorted(file.name for file in folder.iterdir())[:8]

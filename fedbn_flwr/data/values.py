@@ -14,6 +14,7 @@ columns of floats are several numbers, several of 0 and 1 several labels. `data.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -111,17 +112,14 @@ def _array(where: str, key: str, rows: np.ndarray) -> Tensor:
 
 def _number(where: str, rows: np.ndarray) -> Tensor:
     """float32, int64, or as they are: truth values and bytes of more than two dimensions."""
-    kind: str = rows.dtype.kind
-    if kind == "O":
-        try:
+    if rows.dtype == object:
+        with suppress(TypeError, ValueError):
             rows = rows.astype(np.float32)  # None becomes NaN
-        except (TypeError, ValueError):
-            kind = "?"
-    if kind not in "Obiuf":
+    if rows.dtype.kind not in "biuf":
         raise DataError(f"{where} has inputs of type {rows.dtype}; expected numbers")
-    if kind == "b" or (rows.dtype == np.uint8 and rows.ndim > 2):
+    if rows.dtype == bool or (rows.dtype == np.uint8 and rows.ndim > 2):
         return torch.from_numpy(np.array(rows))
-    return torch.from_numpy(np.array(rows, np.int64 if kind in "iu" else np.float32))
+    return torch.from_numpy(np.array(rows, np.int64 if rows.dtype.kind in "iu" else np.float32))
 
 
 def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> None:

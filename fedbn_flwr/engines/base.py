@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from logging import WARNING
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Message
-from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.errors import LOG, RunFailed
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from flwr.supercore.run import Run  # elsewhere in other versions of Flower
@@ -76,8 +74,7 @@ def wait_for_nodes(grid: Grid, needed: int, timeout: float, hint: str, *, began:
             raise RunFailed(f"{len(nodes)} of {needed} nodes are connected after {timeout:g} s; {hint}")
         if len(nodes) != seen:
             seen = len(nodes)
-            log(
-                WARNING,
+            LOG.warning(
                 "waiting for nodes: %d of %d are connected, at most %g s; %s",
                 seen,
                 needed,

@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable
-from logging import WARNING
 
 from flwr.app import Error, Message
-from flwr.common import log
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
+
+from fedbn_flwr.errors import LOG
 
 from .base import GivenUp, GridAround, Replied
 
@@ -88,7 +88,7 @@ class PollingGrid(GridAround):
                 return replies
             if passed >= next_warning:
                 limit = "without limit" if timeout is None else f"at most {timeout:g} s"
-                log(WARNING, "waiting for %d of %d replies since %.0f s, %s", len(asked), len(messages), passed, limit)
+                LOG.warning("waiting for %d of %d replies since %.0f s, %s", len(asked), len(messages), passed, limit)
                 next_warning *= 2
             pause = min(max(_PAUSE, _PAUSE_SHARE * passed), _LONGEST_PAUSE)
             time.sleep(pause if timeout is None else min(pause, timeout - passed))

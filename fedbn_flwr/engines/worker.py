@@ -18,13 +18,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from logging import WARNING
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from flwr.common import log
+
+from fedbn_flwr.errors import LOG
 
 START_TIMEOUT = 10.0  # seconds until a forked worker has taken the locks that it will need
 _STARTS = 3  # attempts to start a worker
@@ -65,7 +65,7 @@ class NodeWorker(ABC):
         self.is_ready = not (problem or lost)
         self._failures = 0 if self.is_ready else self._failures + 1
         if not self.is_ready:
-            log(WARNING, "a worker could not be started: %s", problem or lost)
+            LOG.warning("a worker could not be started: %s", problem or lost)
             self.close()
         if self._failures == _STARTS:
             self.problem = problem or lost

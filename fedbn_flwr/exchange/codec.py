@@ -67,11 +67,15 @@ def contribution_from_records(content: RecordDict) -> Contribution:
     if {*arrays} != {"arrays"} or len(metrics) != 1 or "config" not in configs:
         raise MessageError("the reply is no contribution to an exchange; serve the client with fedbn_flwr.client_app")
     (numbers,) = metrics.values()
-    keys = protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES, protocol.EXCHANGES_LEFT, protocol.NUM_EXAMPLES
-    batch, values, remaining, examples = (_number(numbers, key) for key in keys)
-    kind = str(configs["config"].get(KIND))[:TEXT_LIMIT]
-    counts = int(batch), int(values), int(remaining)
-    return Contribution(kind, unpack(arrays["arrays"]), *counts, examples, partition_of(content))
+    return Contribution(
+        batch=int(_number(numbers, protocol.BATCH_EXAMPLES)),
+        values=int(_number(numbers, protocol.BATCH_VALUES)),
+        remaining=int(_number(numbers, protocol.EXCHANGES_LEFT)),
+        examples=_number(numbers, protocol.NUM_EXAMPLES),
+        kind=str(configs["config"].get(KIND))[:TEXT_LIMIT],
+        tensors=unpack(arrays["arrays"]),
+        partition=partition_of(content),
+    )
 
 
 def numbers_of(agreement: Agreement) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,7 @@ class _Moments:
     size: float  # B_i r
 
 
+@dataclass(eq=False)
 class LayerwiseStep:
     """Loss and gradient of one batch, for the first step of `client.training.train`.
 
@@ -84,23 +85,14 @@ class LayerwiseStep:
         Of the client; part of each contribution.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        *,
-        fused: bool = True,
-        backward: bool = True,
-        examples: int = 0,
-        partition: int | None = None,
-    ) -> None:
-        self.exchange = exchange
-        self.fused = fused
-        self.backward = backward
-        self.examples = examples
-        self.partition = partition
-        self._open: list[_Moments] = []  # passes whose gradients were not exchanged yet
-        self._left = 0
-        self._batch = 0
+    exchange: Exchange
+    fused: bool = True
+    backward: bool = True
+    examples: int = 0
+    partition: int | None = None
+    _open: list[_Moments] = field(default_factory=list, init=False)  # passes whose gradients were not exchanged yet
+    _left: int = field(init=False)
+    _batch: int = field(init=False)
 
     def __call__(
         self, model: nn.Module, inputs: Value, targets: Value, loss_fn: Callable[[Any, Any], Tensor]

@@ -102,6 +102,7 @@ def _shares(_: str, data: settings.Data, clients: int, seed: int, device: str) -
     if kind == "natural" and groups is not None and not groups.in_both:
         groups = dataset.domains
     train, test = strata.train, strata.test
+    assert test is not None
     if groups is not None and groups.test is not None:
         # The classes of each group are split separately: a client is tested on the groups that it trains on.
         train, test = train + len(strata.names) * groups.train, test + len(strata.names) * groups.test

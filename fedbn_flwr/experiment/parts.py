@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from fedbn_flwr import named, seeding
 from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.losses import balanced_weights, make_loss
-from fedbn_flwr.client.schedules import cosine, step
-from fedbn_flwr.client.training import Loss
+from fedbn_flwr.client.training import Loss, cosine_rate, step_rate
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partitions import hold_out
@@ -167,9 +166,9 @@ def learning_rate(run: Settings, server_round: int) -> float:
         case "constant":
             return lr
         case "step":
-            return step(server_round, run.rounds, lr, options.milestones, options.gamma or 0.1)
+            return step_rate(server_round, run.rounds, lr, options.milestones, options.gamma or 0.1)
         case "cosine":
-            return cosine(server_round, run.rounds, lr)
+            return cosine_rate(server_round, run.rounds, lr)
     rate = named.call("train.schedule.kind", options.kind, server_round, run.rounds, lr)
     if not (isinstance(rate, int | float) and rate >= 0):
         raise SettingsError(

@@ -39,6 +39,9 @@ class Layout:
     size: int
     name: str  # the dtype's; NumPy formats it again on each access
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return layout_of, (self.dtype.str, tuple(self.shapes), tuple(self.shapes.values()))
+
 
 @functools.lru_cache(maxsize=256)
 def layout_of(dtype: str, keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Layout:
@@ -78,12 +81,7 @@ class FlatArrays(Mapping[str, NDArray[Any]]):
     __eq__, __hash__ = object.__eq__, object.__hash__  # the methods of Mapping would compare the arrays
 
     def __reduce__(self) -> tuple[Any, ...]:
-        where = self.layout
-        return _block, (where.dtype.str, tuple(where.shapes), tuple(where.shapes.values()), self.flat)
-
-
-def _block(dtype: str, keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], flat: NDArray[Any]) -> FlatArrays:
-    return FlatArrays(layout_of(dtype, keys, shapes), flat)
+        return FlatArrays, (self.layout, self.flat)
 
 
 class Array(FlowerArray):

@@ -39,7 +39,6 @@ _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits; -2**63 has no oppos
 _TEXT_LIMIT = 2000  # bytes of a reason
 # Also after the name of a test set.
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES, protocol.EXCHANGES_LEFT)
-_WHOLE = frozenset({protocol.PARTITION, protocol.STATE_ROUND})
 # The last words of metrics between 0 and 1, also after the name of a test set.
 _SHARES = frozenset(name.rpartition("_")[2] for name in SHARES)
 
@@ -89,7 +88,7 @@ def _passed(reply: Message) -> Message:
 
 def _check_metrics(metrics: MetricRecord) -> None:
     for key, value in metrics.items():
-        if key in _WHOLE:
+        if key in (protocol.PARTITION, protocol.STATE_ROUND):
             _check_whole(key, value)
             continue
         is_count, expected = key.endswith(_COUNTS), "a finite number (the client diverged?)"
@@ -318,6 +317,12 @@ def with_content(message: Message, content: RecordDict) -> Message:
     changed = copy.copy(message)
     changed.content = content
     return changed
+
+
+def with_config(message: Message, more: Mapping[str, Any]) -> Message:
+    """A copy of the message with these entries in its config too."""
+    name, config = next(iter(configs_in(message.content).items()))
+    return with_content(message, RecordDict({**message.content, name: ConfigRecord({**config, **more})}))
 
 
 def with_arrays(message: Message, change: Callable[[ArrayRecord], ArrayRecord]) -> Message:

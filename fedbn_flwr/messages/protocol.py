@@ -15,8 +15,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import RecordDict
-
 from fedbn_flwr.errors import MessageError, did_you_mean
 from fedbn_flwr.norms.roles import Role
 
@@ -97,11 +95,6 @@ def check_known(config: Mapping[str, Any], known: Collection[str]) -> None:
                 f"{did_you_mean(key, known)}. Install the same version of fedbn-flwr on server and clients, and import "
                 "your own client rules in the ClientApp"
             )
-
-
-def volatile(state: RecordDict) -> RecordDict:
-    """The records of a client's state that are never written to disk."""
-    return RecordDict({name: record for name, record in state.items() if name.startswith(VOLATILE)})
 
 
 def run_keys(config: Mapping[str, Any]) -> dict[str, Any]:

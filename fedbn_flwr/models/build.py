@@ -1,15 +1,16 @@
-"""`build_model`: a network by name, with a chosen kind of normalisation."""
+"""`build_model`: a network by name, with a chosen kind of normalisation and perhaps pretrained weights."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from safetensors import SafetensorError
+from torch import Tensor, nn
 
-from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.named import accepted, is_name, load
+from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
+from fedbn_flwr.named import accepted, in_a_line, is_name, load, path_of
 from fedbn_flwr.norms.convert import convert_norm, own_module
 from fedbn_flwr.norms.roles import Role, roles
 
@@ -24,7 +25,6 @@ from .vision import (
     resnet18,
     resnet50,
 )
-from .weights import load_weights, read_weights
 
 # Functions of num_classes, and of in_channels, image_size and stem if they use them; those of input_shape take inputs
 # of other shapes too, all others images. They draw the weights from torch's global generator.
@@ -136,6 +136,47 @@ def _check_shape(name: str, shape: tuple[int, ...], num_tokens: int | None) -> N
         raise SettingsError(
             f"model.name={name!r} takes images, [channels, height, width], but these inputs have the shape "
             f"{list(shape)}; use mlp, for series [channels, time] cnn1d, or module:callable"
+        )
+
+
+# --- pretrained weights ---
+
+
+def read_weights(weights: str) -> dict[str, Tensor]:
+    """The state dict of the file."""
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path_of(weights).absolute())
+    except (RuntimeError, OSError, SafetensorError) as error:  # also no such user, or a folder that cannot be read
+        raise SettingsError(f"model.weights={weights!r} cannot be read: {error}; expected a safetensors file") from None
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) -> None:
+    """Copy `state` into the model, statistics of batch norm included. Counters may be absent.
+
+    The last layer keeps its initial values if it has another number of outputs; the log reports it. Other differences
+    are errors that name the keys.
+    """
+    own = model.state_dict()
+    last = next(reversed(own), "").rpartition(".")[0]
+    drawn = {
+        key: value
+        for key, value in own.items()
+        if key in state and key.rpartition(".")[0] == last
+        if state[key].shape != value.shape and state[key].shape[1:] == value.shape[1:]
+    }
+    try:
+        model.load_state_dict({**state, **drawn})
+    except RuntimeError as error:
+        raise SettingsError(
+            f"model.weights={weights!r} does not fit the network: {in_a_line(error)} For another image size or "
+            "number of channels, set model.stem or data.channels"
+        ) from None
+    for key in [*drawn][:1]:
+        log_once(
+            f"model.weights={weights!r} has {len(state[key])} outputs and the data {len(drawn[key])} classes: {last!r} "
+            "keeps its initial values",
         )
 
 

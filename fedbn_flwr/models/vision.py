@@ -110,7 +110,6 @@ def _deeplab(encoder: str, num_classes: int, in_channels: int) -> nn.Module:
     with needs("segmentation", f"model.name='deeplabv3plus_{encoder}'"):
         import segmentation_models_pytorch as smp
     # No pretrained weights, because they would be downloaded.
-    model: Any = smp.DeepLabV3Plus(
+    return smp.DeepLabV3Plus(  # type: ignore[no-any-return]
         encoder_name=encoder, encoder_weights=None, in_channels=in_channels, classes=num_classes
     )
-    return model  # type: ignore[no-any-return]

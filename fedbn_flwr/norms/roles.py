@@ -32,8 +32,11 @@ class Role(StrEnum):
 
 MEAN, VARIANCE = "running_mean", "running_var"
 AFFINE = ("weight", "bias")
-_ROLES = {MEAN: Role.STATISTICS, VARIANCE: Role.STATISTICS, "num_batches_tracked": Role.COUNTER}
-_ROLES |= dict.fromkeys(AFFINE, Role.AFFINE)
+_ROLES = {
+    **dict.fromkeys(AFFINE, Role.AFFINE),
+    **dict.fromkeys((MEAN, VARIANCE), Role.STATISTICS),
+    "num_batches_tracked": Role.COUNTER,
+}
 
 
 def roles(arrays_or_module: Mapping[str, Any] | nn.Module) -> dict[str, Role]:

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.common import log
 from numpy.typing import NDArray
 
+from fedbn_flwr.errors import LOG
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import number_of, read_reply
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers
@@ -46,7 +45,7 @@ class Dynamics(Listener):
             self._before = statistics_in(unpack(at.arrays))
         if not self._before:
             text = "%s: evaluate.dynamics records nothing: with these settings, clients send no running statistics"
-            log(WARNING, text, running.prepared.name)
+            LOG.warning(text, running.prepared.name)
 
     def on_round(self, running: Running, at: Round) -> Round:
         if before := self._before:

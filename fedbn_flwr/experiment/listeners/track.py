@@ -14,13 +14,11 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-from flwr.common import log
-
 from fedbn_flwr import named
+from fedbn_flwr.errors import LOG
 from fedbn_flwr.results.folder import RunFolder, flat_settings
 
 from ..settings import name_in, options_in, tracker_of
@@ -89,4 +87,4 @@ class Track(Listener):
 
     def _warn(self, reason: str) -> None:
         text = "%s: tracking by %s ended: %s; the run folder has all figures"
-        log(WARNING, text, self.folder.path.name, name_in(self.part), reason)
+        LOG.warning(text, self.folder.path.name, name_in(self.part), reason)

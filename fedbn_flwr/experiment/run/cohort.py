@@ -10,12 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from logging import WARNING
 from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.moments import ROWS, Sums, moments_from, totals
 from fedbn_flwr.engines.base import GridAround, wait_for_nodes
-from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
+from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import fault
 from fedbn_flwr.messages.arrays import metrics_in, unpack
@@ -62,7 +60,7 @@ def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], lis
         away = [node for node in nodes if node in answers and _is_away(answers[node])]
         if not away or time.monotonic() - began > run.engine.node_timeout:
             return nodes, [answers[node] for node in nodes if node in answers]
-        log(WARNING, "nodes %s are unavailable; asking them again", ", ".join(map(str, away)))
+        LOG.warning("nodes %s are unavailable; asking them again", ", ".join(map(str, away)))
         for node in away:
             del answers[node]
         time.sleep(min(1.0, run.engine.node_timeout / 10))

@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from logging import INFO
 from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Gt, Le, Lt
-from flwr.common import log
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import LOG, SettingsError, did_you_mean
 from fedbn_flwr.messages.aggregate import Arrays, cast, normalised
 from fedbn_flwr.norms.roles import Role, roles
 
@@ -92,7 +90,7 @@ class Bounds:
         by_median = math.inf if self.clip_factor is None else self.clip_factor * float(np.median(norms))
         bound = min(by_median, math.inf if self.clip_norm is None else self.clip_norm)
         if longer := sum(norm > bound for norm in norms):
-            log(INFO, "%s: clipped %d of %d updates to the norm %.4g, the largest was %.4g", what, longer, len(norms),
+            LOG.info("%s: clipped %d of %d updates to the norm %.4g, the largest was %.4g", what, longer, len(norms),
                 bound, max(norms))  # fmt: skip
         return [
             _shortened(reply, sent, trained, bound / norm) if norm > bound else reply

@@ -11,18 +11,17 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Hashable
-from logging import WARNING
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo
 import torch._inductor.config as inductor
-from flwr.common import log
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, count, each
 from fedbn_flwr.client.training import Loss
+from fedbn_flwr.errors import LOG
 from fedbn_flwr.norms.variants import MaskedBatchNorm1d
 
 # The graphs of a process: models of an experiment file, with and without frozen layers. PyTorch's limit is 8, for all
@@ -93,8 +92,7 @@ def _works(
         with seeding.kept():
             compiled(copy.deepcopy(model), inputs, targets, loss_fn).backward()
     except Exception as error:  # of the compiler, of the machine's C++ compiler, of the model or of the loss
-        log(
-            WARNING,
+        LOG.warning(
             "PyTorch cannot compile the model %s, so it is trained without: %s%s",
             type(model).__name__,
             str(error).strip().partition("\n")[0][:500],

@@ -21,17 +21,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from logging import INFO
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import seeding
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
@@ -242,4 +240,4 @@ class Private(Wrapper):
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         if round.number == self._rounds:
-            log(INFO, "%s", self._report()["in_words"])
+            LOG.info("%s", self._report()["in_words"])

@@ -18,22 +18,20 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from logging import WARNING
 from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import LOG, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
-from fedbn_flwr.messages.gate import Reply, gate, read_reply, reason_of, refused, sent_model, with_content
+from fedbn_flwr.messages.gate import Reply, gate, read_reply, reason_of, refused, sent_model, with_config, with_content
 from fedbn_flwr.norms.roles import is_variance
 from fedbn_flwr.strategies import Round, Wrapper
 
@@ -174,7 +172,7 @@ class Secure(Wrapper):
 
     def _skip(self, server_round: int, error: NotOpened) -> None:
         why = f"{error}; the masks hide which client is at fault"
-        log(WARNING, "round %d is skipped, the model stays as it is: %s", server_round, why)
+        LOG.warning("round %d is skipped, the model stays as it is: %s", server_round, why)
         self.memory.skipped.append(server_round)
         last = self.memory.skipped[-_MOST_SKIPPED:]
         if last == list(range(server_round + 1 - _MOST_SKIPPED, server_round + 1)):
@@ -215,13 +213,7 @@ class MaskedRound:
             client.WEIGHT: self.rule.chain[-1].weighted_by_key,
             client.EQUAL: ",".join(sorted(self.rule.equal)),
         }
-        masking = []
-        for message in messages:
-            if message.metadata.dst_node_id in self._shares:
-                name, config = next(iter(configs_in(message.content).items()))
-                content = RecordDict({**message.content, name: ConfigRecord({**config, **more})})
-                masking.append(with_content(message, content))
-        return masking
+        return [with_config(message, more) for message in messages if message.metadata.dst_node_id in self._shares]
 
     def means(self, replies: Iterable[Message], whole: Arrays) -> list[Message]:
         """The mean reply from each client in the sum, and errors from the others; `whole` is the global model."""
@@ -332,7 +324,7 @@ class MaskedRound:
                 del reasons[node]
         self._check_threshold(f"stage {stage}", len(found), len(nodes), reasons)
         for node, reason in reasons.items():
-            log(WARNING, "%s, secure aggregation, stage %s: without node %d: %s", self._what, stage, node, reason)
+            LOG.warning("%s, secure aggregation, stage %s: without node %d: %s", self._what, stage, node, reason)
             if stage != "unmask":
                 asked = Message(RecordDict(), node, client.QUERY)  # an error as if it were the node's
                 self._failed.append(Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=asked))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,20 +66,32 @@ def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     experiment = load_experiment(arguments.experiment, arguments.overrides) if arguments.experiment else None
     node = parse_pairs([arguments.node_config or ""], "--node-config")
     key, ca, address = arguments.auth_supernode_private_key, arguments.root_certificates, arguments.superlink
-    server = check_server(address, ca, insecure=arguments.insecure) if address else ()
-    given = experiment is not None or "data-path" in node
     folder = Path(str(node.get("state", ""))).expanduser()
-    yield from asked("versions", check_versions(), "pip install fedbn-flwr")
-    yield from asked(
-        "key",
-        check_key(key, insecure=arguments.insecure) if key else (),
-        "copy the site's folder from deploy/keys, for this user",
-    )
-    yield from asked("root certificate", check_authority(ca) if ca else (), "copy ca.crt from the server's deploy/keys")
-    yield from asked("server", server, "correct the root certificate first")
-    yield from asked("node config", check_node_config(node), "correct --node-config")
-    cure = "create it, for the user who runs the ClientApp (uid 49999 in the containers)"
-    yield from asked("state folder", check_state(folder) if "state" in node else (), cure)
-    cure = "correct the data, the node config or the experiment"
-    yield from asked("data", check_data(experiment, node) if given else (), cure)
-    yield from asked("GPU", check_gpu(experiment), "install PyTorch for CUDA, or set engine.device to auto")
+    checks: list[tuple[str, Iterable[Check], str]] = [  # name, answers, cure
+        ("versions", check_versions(), "pip install fedbn-flwr"),
+        (
+            "key",
+            check_key(key, insecure=arguments.insecure) if key else (),
+            "copy the site's folder from deploy/keys, for this user",
+        ),
+        ("root certificate", check_authority(ca) if ca else (), "copy ca.crt from the server's deploy/keys"),
+        (
+            "server",
+            check_server(address, ca, insecure=arguments.insecure) if address else (),
+            "correct the root certificate first",
+        ),
+        ("node config", check_node_config(node), "correct --node-config"),
+        (
+            "state folder",
+            check_state(folder) if "state" in node else (),
+            "create it, for the user who runs the ClientApp (uid 49999 in the containers)",
+        ),
+        (
+            "data",
+            check_data(experiment, node) if experiment is not None or "data-path" in node else (),
+            "correct the data, the node config or the experiment",
+        ),
+        ("GPU", check_gpu(experiment), "install PyTorch for CUDA, or set engine.device to auto"),
+    ]
+    for name, answers, cure in checks:
+        yield from asked(name, answers, cure)

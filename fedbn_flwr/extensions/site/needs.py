@@ -119,16 +119,14 @@ def check_server(address: str, authority: Path | None, *, insecure: bool = False
             raise _tls_problem(error, address) from None
         except OSError as error:
             raise Failed(f"{address}: {error.strerror or error}", "start the SuperLink; check the port") from None
-        if insecure:
-            yield from _health(address, connection, insecure=True)
-            return
-        certificate = x509.load_der_x509_certificate(connection.sock.getpeercert(binary_form=True))  # type: ignore[union-attr]
-        yield from _health(address, connection)
-    renew = "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink"
-    yield _validity("server certificate", certificate, f"of {address}", renew)
+        der = None if insecure else connection.sock.getpeercert(binary_form=True)  # type: ignore[union-attr]
+        yield from _health(address, connection, insecure=insecure)
+    if der is not None:
+        renew = "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink"
+        yield _validity("server certificate", x509.load_der_x509_certificate(der), f"of {address}", renew)
 
 
-def _health(address: str, connection: HTTPConnection, *, insecure: bool = False) -> Iterator[Check]:
+def _health(address: str, connection: HTTPConnection, *, insecure: bool) -> Iterator[Check]:
     begin = time.time()
     try:
         connection.request("GET", "/health")

@@ -23,7 +23,6 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from logging import WARNING
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -131,7 +130,7 @@ class RunFolder:
             if different := _difference({**saved.settings, "token": saved.token}, now):
                 raise damaged(self.checkpoint.path, f"it is of another run: {different}")
         elif lost := len(self.history()):
-            log_once(WARNING, f"{self.path} has no checkpoint of its {lost} rounds; the run begins again at round 1")
+            log_once(f"{self.path} has no checkpoint of its {lost} rounds; the run begins again at round 1")
         kept = {name: [line for line in self.lines(name) if line["round"] <= done] for name in LINES}
         if (rounds := [line["round"] for line in kept["history.jsonl"]]) != list(range(1, done + 1)):
             raise SettingsError(

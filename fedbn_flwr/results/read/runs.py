@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from logging import WARNING
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -117,7 +116,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     states = [(run.summary.rounds, run.summary.status == "finished", -place) for place, run in enumerate(runs)]
     longest = {run.origin: run for _, run in sorted(zip(states, runs, strict=True))}
     for copy in (run for run in runs if longest[run.origin] is not run):
-        log_once(WARNING, f"{copy.folder} is a copy of {longest[copy.origin].folder}, and is not counted")
+        log_once(f"{copy.folder} is a copy of {longest[copy.origin].folder}, and is not counted")
     return [run for run in runs if longest[run.origin] is run]
 
 

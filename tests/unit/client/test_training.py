@@ -9,13 +9,12 @@ from functools import partial
 
 import pytest
 import torch
-from fedbn_flwr.strategies.fedprox import add_proximal, copies  # type: ignore[import-untyped]
+from fedbn_flwr.strategies.fedprox import add_proximal  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.schedules import cosine, step
-from fedbn_flwr.client.training import backpropagate, local_batches, make_optimizer, train
+from fedbn_flwr.client.training import backpropagate, cosine_rate, local_batches, make_optimizer, step_rate, train
 
 CPU = torch.device("cpu")
 Data = list[tuple[Tensor, Tensor]]
@@ -115,7 +114,7 @@ def test_the_loss_is_the_mean_over_examples() -> None:
 
 
 def proximal(parameters: Iterable[nn.Parameter], mu: float) -> Callable[[], None]:
-    received = copies(parameters)
+    received = {parameter: parameter.detach().clone() for parameter in parameters}
     return lambda: add_proximal(received, mu)
 
 
@@ -184,27 +183,32 @@ def test_a_parameter_without_gradient_does_not_change() -> None:
 
 def test_step_schedule_falls_after_its_milestones() -> None:
     """Half and three quarters of 100 rounds: rounds 50 and 75 are the last at each rate."""
-    rates = {number: step(number, 100, 1.0, (0.5, 0.75), gamma=0.1) for number in (1, 50, 51, 75, 76, 100)}
+    rates = {number: step_rate(number, 100, 1.0, (0.5, 0.75), gamma=0.1) for number in (1, 50, 51, 75, 76, 100)}
     assert rates == pytest.approx({1: 1.0, 50: 1.0, 51: 0.1, 75: 0.1, 76: 0.01, 100: 0.01})
 
 
 def test_step_schedule_takes_rounds_as_well() -> None:
-    assert [step(server_round, 10, 2.0, (6, 8), gamma=0.5) for server_round in (6, 7, 8, 9)] == [2.0, 1.0, 1.0, 0.5]
+    assert [step_rate(server_round, 10, 2.0, (6, 8), gamma=0.5) for server_round in (6, 7, 8, 9)] == [
+        2.0,
+        1.0,
+        1.0,
+        0.5,
+    ]
 
 
 @pytest.mark.parametrize("milestone", [0.07, 0.14, 0.28, 0.29, 0.55, 0.56, 0.57, 0.58])
 def test_a_fraction_of_a_hundred_rounds_is_the_round_it_names(milestone: float) -> None:
     """0.29 * 100 is 28.999999999999996 in floating point, and 0.07 * 100 is 7.000000000000001."""
     last = round(milestone * 100)
-    assert [step(each, 100, 1.0, (milestone,), gamma=0.5) for each in (last, last + 1)] == [1.0, 0.5]
+    assert [step_rate(each, 100, 1.0, (milestone,), gamma=0.5) for each in (last, last + 1)] == [1.0, 0.5]
 
 
 def test_no_milestones_is_a_constant_rate() -> None:
-    assert {step(server_round, 10, 0.3, (), gamma=0.1) for server_round in range(1, 11)} == {0.3}
+    assert {step_rate(server_round, 10, 0.3, (), gamma=0.1) for server_round in range(1, 11)} == {0.3}
 
 
 def test_cosine_schedule_begins_at_lr_and_would_end_at_zero() -> None:
-    rates = [cosine(server_round, 10, 0.4) for server_round in range(1, 12)]
+    rates = [cosine_rate(server_round, 10, 0.4) for server_round in range(1, 12)]
     assert rates[0] == 0.4
     assert rates[5] == pytest.approx(0.2)
     assert rates[9] == pytest.approx(0.2 * (1 + math.cos(math.pi * 0.9)))
