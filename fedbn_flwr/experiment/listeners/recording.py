@@ -91,9 +91,8 @@ def begin_summary(prepared: Parts) -> Summary:
 
 
 class Saving(Listener):
-    def __init__(self) -> None:
-        self.latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last finished round, with the global model
-        self.best: ArrayRecord | None = None  # the model of the best round, until it is in the run folder
+    latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last finished round, with the global model
+    best: ArrayRecord | None = None  # the model of the best round, until it is in the run folder
 
     def on_round(self, running: Running, at: Round) -> Round:
         run = running.run
