@@ -42,15 +42,14 @@ def list_names(arguments: argparse.Namespace) -> None:
         shown |= found
     if arguments.json:
         print(json.dumps(shown, indent=2))
-        return
-    if arguments.what == "strategies" and arguments.names:
+    elif arguments.what == "strategies" and arguments.names:
         from fedbn_flwr.experiment.registry import in_words
 
         print("\n\n".join(map(in_words, shown)))
-        return
-    width = max(map(len, shown))
-    for name, line in shown.items():
-        print(f"{name.ljust(width)}  {line}")
+    else:
+        width = max(map(len, shown))
+        for name, line in shown.items():
+            print(f"{name.ljust(width)}  {line}")
 
 
 def _lines(what: str) -> Mapping[str, str]:

@@ -37,9 +37,6 @@ def report(arguments: argparse.Namespace) -> None:
     form = Form(tuple(filter(None, arguments.columns.split(","))), arguments.baseline)
     out = arguments.out or default_out("report")
     if arguments.html:
-        file = out if out.suffix == ".html" else out / "report.html"
-        print(f"{write_html(arguments.folders, file, form)}\n\npage:  {file}")
-        return
-    text, markdown, picture = write_report(arguments.folders, out, form)
-    plot = f"plot:  {picture}\n" if picture else ""
-    print(f"{text}\n\ntable: {markdown}\n{plot}page:  {out / 'report.html'}")
+        print(write_html(arguments.folders, out if out.suffix == ".html" else out / "report.html", form))
+    else:
+        print(write_report(arguments.folders, out, form))

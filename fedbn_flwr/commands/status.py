@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.results.text import duration, printable, shorten
+from fedbn_flwr.storage import to_json
 from fedbn_flwr.tasks import title_of
 
 from .common import Commands, add_command, default_folder
@@ -49,16 +48,16 @@ def status(arguments: argparse.Namespace) -> None:
         print(f"not shown, because the files are damaged or not of a run: {named}", file=sys.stderr)
     found = sorted((state for state in states.values() if state is not None), key=lambda state: -state.changed)
     if arguments.json:
-        print(json.dumps([_as_json(state) for state in found], indent=2))
+        print(to_json([_as_json(state) for state in found], indent=2))
     else:
         print(_table(found) if found else f"no runs in {', '.join(map(str, folders))}")
 
 
 def _as_json(state: RunState) -> dict[str, object]:
-    """Its main figure is called by its name. Of a run that diverged, JSON has no number: null."""
+    """Its main figure is called by its name."""
     run, summary = state.run, state.run.summary
     last: dict[str, object] = run.lines[-1] if run.lines else {}
-    found = {
+    return {
         "folder": str(run.folder),
         "name": summary.name,  # of the experiment
         "label": summary.label,
@@ -76,9 +75,6 @@ def _as_json(state: RunState) -> dict[str, object]:
         "changed": state.changed,
         "traffic": dataclasses.asdict(summary.traffic),
         "error": summary.error,
-    }
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in found.items()
     }
 
 

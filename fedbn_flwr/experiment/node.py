@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fedbn_flwr import named
 from fedbn_flwr.batch import Value
 from fedbn_flwr.client.client import BNClient, is_known
-from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet
@@ -38,7 +37,7 @@ from .data import (
     shape_without_data,
 )
 from .file.layers import from_run_config
-from .parts import choose_device, learning_rate, loss_of, make_model, metrics_of, plain_loss
+from .parts import OfRun, learning_rate, loss_of, make_model, plain_loss
 from .settings import Experiment, Settings
 
 NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch")
@@ -73,10 +72,12 @@ class Clients:
 
 
 @dataclass(frozen=True)
-class ClientParts:
-    """What a run's client on a node is made of for each message; data sets are kept for all clients, in `data.py`."""
+class ClientParts(OfRun):
+    """What a run's client on a node is made of for each message; data sets are kept for all clients, in `data.py`.
 
-    run: Settings  # with the data of the site, if it has data of its own
+    The settings of the run have the data of the site, if it has data of its own.
+    """
+
     number: int
     has_own_data: bool  # instead of a partition of the experiment's
     min_batch: int
@@ -99,10 +100,6 @@ class ClientParts:
             data = run.data.model_copy(update={**changes, "partition": KINDS["iid"]()})
             run = run.model_copy(update={"data": data})
         return cls(run, number_of(context, run.clients), bool(changes), least)
-
-    @functools.cached_property
-    def device(self) -> torch.device:
-        return choose_device(self.run.engine.device)
 
     @property
     def dataset(self) -> DataSet:
@@ -133,10 +130,6 @@ class ClientParts:
         """Of training and of evaluation."""
         dataset = self.dataset
         return loss_of(self.run, dataset, self.split[0]), plain_loss(self.run, dataset.task)
-
-    @functools.cached_property
-    def metrics(self) -> Sequence[Metric]:
-        return metrics_of(self.run)
 
     @property
     def sends_sums(self) -> bool:

@@ -30,16 +30,27 @@ if TYPE_CHECKING:  # clients need no strategies
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What the server of a run needs, each part made once, when it is first used."""
+class OfRun:
+    """What the server and the clients of a run both need."""
 
     run: Settings
-    name: str
-    rule: Rule
 
     @cached_property
     def device(self) -> torch.device:
         return choose_device(self.run.engine.device)
+
+    @cached_property
+    def metrics(self) -> Sequence[Metric]:
+        names = self.run.evaluate.metrics
+        return [named.load("evaluate.metrics", name) if ":" in name else name for name in names]
+
+
+@dataclass(frozen=True)
+class Parts(OfRun):
+    """What the server of a run needs, each part made once, when it is first used."""
+
+    name: str
+    rule: Rule
 
     @cached_property
     def dataset(self) -> DataSet | None:
@@ -79,10 +90,6 @@ class Parts:
     @property
     def task(self) -> Task:
         return self.shape.task
-
-    @cached_property
-    def metrics(self) -> Sequence[Metric]:
-        return metrics_of(self.run)
 
     def work(self) -> list[int] | None:
         """The examples of each client if it trains on all of them, as the expected relative duration of a message."""
@@ -157,7 +164,7 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
     }
 
 
-# --- schedule, loss and metrics ---
+# --- schedule and loss ---
 
 
 def learning_rate(run: Settings, server_round: int) -> float:
@@ -203,7 +210,3 @@ def plain_loss(run: Settings, task: Task) -> Loss:
 def has_own_loss(run: Settings) -> bool:
     """Whether the loss is the user's, not one of `tasks.LOSSES`."""
     return named.is_name(name_in(run.train.loss or ""))
-
-
-def metrics_of(run: Settings) -> Sequence[Metric]:
-    return [named.load("evaluate.metrics", name) if ":" in name else name for name in run.evaluate.metrics]

@@ -7,11 +7,10 @@ docs/experiments.md explains the keys.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
 from pydantic import (
     AfterValidator,
@@ -47,22 +46,17 @@ AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
 
 
-def _kind_of(partition: Any) -> str | None:
+def _kind_of(partition: Any) -> Any:
     """The tag that selects the options of a partition."""
     kind = partition.get("kind") if isinstance(partition, Mapping) else getattr(partition, "kind", None)
-    if not isinstance(kind, str):
-        return None
-    return OWN if is_name(kind) else kind if kind in KINDS else None
+    return OWN if isinstance(kind, str) and is_name(kind) else kind
 
 
 if TYPE_CHECKING:
     Partition = Options
 else:  # one of the registered kinds, chosen by `kind`, or one of the user
     Partition = Annotated[
-        functools.reduce(
-            operator.or_,
-            [Annotated[kind, Tag(name)] for name, kind in KINDS.items()] + [Annotated[OwnOptions, Tag(OWN)]],
-        ),
+        Union[tuple(Annotated[kind, Tag(name)] for name, kind in {**KINDS, OWN: OwnOptions}.items())],  # noqa: UP007  # of a tuple
         Discriminator(_kind_of),
     ]
 
@@ -626,17 +620,14 @@ class Experiment:
     @functools.cached_property
     def named(self) -> dict[str, Settings]:
         """The runs by the names of their folders: the label, with the seed if the experiment has seeds."""
-        labels = [file_name(run.label) for run in self.runs]
-        with_seed = self.seeded or len(set(labels)) < len(labels)
-        found: dict[str, Settings] = {}
-        for label, run in zip(labels, self.runs, strict=True):
-            name = f"{label}-seed{run.seed}" if with_seed else label
-            if name in found:
-                raise SettingsError(
-                    f"two runs are both called {name!r}; give each run its own label and list each seed once"
-                )
-            found[name] = run
-        return found
+        names = [file_name(run.label) for run in self.runs]
+        if self.seeded or len(set(names)) < len(names):
+            names = [f"{name}-seed{run.seed}" for name, run in zip(names, self.runs, strict=True)]
+        if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+            raise SettingsError(
+                f"two runs are both called {twice[0]!r}; give each run its own label and list each seed once"
+            )
+        return dict(zip(names, self.runs, strict=True))
 
 
 def strategy_name(spec: Mapping[str, Any]) -> str:

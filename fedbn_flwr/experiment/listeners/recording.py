@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from flwr.app import ArrayRecord, RecordDict
 
 from fedbn_flwr.client.evaluation import name_of
-from fedbn_flwr.errors import SettingsError, UserError
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder import RunFolder, deciding
@@ -29,9 +28,8 @@ class History(Listener):
     def on_start(self, running: Running, at: Round) -> None:
         self.mark = time.monotonic()
         self.summary = begin_summary(running.prepared)
-        with suppress(UserError):  # a damaged summary is written again
-            if (before := running.folder.summary()) is not None:
-                self.summary.notes = before.notes  # until the next round begins or ends
+        if (before := running.folder.readable_summary()) is not None:
+            self.summary.notes = before.notes  # until the next round begins or ends
         for line in running.folder.history():
             self.summary.account(line)
         running.folder.write_summary(self.summary)
@@ -91,9 +89,8 @@ def begin_summary(prepared: Parts) -> Summary:
 
 
 class Saving(Listener):
-    def __init__(self) -> None:
-        self.latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last finished round, with the global model
-        self.best: ArrayRecord | None = None  # the model of the best round, until it is in the run folder
+    latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last finished round, with the global model
+    best: ArrayRecord | None = None  # the model of the best round, until it is in the run folder
 
     def on_round(self, running: Running, at: Round) -> Round:
         run = running.run

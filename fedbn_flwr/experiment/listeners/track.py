@@ -60,8 +60,11 @@ class Track(Listener):
         self._thread.start()
 
     def on_round(self, running: Running, at: Round) -> Round:
-        numbers = {key: value for key, value in at.line.items() if isinstance(value, int | float) and key != "round"}
-        figures = {key: float(value) for key, value in numbers.items() if not isinstance(value, bool)}
+        figures = {
+            key: float(value)
+            for key, value in at.line.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and key != "round"
+        }
         self._calls.put(lambda session: session.log(at.number, figures))
         return at
 

@@ -159,7 +159,7 @@ def _in_history(key: str, task: Task) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    report: str  # its tables, and the paths of its files
+    report: str
     failures: Sequence[str]  # failed runs, each with its reason
 
     def announce(self) -> None:
@@ -259,12 +259,11 @@ def run_experiment(
         failures = [f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items())]
         progress.status("writing the report")
         try:
-            table, page, picture = write_report([out], out)
+            report = write_report([out], out)
         except (UserError, StorageError) as error:
             check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
-    plot = f"plot:  {picture}\n" if picture else ""  # without matplotlib there is none
-    return Outcome(f"{table}\n\ntable: {page}\n{plot}page:  {page.with_suffix('.html')}", failures)
+    return Outcome(report, failures)
 
 
 def workers_of(run: Settings) -> int:

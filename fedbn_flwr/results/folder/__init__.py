@@ -137,9 +137,7 @@ class RunFolder:
                 f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, but history.jsonl has the "
                 f"rounds {rounds}; restore the folder from a copy, or start again with another --out"
             )
-        summary = None
-        with suppress(UserError):  # a damaged one is written again when the run begins
-            summary = self.summary()
+        summary = self.readable_summary()
         self._make()
         write_text(self.path / "config.yaml", dump_yaml(dict(config)), durable=True)
         session = {**environment(), "modules": sources(config), **more}
@@ -172,9 +170,8 @@ class RunFolder:
         return found
 
     def is_finished(self) -> bool:
-        with suppress(UserError):  # a damaged summary is written again
-            return (summary := self.summary()) is not None and summary.status == "finished"
-        return False
+        summary = self.readable_summary()
+        return summary is not None and summary.status == "finished"
 
     def add_line(self, name: str, line: Mapping[str, Any]) -> None:
         """Add the line of a round to one of the files in `LINES`."""
@@ -212,6 +209,12 @@ class RunFolder:
         """None if there is none."""
         found = self.progress()
         return found and found[0]
+
+    def readable_summary(self) -> Summary | None:
+        """None also if it is damaged: a run that begins or continues writes it again."""
+        with suppress(UserError):
+            return self.summary()
+        return None
 
     def progress(self) -> tuple[Summary, list[dict[str, Any]]] | None:
         """The summary and the lines of history.jsonl; None if there is no summary."""
@@ -306,9 +309,8 @@ def find_folders(folders: Iterable[Path]) -> dict[Path, int]:
 def _summaries(out: Path) -> Iterator[tuple[RunFolder, Summary]]:
     """Of the runs below `out`; a damaged one is left out."""
     for folder in map(RunFolder, find_folders([out]) if out.is_dir() else ()):
-        with suppress(UserError):
-            if (summary := folder.summary()) is not None:
-                yield folder, summary
+        if (summary := folder.readable_summary()) is not None:
+            yield folder, summary
 
 
 def mark_interrupted(out: Path) -> None:

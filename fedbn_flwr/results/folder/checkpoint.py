@@ -37,9 +37,9 @@ class Snapshot:
     settings: Mapping[str, Any] = field(default_factory=dict)  # that affect results
 
 
+@dataclass(frozen=True)
 class CheckpointFile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def write(self, snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]] = ()) -> None:
         """`clients` yields the state of one node at a time; none if the nodes store it."""

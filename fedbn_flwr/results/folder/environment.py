@@ -17,14 +17,15 @@ _PACKAGES = ("flwr", "torch", "torchvision", "ray", "numpy")
 
 
 def environment() -> dict[str, Any]:
-    """Commit, versions, hardware and command, with which others can repeat a run."""
+    import torch  # here: commands that only read folders do not need it
+
     versions = {"fedbn-flwr": __version__}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    found: dict[str, Any] = {
+    return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": _commit(),
         "python": platform.python_version(),
@@ -32,16 +33,10 @@ def environment() -> dict[str, Any]:
         "processor": _processor(),
         "cores": cores(),
         "versions": versions,
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-    if "torch" in sys.modules:
-        import torch
-
-        found |= {
-            "threads": torch.get_num_threads(),
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        }
-    return found
 
 
 def _commit() -> str | None:

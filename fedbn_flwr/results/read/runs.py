@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,9 +103,8 @@ def is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
-def find_runs(folders: Iterable[Path]) -> list[Run]:
+def find_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs in the folders and their subfolders, in the order of the folders, and in them of the experiment file."""
-    folders = list(folders)
     found = find_folders(folders)
     for folder in folders:
         if not any(path.is_relative_to(folder) for path in found):

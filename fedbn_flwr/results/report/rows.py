@@ -21,9 +21,8 @@ from .curves import Measure
 _ENDING = 32  # characters of the ending of a row's name; what differs is also a table
 
 
-def headline(runs: Iterable[Run]) -> str:
+def headline(runs: Sequence[Run]) -> str:
     """The measure that runs are compared by: the main figure of their task, or of one of their tasks that all have."""
-    runs = list(runs)
     figures = [run.figures for run in runs if run.summary.main is not None]
     mains = list(dict.fromkeys(run.summary.of_task.main for run in runs if run.summary.main is not None or not figures))
     return next((main for main in mains if all(main in each for each in figures)), [*mains, "accuracy"][0])

@@ -52,13 +52,13 @@ _NOTE = (
 )
 
 
-def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT) -> tuple[str, Path, Path | None]:
+def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT) -> str:
     """Write a report on the runs in `folders` into the folder `out`.
 
     report.md has the tables, report.csv the first one without rounding, report.json settings, summary and curve of each
     run, and report.html everything in one page. Pictures are PNG and SVG: `report` the curves, `sweep` the values of
     sweeps, `clients` a box plot of clients. Without matplotlib there are none; the text names the extra. Returns the
-    tables as text, and the paths of report.md and report.png.
+    tables as text, and the paths of report.md, report.png and report.html.
     """
     every = group(find_runs(folders))
     rows, found, notices = choose(every), tables(every, form), notes(every)
@@ -75,14 +75,15 @@ def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT) -> tu
     _write(out / "report.json", to_json([_figures(run, row in rows) for row in every for run in row.runs]) + "\n")
     _write(out / "report.html", page(every, form, shown))
     text = "\n\n".join([*notices, tables_as_text(found)])
-    return text + missing, out / "report.md", out / "report.png" if shown else None
+    plot = f"plot:  {out / 'report.png'}\n" if shown else ""
+    return f"{text}{missing}\n\ntable: {out / 'report.md'}\n{plot}page:  {out / 'report.html'}"
 
 
 def write_html(folders: Sequence[Path], file: Path, form: Form = DEFAULT) -> str:
-    """Write only the page of a report; returns the tables as text."""
+    """Write only the page of a report; returns the tables as text, and the path of the page."""
     every = group(find_runs(folders))
     _write(file, page(every, form, _pictures(choose(every))[0]))
-    return "\n\n".join([*notes(every), tables_as_text(tables(every, form))])
+    return "\n\n".join([*notes(every), tables_as_text(tables(every, form)), f"page:  {file}"])
 
 
 def _write(file: Path, text: str) -> None:

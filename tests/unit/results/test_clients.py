@@ -74,7 +74,8 @@ def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
     assert client_table(rows)[1:] == [
         ("FedBN", "accuracy on own data", "3", "70.83% ± 5.89", deviation, "37.50% ± 17.68")
     ]
-    text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
+    text = write_report([tmp_path / "runs"], tmp_path / "out")
+    page = tmp_path / "out" / "report.md"
     assert "37.50% ± 17.68" in text
     assert "](clients.png)" in page.read_text()
     with Image.open(tmp_path / "out" / "clients.png") as picture:
@@ -91,7 +92,8 @@ def test_tables_and_the_plot_have_the_main_figure_and_the_metrics_of_the_run(tmp
     assert [line[1] for line in lines] == [
         "accuracy on own data", "kappa on own data", "clients' accuracy", "clients' kappa"
     ]  # fmt: skip
-    text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
+    text = write_report([tmp_path / "runs"], tmp_path / "out")
+    page = tmp_path / "out" / "report.md"
     assert "kappa on own data" in text
     assert "| kappa on own data | 2 | 0.5000 | 0.0000 | 0.5000 |" in page.read_text()
     with Image.open(tmp_path / "out" / "clients.png") as picture:
@@ -100,7 +102,8 @@ def test_tables_and_the_plot_have_the_main_figure_and_the_metrics_of_the_run(tmp
 
 def test_without_values_of_clients_there_is_neither(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "c", "FedAvg")
-    text, page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
+    text = write_report([tmp_path / "runs"], tmp_path / "out")
+    page = tmp_path / "out" / "report.md"
     assert "worst tenth" not in text
     assert "clients.png" not in page.read_text()
     assert not (tmp_path / "out" / "clients.png").exists()

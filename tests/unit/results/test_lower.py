@@ -58,9 +58,10 @@ def test_no_error_is_in_percent(runs: Path) -> None:
 
 
 def test_tables_pictures_and_page_have_the_error_in_its_own_unit(runs: Path, tmp_path: Path) -> None:
-    text, page, _ = write_report([runs], tmp_path / "out")
+    text = write_report([runs], tmp_path / "out")
+    page = tmp_path / "out" / "report.md"
     assert text.startswith("Lower is better: RMSE.\n\n")
-    first, domains, clients = text.split("\n\n")[1:]
+    first, domains, clients = text.split("\n\n")[1:-1]
     assert first.splitlines()[0].split("  ")[0] == "run"
     assert first.split()[1:5] == ["RMSE", "best", "RMSE", "on"]
     assert "clients' RMSE" in first

@@ -40,7 +40,8 @@ def test_a_published_figure_is_beside_the_measured_one(tmp_path: Path) -> None:
 def test_figures_of_another_set_up_have_a_note(tmp_path: Path) -> None:
     known = {"accuracy": [0.9, 0.01], **SOURCE, "differs": "size small, other rounds"}
     write_run(tmp_path / "a", "A", config={"published": known}, accuracy=0.2)
-    text, page, _ = write_report([tmp_path], tmp_path / "out")
+    text = write_report([tmp_path], tmp_path / "out")
+    page = tmp_path / "out" / "report.md"
     for written in (text, page.read_text(), (tmp_path / "out" / "report.html").read_text()):
         assert "other set-up (size small, other rounds)" in written
         assert "90.00% ± 1.00" in written
@@ -174,7 +175,8 @@ def test_the_report_and_the_page_have_a_plot_of_the_sweep(tmp_path: Path) -> Non
     for steps in (1, 100):
         for seed, accuracy in enumerate((0.5, 0.7)):
             write_cell(tmp_path, "BN", {"train.steps": steps}, accuracy, seed)
-    _, page, _ = write_report([tmp_path], tmp_path / "out")
+    write_report([tmp_path], tmp_path / "out")
+    page = tmp_path / "out" / "report.md"
     assert "](sweep.png)" in page.read_text()
     with Image.open(tmp_path / "out" / "sweep.png") as picture:
         assert picture.width > 500
