@@ -242,6 +242,31 @@ def test_several_arrays_are_a_dict(tmp_path: Path) -> None:
     assert inputs["age"].equal(data.train.inputs["age"])
 
 
+@pytest.mark.parametrize("kind", ["int64", "uint8", "float32"])
+def test_a_mask_of_0_and_1_is_one_of_truth_values(tmp_path: Path, kind: str) -> None:
+    mask, chosen = np.arange(6) < RNG.integers(2, 7, (8, 1)), {"inputs": ["inputs", "mask"], "test": 0.25}
+    given: dict[str, Any] = {"inputs": RNG.normal(5, 2, (8, 3, 6)), "labels": np.arange(8) % 2}
+    for name, some in (("bool", mask), ("numbers", mask.astype(kind)), ("wrong", mask + 1), ("short", mask[:, :5])):
+        np.savez(tmp_path / f"{name}.npz", mask=some, **given)
+    data, twin = (opened(tmp_path / f"{name}.npz", **chosen) for name in ("numbers", "bool"))
+    assert (data.train.inputs["mask"].dtype, data.moments) == (torch.bool, twin.moments)
+    for name, shape in (("wrong", "8, 6"), ("short", "8, 5")):
+        with pytest.raises(DataError, match=rf"'mask' of shape \[{shape}\]; expected \[8, 6\], .* 1 or true at real"):
+            opened(tmp_path / f"{name}.npz", **chosen)
+
+
+def test_one_value_for_each_example_beside_an_array_is_a_feature(tmp_path: Path) -> None:
+    np.savez(tmp_path / "all.npz", a=np.arange(8.0), b=RNG.normal(size=(8, 4)), labels=np.arange(8) % 2)
+    data = opened(tmp_path / "all.npz", inputs=["a", "b"], test=0.25)
+    assert (data.shape, len(data.moments[0])) == ((1,), 1)
+
+
+def test_negative_whole_numbers_are_no_tokens(tmp_path: Path) -> None:
+    np.savez(tmp_path / "all.npz", inputs=np.arange(-2, 38).reshape(8, 5), labels=np.arange(8) % 2)
+    with pytest.raises(DataError, match=r"other tokens than 0, 1, 2 and so on; give .* as floats: from -2 to 37"):
+        opened(tmp_path / "all.npz", test=0.25)
+
+
 # --- targets -----------------------------------------------------------------
 
 
