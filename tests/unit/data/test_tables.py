@@ -22,7 +22,7 @@ from fedbn_flwr.data.moments import moments_from, sums_of
 from fedbn_flwr.data.partitions import partition, share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.experiment.data import own_test, partition_of, shape_without_data
+from fedbn_flwr.experiment.data import load_data, own_test, partition_of, shape_without_data
 from fedbn_flwr.experiment.node import ClientParts
 from fedbn_flwr.experiment.settings import Data, Settings
 from fedbn_flwr.models.build import build_model
@@ -307,6 +307,17 @@ def test_labels_that_do_not_fit_are_refused(tables: Path) -> None:
 def test_a_task_is_the_same_in_another_process(tables: Path) -> None:
     data = pickle.loads(pickle.dumps(opened(tables / "diabetes.csv", label="target", test=0.2)))
     assert len(data.strata().names) == 10, "tasks are compared by identity"
+
+
+def test_a_site_with_test_rows_only_has_no_client(tmp_path: Path) -> None:
+    sites: dict[str, list[str]] = {"train": ["A", "B"] * 20, "test": ["A", "B", "C"] * 10}
+    for part, some in sites.items():
+        columns = {"a": RNG.normal(size=len(some)), "y": np.arange(len(some)) // 3 % 2, "site": some}
+        pd.DataFrame(columns).to_csv(tmp_path / f"{part}.csv", index=False)
+    data = Data(name=str(tmp_path), label="y", group="site", partition={"kind": "natural"})
+    own = own_test(data, 2, 0, "cpu")
+    assert [{sites["test"][row] for row in rows.tolist()} for rows in own] == [{"A"}, {"B"}]
+    assert len(load_data(data, "cpu").test) == 30
 
 
 # --- moments -----------------------------------------------------------------
