@@ -37,8 +37,8 @@ class Groups:
 
     @property
     def in_both(self) -> bool:
-        """Whether the groups of the test examples are those of training examples."""
-        return self.test is not None and bool(torch.isin(self.test, self.train).all())
+        """Whether a group of test examples is one of training examples; the others belong to no client."""
+        return self.test is not None and bool(torch.isin(self.test, self.train).any())
 
     @classmethod
     def of(cls, name: str, values: Mapping[str, Sequence[Any]], wanted: Sequence[str] = ()) -> Groups:

@@ -32,12 +32,13 @@ def sums_of(inputs: Value) -> Sums:
 
     Bytes count from 0 to 1. Missing values (NaN) do not count, nor do padded ones.
     """
-    mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
+    mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None  # [N, last side]
     whole, found = main(inputs), []
     if whole.dtype not in (torch.float32, torch.uint8):
         return np.empty((ROWS, 0))
-    for column in whole.unbind(1):
-        values = column if mask is None else column[mask]
+    of_all = None if mask is None else mask.view(len(mask), *[1] * (whole.ndim - 2), -1).expand(whole.shape)
+    for number, column in enumerate(whole.unbind(1)):
+        values = column if of_all is None else column[of_all[:, number]]
         if values.dtype == torch.uint8:  # perhaps more than the memory holds
             counts = sum(some.flatten().bincount(minlength=256) for some in values.split(_AT_ONCE)).tolist()
             total, square = (

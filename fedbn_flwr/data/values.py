@@ -13,6 +13,7 @@ columns of floats are several numbers, several of 0 and 1 several labels. `data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -35,7 +36,7 @@ from fedbn_flwr.tasks import (
 
 from . import IGNORED
 from .dataset import numbers
-from .examples import MASK, main
+from .examples import MASK, main, main_key
 from .source import Source
 
 Parts = dict[str, np.ndarray]  # the values of all examples by split
@@ -78,8 +79,9 @@ def inputs_of(source: Source, columns: Mapping[str, Parts]) -> tuple[dict[str, V
             found[part] = torch.from_numpy(np.concatenate(made, 1))
     else:
         for part in splits:
-            some = {key: _array(f"{source.name!r}: {part}", key, parts[part]) for key, parts in columns.items()}
-            found[part] = some if len(some) > 1 else next(iter(some.values()))
+            where = f"{source.name!r}: {part}"
+            some = {key: _array(where, key, parts[part]) for key, parts in columns.items()}
+            found[part] = _several(where, some) if len(some) > 1 else next(iter(some.values()))
     for part, inputs in found.items():
         _check(source, part, inputs, names)
     return found, names
@@ -103,6 +105,22 @@ def _feature(source: Source, column: str, rows: np.ndarray, known: Sequence[str]
             f": data.categories: {{{column}: [{', '.join(few)}]}}",
         )
     return np.asarray(rows, np.float32).reshape(len(rows), -1)
+
+
+def _several(where: str, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The normalised one has features or channels, and the mask is bool: numbers would select rows."""
+    key, mask = main_key(arrays), arrays.get(MASK)
+    values = arrays[key]
+    values = values[:, None] if values.ndim == 1 else values
+    if mask is None:
+        return {**arrays, key: values}
+    expected = [len(values), values.shape[-1]]
+    if list(mask.shape) != expected or not ((mask == 0) | (mask == 1)).all():
+        raise DataError(
+            f"{where} has a {MASK!r} of shape {list(mask.shape)}; expected {expected}, that of {key!r} without its "
+            "channels, and 1 or true at real positions, 0 or false at padded ones"
+        )
+    return {**arrays, key: values, MASK: mask.bool()}
 
 
 def _array(where: str, key: str, rows: np.ndarray) -> Tensor:
@@ -151,14 +169,15 @@ def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> No
                     f"{_counts(absent, names, key)}; remove them, or set data.missing: mean, which puts the mean of "
                     "the column in their place"
                 )
-        elif source.tokens is not None and values.dtype is torch.int64 and values.numel():
+        elif values.dtype is torch.int64 and values.numel() and (source.tokens or values is main(inputs)):
             low, high = int(values.min()), int(values.max())
-            if low < 0 or high >= source.tokens:
-                raise DataError(
-                    f"{source.name!r}: {part} has other tokens than 0 to {source.tokens - 1} (data.tokens is "
-                    f"{source.tokens})",
-                    f": from {low} to {high}",
+            if low < 0 or high >= (source.tokens or math.inf):
+                limit = (
+                    f"0 to {source.tokens - 1} (data.tokens is {source.tokens})"
+                    if source.tokens
+                    else ("0, 1, 2 and so on; give whole numbers that are no tokens as floats")
                 )
+                raise DataError(f"{source.name!r}: {part} has other tokens than {limit}", f": from {low} to {high}")
 
 
 def _counts(wrong: Tensor, names: Sequence[str], key: str) -> str:

@@ -22,6 +22,7 @@ from fedbn_flwr.results.text import shorten
 from .data import forget_data
 from .file.content import extended, read_content
 from .file.layers import read_experiment
+from .node import free_models
 from .run.loop import carry_out, check_failures, run_folders
 from .settings import Experiment, Settings
 
@@ -165,7 +166,8 @@ def _carry_out(
     folder = out_folder(planned.name, out, resume=resume).resolve()  # the caller may change the working directory
     resume = resume and any(each.config() for each in run_folders(planned, folder))
     with _settings_of_the_process():
-        forget_data()  # files may have changed since the last run
+        forget_data()  # files may have changed since the last run, also that of model.weights
+        free_models.cache_clear()
         try:
             outcome = carry_out(planned, folder, resume=resume, jobs=jobs, quiet=not progress, node_config=node_config)
         except KeyboardInterrupt:

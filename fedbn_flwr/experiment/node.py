@@ -147,7 +147,7 @@ class ClientParts(OfRun):
         torch.set_num_threads(run.engine.threads)
         normalise, dataset = self.normalise(config), self.dataset
         kind = (run.model, run.seed, train.channels_last, dataset.shape, dataset.tokens, dataset.outputs)
-        free = _free_models(kind, str(self.device))
+        free = free_models(kind, str(self.device))
         try:
             tensors = free.pop()  # clients of a FedTAN round are made concurrently
             tensors.use["client"] = None  # the values stay until the next client loads its own or reads them
@@ -270,7 +270,7 @@ def _new_model(run: Settings, dataset: DataSet, device: torch.device) -> ModelTe
 
 
 @functools.lru_cache(maxsize=1)  # the runs of a process follow one another, and each has its own model
-def _free_models(kind: Hashable, device: str) -> list[ModelTensors]:
+def free_models(kind: Hashable, device: str) -> list[ModelTensors]:
     """Models that no client uses now: building one can take longer than a round of training."""
     return []
 

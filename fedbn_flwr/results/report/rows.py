@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from fedbn_flwr.data.source import Source
 from fedbn_flwr.tasks import goodness
 
 from ..folder.summary import GLOBAL_MODEL
-from ..read.runs import Run, is_number
+from ..read.runs import CHECKSUM, Run, is_number
 from ..text import in_words
 from .curves import Measure
 
@@ -68,7 +69,11 @@ class Row:
         return list(map(float, found)) if len(found) == len(self.counted) else []
 
     def by_seed(self, key: str) -> dict[int, float]:
-        return {run.summary.seed: value for run, value in zip(self.counted, self.figures(key), strict=False)}
+        """The mean of each seed, whose repetitions are no further pairs."""
+        values: dict[int, list[float]] = {}
+        for run, value in zip(self.counted, self.figures(key), strict=False):
+            values.setdefault(run.summary.seed, []).append(value)
+        return {seed: mean(some) for seed, some in values.items()}
 
 
 def runs_of(rows: Iterable[Row]) -> list[Run]:
@@ -107,9 +112,15 @@ def apart(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def differing(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values differ."""
+    """The keys whose values differ; not `CHECKSUM` if other settings of the data say which examples there are."""
     keys = dict.fromkeys(key for each in found for key in each)
-    return [key for key in keys if any(each.get(key) != found[0].get(key) for each in found)]
+    different = [key for key in keys if any(each.get(key) != found[0].get(key) for each in found)]
+    of_data = [key for key in different if key.startswith("data.") and key.split(".")[1] in Source.model_fields]
+
+    def kinds(*some: str) -> int:
+        return len({repr([each.get(key) for key in some]) for each in found})
+
+    return [key for key in different if key != CHECKSUM or kinds(*of_data) < kinds(*of_data, CHECKSUM)]
 
 
 def repetitions(row: Row) -> str:
@@ -155,9 +166,9 @@ def candidates(rows: Iterable[Row]) -> list[Row]:
 
 
 def validation(row: Row) -> list[float]:
-    """The main figure on held-out training examples of its runs; what a failed run reached says nothing."""
+    """The main figure on held-out training examples of the runs that count; what a failed run reached says nothing."""
     found = []
-    for run in row.runs:
+    for run in row.counted:
         key = f"validation_{run.summary.of_task.main}"
         values = [line[key] for line in run.lines if line.get(key) is not None]
         if run.summary.status != "failed" and values and math.isfinite(values[-1]):

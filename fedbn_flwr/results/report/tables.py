@@ -246,10 +246,16 @@ def _figure_of(row: Row, measure: Measure) -> str:
     return as_measured(measure, row.figures(measure.key)) + (f" [{row.unfinished}]" if row.unfinished else "")
 
 
-def candidates_table(rows: Sequence[Row]) -> Table:
-    """All candidates of `tune`; only headings if there are none."""
+def candidates_tables(rows: Sequence[Row]) -> list[Table]:
+    """All candidates of `tune`, by the main figure of their task."""
     found, chosen = candidates(rows), choose(rows)
-    main = headline(runs_of(found))
+    mains = dict.fromkeys(row.first.summary.of_task.main for row in found)
+    return [
+        _candidates([row for row in found if row.first.summary.of_task.main == main], chosen, main) for main in mains
+    ]
+
+
+def _candidates(found: Sequence[Row], chosen: Sequence[Row], main: str) -> Table:
     measure, word = Measure.of(main), title_of(main)
     lines: Lines = [("run", f"validation {word}", f"test {word}", "seeds", "chosen")]
     for row in found:
@@ -381,7 +387,7 @@ def tables(every: Sequence[Row], form: Form = DEFAULT) -> list[Table]:
         *(domain_table(rows, *each) for each in by_domain(rows).items()),
         ("clients with equal weights, last evaluated round", client_table(rows)),
         *map(sweep_table, sweeps(rows)),
-        candidates_table(every),
+        *candidates_tables(every),
         ("published and measured figures", published(rows)),
     ]
     return [(title, lines) for title, lines in found if len(lines) > 1]

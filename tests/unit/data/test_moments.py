@@ -61,3 +61,5 @@ def test_missing_values_and_padding_do_not_count() -> None:
     np.testing.assert_array_equal(gaps[:, 0], sums_of(values[8:])[:, 0])
     series, mask = values.reshape(4, 5, 2).movedim(2, 1), torch.arange(5) < torch.tensor([[5], [2], [4], [1]])
     np.testing.assert_array_equal(sums_of({"inputs": series, "mask": mask}), sums_of(values[mask.flatten()]))
+    flat = sums_of({"inputs": series[:, 0], "mask": mask})
+    assert flat[0].tolist() == [4, 3, 2, 2, 1], "the examples that are so long"

@@ -22,7 +22,7 @@ from fedbn_flwr.data.moments import moments_from, sums_of
 from fedbn_flwr.data.partitions import partition, share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.experiment.data import own_test, partition_of, shape_without_data
+from fedbn_flwr.experiment.data import load_data, own_test, partition_of, shape_without_data
 from fedbn_flwr.experiment.node import ClientParts
 from fedbn_flwr.experiment.settings import Data, Settings
 from fedbn_flwr.models.build import build_model
@@ -242,6 +242,31 @@ def test_several_arrays_are_a_dict(tmp_path: Path) -> None:
     assert inputs["age"].equal(data.train.inputs["age"])
 
 
+@pytest.mark.parametrize("kind", ["int64", "uint8", "float32"])
+def test_a_mask_of_0_and_1_is_one_of_truth_values(tmp_path: Path, kind: str) -> None:
+    mask, chosen = np.arange(6) < RNG.integers(2, 7, (8, 1)), {"inputs": ["inputs", "mask"], "test": 0.25}
+    given: dict[str, Any] = {"inputs": RNG.normal(5, 2, (8, 3, 6)), "labels": np.arange(8) % 2}
+    for name, some in (("bool", mask), ("numbers", mask.astype(kind)), ("wrong", mask + 1), ("short", mask[:, :5])):
+        np.savez(tmp_path / f"{name}.npz", mask=some, **given)
+    data, twin = (opened(tmp_path / f"{name}.npz", **chosen) for name in ("numbers", "bool"))
+    assert (data.train.inputs["mask"].dtype, data.moments) == (torch.bool, twin.moments)
+    for name, shape in (("wrong", "8, 6"), ("short", "8, 5")):
+        with pytest.raises(DataError, match=rf"'mask' of shape \[{shape}\]; expected \[8, 6\], .* 1 or true at real"):
+            opened(tmp_path / f"{name}.npz", **chosen)
+
+
+def test_one_value_for_each_example_beside_an_array_is_a_feature(tmp_path: Path) -> None:
+    np.savez(tmp_path / "all.npz", a=np.arange(8.0), b=RNG.normal(size=(8, 4)), labels=np.arange(8) % 2)
+    data = opened(tmp_path / "all.npz", inputs=["a", "b"], test=0.25)
+    assert (data.shape, len(data.moments[0])) == ((1,), 1)
+
+
+def test_negative_whole_numbers_are_no_tokens(tmp_path: Path) -> None:
+    np.savez(tmp_path / "all.npz", inputs=np.arange(-2, 38).reshape(8, 5), labels=np.arange(8) % 2)
+    with pytest.raises(DataError, match=r"other tokens than 0, 1, 2 and so on; give .* as floats: from -2 to 37"):
+        opened(tmp_path / "all.npz", test=0.25)
+
+
 # --- targets -----------------------------------------------------------------
 
 
@@ -282,6 +307,17 @@ def test_labels_that_do_not_fit_are_refused(tables: Path) -> None:
 def test_a_task_is_the_same_in_another_process(tables: Path) -> None:
     data = pickle.loads(pickle.dumps(opened(tables / "diabetes.csv", label="target", test=0.2)))
     assert len(data.strata().names) == 10, "tasks are compared by identity"
+
+
+def test_a_site_with_test_rows_only_has_no_client(tmp_path: Path) -> None:
+    sites: dict[str, list[str]] = {"train": ["A", "B"] * 20, "test": ["A", "B", "C"] * 10}
+    for part, some in sites.items():
+        columns = {"a": RNG.normal(size=len(some)), "y": np.arange(len(some)) // 3 % 2, "site": some}
+        pd.DataFrame(columns).to_csv(tmp_path / f"{part}.csv", index=False)
+    data = Data(name=str(tmp_path), label="y", group="site", partition={"kind": "natural"})
+    own = own_test(data, 2, 0, "cpu")
+    assert [{sites["test"][row] for row in rows.tolist()} for rows in own] == [{"A"}, {"B"}]
+    assert len(load_data(data, "cpu").test) == 30
 
 
 # --- moments -----------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any, assert_type
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fedbn_flwr import Result, Results, Settings, cli, run, run_all
@@ -195,6 +196,17 @@ def test_data_that_changed_between_two_runs_are_read_again(tmp_path: Path) -> No
         (line,) = (json.loads(line) for line in (result.folder / "clients.jsonl").read_text().splitlines())
         images.append(sum(values["examples"] for values in line["clients"].values()))
     assert images == [12, 6]
+
+
+def test_weights_that_changed_between_two_runs_are_read_again(tmp_path: Path) -> None:
+    weights, means = tmp_path / "weights.safetensors", []
+    arrays = load_file(run(TINY, model="mlp", out=tmp_path / "0", progress=False).folder / "model.safetensors")
+    for number in (1.0, 5.0):
+        save_file({**arrays, "bn.running_mean": torch.full_like(arrays["bn.running_mean"], number)}, weights)
+        changes: Any = {"strategy": "FedBN", "model": {"name": "mlp", "weights": str(weights)}, "train": {"lr": 1e-9}}
+        result = run(TINY, **changes, out=tmp_path / str(number), progress=False)
+        means.append(float(result.model(client=0).get_buffer("bn.running_mean").mean()))
+    assert means[1] - means[0] == pytest.approx(0.9 * 4, rel=1e-3), "0.1 of them are of the batch"
 
 
 def test_the_process_is_left_as_it_was(tmp_path: Path) -> None:

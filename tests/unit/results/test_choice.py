@@ -9,8 +9,8 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report.rows import Row, choose, group
-from fedbn_flwr.results.report.tables import candidates_table
+from fedbn_flwr.results.report.rows import Row, choose, group, validation
+from fedbn_flwr.results.report.tables import candidates_tables
 from fedbn_flwr.results.report.write import write_report
 
 EXPERIMENT = """
@@ -48,7 +48,7 @@ def shown(rows: dict[str, Row]) -> set[str]:
 def test_the_candidate_with_the_best_validation_accuracy_is_shown_and_all_are_listed(out: Path) -> None:
     rows = rows_of(out)
     assert shown(rows) == {BEST, OTHER}
-    listed = {line[0]: line[-1] for line in candidates_table(list(rows.values()))[1][1:]}
+    listed = {line[0]: line[-1] for line in candidates_tables(list(rows.values()))[0][1][1:]}
     assert listed == {BEST: "chosen", WORSE: ""}
 
 
@@ -78,13 +78,21 @@ def test_a_candidate_that_failed_is_not_chosen(out: Path) -> None:
     for run in rows[BEST].runs:
         run.summary.status = "failed"
     assert shown(rows) == {WORSE, OTHER}
-    listed = {line[0]: line[1:] for line in candidates_table(list(rows.values()))[1]}
+    listed = {line[0]: line[1:] for line in candidates_tables(list(rows.values()))[0][1]}
     assert listed[BEST][0] == "-"
     assert listed[BEST][1].endswith(" [failed]")
     assert listed[BEST][-1] == ""
     for run in rows[WORSE].runs:
         run.summary.status = "failed"
     assert shown(rows) == {BEST, WORSE, OTHER}, "none is chosen"
+
+
+def test_what_an_interrupted_seed_reached_is_no_figure_of_its_candidate(out: Path) -> None:
+    rows, values = rows_of(out), validation(rows_of(out)[WORSE])
+    run = rows[WORSE].runs[0]
+    run.summary.status, run.lines[-1]["validation_accuracy"] = "interrupted", 1.0
+    assert validation(rows[WORSE]) == values[1:]
+    assert shown(rows) == {BEST, OTHER}
 
 
 def test_the_report_names_the_size(out: Path) -> None:

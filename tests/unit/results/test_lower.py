@@ -13,7 +13,7 @@ from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.pictures import clients_plot, plot
 from fedbn_flwr.results.report.rows import choose, group
-from fedbn_flwr.results.report.tables import Form, candidates_table, table
+from fedbn_flwr.results.report.tables import Form, candidates_tables, table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
@@ -97,9 +97,20 @@ def test_the_candidate_with_the_lowest_validation_error_is_chosen(tmp_path: Path
             )  # fmt: skip
     found = group(find_runs([tmp_path]))
     assert [row.label for row in choose(found)] == ["A, lr=0.001"]
-    title, (heads, *_) = candidates_table(found)
+    ((title, (heads, *_)),) = candidates_tables(found)
     assert heads[1:3] == ("validation RMSE", "test RMSE")
     assert "chosen by the RMSE on held-out" in title
+
+
+def test_candidates_of_each_task_have_a_table_of_its_figure(tmp_path: Path) -> None:
+    for lr in (0.1, 0.01):
+        cell = {"cell": {"row": "A", "tune": {"train.lr": lr}}, "train": {"lr": lr}}
+        write_run(tmp_path / f"{lr}", f"A, lr={lr}", task="regression", lines=lines(50.0), config=cell)
+        write_run(tmp_path / f"{lr}-c", f"B, lr={lr}", validation_accuracy=0.5, config=cell | {"rounds": 9})
+    first, second = candidates_tables(group(find_runs([tmp_path])))
+    assert [line[0] for line in first[1]] == ["run", "A, lr=0.01", "A, lr=0.1"]
+    assert first[1][0][1:3] == ("validation RMSE", "test RMSE")
+    assert [line[1] for line in second[1]] == ["validation accuracy", "50.00%", "50.00%"]
 
 
 def test_status_and_result_name_the_figure(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,13 @@ def printed(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
 # --- the paired test ---
 
 
+def test_a_repetition_of_a_seed_is_no_further_pair(tmp_path: Path) -> None:
+    for number, (seed, accuracy) in enumerate(((0, 0.5), (0, 0.75), (1, 0.25))):
+        write_run(tmp_path / str(number), "A", seed, accuracy=accuracy)
+    (row,) = group(find_runs([tmp_path]))
+    assert row.by_seed("accuracy") == {0: 0.625, 1: 0.25}
+
+
 def test_the_paired_test_is_student_s() -> None:
     """Student's sleep data, as R's t.test prints them, and twenty random pairs against SciPy's ttest_rel."""
     sleep = (1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4)
