@@ -18,8 +18,6 @@ from ..folder.clients import last_values
 from ..folder.summary import Summary
 from ..text import printable
 
-CHECKSUM = "data.checksum"  # of the examples: the same settings can stand for others, as files change
-
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -71,10 +69,14 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings that affect results, without the seed and names, by dotted key; with `CHECKSUM`, if known."""
-        checksum = (self.files.read("environment.json") or {}).get("data_checksum")
-        named = {key: value for key, value in deciding(self.config).items() if key not in ("name", "label", "seed")}
-        return flat_settings(named) | ({} if checksum is None else {CHECKSUM: checksum})
+        """The settings that affect results, without the seed and names, by dotted key."""
+        config = deciding(self.config)
+        return flat_settings({key: value for key, value in config.items() if key not in ("name", "label", "seed")})
+
+    @property
+    def data_checksum(self) -> str | None:
+        """That of the examples, if the server had them."""
+        return (self.files.read("environment.json") or {}).get("data_checksum")
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
@@ -82,7 +84,6 @@ class Run:
         lists = (found for kind in ("sweep", "tune") if isinstance(found := self.cell.get(kind), Mapping))
         # The value of a key can be a section, and the kind of a partition decides which other keys the section has.
         varied = tuple(f"{str(key).removesuffix('.kind')}." for found in lists for key in found)
-        varied += (f"{CHECKSUM}.",) if any(key.startswith("data.") for key in varied) else ()
         return {key: value for key, value in self.settings.items() if not f"{key}.".startswith(varied)}
 
     @cached_property

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fedbn_flwr.data.source import Source
 from fedbn_flwr.tasks import goodness
 
 from ..folder.summary import GLOBAL_MODEL
-from ..read.runs import CHECKSUM, Run, is_number
+from ..read.runs import Run, is_number
 from ..text import in_words
 from .curves import Measure
 
@@ -112,15 +111,9 @@ def apart(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def differing(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values differ; not `CHECKSUM` if other settings of the data say which examples there are."""
+    """The keys whose values differ."""
     keys = dict.fromkeys(key for each in found for key in each)
-    different = [key for key in keys if any(each.get(key) != found[0].get(key) for each in found)]
-    of_data = [key for key in different if key.startswith("data.") and key.split(".")[1] in Source.model_fields]
-
-    def kinds(*some: str) -> int:
-        return len({repr([each.get(key) for key in some]) for each in found})
-
-    return [key for key in different if key != CHECKSUM or kinds(*of_data) < kinds(*of_data, CHECKSUM)]
+    return [key for key in keys if any(each.get(key) != found[0].get(key) for each in found)]
 
 
 def repetitions(row: Row) -> str:

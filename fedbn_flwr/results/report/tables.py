@@ -309,7 +309,7 @@ def set_up(rows: Sequence[Row]) -> str:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """A sentence for each smaller size, for figures that are better when lower, and on random examples."""
+    """A sentence for each smaller size, for figures that are better when lower, and on random or different examples."""
     runs = runs_of(rows)
     sizes = dict.fromkeys(run.summary.size for run in runs if run.summary.size)
     found = [f"Size {size}, which is smaller than the file." for size in sizes]
@@ -318,6 +318,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
         found.append(f"Lower is better: {', '.join(lower)}.")
     if any((run.config.get("data") or {}).get("random") for run in runs):
         found.append("Random examples; figures mean nothing.")
+    for row in rows:
+        if len(sums := sorted({run.data_checksum for run in row.runs if run.data_checksum})) > 1:
+            found.append(f"{row.label}: its runs have the same settings and different examples ({', '.join(sums)}).")
     return found
 
 

@@ -17,14 +17,14 @@ from fedbn_flwr import cli
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.pictures import plot
-from fedbn_flwr.results.report.rows import Row, group, headline, sweeps
+from fedbn_flwr.results.report.rows import Row, group, headline
 from fedbn_flwr.results.report.tables import (
     Lines,
     as_measured,
     by_domain,
     client_table,
-    differing_settings,
     domain_table,
+    notes,
     table,
 )
 from fedbn_flwr.results.report.write import write_report
@@ -290,19 +290,14 @@ def test_rows_with_many_differences_have_numbers(tmp_path: Path) -> None:
     assert labels == ["FixBN (1)", "Z", "FixBN (2)"], "a further folder does not move the rows of the first"
 
 
-def test_runs_on_other_examples_are_other_rows(tmp_path: Path) -> None:
-    """Unless settings of the data say which examples there are: then these are what differs."""
+def test_a_report_says_which_row_has_runs_on_different_examples(tmp_path: Path) -> None:
     for number, checksum in enumerate(("aa", "bb", None)):
         files = {"environment.json": {"token": str(number)} | ({"data_checksum": checksum} if checksum else {})}
-        write_run(tmp_path / "same" / str(number), "A", number, config={"data": {"name": "digits"}}, files=files)
-        config = {"data": {"size": number}, "cell": {"row": "B", "sweep": {"data.size": number}}}
-        write_run(tmp_path / "swept" / str(number), f"B, size={number}", number, config=config, files=files)
-    same, swept = (group(find_runs([tmp_path / name])) for name in ("same", "swept"))
-    assert [row.label for row in same] == ["A, checksum=aa", "A, checksum=bb", "A"]
-    assert differing_settings(same)[1][0] == ("run", "data.checksum")
-    assert differing_settings(swept)[1][0] == ("run", "data.size")
-    (sweep,) = sweeps(swept)
-    assert [*sweep.lines] == ["B"]
+        write_run(tmp_path / "A" / str(number), "A", number, files=files)
+        write_run(tmp_path / "B" / str(number), "B", number, files={"environment.json": {"token": f"b{number}"}})
+    assert notes(group(find_runs([tmp_path]))) == [
+        "A: its runs have the same settings and different examples (aa, bb)."
+    ]
 
 
 def test_a_report_says_what_its_runs_have_in_common_and_where_they_differ(tmp_path: Path) -> None:
