@@ -156,9 +156,17 @@ def _split(folder: Path, name: str) -> Any:
 
     Of all files and folders whose names begin with it; without a name, of all that the folder has.
     """
-    for suffix in _READERS:
-        if files := sorted(folder.glob(f"{name}*{suffix}")) or sorted(folder.glob(f"*/{name}*{suffix}")):
-            return _READERS[suffix](folder, files)
+    tables = {
+        each: sorted(folder.glob(f"{name}*{each}")) or sorted(folder.glob(f"*/{name}*{each}")) for each in _READERS
+    }
+    kinds = [suffix for suffix, files in tables.items() if files]
+    if len(kinds) > 1:
+        raise DataError(
+            f"data.name={str(folder)!r}: the files of {name or 'the data'!r} are {', '.join(kinds)}; expected one kind",
+            f", found {', '.join(tables[suffix][0].name for suffix in kinds)}",
+        )
+    if kinds:
+        return _READERS[kinds[0]](folder, tables[kinds[0]])
     if not name:
         return _whole(folder)
     if pictures := sorted(path for path in folder.glob(f"{name}*") if path.is_dir()):

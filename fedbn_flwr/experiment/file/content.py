@@ -132,8 +132,11 @@ def without(settings: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply `changes` to `base`, recursively; another strategy or kind of partition replaces the old one as a whole."""
-    result = dict(base)
+    """Apply `changes` to `base`, recursively; another strategy or kind of partition replaces the old one as a whole.
+
+    A `seed` asks for that one, also where the base has `seeds`.
+    """
+    result = without(base, *(["seeds"] if "seed" in changes else []))
     for key, value in changes.items():
         old, name = result.get(key), WHOLE.get(key)
         if isinstance(value, Mapping) and isinstance(old, Mapping):

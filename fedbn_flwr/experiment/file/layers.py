@@ -79,8 +79,6 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     size = str(changes.pop("size", PAPER))
     if isinstance(cell := content.get("cell"), Mapping) and changes.keys() - {"seed"}:
         content = {**without(content, "cell"), "label": cell.get("row", "")}  # settings of another run, now changed
-    if "seed" in changes:  # it asks for that one
-        changes.setdefault("seeds", None)
     variants = content.get("runs") or {"": {}}
     if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
         raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
@@ -98,7 +96,8 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
         rows[label] = _Row(label, number, (file, Layer(f"run {label}", own)), without(resized, *LISTS), lists)
     figures = figures_by_label(content.get("published"), [*rows], conditions, name)
     changes = without(changes, *LISTS)
-    compared = {key for row in rows.values() for key in flat_settings(row.layers[-1].settings)}
+    compared = {key for row in rows.values() for key in flat_settings(row.layers[-1].settings)} - {"seed", "seeds"}
+    parts = [{**content, **of_size}, *({**row.layers[-1].settings, **row.of_size} for row in rows.values())]
     # All rows train on the same examples, also those without a choice.
     tuned = any(row.lists["tune"] for row in rows.values())
     default = Layer("default", {"evaluate": {"validation": VALIDATION}} if tuned else {})
@@ -135,7 +134,7 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
         runs=tuple(runs),
         run_config=run_config,
         description=str(content.get("description", "")),
-        seeded="seeds" in {**content, **of_size} or changes.get("seeds") is not None,
+        seeded=changes.get("seeds") is not None or any("seeds" in each for each in parts),
         layers=layers,
     )
 

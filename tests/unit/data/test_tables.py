@@ -95,6 +95,15 @@ def test_a_share_is_held_out_of_each_class_and_group(tables: Path) -> None:
         opened(tables / "all.csv", label="diagnosis", test=0.0001)
 
 
+def test_a_split_in_files_of_two_kinds_is_refused(tmp_path: Path) -> None:
+    frame = cancer()
+    for name in ("train.csv", "test.csv"):
+        frame.to_csv(tmp_path / name, index=False)
+    frame[:9].to_parquet(tmp_path / "train_old.parquet")
+    with pytest.raises(DataError, match=r"the files of 'train' are \.parquet, \.csv; expected one kind"):
+        opened(tmp_path, label="diagnosis")
+
+
 def test_two_files_are_training_and_test_split(tmp_path: Path) -> None:
     frame = cancer()
     frame[:400].to_csv(tmp_path / "train.csv", index=False)

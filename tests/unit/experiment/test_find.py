@@ -213,6 +213,26 @@ def test_a_seed_on_the_command_line_asks_for_that_one() -> None:
     assert [run.seed for run in read_experiment(content, ["seeds=[4, 5]"]).runs] == [4, 5]
 
 
+@pytest.mark.parametrize(
+    ("content", "overrides", "names"),
+    [
+        ("{seeds: [0, 1], runs: {A: {}, B: {seed: 7}}}", [], ["A-seed0", "A-seed1", "B-seed7"]),
+        ("{seeds: [0, 1], sizes: {small: {seed: 5}}}", ["size=small"], ["FedAvg-seed5"]),
+        ("{runs: {A: {}, B: {seeds: [3, 4]}}}", [], ["A-seed0", "B-seed3", "B-seed4"]),
+        ("{runs: {A: {}, B: {seeds: [3, 4]}}}", ["only=A"], ["A-seed0"]),
+        ("{runs: {A: {}, B: {rounds: 2, seeds: [3, 4]}}}", ["seeds=[3]"], ["A-seed3", "B-seed3"]),
+    ],
+)
+def test_the_seeds_of_a_nearer_place_count_and_names_stay(content: str, overrides: list[str], names: list[str]) -> None:
+    assert [*read_experiment(parse_yaml(content), overrides).named] == names
+
+
+def test_a_file_s_seed_counts_and_not_the_seeds_of_the_file_that_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text("seeds: [0, 1]\nrounds: 2\n")
+    (tmp_path / "child.yaml").write_text("extends: parent.yaml\nseed: 5\n")
+    assert [run.seed for run in load_experiment(str(tmp_path / "child.yaml")).runs] == [5]
+
+
 @pytest.mark.parametrize("seeds", ["3", "[]", "[a]", "[true]", "[1.5]"])
 def test_seeds_must_be_a_list_of_numbers(seeds: str) -> None:
     assert "expected a list of numbers" in fault(f"seeds: {seeds}")
