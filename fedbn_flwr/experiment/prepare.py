@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -207,7 +207,7 @@ def check_training(parts: Parts) -> None:
             )
         except SettingsError as error:
             raise SettingsError(f"train.{error}") from None
-    _check_names(parts.task, parts.metrics)
+    _check_names(parts.task, parts.metrics, parts.rule.notes())
     if parts.task.form:  # of several targets only the user knows the outputs
         # Each class has two examples.
         targets = targets_like(parts.task, shape.classes, 2 * shape.classes, (2, 2) if shape.dense else ())
@@ -247,14 +247,14 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
     )
 
 
-def _check_names(task: Task, metrics: Sequence[Metric]) -> None:
+def _check_names(task: Task, metrics: Sequence[Metric], notes: Collection[str]) -> None:
     with naming("evaluate.metrics"):
         check_metrics(task, metrics)
     names = [name_of(metric) for metric in metrics]
     for name, metric in zip(names, metrics, strict=True):
         if names.count(name) > 1:
             raise SettingsError(f"evaluate.metrics has the name {name!r} twice")
-        if callable(metric) and is_taken(name, task):
+        if callable(metric) and (name in notes or is_taken(name, task)):
             raise SettingsError(
                 f"evaluate.metrics: a function is called {name!r}, and a run reports another figure under this name; "
                 f"rename the function, for instance to my_{name}"

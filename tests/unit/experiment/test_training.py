@@ -38,9 +38,9 @@ def broken(logits, labels):
 def loss(logits, labels):
     return 0.5
 
-error, seconds, clients, accuracy, accuracy_top3, f1_std, own_score = [
+error, seconds, clients, accuracy, accuracy_top3, f1_std, own_score, freeze_round = [
     type("Named", (), {"__name__": name, "__call__": lambda self, logits, labels: 0.5})()
-    for name in "error seconds clients accuracy accuracy_top3 f1_std own_score".split()
+    for name in "error seconds clients accuracy accuracy_top3 f1_std own_score freeze_round".split()
 ]
 """
 
@@ -116,6 +116,10 @@ BN = "model: {name: cnn}\nclients: 2\n"
         *(
             (f"evaluate: {{metrics: ['training_parts:{name}']}}", f"a function is called '{name}'")
             for name in ("error", "seconds", "clients", "accuracy", "accuracy_top3", "f1_std", "own_score")
+        ),
+        (
+            "{strategy: {name: FixBN}, evaluate: {metrics: ['training_parts:freeze_round']}}",
+            "a function is called 'freeze_round', and a run reports another figure under this name",
         ),
         ("evaluate: {metrics: [auc, auc]}", "evaluate.metrics has the name 'auc' twice"),
     ],
