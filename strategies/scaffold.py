@@ -48,9 +48,10 @@ class Scaffold(FedAvg):
     memory: Memory
 
     def instructions(self, round: Round) -> dict[str, Any]:
-        number = self.memory.partitions
-        connected = {number.get(node, node) for node in round.grid.get_node_ids()}
-        total = max(len(connected.union(self.memory.clients)), 1)  # N: clients may join, or be away
+        connected, number = list(round.grid.get_node_ids()), self.memory.partitions
+        known = {number[node] for node in connected if node in number}
+        # N: clients may join, be away, or have another node id since a restart.
+        total = max(len(connected), len(known.union(self.memory.clients)), 1)
         return {CONTROL: True, CONTROL_RECORD: {key: each / total for key, each in self.memory.control.items()}}
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
