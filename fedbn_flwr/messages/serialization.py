@@ -67,8 +67,11 @@ def _coded(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
     record = next((name for name, base in _RECORDS.items() if isinstance(value, base)), None)
     if record or kind in (dict, FlatArrays):
         items = (unpack(value) if record == "arrays" else value).items()
-        lasting = [(key, each) for key, each in items if not str(key).startswith(protocol.VOLATILE)]
-        pairs = [(_coded(key, name, tensors), _coded(each, f"{name}.{key}", tensors)) for key, each in lasting]
+        pairs = [
+            (_coded(key, name, tensors), _coded(each, f"{name}.{key}", tensors))
+            for key, each in items
+            if record != "records" or not key.startswith(protocol.VOLATILE)
+        ]
         return record or "dict", pairs
     found = getattr(value, "dtype", kind.__name__)
     raise ValueError(
