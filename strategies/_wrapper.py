@@ -237,7 +237,7 @@ class Foreign(Leaf):
         return [with_arrays(message, whole) for message in messages] if self.hidden else messages
 
     def unusable(self, reply: Reply, sent: Arrays) -> str | None:
-        # `MeanStatistics` needs all arrays.
+        # `MeanStatistics` needs all arrays; without a comparison the form of the others is not known.
         of_form = fault(reply.arrays, sent) if self.hidden or not self.compares else None
         if not self.weighs:
             return of_form

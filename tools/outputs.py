@@ -99,12 +99,10 @@ def memory() -> Table:
 
 def compiled() -> Table:
     rows: list[Row] = []
-    for size, words, name in itertools.product((20, 128), ("", ", channels-last"), ("float32", "bfloat16")):
-        if bool(words) == (name == "bfloat16"):
-            title = name + (" and channels-last" if words else "")
-            each = figures("compiled.txt")[f"steps per second / bare loop, batch {size}, {title}"]
-            verdicts = [figure.verdict for figure in each]
-            rows.append((str(size), name + words, each[0].goal, *(figure.spread for figure in each), *verdicts))
+    for size, arithmetic in itertools.product((20, 128), ("float32", "bfloat16 and channels-last")):
+        each = figures("compiled.txt")[f"steps per second / bare loop, batch {size}, {arithmetic}"]
+        verdicts = [figure.verdict for figure in each]
+        rows.append((str(size), arithmetic, each[0].goal, *(figure.spread for figure in each), *verdicts))
     return ("batch size", "arithmetic", "goal", "torch 2.12.1", "torch 2.15.0", "with 2.12.1", "with 2.15.0"), rows
 
 
@@ -186,7 +184,6 @@ def soak() -> Table:
 
 # --- what batch statistics reveal ---------------------------------------------------
 
-BATCHES = (1, 8, 32, 128)
 NETWORKS = {"mnist/mlp": "perceptron", "mnist/lenet": "LeNet"}
 SEEN = {
     "exchange": "FedTAN: one client's exchanges",
@@ -217,10 +214,11 @@ def by_batch(
 ) -> Table:
     """Rows with their titles, what their lines have, and the text of a cell; a column for each size of batch."""
     found, made = lines(f"privacy/{file}.jsonl"), list[Row]()
+    batches = sorted({line["batch"] for line in found})
     for titles, has, cell in rows:
         some = {line["batch"]: cell(line) for line in found if line.items() >= has.items()}
-        made.append((*titles, *(some.get(batch, "-") for batch in BATCHES)))
-    return (*first, *(f"batch {batch}" for batch in BATCHES)), made
+        made.append((*titles, *(some.get(batch, "-") for batch in batches)))
+    return (*first, *(f"batch {batch}" for batch in batches)), made
 
 
 def identified() -> Table:
@@ -273,8 +271,7 @@ def reconstructed() -> Table:
     return by_batch(("from",), "reconstruct", rows)
 
 
-SETS = {"digits": ("FedAvg", "FixBN", "FedTAN"), "cifar10": ("FedAvg", "FixBN", "FedTAN")}
-SETS["digits-2"] = SETS["digits"]
+ROBUST = itertools.product(("digits", "cifar10", "digits-2"), ("FedAvg", "FixBN", "FedTAN"))
 TABLES: dict[str, Callable[[], Table]] = {
     "results speed": speed,
     "results sharing": sharing,
@@ -282,7 +279,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results compiled": compiled,
     "results secure": secure,
     "results private": private,
-    **{f"results robust {data} {rule}": robust(data, rule) for data, rules in SETS.items() for rule in rules},
+    **{f"results robust {data} {rule}": robust(data, rule) for data, rule in ROBUST},
     "results soak": soak,
     "results identified": identified,
     "results found in a list": found_in_list,

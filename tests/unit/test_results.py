@@ -336,10 +336,10 @@ def secure() -> Iterator[str]:
 
 
 def private() -> Iterator[str]:
-    def accuracies(row: Sequence[str | None]) -> list[float]:
+    def numbers(row: Sequence[str | None]) -> list[float]:
         return [float(str(cell)) for cell in row[1:]]
 
-    none, thirty, *stronger = (accuracies(row) for row in outputs.private()[1])
+    none, thirty, *stronger = (numbers(row) for row in outputs.private()[1])
     assert all(noisy > clean for noisy, clean in zip(thirty, none, strict=True))
     yield "At epsilon 30 noise costs no accuracy here"
     assert all(noise < min(others) for noise, *others in stronger)

@@ -97,7 +97,6 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     figures = figures_by_label(content.get("published"), [*rows], conditions, name)
     changes = without(changes, *LISTS)
     compared = {key for row in rows.values() for key in flat_settings(row.layers[-1].settings)} - {"seed", "seeds"}
-    parts = [{**content, **of_size}, *({**row.layers[-1].settings, **row.of_size} for row in rows.values())]
     # All rows train on the same examples, also those without a choice.
     tuned = any(row.lists["tune"] for row in rows.values())
     default = Layer("default", {"evaluate": {"validation": VALIDATION}} if tuned else {})
@@ -129,12 +128,13 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
                 raise SettingsError(f"{name}: more than {MOST:,} runs; shorten the lists of sweep and tune, or seeds")
     if overrides or size != PAPER:
         _check_different(runs, name)
+    with_seeds = [content, of_size, *({**row.layers[-1].settings, **row.of_size} for row in rows.values())]
     return Experiment(
         name=runs[0].name,
         runs=tuple(runs),
         run_config=run_config,
         description=str(content.get("description", "")),
-        seeded=changes.get("seeds") is not None or any("seeds" in each for each in parts),
+        seeded=changes.get("seeds") is not None or any("seeds" in each for each in with_seeds),
         layers=layers,
     )
 
