@@ -404,7 +404,7 @@ def test_a_killed_command_leaves_a_folder_that_resumes(
     stopped = tmp_path / "stopped"
     with subprocess.Popen(
         [*PROGRAM, *words, "--out", str(stopped)],
-        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env=environment(PAUSE="0.2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         run = RunFolder(stopped / "FedBN")
         deadline = time.monotonic() + PATIENCE

@@ -150,11 +150,10 @@ class Progress:
         # Python's own handler raises at any point of the program, and an exception in a destructor is only printed.
         # Under Flower this is not the main thread. A shell's background job ignores Ctrl-C, and must continue to;
         # Flower sets its own handlers of the other signals, and nohup ignores SIGHUP.
-        at_once = signal.default_int_handler  # who sent SIGTERM may not wait, or has sent it to the workers too
-        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: at_once, signal.SIGHUP: at_once}
-        for number, handler in handlers.items() if threading.current_thread() is threading.main_thread() else ():
+        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        for number in signals if threading.current_thread() is threading.main_thread() else ():
             if (before := signal.getsignal(number)) is signal.SIG_DFL or before is signal.default_int_handler:
-                self._stack.callback(signal.signal, number, signal.signal(number, handler))
+                self._stack.callback(signal.signal, number, signal.signal(number, self._interrupt))
         self._stack.enter_context(self._bars)
         for log in logging.getLogger("flwr").handlers if self._draws else ():  # its lines are printed above the bars
             if isinstance(log, logging.StreamHandler):
@@ -165,9 +164,11 @@ class Progress:
         self._stack.close()
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        if self.stop_asked or not self._tasks:
+        # Who sent SIGTERM may not wait, or has sent it to the workers too.
+        at_once = number != signal.SIGINT or self.stop_asked or not self._tasks
+        self.stop_asked = True  # compiled code can swallow the exception (pydantic does): the run then ends by this
+        if at_once:
             raise KeyboardInterrupt
-        self.stop_asked = True
         print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     # --- what happens, in the order of an experiment ---

@@ -92,9 +92,13 @@ class Saving(Listener):
     latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last finished round, with the global model
     best: ArrayRecord | None = None  # the model of the best round, until it is in the run folder
 
+    def on_start(self, running: Running, at: Round) -> None:
+        # Not in each round: pydantic hides the KeyboardInterrupt of a signal.
+        self.settings = deciding(running.run.model_dump(mode="json"))
+
     def on_round(self, running: Running, at: Round) -> Round:
         run = running.run
-        self.latest = _snapshot(running, at), at.model
+        self.latest = self._snapshot(running, at), at.model
         self.best = at.model if at.is_best else self.best
         usual = run.engine.checkpoint_every or max(1, run.rounds // 20)
         every = 1 if promises_of(running.prepared.rule) else usual  # to repeat a round costs
@@ -109,6 +113,22 @@ class Saving(Listener):
         elif self.latest is not None:  # the engine's nodes may be in the middle of a round
             self._write_models(running.folder, self.latest[1])
 
+    def _snapshot(self, running: Running, at: Round) -> Snapshot:
+        strategy, unsaved = None, None
+        try:
+            strategy = state_of(running.prepared.rule)
+        except ValueError as error:
+            unsaved = str(error)
+        return Snapshot(
+            round=at.number,
+            token=running.identity[protocol.TOKEN],
+            model=RecordDict({"arrays": at.arrays}),
+            strategy=strategy,
+            unsaved=unsaved,
+            trained=dict(at.trained),
+            settings=self.settings,
+        )
+
     def _write_models(self, folder: RunFolder, model: ArrayRecord) -> None:
         folder.write_model(unpack(model))
         if self.best is not None:
@@ -119,23 +139,6 @@ class Saving(Listener):
         self._write_models(running.folder, model)
         contexts = running.grid.contexts() or {}
         running.folder.write_checkpoint(snapshot, ((node, context.state) for node, context in contexts.items()))
-
-
-def _snapshot(running: Running, at: Round) -> Snapshot:
-    strategy, unsaved = None, None
-    try:
-        strategy = state_of(running.prepared.rule)
-    except ValueError as error:
-        unsaved = str(error)
-    return Snapshot(
-        round=at.number,
-        token=running.identity[protocol.TOKEN],
-        model=RecordDict({"arrays": at.arrays}),
-        strategy=strategy,
-        unsaved=unsaved,
-        trained=dict(at.trained),
-        settings=deciding(running.run.model_dump(mode="json")),
-    )
 
 
 def promises_of(rule: Rule) -> dict[str, float]:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.nn import functional as F
@@ -24,6 +25,7 @@ from fedbn_flwr.experiment.listeners.recording import History, Saving
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import train_round
+from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays
@@ -150,6 +152,7 @@ def checkpoints(running: Running, folder: Path, stop: int = 0) -> list[int]:
     files, listener = History(), Saving()
     at, rounds = start(running), []
     files.on_start(running, at)
+    listener.on_start(running, at)
     for _ in range(4):
         at = files.on_round(running, train_round(running, at))
         at = listener.on_round(running, dataclasses.replace(at, stop=at.number == stop))
@@ -164,6 +167,18 @@ def checkpoints(running: Running, folder: Path, stop: int = 0) -> list[int]:
 def test_checkpoints_are_written_every_n_rounds_and_at_a_stop(running: Running, tmp_path: Path) -> None:
     assert checkpoints(running, tmp_path, stop=3) == [0, 2, 3, 4, 4]
     assert len(list(RunFolder(tmp_path).checkpoint.clients())) == 2
+
+
+def test_a_checkpoint_calls_no_pydantic(running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hide the KeyboardInterrupt of SIGTERM, and the run would continue or fail."""
+    before = Saving.on_start
+
+    def forbid(*args: Any) -> None:
+        before(*args)
+        monkeypatch.setattr(Settings, "model_dump", None)
+
+    monkeypatch.setattr(Saving, "on_start", forbid)
+    assert checkpoints(running, tmp_path, stop=1)[0] == 1
 
 
 @pytest.mark.parametrize("running", [OwnDisks], indirect=True)

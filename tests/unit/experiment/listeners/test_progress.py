@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
+import signal
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,3 +120,14 @@ def test_a_round_s_figures_begin_with_the_main_one_of_the_task() -> None:
 def test_ctrl_c_before_the_first_run_stops_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), Progress(["FedAvg"], [4], quiet=True):
         os.kill(os.getpid(), 2)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_whose_exception_is_swallowed_ends_the_run_after_its_round(sent: int) -> None:
+    """As pydantic-core swallows an exception that is raised while it looks up the kind of a union's member."""
+    with Progress(["FedAvg"], [4], quiet=True) as progress:
+        run = progress.begin(0)
+        assert not run.on_round(RUNNING, at(1)).stop
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), sent)
+        assert run.on_round(RUNNING, at(2)).stop
