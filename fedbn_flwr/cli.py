@@ -24,8 +24,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # closed: `fedbn ... >&-`
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    arguments = _parsed(argv)
     try:
+        arguments = _parsed(argv)
         code = int(arguments.command(arguments) or 0)
         sys.stdout.flush()  # its errors are found here, not when Python ends
         return code

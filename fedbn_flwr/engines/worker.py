@@ -145,17 +145,18 @@ class Worker(NodeWorker):
 
     def launch(self) -> None:
         return_freed_memory()  # otherwise each process would have a copy of it as soon as it uses it
-        here, there = socket.socketpair()
-        self.channel, self._began = Channel(here), time.monotonic()
-        fork = multiprocessing.get_context("fork")
-        self.process = fork.Process(target=_serve, args=(self.nodes, there), daemon=True)
-        # It receives signals only when it has decided what to do with them.
+        # It receives signals only when it has decided what to do with them; this process when close() can end it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
-            self.process.start()
+            here, there = socket.socketpair()
+            with there:
+                process = multiprocessing.get_context("fork").Process(
+                    target=_serve, args=(self.nodes, there), daemon=True
+                )
+                process.start()
+            self.process, self.channel, self._began = process, Channel(here), time.monotonic()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            there.close()
 
     def send(self, then: Then, call: str, *arguments: Any) -> None:
         # One job at a time: with several, each end could wait for the other to read.
