@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.yaml_text import LENGTH, parse_yaml
 
 
@@ -52,7 +53,20 @@ def extended(content: Any, folder: Path, through: tuple[Path, ...] = ()) -> Any:
             f"itself, or leave some out: {', '.join(file.name for file in through)}"
         )
     parent = extended(_content(path), path.parent, (*through, path))
-    return merge(written_out(without(parent, *_OWN)), written_out(without(content, "extends")))
+    base, own = written_out(without(parent, *_OWN)), written_out(without(content, "extends"))
+    if isinstance(base.get("tune"), Mapping):
+        base["tune"] = not_given(base["tune"], own)
+    return merge(base, own)
+
+
+def not_given(lists: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The lists by key, without the keys of which `own` gives the value or a part of it."""
+    given = [f"{key}." for key in flat_settings(own)]
+    return {
+        key: values
+        for key, values in flat_settings(lists).items()
+        if not any(each.startswith(f"{key}.") or f"{key}.".startswith(each) for each in given)
+    }
 
 
 def _file(source: str, folder: Path) -> tuple[Path, str]:

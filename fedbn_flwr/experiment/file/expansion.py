@@ -17,7 +17,7 @@ from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import in_words, shorten
 from fedbn_flwr.schema import Section
 
-from .content import merge, nested, written_out
+from .content import merge, nested, not_given, written_out
 
 PAPER = "paper"
 LISTS = ("sweep", "tune")
@@ -76,7 +76,6 @@ def lists_of(where: str, own: Mapping[str, Any], *levels: Mapping[str, Any]) -> 
 
     The first level is the whole file, without the keys of which `own` gives the value or a part of it.
     """
-    given = [f"{key}." for key in flat_settings(own)]
     found: dict[str, dict[str, Any]] = {kind: {} for kind in LISTS}
     for number, level in enumerate(levels):
         for kind in level.keys() & found.keys():
@@ -85,13 +84,7 @@ def lists_of(where: str, own: Mapping[str, Any], *levels: Mapping[str, Any]) -> 
                 raise SettingsError(
                     f"{where}: {kind} is {lists!r}; expected lists of values by key, for instance train.lr: [0.01, 0.1]"
                 )
-            new = flat_settings(lists or {})
-            if number == 0:
-                new = {
-                    key: new[key]
-                    for key in new
-                    if not any(each.startswith(f"{key}.") or f"{key}.".startswith(each) for each in given)
-                }
+            new = flat_settings(lists or {}) if number else not_given(lists or {}, own)
             found[kind] = {} if lists is None else {**found[kind], **new}
     if both := found["sweep"].keys() & found["tune"].keys():
         raise SettingsError(f"{where}: {min(both)} is in sweep and in tune; a condition is not chosen, so give one")

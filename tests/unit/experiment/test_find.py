@@ -66,6 +66,21 @@ def test_an_experiment_takes_the_settings_of_the_one_it_extends(tmp_path: Path) 
     assert (run.rounds, run.clients, run.strategy["name"]) == (7, 3, "FixBN")
 
 
+def test_a_value_replaces_the_list_of_candidates_of_the_file_that_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(
+        "rounds: 2\ntune: {train: {lr: [0.1, 0.2]}, strategy.proximal_mu: [0.1, 1]}\nstrategy: {name: FedProx}\n"
+    )
+
+    def candidates(text: str) -> list[Any]:
+        (tmp_path / "child.yaml").write_text(f"extends: parent.yaml\n{text}\n")
+        runs = load_experiment(str(tmp_path / "child.yaml")).runs
+        return [(run.train.lr, run.strategy.get("proximal_mu")) for run in runs]
+
+    assert candidates("rounds: 3") == [(0.1, 0.1), (0.1, 1), (0.2, 0.1), (0.2, 1)]
+    assert candidates("train: {lr: 0.5}") == [(0.5, 0.1), (0.5, 1)]
+    assert candidates("train: {lr: 0.5}\ntune: {train.lr: [3, 4]}\nstrategy: {proximal_mu: 2}") == [(3, 2), (4, 2)]
+
+
 def test_the_experiment_of_the_page_on_deployment_is_read() -> None:
     """It is the text that a user of a remote SuperLink sends in a TOML file."""
     page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
