@@ -346,10 +346,15 @@ def private() -> Iterator[str]:
     yield "at epsilon 10 and below it is better to spend all of it on the weights"
 
 
-def robustness() -> Iterator[str]:
-    found = {
+def attacked() -> dict[tuple[Any, ...], float]:
+    """The accuracy by data, rule, options, attack and number of malicious clients."""
+    return {
         (*list(line.values())[:4], line["malicious"]): line["accuracy"] for line in results.lines("robust/runs.jsonl")
     }
+
+
+def robustness() -> Iterator[str]:
+    found = attacked()
     lost, alone = [], []
     for (data, rule, options, attack, count), accuracy in found.items():
         if options == "bounds" and attack not in (None, "flipped"):
@@ -359,6 +364,35 @@ def robustness() -> Iterator[str]:
     yield f"false statistics of two clients of ten cost at most {max(lost):.0f} points"
     assert max(alone) < 14
     yield "without them one such client suffices to ruin the model"
+
+
+def bounds() -> Iterator[str]:
+    yield next(robustness())
+    found = attacked()
+    honest = {case[1:3]: 100 * found[case] for case in found if (case[0], case[4]) == ("digits-2", 0)}
+    cost = {
+        (rule, name): honest[rule, "off"] - value
+        for (rule, name), value in honest.items()
+        if name not in ("off", "bounds")
+    }
+    least, most = min(cost, key=cost.__getitem__), max(cost, key=cost.__getitem__)
+    assert (least, most) == (("FixBN", "krum"), ("FedAvg", "median"))
+    yield f"costs honest runs {cost[least]:.0f} to {cost[most]:.0f} points of accuracy, `MultiKrum` with FixBN least"
+    case = "flipped", 2
+    off = [100 * found["cifar10", rule, "off", *case] for rule in ("FedAvg", "FixBN", "FedTAN")]
+    trimmed = {f"{100 * found['cifar10', rule, 'trimmed', *case]:.0f}" for rule in ("FedAvg", "FixBN")}
+    yield f"slightly worse ({', '.join(trimmed)} %, without {min(off):.0f} to {max(off):.0f} %)"
+
+
+def personal() -> Iterator[str]:
+    runs = results.by_label("clients/clients.json", "clients/participation.json")
+    own = {
+        label.partition(", ")[2]: 100 * statistics.mean(run.summary["clients_own_accuracy"] for run in each)
+        for label, each in runs.items()
+        if label.startswith("FedBN")
+    }
+    yield f"had {own['fraction_train=0.1']:.1f} % on examples of their own classes"
+    yield f"and {own['clients=100']:.1f} % with all clients in each round"
 
 
 def reliability() -> Iterator[str]:
@@ -457,6 +491,7 @@ IN_RESULTS = (
 )
 PLACES = {page: ROOT / "docs" / "results" / f"{page.__name__}.md" for page in IN_RESULTS}
 PLACES |= {readme: ROOT / "README.md", which_strategy: ROOT / "docs" / "which-strategy.md"}
+PLACES |= {bounds: ROOT / "docs" / "robustness.md", personal: ROOT / "docs" / "strategies" / "fedbn.md"}
 
 
 @pytest.mark.parametrize("page", PLACES, ids=lambda page: page.__name__)
