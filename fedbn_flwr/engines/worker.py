@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -145,18 +145,12 @@ class Worker(NodeWorker):
 
     def launch(self) -> None:
         return_freed_memory()  # otherwise each process would have a copy of it as soon as it uses it
-        # It receives signals only when it has decided what to do with them; this process when close() can end it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            here, there = socket.socketpair()
-            with there:
-                process = multiprocessing.get_context("fork").Process(
-                    target=_serve, args=(self.nodes, there), daemon=True
-                )
-                process.start()
-            self.process, self.channel, self._began = process, Channel(here), time.monotonic()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        here, there = socket.socketpair()
+        self.channel, self._began = Channel(here), time.monotonic()
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=_serve, args=(self.nodes, there), daemon=True)
+        with there, _signals_later():
+            self.process.start()
 
     def send(self, then: Then, call: str, *arguments: Any) -> None:
         # One job at a time: with several, each end could wait for the other to read.
@@ -175,13 +169,31 @@ class Worker(NodeWorker):
             return None, f"its process died ({how})"
 
     def close(self) -> None:
-        if self.process is not None:
+        if self.process is not None and self.process.pid is not None:  # it was not interrupted before its start
             self.channel.close()
             self.process.join(0.5)  # it ends at once, unless a client is still training
             if self.process.is_alive():
                 self.process.kill()  # it may wait for a lock, and has this process's handler of other signals
                 self.process.join(5)
         self.process, self.then, self.is_ready = None, None, False
+
+
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """Signals wait: in a process that is forked here until it has handlers, in this one until it knows that process.
+
+    The mask, which the new process inherits, is not enough for this one, whose other threads receive signals.
+    """
+    noted: list[int] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [signal.raise_signal(number) for number in noted])
+        for number in _SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            if (handler := signal.getsignal(number)) is not None:  # it is not one of another language
+                stack.callback(signal.signal, number, handler)
+                signal.signal(number, lambda number, _: noted.append(number))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+        yield
 
 
 def fork_problem() -> str | None:
@@ -211,8 +223,9 @@ def _serve(nodes: object, end: socket.socket) -> None:
     channel, problem = Channel(end), fork_problem()
     threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     keep_freed_memory()
-    # Ctrl-C reaches every process of a terminal; the parent decides when workers end.
+    # Ctrl-C and SIGHUP reach every process of a terminal; the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is not for this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -103,7 +102,6 @@ class _Run:
 
     def carry_out(self) -> BaseException | None:
         """Returns what ended the run: None if it is finished."""
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent decides when a run ends
         torch.set_num_threads(1)  # a forked process has no pool of threads
         try:
             self.call(self.place, Reporter(self._send, lambda: bool(self.stop.value)))

@@ -449,3 +449,30 @@ def test_a_reply_to_another_message_or_from_another_node_is_refused_at_once(
     assert first.error.reason == reason
     assert first.metadata.src_node_id == 1
     assert second.has_content()
+
+
+def test_a_signal_during_a_fork_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread receives it, so that the handler runs in the main thread before the process is known there."""
+    forked, real, over = list[int](), os.fork, threading.Event()
+    other = threading.Thread(target=over.wait, daemon=True)
+    other.start()
+
+    def fork() -> int:
+        if process := real():
+            forked.append(process)
+            assert other.ident is not None
+            signal.pthread_kill(other.ident, signal.SIGTERM)
+            time.sleep(0.05)  # a handler that does not wait runs here
+        return process
+
+    monkeypatch.setattr(os, "fork", fork)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), LocalGrid(app_of(who), 1, workers=1) as grid:
+            grid.send_and_receive([to(1)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        over.set()
+    assert len(forked) == 1
+    with pytest.raises(ChildProcessError):  # it has ended, and its exit code was read
+        os.waitpid(forked[0], os.WNOHANG)
