@@ -186,7 +186,7 @@ def _signals_later() -> Iterator[None]:
     """
     noted: list[int] = []
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: [signal.raise_signal(number) for number in noted])
+        stack.callback(lambda: [*map(signal.raise_signal, noted)])
         for number in _SIGNALS if threading.current_thread() is threading.main_thread() else ():
             if (handler := signal.getsignal(number)) is not None:  # it is not one of another language
                 stack.callback(signal.signal, number, handler)
