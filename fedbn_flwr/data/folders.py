@@ -130,6 +130,18 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     if domains := _domains(folder, entry):
         of_split = {part: name or part for part, name in given.items()}
         return _of_domains(folder, domains, entry.keep if entry else (), of_split), entry
+    found = _named(folder, source, given)
+    columns = [getattr(split, "features", {}) for split in found.values()]  # of tables
+    codes = [*source.label, source.domain or "domain", *filter(None, [source.group])]
+    kinds = {code: {getattr(each.get(code), "dtype", None) for each in columns} for code in codes}
+    if texts := [code for code, kind in kinds.items() if kind == {"string", "int64"}]:
+        # Those of one split are numbers by chance.
+        found = _named(folder, source, given, texts)
+    return _tables(found, "image", "label"), entry
+
+
+def _named(folder: Path, source: Source, given: Mapping[str, Any], texts: Sequence[str] = ()) -> Splits:
+    """The splits by the beginnings of their files' names."""
     found: Splits = {}
     usual = {
         "train": ("train", "") if source.held_out else ("train",),
@@ -138,7 +150,7 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     }
     for part, name in given.items():
         names = (name,) if name else usual[part]
-        there = (split for name in names if (split := _split(folder, name)) is not None)
+        there = (split for name in names if (split := _split(folder, name, texts)) is not None)
         if (split := next(there, None)) is None:
             present = sorted(file.name for file in folder.iterdir())[:8]
             raise DataError(
@@ -148,13 +160,14 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
                 f". The folder contains {', '.join(present) or 'nothing'}",
             )
         found[part] = split
-    return _tables(found, "image", "label"), entry
+    return found
 
 
-def _split(folder: Path, name: str) -> Any:
+def _split(folder: Path, name: str, texts: Sequence[str]) -> Any:
     """A split of `datasets`, or rows of files and their classes; None if the folder has none of this name.
 
-    Of all files and folders whose names begin with it; without a name, of all that the folder has.
+    Of all files and folders whose names begin with it; without a name, of all that the folder has. Columns of CSV files
+    are texts if their values are not numbers, or if they are among `texts`.
     """
     tables = {
         each: sorted(folder.glob(f"{name}*{each}")) or sorted(folder.glob(f"*/{name}*{each}")) for each in _READERS
@@ -166,7 +179,8 @@ def _split(folder: Path, name: str) -> Any:
             f", found {', '.join(tables[suffix][0].name for suffix in kinds)}",
         )
     if kinds:
-        return _READERS[kinds[0]](folder, tables[kinds[0]])
+        more = (texts,) if kinds == [".csv"] else ()
+        return _READERS[kinds[0]](folder, tables[kinds[0]], *more)
     if not name:
         return _whole(folder)
     if pictures := sorted(path for path in folder.glob(f"{name}*") if path.is_dir()):
@@ -203,13 +217,17 @@ def _load(folder: Path, files: Sequence[Path], kind: str = "parquet") -> Any:
     return _read(folder, repr(paths[0]), datasets.load_dataset, kind, data_files=paths, split="train")
 
 
-def _csv(folder: Path, files: Sequence[Path]) -> Any:
+def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Any:
     """An empty field, NA, NaN or null without quotes is a missing value."""
     import pyarrow
     from pyarrow import csv
 
-    missing = csv.ConvertOptions(strings_can_be_null=True, quoted_strings_can_be_null=False)
-    tables = [_read(folder, repr(str(file)), csv.read_csv, file, convert_options=missing) for file in files]
+    options = csv.ConvertOptions(
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+        column_types=dict.fromkeys(texts, pyarrow.string()),
+    )
+    tables = [_read(folder, repr(str(file)), csv.read_csv, file, convert_options=options) for file in files]
     table = _read(folder, "the tables", pyarrow.concat_tables, tables, promote_options="permissive")
     if wrong := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
         raise DataError(
@@ -228,7 +246,7 @@ def _npz(folder: Path, files: Sequence[Path]) -> Any:
     return _read(folder, repr(str(files[0])), lambda file: dict(np.load(file)), files[0])
 
 
-_READERS: dict[str, Callable[[Path, Sequence[Path]], Any]] = {".parquet": _load, ".csv": _csv, ".npz": _npz}
+_READERS: dict[str, Callable[..., Any]] = {".parquet": _load, ".csv": _csv, ".npz": _npz}
 
 
 def _read(folder: Path, what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -104,6 +104,25 @@ def test_a_split_in_files_of_two_kinds_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, label="diagnosis")
 
 
+def test_labels_and_groups_that_are_texts_in_one_split_are_texts_in_both(tmp_path: Path) -> None:
+    """The codes of the test split are numbers by chance."""
+    rows = {"train": ["01", "2", "A", "02", "1"], "test": ["2", "01", "1", "1"]}
+    for name, codes in rows.items():
+        frame = pd.DataFrame({"x": range(len(codes)), "ward": codes, "code": codes})
+        frame.to_csv(tmp_path / f"{name}.csv", index=False)
+    source = Source(name=str(tmp_path), label="code", group="ward")
+    data = load(source)
+    assert data.class_names == ("01", "02", "1", "2", "A")
+    assert data.train.labels.tolist() == [0, 3, 4, 1, 2]
+    assert data.test.labels.tolist() == [3, 0, 2, 2]
+    assert data.groups is not None
+    assert data.groups.names == ("01", "02", "1", "2", "A")
+    assert data.groups.in_both
+    frame.assign(x=["1", "?", "2", "3"]).to_csv(tmp_path / "test.csv", index=False)
+    with pytest.raises(DataError, match="the column 'x' has texts, which are no inputs"):
+        load(source)
+
+
 def test_two_files_are_training_and_test_split(tmp_path: Path) -> None:
     frame = cancer()
     frame[:400].to_csv(tmp_path / "train.csv", index=False)
