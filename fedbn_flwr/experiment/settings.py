@@ -642,7 +642,7 @@ KEYS_OF_A_FILE = {  # beside those of a run
     "extends": (
         "a shipped experiment (`fixbn/table4`) or a file, relative to this one, whose settings this file "
         "changes. All keys are merged with those of the other file, except its `name`, `description`, "
-        "`runs`, `sweep` and `published`, which are not taken over"
+        "`runs`, `sweep` and `published`, which are not taken over; a value replaces the other file's `tune` of its key"
     ),
     "seeds": (
         "a list of seeds; every run is repeated with each of them, and the report gives mean and standard deviation"
