@@ -461,7 +461,17 @@ def fixbn_table1() -> Table:
     return ("run", "learning rate 0.02", "0.2", "published, 64,000 rounds"), rows
 
 
-TABLE1 = ("fixbn/table1.json", "fixbn/table1-seed1.json")
+def fixbn_one_step() -> Table:
+    runs = {label: by_seed(each) for label, each in by_label(*TABLE1).items()}
+    rows = {}
+    for norm, rate in itertools.product(("BN", "GN"), (0.02, 0.2)):
+        figures = published("FixBN", "Table 1")[norm]
+        one, other = (runs[f"{place}, {norm}, lr={rate}"] for place in ("Federated", "Central"))
+        rows[f"Federated - Central, {norm}, {rate}"] = one, other, figures["Federated"] - figures["Central"]
+    return verdict("12.5 %", rows)
+
+
+TABLE1 = ("fixbn/table1.json", "fixbn/table1-seed1.json", "fixbn/table1-seeds.json")
 LENET = "fixbn/lenet.json"
 WHOLE = "fixbn/table4-16px.json"
 
@@ -704,6 +714,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fixbn answer": fixbn_verdict,
     "results fixbn 16px": lambda: fixbn_whole(WHOLE, published("FixBN", "Table 4")),
     "results fixbn table1": fixbn_table1,
+    "results fixbn one step": fixbn_one_step,
     "results fixbn lenet": lambda: fixbn_whole(LENET, {}),
     "results fixbn lenet rate": fixbn_lenet_rate,
     "results fixbn lenet pairs": pairs(LENET, ("FixBN", "BN"), ("FixBN", "GN"), ("GN", "BN")),
