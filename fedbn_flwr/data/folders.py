@@ -12,6 +12,7 @@ listed, not opened.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -32,6 +33,7 @@ from .source import PARTS, Source
 _EACH = 5  # of each class of a domain without lists, every fifth image is a test image
 
 Splits = dict[str, Any]  # "train" and "test"
+Readers = Mapping[str, Callable[[Path, Sequence[Path]], Any]]  # of the files of a split, by suffix
 Row = tuple[str, ...]  # an image file, and the values of other columns
 
 
@@ -130,17 +132,17 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     if domains := _domains(folder, entry):
         of_split = {part: name or part for part, name in given.items()}
         return _of_domains(folder, domains, entry.keep if entry else (), of_split), entry
-    found = _named(folder, source, given)
+    found = _named(folder, source, given, _READERS)
     columns = [getattr(split, "features", {}) for split in found.values()]  # of tables
     codes = [*source.label, source.domain or "domain", *filter(None, [source.group])]
     kinds = {code: {getattr(each.get(code), "dtype", None) for each in columns} for code in codes}
     if texts := [code for code, kind in kinds.items() if kind == {"string", "int64"}]:
         # Those of one split are numbers by chance.
-        found = _named(folder, source, given, texts)
+        found = _named(folder, source, given, {**_READERS, ".csv": functools.partial(_csv, texts=texts)})
     return _tables(found, "image", "label"), entry
 
 
-def _named(folder: Path, source: Source, given: Mapping[str, Any], texts: Sequence[str] = ()) -> Splits:
+def _named(folder: Path, source: Source, given: Mapping[str, Any], readers: Readers) -> Splits:
     """The splits by the beginnings of their files' names."""
     found: Splits = {}
     usual = {
@@ -150,7 +152,7 @@ def _named(folder: Path, source: Source, given: Mapping[str, Any], texts: Sequen
     }
     for part, name in given.items():
         names = (name,) if name else usual[part]
-        there = (split for name in names if (split := _split(folder, name, texts)) is not None)
+        there = (split for name in names if (split := _split(folder, name, readers)) is not None)
         if (split := next(there, None)) is None:
             present = sorted(file.name for file in folder.iterdir())[:8]
             raise DataError(
@@ -163,14 +165,13 @@ def _named(folder: Path, source: Source, given: Mapping[str, Any], texts: Sequen
     return found
 
 
-def _split(folder: Path, name: str, texts: Sequence[str]) -> Any:
+def _split(folder: Path, name: str, readers: Readers) -> Any:
     """A split of `datasets`, or rows of files and their classes; None if the folder has none of this name.
 
-    Of all files and folders whose names begin with it; without a name, of all that the folder has. Columns of CSV files
-    are texts if their values are not numbers, or if they are among `texts`.
+    Of all files and folders whose names begin with it; without a name, of all that the folder has.
     """
     tables = {
-        each: sorted(folder.glob(f"{name}*{each}")) or sorted(folder.glob(f"*/{name}*{each}")) for each in _READERS
+        each: sorted(folder.glob(f"{name}*{each}")) or sorted(folder.glob(f"*/{name}*{each}")) for each in readers
     }
     kinds = [suffix for suffix, files in tables.items() if files]
     if len(kinds) > 1:
@@ -179,8 +180,7 @@ def _split(folder: Path, name: str, texts: Sequence[str]) -> Any:
             f", found {', '.join(tables[suffix][0].name for suffix in kinds)}",
         )
     if kinds:
-        more = (texts,) if kinds == [".csv"] else ()
-        return _READERS[kinds[0]](folder, tables[kinds[0]], *more)
+        return readers[kinds[0]](folder, tables[kinds[0]])
     if not name:
         return _whole(folder)
     if pictures := sorted(path for path in folder.glob(f"{name}*") if path.is_dir()):
@@ -218,7 +218,10 @@ def _load(folder: Path, files: Sequence[Path], kind: str = "parquet") -> Any:
 
 
 def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Any:
-    """An empty field, NA, NaN or null without quotes is a missing value."""
+    """Columns are texts if their values are not numbers, or if they are among `texts`.
+
+    An empty field, NA, NaN or null without quotes is a missing value.
+    """
     import pyarrow
     from pyarrow import csv
 
@@ -246,7 +249,7 @@ def _npz(folder: Path, files: Sequence[Path]) -> Any:
     return _read(folder, repr(str(files[0])), lambda file: dict(np.load(file)), files[0])
 
 
-_READERS: dict[str, Callable[..., Any]] = {".parquet": _load, ".csv": _csv, ".npz": _npz}
+_READERS: Readers = {".parquet": _load, ".csv": _csv, ".npz": _npz}
 
 
 def _read(folder: Path, what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
