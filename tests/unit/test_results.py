@@ -442,6 +442,13 @@ def readme() -> Iterator[str]:
     yield f"training on all data in one place at {demo['Centralised']} %"
 
 
+def tutorial() -> Iterator[str]:
+    found = accuracies("tutorial/report.json", digits=0)
+    yield f"batch norm ends at {found['FedAvg+BN'].split()[0]} %"
+    yield f"after a fifth of the rounds, at {found['FixBN'].split()[0]} %, with the same traffic"
+    yield f"in each round, at {found['FedTAN'].split()[0]} %"
+
+
 def which_strategy() -> Iterator[str]:
     skewed, alike = accuracies("mnist/noniid-lr0.5.json"), accuracies("mnist/iid-lr0.5.json", digits=2)
     iid = {label.partition(",")[0]: float(value) for label, value in alike.items()}
@@ -487,7 +494,8 @@ IN_RESULTS = (
     *(performance, secure, private, robustness, reliability, privacy),
 )
 PLACES = {page: ROOT / "docs" / "results" / f"{page.__name__}.md" for page in IN_RESULTS}
-PLACES |= {readme: ROOT / "README.md", which_strategy: ROOT / "docs" / "which-strategy.md"}
+PLACES |= {page: ROOT / "docs" / f"{page.__name__.replace('_', '-')}.md" for page in (tutorial, which_strategy)}
+PLACES |= {readme: ROOT / "README.md"}
 PLACES |= {bounds: ROOT / "docs" / "robustness.md", personal: ROOT / "docs" / "strategies" / "fedbn.md"}
 
 
