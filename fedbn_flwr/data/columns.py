@@ -210,7 +210,8 @@ def _chosen(
         return (usual[key],) if usual.get(key) in train else ()
 
     domain = source.domain or (usual["domain"] if source.domains else next(iter(named("domain")), None))
-    group = source.group or next(iter(named("group")), None)
+    # A site's own data need not have the column of groups; where it decides who has what, `partition` asks for it.
+    group = next((name for name in ([source.group] if source.group else named("group")) if name in train), None)
     label = source.label or named("label")
     if not label:
         label = _only(source, columns, "label", "ClassLabel", (*source.inputs, domain or "domain"))
@@ -224,7 +225,7 @@ def _chosen(
     if not inputs:
         inputs = _only(source, columns, "inputs", "Image", label)
     used = [("inputs", column) for column in inputs] + [("label", column) for column in label]
-    more = [("domain", domain), ("group", group), *(("categories", column) for column in source.categories)]
+    more = [("domain", domain), *(("categories", column) for column in source.categories)]
     for key, column in (*used, *more):
         if column is not None and column not in train:
             raise DataError(

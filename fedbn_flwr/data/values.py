@@ -291,7 +291,9 @@ def _classes(
             )
         found: Targets = {part: torch.from_numpy(some.astype(np.int64)) for part, some in parts.items()}
         return found, known
-    known = known or tuple(map(str, sorted(set(rows.tolist()))))
+    # Texts and whole numbers are compared as texts: the column of one split may be of another type.
+    ordered = sorted(set(rows.tolist()), key=str if rows.dtype.kind == "O" else None)
+    known = known or tuple(dict.fromkeys(map(str, ordered)))
     texts = {part: list(map(str, some.tolist())) for part, some in parts.items()}
     unknown = sorted({text for some in texts.values() for text in some}.difference(known))
     if unknown and (source.class_names or numbered):

@@ -93,10 +93,10 @@ def _shares(_: str, data: settings.Data, clients: int, seed: int, device: str) -
             "pixel; use iid, domain or natural"
         )
     groups = dataset.groups if kind == "natural" else dataset.domains
-    if kind == "natural" and groups is None:
+    if dataset.groups is None and (kind == "natural" or data.group is not None):
         raise SettingsError(
-            "data.partition.kind is 'natural', which needs data.group, the column whose values are the clients; the "
-            f"columns of {data.name!r} are {', '.join(dataset.columns)}"
+            f"data.group is {data.group!r}; expected the column whose values are the clients of a natural partition. "
+            f"The columns of {data.name!r}: {', '.join(dataset.columns)}"
         )
     parts = partition(strata.train, len(strata.names), clients, seed, kind, groups=groups, **options)
     if kind == "natural" and groups is not None and not groups.in_both:

@@ -150,7 +150,7 @@ def _sums_in(reply: Message, columns: int) -> Sums:
     """The sums of a site's reply; MessageError if they are not those of any values."""
     arrays = unpack(arrays_of(reply.content))
     if problem := fault(arrays, {"sums": np.zeros((ROWS, columns))}):
-        raise MessageError(problem)
+        raise MessageError(f"{problem}; its columns are the inputs or channels of the data")
     sums: Sums = arrays["sums"]
     for place, column in enumerate(sums.T):
         count, total, square = totals(column)

@@ -197,7 +197,7 @@ def test_other_names_are_found_under_the_root_too(root: Path) -> None:
         ),
         (
             "{name: mnist, root: ROOT, group: city}",
-            r"data\.group='city' is not a column of 'mnist'; its columns: image \(Image\), label",
+            r"data\.group is 'city'; expected the column .* The columns of 'mnist': image, label",
         ),
         ("{name: mnist, root: ROOT, partition: {kind: domain}}", r"the data has no domains"),
         ("{name: mnist_, root: ROOT}", r"'mnist_': there is no such data set; .*did you mean 'mnist'"),

@@ -123,6 +123,14 @@ def test_labels_and_groups_that_are_texts_in_one_split_are_texts_in_both(tmp_pat
         load(source)
 
 
+def test_parquet_labels_of_two_types_are_classes_by_their_texts(tmp_path: Path) -> None:
+    for part, labels in (("train", ["10", "a", "9"]), ("test", [9, 10, 9])):
+        pd.DataFrame({"age": [1.0, 2.0, 3.0], "label": labels}).to_parquet(tmp_path / f"{part}.parquet")
+    data = opened(tmp_path, label="label")
+    assert data.class_names == ("10", "9", "a")
+    assert data.test.labels.tolist() == [1, 0, 1]
+
+
 def test_two_files_are_training_and_test_split(tmp_path: Path) -> None:
     frame = cancer()
     frame[:400].to_csv(tmp_path / "train.csv", index=False)
@@ -406,18 +414,21 @@ def test_a_group_is_a_client_and_is_tested_on_its_own_rows(tables: Path) -> None
         assert (found.groups.train[parts[client]] == client).all()
         assert (found.groups.test[tests[client]] == client).all()
     assert sum(map(len, tests)) == len(found.test)
-    with pytest.raises(SettingsError, match=r"needs data\.group, .* the columns of .* mean radius, .*, site"):
+    with pytest.raises(SettingsError, match=r"data\.group is None; .* The columns of .* mean radius, .*, site"):
         partition_of(data.model_copy(update={"group": None}), 4, 0, "cpu")
-    with pytest.raises(DataError, match=r"data\.group='hospital' is not a column of"):
+    with pytest.raises(SettingsError, match=r"data\.group is 'hospital'; expected the column"):
         partition_of(data.model_copy(update={"group": "hospital"}), 4, 0, "cpu")
 
 
-def test_a_site_s_table_needs_no_column_of_groups(tmp_path: Path) -> None:
-    cancer().drop(columns="site").to_csv(tmp_path / "own.csv", index=False)
+@pytest.mark.parametrize("has_column", [False, True])
+def test_a_site_s_table_needs_no_column_of_groups_and_it_is_no_input(has_column: bool, tmp_path: Path) -> None:
+    own = cancer().drop(columns="site")
+    (own.assign(site=3) if has_column else own).to_csv(tmp_path / "own.csv", index=False)
     run = Settings(data={"label": "diagnosis", "group": "site", "test": 0.2, "partition": {"kind": "natural"}})
     node: dict[str, Any] = {"data-path": str(tmp_path / "own.csv"), "partition-id": 0, "num-partitions": run.clients}
     site = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=node, state=RecordDict(), run_config={}))
     assert len(site.dataset.train) == 455
+    assert site.dataset.shape == (30,)
 
 
 # --- models ------------------------------------------------------------------
