@@ -53,6 +53,7 @@ def _pages(
     experiment: Experiment, runs: Sequence[ExplainedRun], partitions: Sequence[PartitionCounts], *, every: bool
 ) -> list[str]:
     from fedbn_flwr.results.report.tables import as_text, partition_table
+    from fedbn_flwr.results.text import columns_in_words
 
     first, *others = runs
     shared = [each for each in first.settings if all(each in other.settings for other in others)]
@@ -62,7 +63,7 @@ def _pages(
         for run in runs:
             pages.append(_settings(f"run {run.label}", [each for each in run.settings if each not in shared], True))
     pages += [f"data {partition_table(each)}" for each in partitions]
-    pages += dict.fromkeys(_columns(run) for run in runs if run.columns)
+    pages += dict.fromkeys("\n".join(columns_in_words(run.columns)) for run in runs if run.columns)
     pages += dict.fromkeys(as_text(_model(run)) for run in runs)
     return pages + [as_text(_traffic(run)) for run in runs]
 
@@ -79,16 +80,6 @@ def _settings(title: str, settings: Sequence[Setting], every: bool) -> str:
 
 def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _columns(run: ExplainedRun) -> str:
-    """The columns that are inputs, and the others with their use or the reason."""
-    from fedbn_flwr.results.text import printable, shorten
-
-    inputs = [name for name, use in run.columns.items() if use == "input"]
-    others = [f"{name or 'a column without name'} ({use})" for name, use in run.columns.items() if use != "input"]
-    lines = f"inputs ({len(inputs)}): {', '.join(inputs)}", f"no inputs: {', '.join(others)}"
-    return "\n".join(printable(shorten(line, 2000)) for line in lines)
 
 
 def _model(run: ExplainedRun) -> list[tuple[str, ...]]:

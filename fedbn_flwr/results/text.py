@@ -17,6 +17,14 @@ def shorten(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
+def columns_in_words(columns: Mapping[str, str]) -> list[str]:
+    """The columns that are inputs, and the others with their use or the reason."""
+    inputs = [name for name, use in columns.items() if use == "input"]
+    others = [f"{name or 'a column without name'} ({use})" for name, use in columns.items() if use != "input"]
+    lines = f"inputs ({len(inputs)}): {', '.join(inputs)}", f"no inputs: {', '.join(others)}"
+    return [printable(shorten(line, 2000)) for line in lines]
+
+
 def in_words(value: Any) -> str:
     """The value of a setting for a label; a section, such as a partition, as its kind and then its options."""
     if isinstance(value, Mapping):

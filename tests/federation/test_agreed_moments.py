@@ -214,7 +214,7 @@ LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "half a value": (put(0, 2112.5), "its sums of column 1 are those of no values"),
     "more values than there are": (put(0, 1e300), "its sums of column 1 are those of no values"),
     "sums of nothing": (put(0, 0.0), "its sums of column 1 are those of no values"),
-    "wrong width": (lambda sums: sums[:, :2], r"'sums' has shape \(7, 2\), the server's has \(7, 3\); its columns are the inputs"),
+    "wrong width": (lambda sums: sums[:, :2], r"'sums' has shape \(7, 2\), the server's has \(7, 3\); its columns"),
     "float32": (lambda sums: sums.astype(np.float32), "'sums' is float32, the server's is float64"),
     "texts": (lambda sums: sums.astype("U8"), "cannot be read|'sums'"),
 }

@@ -37,6 +37,7 @@ from fedbn_flwr.experiment.node import ClientParts, min_batch_of
 from fedbn_flwr.experiment.parts import choose_device, make_model
 from fedbn_flwr.experiment.prepare import make_rule, try_model
 from fedbn_flwr.experiment.settings import Experiment, Settings
+from fedbn_flwr.results.text import columns_in_words
 
 _TIMEOUT = 5  # seconds
 _SOON = 30  # days in which a certificate should be renewed
@@ -248,6 +249,8 @@ def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
     if (domains := dataset.domains) is not None:
         here = sorted({domains.names[number] for number in domains.train[train.cpu()].tolist()})
         parts.append(f"domain{'s' if len(here) > 1 else ''}: {', '.join(here)}")
+    if dataset.input_names:
+        parts += columns_in_words(dataset.columns)
     return "; ".join(parts)
 
 
