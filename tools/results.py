@@ -254,13 +254,13 @@ def mnist(file: str) -> Callable[[], Table]:
     return whole
 
 
-def pairs(file: str, *rows: tuple[str, str]) -> Callable[[], Table]:
+def pairs(files: Sequence[str], *rows: tuple[str, str]) -> Callable[[], Table]:
     """Differences of the accuracies of two runs over the seeds that both have."""
 
     def whole() -> Table:
         found = {
             label: {run.settings["seed"]: 100 * run.summary["accuracy"] for run in runs if run.finished}
-            for label, runs in by_label(file).items()
+            for label, runs in by_label(*files).items()
         }
         lines: list[Row] = []
         for one, other in rows:
@@ -472,14 +472,14 @@ def fixbn_one_step() -> Table:
 
 
 TABLE1 = ("fixbn/table1.json", "fixbn/table1-seed1.json", "fixbn/table1-seeds.json")
-LENET = "fixbn/lenet.json"
-WHOLE = "fixbn/table4-16px.json"
+LENET = ("fixbn/lenet.json",)
+WHOLE = ("fixbn/table4-16px.json",)
 
 
-def fixbn_whole(file: str, figures: Mapping[str, float]) -> Table:
+def fixbn_whole(files: Sequence[str], figures: Mapping[str, float]) -> Table:
     """Runs of all rounds, beside the figures of the paper where it has them."""
     rows: list[Row] = []
-    for label, runs in by_label(file).items():
+    for label, runs in by_label(*files).items():
         singles = " / ".join(f"{value:.1f}" for value in by_seed(runs).values())
         own = [share(key, unit=" %")(runs) for key in ("accuracy", "best_test_accuracy")]
         rows.append((label, own[0], singles, own[1], *([f"{figures[label]:.2f} %"] if figures else [])))
@@ -489,7 +489,7 @@ def fixbn_whole(file: str, figures: Mapping[str, float]) -> Table:
 
 def fixbn_lenet_rate() -> Table:
     """FixBN continued from its last models, at its last learning rate and at a tenth of it."""
-    last = by_seed(by_label(LENET)["FixBN"])
+    last = by_seed(by_label(*LENET)["FixBN"])
     further = {(run.settings["seed"], run.settings["train"]["lr"]): run for run in read("fixbn/lenet-rate.json")}
     rows: list[Row] = []
     for number in sorted({number for number, _ in further}):
@@ -550,7 +550,7 @@ def fixbn_verdict() -> Table:
     found |= {rule: {0: 100 * seed(rule, 0).after(160)} for rule in ("GN+WS", "IN", "LN", "Fixup")}
     figures["GN+WS"] = figures.pop("GN+WN")
     pairs = [("FixBN", "BN"), ("FixBN", "GN"), ("GN", "BN")]
-    small = {rule: by_seed(runs) for rule, runs in by_label(WHOLE).items()}
+    small = {rule: by_seed(runs) for rule, runs in by_label(*WHOLE).items()}
     columns, whole = verdict(
         "100 %", {f"{a} - {b}, 16 pixels": (small[a], small[b], figures[a] - figures[b]) for a, b in pairs}
     )
@@ -697,7 +697,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "papers": papers,
     "results demo": demo,
     **{f"results mnist {file}": mnist(file) for file in ("noniid-lr0.5", "noniid-lr0.1", "iid-lr0.5")},
-    "results mnist pairs": pairs("mnist/noniid-lr0.5.json", *MNIST_PAIRS),
+    "results mnist pairs": pairs(["mnist/noniid-lr0.5.json"], *MNIST_PAIRS),
     "results clients": clients,
     "results domains": domains,
     "results domains batches": domains_batches,

@@ -163,7 +163,7 @@ def fixbn() -> Iterator[str]:
     assert min(lost["BN", 0.02] + lost["BN", 0.2]) > 37
     small = {
         rule: {run.settings["seed"]: [100 * run.after(number) for number in range(320, 641, 10)] for run in runs}
-        for rule, runs in results.by_label(results.WHOLE).items()
+        for rule, runs in results.by_label(*results.WHOLE).items()
     }
     ahead = {
         number: [one - other for one, other in zip(frozen, small["BN"][number], strict=True)]
@@ -191,7 +191,7 @@ def fixbn() -> Iterator[str]:
     yield f"Group norm (seed 0) ends {gn['BN']:.1f} points above batch norm and {-gn['FixBN']:.1f} below FixBN"
     there = [table4["GN"] - table4["BN"], table4["FixBN"] - table4["GN"]]
     yield f"both signs are the paper's ({there[0]:.1f} and {there[1]:.1f})"
-    lenet = results.by_label(results.LENET)
+    lenet = results.by_label(*results.LENET)
     pairs = list(zip(lenet["FixBN"], lenet["GN"], strict=True))
     above = [100 * (one.after(number) - other.after(number)) for one, other in pairs for number in range(490, 600, 10)]
     yield f"From round 490 to 590, at the last rate, it is {min(above):.0f} to {max(above):.0f} points above group norm"
@@ -386,9 +386,9 @@ def bounds() -> Iterator[str]:
 
 
 def personal() -> Iterator[str]:
-    own = accuracies("clients/participation.json", "clients_own_accuracy")
+    own = accuracies("clients/participation.json", key="clients_own_accuracy")
     yield f"had {own['FedBN, fraction_train=0.1']} % on examples of their own classes"
-    own = accuracies("clients/clients.json", "clients_own_accuracy")
+    own = accuracies("clients/clients.json", key="clients_own_accuracy")
     yield f"and {own['FedBN, clients=100']} % with all clients in each round"
 
 
@@ -425,13 +425,13 @@ def privacy() -> Iterator[str]:
     yield f"sharply (the best one at {best:.0f} dB)"
 
 
-def accuracies(file: str, key: str = "accuracy", digits: int = 1) -> dict[str, str]:
+def accuracies(*files: str, key: str = "accuracy", digits: int = 1) -> dict[str, str]:
     """The mean in percent of each label over its seeds."""
     return {
         label.partition(", batch_size")[0]: results.mean(
             [100 * statistics.mean(run.summary.get(key, 0) for run in runs)], digits
         )
-        for label, runs in results.by_label(file).items()
+        for label, runs in results.by_label(*files).items()
     }
 
 
@@ -460,14 +460,14 @@ def which_strategy() -> Iterator[str]:
     yield f"{skewed['FixBN']} %, batch norm {skewed['FedAvg+BN']} %, five seeds ([MNIST]"
     fixed, free = (statistics.mean(final(rule)) for rule in ("FixBN", "BN"))
     yield f"{fixed:.1f} %, batch norm {free:.1f} %, three seeds ([CIFAR-10]"
-    small, lenet = accuracies(results.WHOLE), accuracies(results.LENET)
+    small, lenet = accuracies(*results.WHOLE), accuracies(*results.LENET)
     yield f"{small['FixBN']} %, batch norm {small['BN']} %, all rounds at 16 pixels"
     yield f"{lenet['FixBN']} %, batch norm {lenet['BN']} %, GN {lenet['GN']} %, three seeds ([LeNet]"
     limited = [skewed[f"FedTAN-II M={rounds}"] for rounds in (10, 100)]
     yield f"{skewed['FedTAN']} and {limited[0]} to {limited[1]} % ([MNIST]"
     cifar = accuracies("fedtan/report.json")
     yield f"{cifar['FedTAN']} %, batch norm {cifar['FedAvg+BN']} % ([CIFAR-10]"
-    digits, own = (accuracies("fedwon/digits/report.json", key) for key in ("accuracy", "clients_own_accuracy"))
+    digits, own = (accuracies("fedwon/digits/report.json", key=key) for key in ("accuracy", key="clients_own_accuracy"))
     batch = results.share("accuracy", unit=" %")(results.by_label("fedwon/digits/report.json")["FedAvg"])
     yield f"GN {digits['FedAvg+GN']}, LN {digits['FedAvg+LN']}, FixBN {digits['FixBN']}, batch norm {batch} ([digits]"
     yield f"FedBN {own['FedBN']}, own data only {own['Standalone']}, one model with group norm {own['FedAvg+GN']} %"
@@ -475,7 +475,7 @@ def which_strategy() -> Iterator[str]:
     near = [float(more[rule]) for rule in ("FedAvg+GN", "FedAvg+LN", "FixBN", "FedAvg+BN")]
     assert max(near) - min(near) < 1
     yield "7,438: within one point of one another ([digits]"
-    more = accuracies("domains/seeds.json", "clients_own_accuracy")
+    more = accuracies("domains/seeds.json", key="clients_own_accuracy")
     yield f"7,438: FedBN {more['FedBN']}, own data only {more['Standalone']} % ([digits]"
     part = {
         label.partition(",")[0]: value
