@@ -467,7 +467,7 @@ def which_strategy() -> Iterator[str]:
     yield f"{skewed['FedTAN']} and {limited[0]} to {limited[1]} % ([MNIST]"
     cifar = accuracies("fedtan/report.json")
     yield f"{cifar['FedTAN']} %, batch norm {cifar['FedAvg+BN']} % ([CIFAR-10]"
-    digits, own = (accuracies("fedwon/digits/report.json", key=key) for key in ("accuracy", key="clients_own_accuracy"))
+    digits, own = (accuracies("fedwon/digits/report.json", key=key) for key in ("accuracy", "clients_own_accuracy"))
     batch = results.share("accuracy", unit=" %")(results.by_label("fedwon/digits/report.json")["FedAvg"])
     yield f"GN {digits['FedAvg+GN']}, LN {digits['FedAvg+LN']}, FixBN {digits['FixBN']}, batch norm {batch} ([digits]"
     yield f"FedBN {own['FedBN']}, own data only {own['Standalone']}, one model with group norm {own['FedAvg+GN']} %"
