@@ -72,14 +72,9 @@ def receive(examples: str, device: str, dataset: DataSet) -> None:
     _received[examples, device] = dataset
 
 
-def partition_of(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
-    """Indices of each client's training examples."""
-    return _shares(os.getcwd(), data, clients, seed, device)[0]
-
-
-def own_test(data: settings.Data, clients: int, seed: int, device: str) -> list[Tensor]:
-    """Indices of each client's own test examples."""
-    return _shares(os.getcwd(), data, clients, seed, device)[1]
+def shares_of(data: settings.Data, clients: int, seed: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Indices of each client's training examples, and of its own test examples."""
+    return _shares(os.getcwd(), data, clients, seed, device)
 
 
 @functools.lru_cache(maxsize=8)  # for each working directory, from which a relative `data.name` counts

@@ -24,17 +24,15 @@ from fedbn_flwr.data.partitions import KINDS, hold_out
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.tensors import ModelTensors
-from fedbn_flwr.named import is_name
 
 from .data import (
     check_labels,
     client_batches,
     load_data,
     normalisation_of,
-    own_test,
-    partition_of,
     rows_by_domain,
     shape_without_data,
+    shares_of,
 )
 from .file.layers import from_run_config
 from .parts import OfRun, learning_rate, loss_of, make_model, plain_loss
@@ -117,8 +115,8 @@ class ClientParts(OfRun):
         if self.has_own_data:
             check_labels(self.run, self.dataset)
             return torch.arange(len(self.dataset.train)), torch.arange(len(self.dataset.test))
-        place = self.run.data, self.run.clients, self.run.seed, str(self.device)
-        return partition_of(*place)[self.number], own_test(*place)[self.number]
+        train, test = shares_of(self.run.data, self.run.clients, self.run.seed, str(self.device))
+        return train[self.number], test[self.number]
 
     @functools.cached_property
     def split(self) -> tuple[Tensor, Tensor]:
@@ -277,4 +275,4 @@ def free_models(kind: Hashable, device: str) -> list[ModelTensors]:
 
 def _is_own(run: Settings) -> bool:
     """Whether the model has modules of the user, which may have state outside of their state dict."""
-    return is_name(run.model.name) or is_name(run.model.norm)
+    return named.is_name(run.model.name) or named.is_name(run.model.norm)

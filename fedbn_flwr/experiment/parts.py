@@ -22,7 +22,7 @@ from fedbn_flwr.models.build import build_model
 from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.tasks import Task
 
-from .data import Shape, load_data, normalisation_of, partition_of, shape_without_data
+from .data import Shape, load_data, normalisation_of, shape_without_data, shares_of
 from .settings import Settings, name_in, options_in
 
 if TYPE_CHECKING:  # clients need no strategies
@@ -64,7 +64,7 @@ class Parts(OfRun):
     @cached_property
     def partition(self) -> list[Tensor]:
         """Indices of each client's training examples."""
-        return partition_of(self.run.data, self.run.clients, self.run.seed, str(self.device))
+        return shares_of(self.run.data, self.run.clients, self.run.seed, str(self.device))[0]
 
     @cached_property
     def held_out(self) -> Tensor:

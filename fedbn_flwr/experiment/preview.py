@@ -12,7 +12,7 @@ from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.clients import PartitionCounts
 
-from .data import examples_of, load_data, partition_of
+from .data import examples_of, load_data, shares_of
 from .file.layers import Setting, settings_of
 from .parts import Parts, counts_of
 from .prepare import prepare
@@ -59,7 +59,7 @@ def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
     for run in experiment.runs:
         users.setdefault((examples_of(run.data), run.data.partition, run.clients), run)
     return [
-        counts_of(run, load_data(run.data, "cpu"), partition_of(run.data, run.clients, run.seed, "cpu"))
+        counts_of(run, load_data(run.data, "cpu"), shares_of(run.data, run.clients, run.seed, "cpu")[0])
         for run in users.values()
     ]
 

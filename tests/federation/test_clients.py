@@ -17,7 +17,7 @@ from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.data import own_test, partition_of
+from fedbn_flwr.experiment.data import shares_of
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import carry_out
@@ -55,7 +55,7 @@ def clients_of(folder: Path, server_round: int = -1) -> dict[str, dict[str, floa
 
 def own_accuracy(model: nn.Module, folder: Path, client: int) -> float:
     run, data = settings(folder), load(Source(name="digits"))
-    rows = own_test(run.data, run.clients, run.seed, "cpu")[client]
+    rows = shares_of(run.data, run.clients, run.seed, "cpu")[1][client]
     return float(evaluate(model, TestBatches(data.test, data.moments, 100, rows), F.cross_entropy, CPU)["accuracy"])
 
 
@@ -82,7 +82,7 @@ def test_the_best_round_is_that_of_the_validation_images(page: Path) -> None:
 
 def test_clients_hold_out_a_tenth_of_their_images(page: Path) -> None:
     run = settings(page)
-    parts = partition_of(run.data, run.clients, run.seed, "cpu")
+    parts = shares_of(run.data, run.clients, run.seed, "cpu")[0]
     assert [client["examples"] for client in clients_of(page).values()] == [
         len(part) - int(0.1 * len(part) + 0.5) for part in parts
     ]

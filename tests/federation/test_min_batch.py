@@ -11,7 +11,7 @@ from flwr.app import Message
 from fedbn_flwr import BNClient, cli, client_app
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.experiment.data import partition_of
+from fedbn_flwr.experiment.data import shares_of
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.preview import explain
@@ -136,7 +136,7 @@ def test_partitions_of_all_seeds_are_checked_before_the_first_run_trains(
     assert cli.main(["run", *words, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert not [*tmp_path.rglob("*.jsonl")]
-    parts = [partition_of(load_experiment(words[0], words[1:]).runs[0].data, 30, seed, "cpu") for seed in (0, 1, 2)]
+    parts = [shares_of(load_experiment(words[0], words[1:]).runs[0].data, 30, seed, "cpu")[0] for seed in (0, 1, 2)]
     sizes = [len(part) for of_seed in parts for part in of_seed]
     small = [sum(len(each) < 32 for each in part) for part in parts]
     seed = next(seed for seed, count in enumerate(small) if count)  # the first with a fault

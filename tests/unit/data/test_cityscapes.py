@@ -19,7 +19,7 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.experiment.data import own_test, partition_of
+from fedbn_flwr.experiment.data import shares_of
 from fedbn_flwr.experiment.file.layers import load_experiment, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.settings import Experiment, Settings
@@ -162,9 +162,8 @@ def test_the_folder_is_known_by_its_layout(root: Path) -> None:
 
 def test_by_city_each_client_is_one(root: Path) -> None:
     run = run_of(root, "group: city, partition: {kind: natural}")
-    parts = partition_of(run.data, 2, 0, "cpu")
+    parts, own = shares_of(run.data, 2, 0, "cpu")
     assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5, 6, 7]]
-    own = own_test(run.data, 2, 0, "cpu")
     assert sorted(torch.cat(own).tolist()) == [0, 1, 2], "test cities differ, so images follow the clients' sizes"
     assert [len(rows) for rows in own] == [1, 2]
 
@@ -179,7 +178,7 @@ def test_by_city_each_client_is_one(root: Path) -> None:
 )
 def test_other_partitions_that_need_no_class(root: Path, text: str, clients: int, sizes: list[int]) -> None:
     run = run_of(root, text)
-    assert [len(part) for part in partition_of(run.data, clients, 0, "cpu")] == sizes
+    assert [len(part) for part in shares_of(run.data, clients, 0, "cpu")[0]] == sizes
 
 
 def test_fedbn_partition_counts_the_images_of_each_city(

@@ -15,7 +15,7 @@ from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.experiment.data import own_test, rows_by_domain
+from fedbn_flwr.experiment.data import rows_by_domain, shares_of
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.listeners.evaluate import own_means
 from tests.support.images import numbered, write_parquet
@@ -73,7 +73,7 @@ def test_personal_models_are_evaluated_by_domain_too(data: Path, tmp_path: Path)
 def test_own_test_images_are_those_of_the_client_s_domain(data: Path) -> None:
     text = f"{{clients: 4, data: {{name: {data}, partition: {{kind: domain}}}}}}"
     (run,) = read_experiment(parse_yaml(text)).runs
-    own = own_test(run.data, 4, 0, "cpu")
+    own = shares_of(run.data, 4, 0, "cpu")[1]
     dataset = load(Source(name=str(data)))
     assert dataset.domains is not None
     assert dataset.domains.names == ("farm yard", "sea")

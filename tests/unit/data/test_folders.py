@@ -12,7 +12,7 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.experiment.data import partition_of, rows_by_domain
+from fedbn_flwr.experiment.data import rows_by_domain, shares_of
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from tests.support.images import png
 
@@ -122,7 +122,7 @@ def test_each_domain_is_a_client(root: Path) -> None:
     counts = write_office(root)
     text = f"{{clients: 4, data: {{name: office_caltech10, root: {root}, size: 4, partition: {{kind: domain}}}}}}"
     run = read_experiment(parse_yaml(text)).runs[0]
-    parts = partition_of(run.data, 4, 0, "cpu")
+    parts = shares_of(run.data, 4, 0, "cpu")[0]
     assert [len(part) for part in parts] == [10 * (count - count // 5) for count in counts.values()]
 
 

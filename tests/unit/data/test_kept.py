@@ -18,7 +18,7 @@ from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment import data as module
-from fedbn_flwr.experiment.data import forget_data, load_data, own_test, partition_of
+from fedbn_flwr.experiment.data import forget_data, load_data, shares_of
 from fedbn_flwr.experiment.node import ClientParts
 from fedbn_flwr.experiment.settings import Data, Settings
 from tests.support.images import numbered, write_parquet
@@ -50,7 +50,7 @@ def test_a_relative_folder_is_that_of_the_working_directory(tmp_path: Path, monk
         write(tmp_path / site / "pictures", count * 10, count)
     for site, count in (("one", 4), ("two", 6), ("one", 4)):
         monkeypatch.chdir(tmp_path / site)
-        for parts in (partition_of(data, 2, 0, "cpu"), own_test(data, 2, 0, "cpu")):
+        for parts in shares_of(data, 2, 0, "cpu"):
             assert sum(map(len, parts)) == count
         assert value_of(data) == count * 10
 
@@ -63,7 +63,7 @@ def test_changed_files_are_read_after_data_are_forgotten(tmp_path: Path) -> None
     write(tmp_path / "pictures", 20, count=6)
     forget_data()
     assert value_of(data) == 20
-    assert sum(map(len, partition_of(data, 2, 0, "cpu"))) == 6
+    assert sum(map(len, shares_of(data, 2, 0, "cpu")[0])) == 6
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from fedbn_flwr.data.moments import moments_from, sums_of
 from fedbn_flwr.data.partitions import partition, share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.experiment.data import load_data, own_test, partition_of, shape_without_data
+from fedbn_flwr.experiment.data import load_data, shape_without_data, shares_of
 from fedbn_flwr.experiment.node import ClientParts
 from fedbn_flwr.experiment.settings import Data, Settings
 from fedbn_flwr.models.build import build_model
@@ -351,7 +351,7 @@ def test_a_site_with_test_rows_only_has_no_client(tmp_path: Path) -> None:
         columns = {"a": RNG.normal(size=len(some)), "y": np.arange(len(some)) // 3 % 2, "site": some}
         pd.DataFrame(columns).to_csv(tmp_path / f"{part}.csv", index=False)
     data = Data(name=str(tmp_path), label="y", group="site", partition={"kind": "natural"})
-    own = own_test(data, 2, 0, "cpu")
+    own = shares_of(data, 2, 0, "cpu")[1]
     assert [{sites["test"][row] for row in rows.tolist()} for rows in own] == [{"A"}, {"B"}]
     assert len(load_data(data, "cpu").test) == 30
 
@@ -408,16 +408,16 @@ def test_several_labels_are_partitioned_by_their_combination(tmp_path: Path) -> 
 
 def test_a_group_is_a_client_and_is_tested_on_its_own_rows(tables: Path) -> None:
     data = Data(name=str(tables / "all.csv"), label="diagnosis", group="site", test=0.2, partition={"kind": "natural"})
-    parts, tests = partition_of(data, 4, 0, "cpu"), own_test(data, 4, 0, "cpu")
+    parts, tests = shares_of(data, 4, 0, "cpu")
     found = opened(tables / "all.csv", label="diagnosis", group="site", test=0.2)
     for client in range(4):
         assert (found.groups.train[parts[client]] == client).all()
         assert (found.groups.test[tests[client]] == client).all()
     assert sum(map(len, tests)) == len(found.test)
     with pytest.raises(SettingsError, match=r"data\.group is None; .* The columns of .* mean radius, .*, site"):
-        partition_of(data.model_copy(update={"group": None}), 4, 0, "cpu")
+        shares_of(data.model_copy(update={"group": None}), 4, 0, "cpu")
     with pytest.raises(SettingsError, match=r"data\.group is 'hospital'; expected the column"):
-        partition_of(data.model_copy(update={"group": "hospital"}), 4, 0, "cpu")
+        shares_of(data.model_copy(update={"group": "hospital"}), 4, 0, "cpu")
 
 
 @pytest.mark.parametrize("has_column", [False, True])
