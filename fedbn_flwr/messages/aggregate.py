@@ -50,13 +50,11 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
     """
     total = total_weight(weights)
     given = [reply for reply, _ in zip(replies, weights, strict=True)]
-    first = given[0]
-    if isinstance(first, FlatArrays):
-        blocks = [reply.flat for reply in given if isinstance(reply, FlatArrays) and reply.layout is first.layout]
-        if len(blocks) == len(given):  # all arrays as one
-            return FlatArrays(first.layout, _mean(blocks, weights, total))
-    flat = ((key, _mean([reply[key].reshape(-1) for reply in given], weights, total)) for key in first)
-    return {key: mean.reshape(first[key].shape) for key, mean in flat}
+    blocks = [reply for reply in given if isinstance(reply, FlatArrays)]
+    if len(blocks) == len(given) and len({id(block.layout) for block in blocks}) == 1:  # all arrays as one
+        return FlatArrays(blocks[0].layout, _mean([block.flat for block in blocks], weights, total))
+    means = ((key, _mean([reply[key].reshape(-1) for reply in given], weights, total)) for key in given[0])
+    return {key: mean.reshape(given[0][key].shape) for key, mean in means}
 
 
 def _mean(values: Sequence[Array], weights: Sequence[float], total: float) -> Array:
