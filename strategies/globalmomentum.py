@@ -72,8 +72,9 @@ class GlobalMomentumClient(ClientRule):
     def begin(self) -> None:
         optimizer, state = self.local.optimizer, dict(self.local.client.state.load("momentum"))
         if self.local.config.get(MOMENTUM):
-            if not (isinstance(optimizer.torch, SGD) and optimizer.torch.defaults["momentum"]):
-                how = "without it (momentum is 0)" if isinstance(optimizer.torch, SGD) else "by another optimizer"
+            is_sgd = isinstance(optimizer.torch, SGD)
+            if not (is_sgd and optimizer.torch.defaults["momentum"]):
+                how = "without it (momentum is 0)" if is_sgd else "by another optimizer"
                 raise MessageError(
                     f"the server averages the momentum of SGD ({MOMENTUM!r}), but this client trains {how}; expected "
                     "optimizer sgd and a momentum above zero"

@@ -131,10 +131,10 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
         layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd | nn.Linear | _BatchNorm)
     }
     # The layers that are standardised; in a network without convolutions, for tables, its linear ones.
-    weighted = _ConvNd if any(isinstance(layer, _ConvNd) for layer in layers) else nn.Linear
-    weights = [layer for layer in layers if kind in STANDARDS and isinstance(layer, weighted)]
+    convolved, linear = ([layer for layer in layers if isinstance(layer, each)] for each in (_ConvNd, nn.Linear))
+    weights = (convolved or linear) if kind in STANDARDS else []
     # Without a norm after it, a last layer keeps its weights: that of a segmentation model's classifier.
-    if weights[-1:] == [*layers][-1:] and (kind != "won" or weighted is nn.Linear):
+    if weights[-1:] == [*layers][-1:] and (kind != "won" or not convolved):
         weights = weights[:-1]
     for layer in weights:
         standardise(layer, layers[layer] or "the model itself", kind)
