@@ -55,5 +55,4 @@ class Section(BaseModel):
 
 
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
-Few = Annotated[int, Field(ge=1, le=1_000)]  # of threads
 Names = Annotated[tuple[str, ...], Field(strict=False)]

@@ -37,7 +37,7 @@ from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import file_name, shorten
-from fedbn_flwr.schema import Few, Names, Positive, Section, expects
+from fedbn_flwr.schema import Names, Positive, Section, expects
 from fedbn_flwr.tasks import LOSSES, METRICS
 
 from .file.expansion import PAPER, Cell
@@ -476,7 +476,9 @@ class Engine(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="`cpu`, `cuda`, or `auto` for a GPU if available; also `--device`"
     )
-    threads: Few = Field(default=1, description="PyTorch threads per client; the engines agree bit for bit at 1")
+    threads: int = Field(
+        default=1, ge=1, le=1_000, description="PyTorch threads per client; the engines agree bit for bit at 1"
+    )
     timeout: float = Field(
         default=3600,
         gt=0,
