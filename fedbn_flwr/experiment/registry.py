@@ -98,9 +98,12 @@ class Registry(UserDict[str, Any]):
         return part("strategies", name) if self.data[name] is None else self.data[name]
 
 
-_CLASSES = {name: value for name, value in vars(_names).items() if isinstance(value, type) and issubclass(value, Rule)}
 STRATEGIES = Registry(
-    {name: value for name, value in _CLASSES.items() if value not in (Rule, Wrapper)}
+    {
+        name: value
+        for name, value in vars(_names).items()
+        if isinstance(value, type) and issubclass(value, Rule) and value not in (Rule, Wrapper)
+    }
     | dict.fromkeys(declared("strategies"))
 )
 
@@ -148,10 +151,10 @@ def check_strategy(spec: Mapping[str, Any], section: str = "strategy") -> Mappin
 def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **defaults: Any) -> Strategy:
     """The strategy that a section such as `{name: FixBN, freeze_round: 0.5, base: {name: FedAvg}}` describes.
 
-    A strategy that wraps another one takes it from `base`, by default FedAvg. `defaults` are arguments that the file
-    may omit; each strategy, a base included, receives those that it accepts. Errors name the keys below `section`.
+    The settings have checked its names (`check_strategy`). A strategy that wraps another one takes it from `base`, by
+    default FedAvg. `defaults` are arguments that the file may omit; each strategy, a base included, receives those that
+    it accepts. Errors name the keys below `section`.
     """
-    check_strategy(spec, section)
     options = dict(spec)
     name = options.pop("name")
     made: Any = named.load(f"{section}.name", name) if named.is_name(name) else class_of(name)
