@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import re
 import shlex
 import sys
@@ -83,11 +82,6 @@ def continued_by(out: Path | None, *words: str) -> Iterator[None]:
             with suppress(FedbnError):
                 write_report([out], out)
         raise
-
-
-def default_folder() -> Path:
-    """The folder that `fedbn run` writes runs into by default."""
-    return Path(os.environ.get("FEDBN_OUT") or "runs")
 
 
 def parse_pairs(values: Sequence[str], option: str) -> dict[str, Any]:

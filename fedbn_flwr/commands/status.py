@@ -13,7 +13,7 @@ from fedbn_flwr.results.text import duration, printable, shorten
 from fedbn_flwr.storage import to_json
 from fedbn_flwr.tasks import title_of
 
-from .common import Commands, add_command, default_folder
+from .common import Commands, add_command
 
 if TYPE_CHECKING:
     from fedbn_flwr.results.read.runs import RunState
@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
 
 
 def status(arguments: argparse.Namespace) -> None:
-    from fedbn_flwr.results.folder import find_folders
+    from fedbn_flwr.results.folder import default_folder, find_folders
     from fedbn_flwr.results.read.runs import read_state
 
     folders = arguments.folders or [default_folder()]

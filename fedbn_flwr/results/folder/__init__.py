@@ -45,10 +45,15 @@ from .summary import Summary
 LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
 
 
+def default_folder() -> Path:
+    """The folder of all output, `runs` or $FEDBN_OUT."""
+    return Path(os.environ.get("FEDBN_OUT") or "runs")
+
+
 def default_out(name: str) -> Path:
-    """A new folder for output, NAME-TIME in `runs` or in $FEDBN_OUT."""
+    """A new folder for output, NAME-TIME in the default folder."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(os.environ.get("FEDBN_OUT") or "runs") / f"{file_name(name)}-{stamp}"
+    folder = default_folder() / f"{file_name(name)}-{stamp}"
     repeats = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([folder], repeats) if not path.exists())
 

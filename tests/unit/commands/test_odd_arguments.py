@@ -60,7 +60,7 @@ def test_an_error_of_the_system_without_a_file_keeps_its_traceback(monkeypatch: 
     def fail(*_: object) -> None:
         raise OSError(5000, "unheard of")
 
-    monkeypatch.setattr("fedbn_flwr.commands.status.default_folder", fail)
+    monkeypatch.setattr("fedbn_flwr.results.folder.default_folder", fail)
     with pytest.raises(OSError, match="unheard of"):
         cli.main(["status"])
 
