@@ -13,7 +13,7 @@ import pytest
 from flwr.app import Context, Message, MetricRecord, RecordDict
 
 from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
+from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, UserError
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.loop import serve
 from fedbn_flwr.messages import protocol
@@ -152,7 +152,7 @@ def test_a_resumed_run_continues_with_the_moments_with_which_it_began(folders: P
     file.write_text(json.dumps(json.loads(file.read_text()) | {"normalise": "mine:scaled"}))
     (summary,) = (tmp_path / "out").rglob("summary.json")
     summary.write_text(summary.read_text().replace('"finished"', '"interrupted"'))
-    with pytest.raises(SettingsError, match=r"cannot be resumed: its model\.json has no moments of all sites' data"):
+    with pytest.raises(UserError, match=r"model\.json': normalise is 'mine:scaled'; expected a valid dictionary"):
         run(folders, tmp_path / "out", strategy=FEDTAN, nodes=SMALL, resume=True)
 
 

@@ -141,8 +141,6 @@ def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -
 def agreed_before(folder: RunFolder) -> Moments:
     """The moments with which the run of a folder began."""
     known = folder.model_description()["normalise"]
-    if not isinstance(known, dict):
-        raise SettingsError(f"{str(folder.path)!r} cannot be resumed: its model.json has no moments of all sites' data")
     return tuple(known["mean"]), tuple(known["std"])
 
 

@@ -32,7 +32,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "partition.json": {"title": str, "classes": list[str], "counts": list[list[Whole]], "clients": list[str]},
     "model.json": {
         "build": dict[str, Any],
-        "normalise": str | dict[str, list[float]],
+        "normalise": dict[str, list[float]],
         "classes": list[str] | None,
         "global": bool,
     },

@@ -17,7 +17,7 @@ from fedbn_flwr.data.examples import main
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
-from fedbn_flwr.named import in_a_line, load
+from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role, roles
 
 from ..folder import RunFolder
@@ -66,8 +66,6 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
 
 def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
     moments = folder.model_description()["normalise"]
-    if isinstance(moments, str):  # a function of the user, in folders of earlier versions
-        return load("data.normalise", moments)
     known = tuple(moments["mean"]), tuple(moments["std"])
     return lambda inputs: Normaliser(known, main(inputs).device)(inputs)
 
