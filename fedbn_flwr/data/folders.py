@@ -184,8 +184,6 @@ def _split(folder: Path, name: str, readers: Readers) -> Any:
     if not name:
         return _whole(folder)
     if pictures := sorted(path for path in folder.glob(f"{name}*") if path.is_dir()):
-        if any(file for path in pictures for file in path.glob("metadata.*")):  # it defines the columns
-            return _load(folder, [path / "**" for path in pictures], "imagefolder")
         if rows := [row for path in pictures for row in _of_classes(path)]:
             return rows
         raise DataError(
@@ -212,9 +210,9 @@ def _whole(folder: Path) -> Any:
     return _tables({"train": rows}, *("image", "label", "domain")[: len(rows[0])])["train"] if rows else None
 
 
-def _load(folder: Path, files: Sequence[Path], kind: str = "parquet") -> Any:
+def _load(folder: Path, files: Sequence[Path]) -> Any:
     paths = list(map(str, files))
-    return _read(folder, repr(paths[0]), datasets.load_dataset, kind, data_files=paths, split="train")
+    return _read(folder, repr(paths[0]), datasets.load_dataset, "parquet", data_files=paths, split="train")
 
 
 def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Any:
