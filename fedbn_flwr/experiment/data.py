@@ -25,19 +25,18 @@ from fedbn_flwr.results.folder.summary import SPREAD
 from fedbn_flwr.schema import refuse
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, TASKS, Task
 
-from . import settings
-from .settings import AUGMENTATIONS, Settings, name_in, options_in
+from .settings import AUGMENTATIONS, Data, Settings, name_in, options_in
 
 _kept: dict[tuple[str, str, str], DataSet] = {}  # by settings, device and working directory
 _received: dict[tuple[str, str], DataSet] = {}
 
 
-def examples_of(data: settings.Data) -> str:
+def examples_of(data: Data) -> str:
     """The settings that say which examples are loaded: runs that share them share one copy of the examples."""
     return data.model_dump_json(include=set(Source.model_fields))
 
 
-def load_data(data: settings.Data, device: str) -> DataSet:
+def load_data(data: Data, device: str) -> DataSet:
     """The data set, which the process keeps: the last two, and more while all take at most `data.memory`.
 
     Nodes with own data have a data set each. A relative name counts from the working directory.
@@ -61,7 +60,7 @@ def forget_data() -> None:
     _shares.cache_clear()
 
 
-def loaded_data(data: settings.Data, device: str) -> tuple[str, DataSet] | None:
+def loaded_data(data: Data, device: str) -> tuple[str, DataSet] | None:
     """What to pass on to other processes; None if it is too large for that."""
     dataset = load_data(data, device)
     return (examples_of(data), dataset) if dataset.nbytes <= data.memory * 2**30 else None
@@ -72,13 +71,13 @@ def receive(examples: str, device: str, dataset: DataSet) -> None:
     _received[examples, device] = dataset
 
 
-def shares_of(data: settings.Data, clients: int, seed: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
+def shares_of(data: Data, clients: int, seed: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
     """Indices of each client's training examples, and of its own test examples."""
     return _shares(os.getcwd(), data, clients, seed, device)
 
 
 @functools.lru_cache(maxsize=8)  # for each working directory, from which a relative `data.name` counts
-def _shares(_: str, data: settings.Data, clients: int, seed: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
+def _shares(_: str, data: Data, clients: int, seed: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
     dataset = load_data(data, device)
     options = data.partition.model_dump()
     kind, strata = options.pop("kind"), dataset.strata()
