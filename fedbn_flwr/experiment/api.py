@@ -128,7 +128,7 @@ def _planned(source: Source, only: str | Sequence[str] | None, changes: Mapping[
         content = {**content, "runs": plain.pop("runs")}
     if only is not None:
         plain["only"] = _plain("only", only)
-    # As on a command line: Flower's processes get the experiment and its changes as text.
+    # As on a command line, whose values are checked when they are read.
     words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in plain.items()]
     return read_experiment(content, words, name=name)
 

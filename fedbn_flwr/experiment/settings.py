@@ -614,7 +614,6 @@ class Experiment:
 
     name: str
     runs: tuple[Settings, ...]
-    run_config: Mapping[str, str]  # `experiment` and `set` of a Flower run that carries it out
     description: str = ""
     seeded: bool = False  # whether it has `seeds`, also if only one of them is run
     layers: Mapping[str, Sequence[Layer]] = field(default_factory=dict)  # by the label of a run

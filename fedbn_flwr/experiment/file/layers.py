@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,8 +66,6 @@ class _Row:
 def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = "experiment") -> Experiment:
     """Check a parsed file with the overrides of a command line, and expand it into its runs."""
     content = written_out(checked_mapping(content, name))
-    # Nodes on other machines cannot read the file: they receive its content.
-    run_config = {"experiment": json.dumps({"name": name, **content}), "set": shlex.join(overrides)}
     changes = parse_overrides(overrides)
     for key in ("runs", "sizes", "extends"):
         if key in changes:
@@ -132,7 +129,6 @@ def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = 
     return Experiment(
         name=runs[0].name,
         runs=tuple(runs),
-        run_config=run_config,
         description=str(content.get("description", "")),
         seeded=changes.get("seeds") is not None or any("seeds" in each for each in with_seeds),
         layers=layers,
