@@ -150,11 +150,6 @@ def name_of(metric: Metric) -> str:
     return name
 
 
-def key_of(metric: Metric) -> str:
-    """Its key in messages."""
-    return name_of(metric).replace("_", "-")
-
-
 def check_metrics(task: Task | None, metrics: Sequence[Metric]) -> None:
     """Refuse a name that is unknown or that does not suit the task."""
     for metric in metrics:
@@ -171,7 +166,9 @@ class Measurement:
 
     def __init__(self, task: Task, metrics: Sequence[Metric]) -> None:
         self.task = task
-        self.metrics: dict[str, Metric] = {key_of(metric): metric for metric in (*task.figures, *metrics)}
+        self.metrics: dict[str, Metric] = {  # by their keys in messages
+            name_of(metric).replace("_", "-"): metric for metric in (*task.figures, *metrics)
+        }
         self._by_class = not _RATIOS.keys().isdisjoint(self.metrics.values())
         self._needs_all = any(callable(metric) or metric in _OF_ALL for metric in self.metrics.values())
         self._counts: list[Counts | None] = []

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr import strategies
-from fedbn_flwr.client.evaluation import evaluate, key_of
+from fedbn_flwr.client import evaluation
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.worker import return_freed_memory
@@ -50,7 +50,7 @@ class Evaluate(Listener):
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
         self.task, self.metrics = prepared.task, prepared.metrics
         self.loss = plain_loss(run, self.task)
-        self.names = (*self.task.figures, *(name_of(key_of(metric)) for metric in self.metrics))
+        self.names = (*self.task.figures, *map(evaluation.name_of, self.metrics))
 
     def on_round(self, running: Running, at: Round) -> Round:
         if not at.is_evaluated:
@@ -128,7 +128,9 @@ class Evaluate(Listener):
 
     def _measure(self, examples: TestBatches) -> dict[str, Any]:
         model, device = self.prepared.model, self.prepared.device
-        figures = evaluate(model, examples, self.loss, device, self.metrics, task=self.task, threads=self.threads)
+        figures = evaluation.evaluate(
+            model, examples, self.loss, device, self.metrics, task=self.task, threads=self.threads
+        )
         return {key.replace("-", "_"): value for key, value in figures.items() if key != protocol.NUM_EXAMPLES}
 
 
