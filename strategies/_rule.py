@@ -289,6 +289,10 @@ class Leaf(Rule):
         self.refused: list[Message] = []  # the same, as errors
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        if not isinstance(arrays, ArrayRecord):
+            raise SettingsError(
+                f"initial_arrays is a {type(arrays).__name__}; expected ArrayRecord(model.state_dict())"
+            )
         if reason := initial_fault(unpack(arrays)):
             raise SettingsError(f"the initial model cannot be trained: {reason}")
         tracked = [key for key, role in roles(arrays).items() if role is Role.STATISTICS]

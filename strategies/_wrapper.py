@@ -189,6 +189,8 @@ class Foreign(Leaf):
         for each in self.strategies():
             within = "" if each is strategy else f"contains {type(each).__name__}, which "
             self.lacks |= {need: within + why for kinds, need, why in _LACK if isinstance(each, kinds)}
+            if isinstance(each, Rule) and (each.traits.kept or each.traits.records):
+                self.lacks["inside"] = f"{within}keeps arrays on the clients or adds records"
 
     def __str__(self) -> str:
         return type(self.strategy).__name__

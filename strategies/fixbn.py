@@ -121,7 +121,11 @@ class FixBNClient(ClientRule):
     keys = {FREEZE: Key("`statistics`, `affine`, or both with a comma", "freeze these roles at the received values")}
 
     def around(self) -> AbstractContextManager[None]:
-        return frozen_norm(self.local.client.model, frozen_roles(self.local.config))
+        client = self.local.client
+        known = {*self.local.records["arrays"], *client.state.load("local")}
+        # A client that keeps roles (FedBN, SiloBN) and first trains after the freeze finds its values in this round.
+        unknown = {role for key, role in client.roles.items() if key not in known}
+        return frozen_norm(client.model, frozen_roles(self.local.config) - unknown)
 
 
 def frozen_roles(config: Mapping[str, Any]) -> frozenset[Role]:

@@ -73,7 +73,7 @@ class GlobalMomentumClient(ClientRule):
         optimizer, state = self.local.optimizer, dict(self.local.client.state.load("momentum"))
         if self.local.config.get(MOMENTUM):
             is_sgd = isinstance(optimizer.torch, SGD)
-            if not (is_sgd and optimizer.torch.defaults["momentum"]):
+            if not (is_sgd and any(group["momentum"] for group in optimizer.torch.param_groups)):
                 how = "without it (momentum is 0)" if is_sgd else "by another optimizer"
                 raise MessageError(
                     f"the server averages the momentum of SGD ({MOMENTUM!r}), but this client trains {how}; expected "

@@ -151,9 +151,14 @@ def name_of(metric: Metric) -> str:
 
 
 def check_metrics(task: Task | None, metrics: Sequence[Metric]) -> None:
-    """Refuse a name that is unknown or that does not suit the task."""
+    """Refuse a name that is unknown, that does not suit the task, or that another figure has."""
     for metric in metrics:
-        name_of(metric)
+        name = name_of(metric)
+        if callable(metric) and name in (*METRICS, "loss", "num_examples", "partition_id"):
+            raise SettingsError(
+                f"a function is called {name!r}, and a reply has another figure under this name; rename the function, "
+                f"for instance to my_{name}"
+            )
         if task is not None and not callable(metric) and metric not in task.metrics:
             suited = f"any of {', '.join(task.metrics)}, or " if task.metrics else ""
             raise SettingsError(

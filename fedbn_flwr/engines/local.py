@@ -95,6 +95,8 @@ class Nodes:
             reply = self.client_app(Message(content=own, metadata=asked), context)  # type: ignore[call-overload]
             if not isinstance(reply, Message):  # a handler returned nothing
                 reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"  # type: ignore[unreachable]
+            elif reply.has_error():  # a mod made it
+                reason = reply.error.reason
             # Flower's SuperLink refuses such replies too.
             elif (given := reply.metadata).reply_to_message_id != asked.message_id:
                 reason = f"it replied to message {given.reply_to_message_id!r} instead of {asked.message_id!r}"

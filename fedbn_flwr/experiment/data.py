@@ -122,18 +122,19 @@ def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
     return rows
 
 
-def normalisation_of(run: Settings, dataset: DataSet | Shape) -> Moments:
+def normalisation_of(run: Settings, dataset: DataSet | Shape, listed: str | None = None) -> Moments:
     """Mean and standard deviation per feature or channel for normalising examples.
 
-    Without the data, the mean and deviation of `data.normalise: moments` are unknown.
+    Without the data, the mean and deviation of `data.normalise: moments` are unknown. Those of `official` belong to the
+    data set `listed` of the experiment, which a site may have as files of its own.
     """
     if run.data.normalise == "unit":
         return (0.0,) * dataset.channels, (1.0,) * dataset.channels
-    entry = CATALOGUE.get(run.data.name)
+    entry = CATALOGUE.get(listed or run.data.name)
     if run.data.normalise == "official" and entry is not None and entry.moments is not None:
         if len(entry.moments[0]) != dataset.channels:
             raise SettingsError(
-                f"data.normalise is 'official' with {len(entry.moments[0])} channels for {run.data.name!r}, but these "
+                f"data.normalise is 'official' with {len(entry.moments[0])} channels for {entry.title!r}, but these "
                 f"examples have {dataset.channels}; use moments or unit"
             )
         return entry.moments

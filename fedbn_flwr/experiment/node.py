@@ -78,11 +78,12 @@ class ClientParts(OfRun):
 
     number: int
     has_own_data: bool  # instead of a partition of the experiment's
+    listed: str  # the experiment's data set
     min_batch: int
 
     @classmethod
     def of(cls, run: Settings, context: Context) -> ClientParts:
-        node = context.node_config
+        node, listed = context.node_config, run.data.name
         least = min_batch_of(node)
         changes: dict[str, Any] = {}
         if "data-path" in node:
@@ -97,7 +98,7 @@ class ClientParts(OfRun):
         if changes:  # the client trains on all of the site's data
             data = run.data.model_copy(update={**changes, "partition": KINDS["iid"]()})
             run = run.model_copy(update={"data": data})
-        return cls(run, number_of(context, run.clients), bool(changes), least)
+        return cls(run, number_of(context, run.clients), bool(changes), listed, least)
 
     @property
     def dataset(self) -> DataSet:
@@ -138,7 +139,7 @@ class ClientParts(OfRun):
         """The moments on which sites agreed, which are in the messages, or the run's normalisation."""
         if protocol.MEANS in config:
             return tuple(config[protocol.MEANS]), tuple(config[protocol.DEVIATIONS])
-        return _not_agreed if self.sends_sums else normalisation_of(self.run, self.dataset)
+        return _not_agreed if self.sends_sums else normalisation_of(self.run, self.dataset, self.listed)
 
     def client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         run, train = self.run, self.run.train

@@ -160,6 +160,8 @@ def negative_variance(arrays: Arrays) -> str | None:
 
 def initial_fault(arrays: Arrays) -> str | None:
     """The reason why a run must not begin with these arrays, or None."""
+    if not arrays:
+        return "it has no arrays; send ArrayRecord(model.state_dict())"
     for key, value in arrays.items():
         if value.dtype.kind not in "fiub":
             return f"{key!r} is {value.dtype}; expected real numbers, such as real and imaginary part as two arrays"

@@ -102,14 +102,17 @@ def run_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in (*OF_RUN, MEANS, DEVIATIONS) if key in config}
 
 
-def join(roles: Iterable[Role]) -> str:
-    """The value of a key that lists roles."""
-    return ",".join(sorted(roles))
+_NO_ROLE = "none"
+
+
+def join(roles: Iterable[str]) -> str:
+    """The value of a key that lists roles; never empty, since Flower's message_size_mod fails on such values."""
+    return ",".join(sorted(roles)) or _NO_ROLE
 
 
 def roles_of(config: Mapping[str, Any], key: str, allowed: frozenset[Role]) -> frozenset[Role]:
     """The roles in the value of a key; empty if the key is absent."""
-    names = [name.strip() for name in str(config.get(key, "")).split(",") if name.strip()]
+    names = [name.strip() for name in str(config.get(key, _NO_ROLE)).split(",") if name.strip() != _NO_ROLE]
     for name in names:
         if name not in allowed:
             raise MessageError(f"{key} names {name!r}; {did_you_mean(name, allowed)}")

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold
 from tests.support.plugin import RecordingGrid
@@ -516,3 +516,23 @@ def test_metric_functions_receive_the_whole_content_of_used_replies(federation: 
         for name, value in trained(fed, partition).items():
             np.testing.assert_array_equal(unpack(content["arrays"])[name], value)
     assert result.train_metrics_clientapp[1] == result.evaluate_metrics_clientapp[1] == MetricRecord({"sites": 2})
+
+
+@pytest.mark.parametrize(
+    ("initial", "words"),
+    [
+        (
+            lambda fed: fed.model.state_dict(),
+            r"initial_arrays is a OrderedDict; expected ArrayRecord\(",
+        ),
+        (lambda fed: fed.model, "initial_arrays is a Sequential; expected ArrayRecord"),
+        (lambda fed: ArrayRecord(), "the initial model cannot be trained: it has no arrays"),
+    ],
+)
+@pytest.mark.parametrize("strategy", [FedAvg, lambda: FixBN(FedAvg(), freeze_round=1)])
+def test_initial_arrays_of_another_type_or_none_are_refused(
+    federation: Federations, strategy: Any, initial: Any, words: str
+) -> None:
+    fed = federation((4, 4))
+    with pytest.raises(SettingsError, match=words):
+        strategy().start(fed.grid(), initial(fed), num_rounds=1)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.strategies import FedAvg, FixBN, MeanStatistics
+from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN
 from tests.support.federations import Arrays, models_of
 
 Federations = Callable[..., Any]
@@ -313,3 +313,33 @@ def test_inside_a_strategy_of_flower_it_needs_a_round_as_an_int(federation: Fede
         models_of(fed, private(FixBN(FedAvg(), freeze_round=0.5)), 2)
     models = models_of(fed, private(FixBN(FedAvg(), freeze_round=1)), 3)
     assert moved(models[2], models[3]) == WEIGHTS | AFFINE
+
+
+def test_a_client_that_keeps_its_statistics_finds_them_in_its_first_round_after_the_freeze(
+    federation: Federations,
+) -> None:
+    fed = federation((8, 8))
+    seen: dict[int, list[np.ndarray]] = {0: [], 1: []}
+
+    def make(context: Context, config: ConfigRecord) -> BNClient:
+        partition = int(context.node_config["partition-id"])
+        if partition == 1 and config["server-round"] < 3:
+            raise RuntimeError("not there yet")
+        client = fed.make_client(context)
+        if "fedbn.freeze" in config:
+            saved = client.state.load("local").get("1.running_mean")
+            seen[partition].append(np.zeros(4) if saved is None else saved.copy())
+        return client
+
+    strategy = FixBN(SiloBN(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0), freeze_round=1)
+    strategy.start(fed.grid(client_app(make)), fed.arrays(), num_rounds=5)
+    assert not any((first != 0).any() for first in seen[1][:1])
+    for values in (seen[0], seen[1][1:]):
+        assert len(values) >= 2
+        assert (values[0] != 0).any()
+        assert all(each.tobytes() == values[0].tobytes() for each in values)
+
+
+def test_a_strategy_of_flower_around_one_that_keeps_arrays_is_refused_inside_it() -> None:
+    with pytest.raises(SettingsError, match=r"contains FedBN, which keeps arrays on the clients.*cannot be around it"):
+        FixBN(private(FedBN()), freeze_round=1)

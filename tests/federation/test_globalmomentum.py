@@ -23,7 +23,7 @@ from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FixBN, GlobalMomentum
-from tests.support.federations import Arrays, models_of
+from tests.support.federations import Arrays, models_of, same
 from tests.support.records import BAD_RECORDS, between
 from tests.support.smallbatches import FedTAN
 
@@ -271,6 +271,15 @@ def test_a_reply_that_the_base_excludes_has_no_part_in_the_momentum(federation: 
 def test_clients_that_train_without_momentum_say_so(federation: Federations) -> None:
     with pytest.raises(RunFailed, match=r"this client trains without it \(momentum is 0\)"):
         models_of(federation((4, 4)), GlobalMomentum(fedavg()), 1)
+
+
+def test_the_momentum_of_groups_of_parameters_counts(federation: Federations) -> None:
+
+    def grouped(parameters: Any, lr: float) -> torch.optim.SGD:
+        return torch.optim.SGD([{"params": list(parameters), "momentum": 0.9}], lr=lr)
+
+    plain = models_of(federation((4, 4), momentum=0.9), GlobalMomentum(fedavg()), 2)
+    assert same(models_of(federation((4, 4), optimizer=grouped), GlobalMomentum(fedavg()), 2)[-1], plain[-1])
 
 
 def test_a_base_that_does_not_report_its_weights_is_refused() -> None:

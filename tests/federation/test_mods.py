@@ -18,7 +18,7 @@ from fedbn_flwr.client.app import weights_only
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.strategies import FedAvg, FixBN
+from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, Secure, SiloBN, Standalone
 from tests.support.command import ROOT, python_blocks
 from tests.support.plugin import RecordingGrid
 from tests.support.smallbatches import FedTAN
@@ -77,6 +77,23 @@ def test_message_size_mod_logs_bytes(federation: Federations, caplog: pytest.Log
     caplog.set_level(logging.INFO, logger="flwr")
     FedAvg().start(fed.grid(client_app(fed.make_client, mods=[message_size_mod])), fed.arrays(), num_rounds=1)
     assert caplog.text.count("Incoming message size: ") == 4
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Standalone,
+        lambda: SiloBN(global_norm="initial"),
+        lambda: FixBN(FedBN(global_norm="initial"), freeze_round=1),
+        lambda: Secure(FedAvg()),
+    ],
+)
+def test_message_size_mod_measures_the_messages_of_every_strategy(federation: Federations, strategy: Any) -> None:
+    """It fails on a value of a config that is empty."""
+    fed = federation((4, 4, 4))
+    grid = RecordingGrid(client_app(fed.make_client, mods={"train": [message_size_mod]}), 3)
+    strategy().start(grid, fed.arrays(), num_rounds=2)
+    assert grid.errors() == []
 
 
 # --- clipping ----------------------------------------------------------------

@@ -211,7 +211,7 @@ class MaskedRound:
             client.PEERS: np.array(self._peers, "<u8").tobytes(),
             client.RANGES: [*self.rule.ranges],
             client.WEIGHT: self.rule.chain[-1].weighted_by_key,
-            client.EQUAL: ",".join(sorted(self.rule.equal)),
+            client.EQUAL: protocol.join(self.rule.equal),
         }
         return [_with_config(message, more) for message in messages if message.metadata.dst_node_id in self._shares]
 

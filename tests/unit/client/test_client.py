@@ -113,6 +113,24 @@ def test_epochs_and_steps_exclude_each_other(federation: Federations) -> None:
         BNClient(fed.model, fed.data[0], epochs=1, steps=2)
 
 
+@pytest.mark.parametrize(("key", "count"), [("epochs", -1), ("steps", 1.5)])
+def test_epochs_and_steps_are_whole_numbers(federation: Federations, key: str, count: Any) -> None:
+    fed = federation()
+    with pytest.raises(ValueError, match=rf"{key} is {count}; expected a whole number"):
+        BNClient(fed.model, fed.data[0], **{key: count})
+
+
+def test_a_client_whose_fit_would_not_be_called_is_refused(federation: Federations) -> None:
+    class Own(BNClient):
+        def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
+            return parameters, 1, {}
+
+    fed = federation()
+    app = client_app(lambda context: Own(copy.deepcopy(fed.model), fed.data[0]))
+    (reply,) = ask(LocalGrid(app, 1), message(1, pack({"a": np.zeros(2)})))
+    assert "Own overrides fit(), which client_app does not call; override train_round() instead" in reason(reply)
+
+
 def test_learning_rate_may_be_a_function_of_the_round(federation: Federations) -> None:
     fed = federation()
     asked: list[int] = []

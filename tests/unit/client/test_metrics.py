@@ -199,6 +199,14 @@ def test_without_classes_there_is_a_loss_and_no_accuracy(outputs: Any, targets: 
     assert found == {"loss": float(targets.double().mean()) + 1, "num-examples": 8}
 
 
+def called(name: str) -> Callable[[Tensor, Tensor], float]:
+    def metric(logits: Tensor, labels: Tensor) -> float:
+        return 0.0
+
+    metric.__name__ = name
+    return metric
+
+
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
@@ -208,6 +216,7 @@ def test_without_classes_there_is_a_loss_and_no_accuracy(outputs: Any, targets: 
         ),
         ("macro f1", "did you mean 'macro_f1'"),
         (lambda logits, labels: 0.0, "has no name to report it by"),
+        *((called(name), f"a function is called '{name}'.* to my_{name}") for name in ("loss", "num_examples", "auc")),
     ],
 )
 def test_a_client_refuses_an_unknown_metric(metric: str | Callable[[Tensor, Tensor], float], words: str) -> None:

@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 
 from fedbn_flwr.data.catalogue import CATALOGUE, describe_datasets
 from fedbn_flwr.data.load import load
@@ -19,6 +20,7 @@ from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.data import normalisation_of
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_experiment
+from fedbn_flwr.experiment.node import ClientParts
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.images import numbered, picture, write_parquet
@@ -267,6 +269,9 @@ def test_official_images_have_the_published_mean_and_deviation(root: Path) -> No
     run = run_of(f"data: {{name: cifar10, root: {root}}}")
     data = load(Source(name="cifar10", root=str(root)))
     assert normalisation_of(run, data) == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    own: dict[str, Any] = {"data-path": str(root / "cifar10"), "partition-id": 0, "num-partitions": run.clients}
+    site = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=own, state=RecordDict(), run_config={}))
+    assert site.normalise({}) == normalisation_of(run, data), "a site's own files are of the experiment's data set"
     measured = run_of(f"data: {{name: cifar10, root: {root}, normalise: moments}}")
     assert normalisation_of(measured, data) == data.moments
 
@@ -275,7 +280,7 @@ def test_official_of_one_channel_is_refused_for_images_of_three(root: Path) -> N
     for split in ("train", "test"):
         file = root / "mnist" / f"{split}.parquet"
         write_parquet(file, (28, 28, 3), {"label": list(range(10))}, {"label": numbered(10)}, "image")
-    with pytest.raises(SettingsError, match=r"'official' with 1 channels for 'mnist', but these examples have 3"):
+    with pytest.raises(SettingsError, match=r"'official' with 1 channels for 'MNIST', but these examples have 3"):
         prepare(load_experiment(f"clients: 2\ndata: {{name: mnist, root: {root}}}"))
 
 

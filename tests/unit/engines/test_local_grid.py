@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
@@ -449,6 +449,17 @@ def test_a_reply_to_another_message_or_from_another_node_is_refused_at_once(
     assert first.error.reason == reason
     assert first.metadata.src_node_id == 1
     assert second.has_content()
+
+
+def test_the_reason_of_an_error_that_a_mod_made_is_passed_on() -> None:
+    """Mods of Flower make it as a reply to the reply."""
+
+    def handler(message: Message, context: Context) -> Message:
+        return Message(Error(code=7, reason="too large"), reply_to=answer(message))
+
+    with LocalGrid(app_of(handler), 1) as grid:
+        (reply,) = grid.send_and_receive([to(1)])
+    assert reply.error.reason == "too large"
 
 
 def test_a_signal_during_a_fork_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
