@@ -156,8 +156,8 @@ def check_metrics(task: Task | None, metrics: Sequence[Metric]) -> None:
         name = name_of(metric)
         if callable(metric) and name in (*METRICS, "loss", "num_examples", "partition_id"):
             raise SettingsError(
-                f"a function is called {name!r}, and a reply has another figure under this name; rename the function, "
-                f"for instance to my_{name}"
+                f"a function is called {name!r}, and a run reports another figure under this name; rename the "
+                f"function, for instance to my_{name}"
             )
         if task is not None and not callable(metric) and metric not in task.metrics:
             suited = f"any of {', '.join(task.metrics)}, or " if task.metrics else ""
