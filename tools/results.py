@@ -472,7 +472,7 @@ def fixbn_one_step() -> Table:
 
 
 TABLE1 = ("fixbn/table1.json", "fixbn/table1-seed1.json", "fixbn/table1-seeds.json")
-LENET = ("fixbn/lenet.json",)
+LENET = ("fixbn/lenet.json", "fixbn/lenet-seeds.json")
 WHOLE = ("fixbn/table4-16px.json",)
 
 
@@ -490,7 +490,8 @@ def fixbn_whole(files: Sequence[str], figures: Mapping[str, float]) -> Table:
 def fixbn_lenet_rate() -> Table:
     """FixBN continued from its last models, at its last learning rate and at a tenth of it."""
     last = by_seed(by_label(*LENET)["FixBN"])
-    further = {(run.settings["seed"], run.settings["train"]["lr"]): run for run in read("fixbn/lenet-rate.json")}
+    further_runs = (*read("fixbn/lenet-rate.json"), *read("fixbn/lenet-rate-seeds.json"))
+    further = {(run.settings["seed"], run.settings["train"]["lr"]): run for run in further_runs}
     rows: list[Row] = []
     for number in sorted({number for number, _ in further}):
         after = [further[number, rate].after(rounds) for rate in (0.0002, 0.00002) for rounds in (5, 20)]
