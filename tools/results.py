@@ -412,6 +412,18 @@ def fedwon_digits() -> Table:
     return table("run", {label: runs[label] for label in order}, columns)
 
 
+def fedwon_falling() -> Table:
+    """FedWon with FixBN's rate, which falls at the freeze."""
+    runs, falling = by_label("fedwon/digits/report.json"), by_label("fedwon/digits/falling.json")
+    rows = {
+        "FedWon, rate stays": runs["FedWon"],
+        "FedWon, rate falls": falling["FedWon"],
+        "FixBN, rate falls": runs["FixBN"],
+    }
+    columns = {"global model, %": share("accuracy"), "own images, %": share("clients_own_accuracy")}
+    return table("run", rows, columns)
+
+
 DIGITS = {"MNIST": "mnist", "USPS": "usps", "MNIST-M": "mnist_m"}
 OFFICE = {"Amazon": "amazon", "Caltech": "caltech", "DSLR": "dslr", "Webcam": "webcam"}
 
@@ -710,6 +722,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedwon": fedwon(32),
     "results fedwon rates": fedwon_rates,
     "results fedwon digits": fedwon_digits,
+    "results fedwon falling": fedwon_falling,
     "results fedwon batch2": fedwon(2),
     "results fixbn": fixbn,
     "results fixbn answer": fixbn_verdict,
