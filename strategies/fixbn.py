@@ -121,11 +121,11 @@ class FixBNClient(ClientRule):
     keys = {FREEZE: Key("`statistics`, `affine`, or both with a comma", "freeze these roles at the received values")}
 
     def around(self) -> AbstractContextManager[None]:
-        client = self.local.client
-        known = {*self.local.records["arrays"], *client.state.load("local")}
+        client, frozen, sent = self.local.client, frozen_roles(self.local.config), self.local.records["arrays"]
+        kept = {key: role for key, role in client.roles.items() if role in frozen and key not in sent}
         # A client that keeps roles (FedBN, SiloBN) and first trains after the freeze finds its values in this round.
-        unknown = {role for key, role in client.roles.items() if key not in known}
-        return frozen_norm(client.model, frozen_roles(self.local.config) - unknown)
+        own = client.state.load("local") if kept else {}
+        return frozen_norm(client.model, frozen - {role for key, role in kept.items() if key not in own})
 
 
 def frozen_roles(config: Mapping[str, Any]) -> frozenset[Role]:

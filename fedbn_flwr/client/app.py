@@ -128,11 +128,11 @@ class _App(ClientApp):
                 )
             if not isinstance(client, BNClient):
                 return _Other(client)
-            for name in ("fit", "evaluate"):
+            for name, called in (("fit", "train_round"), ("evaluate", "evaluate_round")):
                 if getattr(type(client), name) is not getattr(BNClient, name):
                     raise MessageError(
                         f"{type(client).__name__} overrides {name}(), which client_app does not call; override "
-                        f"{'train' if name == 'fit' else name}_round() instead"
+                        f"{called}() instead"
                     )
             client.attach(context)
             return client

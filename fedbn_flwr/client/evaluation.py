@@ -150,11 +150,13 @@ def name_of(metric: Metric) -> str:
     return name
 
 
-def check_metrics(task: Task | None, metrics: Sequence[Metric]) -> None:
-    """Refuse a name that is unknown, that does not suit the task, or that another figure has."""
+def check_metrics(
+    task: Task | None, metrics: Sequence[Metric], is_taken: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Refuse a name that is unknown or does not suit the task, and one of a function that another figure has."""
     for metric in metrics:
         name = name_of(metric)
-        if callable(metric) and name in (*METRICS, "loss", "num_examples", "partition_id"):
+        if callable(metric) and (name in (*METRICS, "loss", "num_examples", "partition_id") or is_taken(name)):
             raise SettingsError(
                 f"a function is called {name!r}, and a run reports another figure under this name; rename the "
                 f"function, for instance to my_{name}"

@@ -83,7 +83,8 @@ class ClientParts(OfRun):
 
     @classmethod
     def of(cls, run: Settings, context: Context) -> ClientParts:
-        node, listed = context.node_config, run.data.name
+        node = context.node_config
+        listed = run.data.name
         least = min_batch_of(node)
         changes: dict[str, Any] = {}
         if "data-path" in node:

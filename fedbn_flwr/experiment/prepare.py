@@ -249,16 +249,10 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
 
 def _check_names(task: Task, metrics: Sequence[Metric], notes: Collection[str]) -> None:
     with naming("evaluate.metrics"):
-        check_metrics(task, metrics)
+        check_metrics(task, metrics, lambda name: name in notes or is_taken(name, task))
     names = [name_of(metric) for metric in metrics]
-    for name, metric in zip(names, metrics, strict=True):
-        if names.count(name) > 1:
-            raise SettingsError(f"evaluate.metrics has the name {name!r} twice")
-        if callable(metric) and (name in notes or is_taken(name, task)):
-            raise SettingsError(
-                f"evaluate.metrics: a function is called {name!r}, and a run reports another figure under this name; "
-                f"rename the function, for instance to my_{name}"
-            )
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise SettingsError(f"evaluate.metrics has the name {twice[0]!r} twice")
 
 
 def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:

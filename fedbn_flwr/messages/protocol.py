@@ -102,17 +102,17 @@ def run_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in (*OF_RUN, MEANS, DEVIATIONS) if key in config}
 
 
-_NO_ROLE = "none"
+_NOTHING = "none"
 
 
-def join(roles: Iterable[str]) -> str:
-    """The value of a key that lists roles; never empty, since Flower's message_size_mod fails on such values."""
-    return ",".join(sorted(roles)) or _NO_ROLE
+def join(names: Iterable[str]) -> str:
+    """The value of a key that lists names; never empty, since Flower's message_size_mod fails on such values."""
+    return ",".join(sorted(names)) or _NOTHING
 
 
 def roles_of(config: Mapping[str, Any], key: str, allowed: frozenset[Role]) -> frozenset[Role]:
     """The roles in the value of a key; empty if the key is absent."""
-    names = [name.strip() for name in str(config.get(key, _NO_ROLE)).split(",") if name.strip() != _NO_ROLE]
+    names = [name.strip() for name in str(config.get(key, "")).split(",") if name.strip() not in ("", _NOTHING)]
     for name in names:
         if name not in allowed:
             raise MessageError(f"{key} names {name!r}; {did_you_mean(name, allowed)}")

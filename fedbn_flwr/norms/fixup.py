@@ -85,9 +85,8 @@ def fixup(model: nn.Module) -> nn.Module:
         if getattr(block, "downsample", None) is not None:
             _biased(_layer(model, f"{name}.downsample.0", nn.Conv2d))
             _replace(model, f"{name}.downsample.1", nn.Identity().train(block.training))
-    norms, linear = (
-        [name for name, layer in model.named_modules() if isinstance(layer, kind)] for kind in (_BatchNorm, nn.Linear)
-    )
+    norms = [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if len(norms) != 1 or not linear:
         raise SettingsError(
             f"norm 'fixup': outside of residual blocks are the batch norms {norms} and the linear layers {linear}; "

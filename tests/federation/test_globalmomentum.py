@@ -274,7 +274,6 @@ def test_clients_that_train_without_momentum_say_so(federation: Federations) -> 
 
 
 def test_the_momentum_of_groups_of_parameters_counts(federation: Federations) -> None:
-
     def grouped(parameters: Any, lr: float) -> torch.optim.SGD:
         return torch.optim.SGD([{"params": list(parameters), "momentum": 0.9}], lr=lr)
 
