@@ -32,8 +32,8 @@ Table = tuple[tuple[str, ...], list[Row]]
 
 class Run(NamedTuple):
     label: str
-    settings: Mapping[str, Any]  # of a history none
-    summary: Mapping[str, Any]  # of a history its last round
+    settings: Mapping[str, Any]
+    summary: Mapping[str, Any]
     curve: Sequence[Mapping[str, Any]]
 
     @property
@@ -46,14 +46,9 @@ class Run(NamedTuple):
 
 @functools.cache
 def read(name: str) -> tuple[Run, ...]:
-    """The runs of a report.json, or the only one of a history."""
-    text = (RESULTS / name).read_text(encoding="utf-8")
-    if name.endswith(".jsonl"):
-        rounds = [json.loads(line) for line in text.splitlines()]
-        return (Run("", {}, rounds[-1], rounds),)
-    return tuple(
-        Run(run["settings"]["label"], run["settings"], run["summary"], run["curve"]) for run in json.loads(text)
-    )
+    """The runs of a report.json."""
+    runs = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return tuple(Run(run["settings"]["label"], run["settings"], run["summary"], run["curve"]) for run in runs)
 
 
 def by_label(*names: str) -> dict[str, list[Run]]:
@@ -81,17 +76,7 @@ class Measured(NamedTuple):
 
 def measured(entry: Mapping[str, Any]) -> list[Measured]:
     """The runs of an entry's file that count for its item."""
-    if "settings" in entry:
-        label, seed = entry["run"], entry["seed"]
-        content = yaml.safe_load((RESULTS / entry["settings"]).read_text(encoding="utf-8"))
-        if "extends" in content:
-            raise ValueError(f"{entry['settings']} extends an experiment, which may change after the run")
-        (run,) = load_experiment(str(RESULTS / entry["settings"]), [f"only={label}", f"seed={seed}"]).runs
-        (history,) = read(entry["file"])
-        settings = run.model_dump(mode="json")
-        found = [Measured(label, seed, settings, history.summary["round"] == run.rounds)]
-    else:
-        found = [Measured(run.label, run.settings["seed"], run.settings, run.finished) for run in read(entry["file"])]
+    found = [Measured(run.label, run.settings["seed"], run.settings, run.finished) for run in read(entry["file"])]
     labels = entry.get("labels") or {run.label: run.label for run in found}
     if missing := set(labels) - {run.label for run in found}:
         raise ValueError(f"{entry['file']} has no run {', '.join(map(repr, missing))}")
@@ -428,40 +413,21 @@ DIGITS = {"MNIST": "mnist", "USPS": "usps", "MNIST-M": "mnist_m"}
 OFFICE = {"Amazon": "amazon", "Caltech": "caltech", "DSLR": "dslr", "Webcam": "webcam"}
 
 
-def fedwon(batch: int) -> Callable[[], Table]:
+def fedwon(file: str, figures: Mapping[str, float]) -> Callable[[], Table]:
     def whole() -> Table:
-        if batch == 32:
-            runs = {label: each[0] for label, each in by_label("fedwon/report.json").items()}
-            figures = {rule: each[-1] for rule, each in published("FedWon", "Office-Caltech-10, AlexNet").items()}
-        else:
-            files = sorted((RESULTS / f"fedwon/batch{batch}").glob("*-history.jsonl"))
-            runs = {each.name.removesuffix("-history.jsonl"): read(str(each.relative_to(RESULTS)))[0] for each in files}
-            figures = published("FedWon", "Office-Caltech-10, small batches")[batch]
         rows: list[Row] = []
         own = "clients_own_accuracy"
-        for rule, run in sorted(runs.items(), key=lambda each: (-each[1].finished, -each[1].summary[own])):
+        for run in sorted(read(file), key=lambda run: (-run.finished, -run.summary[own])):
             if run.finished:
-                after = ["-" if rule == "Standalone" else percent([run.summary["accuracy"]])]
+                after = ["-" if run.label == "Standalone" else percent([run.summary["accuracy"]])]
                 after += [percent([run.summary[f"{own}_{domain}"]]) for domain in OFFICE.values()]
                 after += [percent([run.summary[own]])]
             else:
                 after = [diverged_in([run]), *[""] * (len(OFFICE) + 1)]
-            loss = () if batch == 32 else (f"{run.summary['train_loss']:.2f}",)
-            rows.append((rule, *after, str(figures.get(rule, "-")), *loss))
-        columns = ("run", "global model", *OFFICE, "average", "published average")
-        return (*columns, *(() if batch == 32 else ("training loss",))), rows
+            rows.append((run.label, *after, str(figures.get(run.label, "-"))))
+        return ("run", "global model", *OFFICE, "average", "published average"), rows
 
     return whole
-
-
-def fixbn() -> Table:
-    runs, figures = by_label("fixbn/report.json"), published("FixBN", "Table 4")
-    rows: list[Row] = []
-    for label in ("BN", "FixBN", "GN", "GN+WS", "LN", "IN", "Fixup"):
-        (run,) = runs[label]
-        own = [share(key, unit=" %")([run]) for key in ("accuracy", "best_test_accuracy")]
-        rows.append((label, *own, f"{figures[label.replace('WS', 'WN')]:.2f} %"))
-    return ("run", "measured, 160 rounds", "best on the way", "published, 640 rounds"), rows
 
 
 def fixbn_table1() -> Table:
@@ -485,18 +451,27 @@ def fixbn_one_step() -> Table:
 
 TABLE1 = ("fixbn/table1.json", "fixbn/table1-seed1.json", "fixbn/table1-seeds.json")
 LENET = ("fixbn/lenet.json", "fixbn/lenet-seeds.json")
-WHOLE = ("fixbn/table4-16px.json",)
+WHOLE = ("fixbn/table4-16px.json", "fixbn/table4-16px-GN.json")
+QUARTER = ("fixbn/report.json", "fixbn/seeds/report.json")
 
 
-def fixbn_whole(files: Sequence[str], figures: Mapping[str, float]) -> Table:
-    """Runs of all rounds, beside the figures of the paper where it has them."""
+def table4() -> dict[str, float]:
+    """The paper's figures by our names."""
+    figures = published("FixBN", "Table 4")
+    return {**figures, "GN+WS": figures["GN+WN"]}
+
+
+def fixbn_accuracy(rounds: int, files: Sequence[str], figures: Mapping[str, float]) -> Table:
+    """Accuracies by seed, beside the figures of the paper where it has them."""
     rows: list[Row] = []
     for label, runs in by_label(*files).items():
+        if figures and label not in figures:
+            continue  # of another table
         singles = " / ".join(f"{value:.1f}" for value in by_seed(runs).values())
         own = [share(key, unit=" %")(runs) for key in ("accuracy", "best_test_accuracy")]
         rows.append((label, own[0], singles, own[1], *([f"{figures[label]:.2f} %"] if figures else [])))
-    columns = ("accuracy after 640 rounds", "by seed", "best on the way", *(["published"] if figures else []))
-    return ("run", *columns), rows
+    columns = ("run", f"accuracy after {rounds} rounds", "by seed", "best on the way")
+    return (*columns, *(["published, 640 rounds"] if figures else [])), rows
 
 
 def fixbn_lenet_rate() -> Table:
@@ -556,20 +531,17 @@ def by_seed(runs: Iterable[Run], key: str = "accuracy") -> dict[int, float]:
 
 
 def fixbn_verdict() -> Table:
-    figures = published("FixBN", "Table 4")
-    found = {
-        rule: {number: 100 * seed(rule, number).after(160) for number in range(3)} for rule in ("BN", "GN", "FixBN")
-    }
-    found |= {rule: {0: 100 * seed(rule, 0).after(160)} for rule in ("GN+WS", "IN", "LN", "Fixup")}
-    figures["GN+WS"] = figures.pop("GN+WN")
+    figures = table4()
     pairs = [("FixBN", "BN"), ("FixBN", "GN"), ("GN", "BN")]
-    small = {rule: by_seed(runs) for rule, runs in by_label(*WHOLE).items()}
-    columns, whole = verdict(
-        "100 %", {f"{a} - {b}, 16 pixels": (small[a], small[b], figures[a] - figures[b]) for a, b in pairs}
-    )
-    pairs += [(rule, "BN") for rule in ("GN+WS", "IN", "LN", "Fixup")]
-    _, quarter = verdict("25 %", {f"{a} - {b}": (found[a], found[b], figures[a] - figures[b]) for a, b in pairs})
-    return columns, whole + quarter
+
+    def lines(budget: str, files: Sequence[str], pairs: Iterable[tuple[str, str]], more: str = "") -> list[Row]:
+        found = {label: by_seed(runs) for label, runs in by_label(*files).items()}
+        rows = {f"{a} - {b}{more}": (found[a], found[b], figures[a] - figures[b]) for a, b in pairs}
+        return verdict(budget, rows)[1]
+
+    whole = lines("100 %", WHOLE, pairs, ", 16 pixels")
+    others = [(rule, "BN") for rule in ("GN+WS", "IN", "LN", "Fixup")]
+    return verdict("", {})[0], whole + lines("25 %", QUARTER, pairs + others)
 
 
 def fedtan_verdict() -> Table:
@@ -590,43 +562,15 @@ def fedwon_verdict() -> Table:
     )
 
 
-def seed(rule: str, number: int) -> Run:
-    """A run of fixbn.md, by its history."""
-    name = f"fixbn/{rule}-history.jsonl" if number == 0 else f"fixbn/seeds/{rule}-seed{number}-history.jsonl"
-    return read(name)[0]
-
-
-SINCE_FREEZE = range(80, 161, 10)
-
-
-def fixbn_seeds(*rules: str) -> Callable[[], Table]:
-    def at(rule: str, number: int, server_round: int) -> float:
-        # FixBN and BN are one run until the freeze, and seeds 1 and 2 of BN continue from FixBN's.
-        return seed("FixBN" if server_round == 80 and rule == "BN" else rule, number).after(server_round)
-
-    def whole() -> Table:
-        names = [f"{rule}, seed 0" if number == 0 else f"seed {number}" for rule in rules for number in range(3)]
-        rows: list[Row] = []
-        for server_round in SINCE_FREEZE:
-            values = [at(rule, number, server_round) for rule in rules for number in range(3)]
-            rows.append((str(server_round), *(percent([value], 1, " %") for value in values)))
-        return ("round", *names), rows
-
-    return whole
-
-
 def fixbn_frozen() -> Table:
-    rules = {"nothing (BN)": ("BN", "Nothing"), "gamma and beta": ("Affine", "Affine")}
-    rules |= {
-        "statistics (FixBN)": ("FixBN", "Statistics"),
-        "all three": ("Statistics-and-affine", "Statistics and affine"),
-    }
-    figures = published("FixBN", "Table H")
+    names = {"BN": "Nothing", "Affine": "Affine", "FixBN": "Statistics"}
+    names["Statistics and affine"] = "Statistics and affine"
+    runs, figures = by_label("fixbn/seeds/report.json"), published("FixBN", "Table H")
     rows: list[Row] = []
-    for name, (file, row) in rules.items():
-        values = [percent([seed(file, 1).after(number)], 1, " %") for number in (120, 130, 160)]
-        rows.append((name, *values, f"{figures[row]:.2f} %"))
-    return ("frozen", "round 120", "round 130", "measured, 160 rounds", "published, 640 rounds"), rows
+    for label, name in names.items():
+        (run,) = (run for run in runs[label] if run.settings["seed"] == 1)
+        rows.append((name.lower(), share("accuracy", unit=" %")([run]), f"{figures[name]:.2f} %"))
+    return ("frozen", "measured, 160 rounds", "published, 640 rounds"), rows
 
 
 def lines(name: str) -> list[dict[str, Any]]:
@@ -719,23 +663,26 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedbs fashion-mnist": fedbs((0.75, 0.80, 0.85), "fedbs/fashion-mnist.json"),
     "results fedtan": fedtan,
     "results costs": costs,
-    "results fedwon": fedwon(32),
+    "results fedwon": fedwon(
+        "fedwon/report.json",
+        {rule: each[-1] for rule, each in published("FedWon", "Office-Caltech-10, AlexNet").items()},
+    ),
     "results fedwon rates": fedwon_rates,
     "results fedwon digits": fedwon_digits,
     "results fedwon falling": fedwon_falling,
-    "results fedwon batch2": fedwon(2),
-    "results fixbn": fixbn,
+    "results fedwon batch2": fedwon(
+        "fedwon/batch2/report.json", published("FedWon", "Office-Caltech-10, small batches")[2]
+    ),
+    "results fixbn": lambda: fixbn_accuracy(160, QUARTER, table4()),
     "results fixbn answer": fixbn_verdict,
-    "results fixbn 16px": lambda: fixbn_whole(WHOLE, published("FixBN", "Table 4")),
+    "results fixbn 16px": lambda: fixbn_accuracy(640, WHOLE, table4()),
     "results fixbn table1": fixbn_table1,
     "results fixbn one step": fixbn_one_step,
-    "results fixbn lenet": lambda: fixbn_whole(LENET, {}),
+    "results fixbn lenet": lambda: fixbn_accuracy(640, LENET, {}),
     "results fixbn lenet rate": fixbn_lenet_rate,
     "results fixbn lenet pairs": pairs(LENET, ("FixBN", "BN"), ("FixBN", "GN"), ("GN", "BN")),
     "results fedtan answer": fedtan_verdict,
     "results fedwon answer": fedwon_verdict,
-    "results fixbn seeds": fixbn_seeds("BN", "FixBN"),
-    "results fixbn GN": fixbn_seeds("GN"),
     "results fixbn frozen": fixbn_frozen,
     "results network latency": latency,
     "results network nodes": nodes,
