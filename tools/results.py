@@ -487,14 +487,21 @@ def fixbn_lenet_rate() -> Table:
     return ("FixBN", "after 640 rounds", *columns), rows
 
 
-def fedbs_seeds() -> Table:
+FASHION = tuple(f"fedbs/fashion-mnist{seeds}.json" for seeds in ("", "-seeds", "-seeds-3-4"))
+
+
+def fedbs_late() -> dict[str, dict[int, float]]:
     """The mean of the last 20 rounds, in percent: single rounds differ more, with the clients that were chosen."""
-    runs = by_label("fedbs/fashion-mnist.json", "fedbs/fashion-mnist-seeds.json")
 
     def late(run: Run) -> float:
         return statistics.mean(100.0 * float(point["accuracy"]) for point in run.curve if point["round"] > 40)
 
-    found = {rule: {run.settings["seed"]: late(run) for run in each} for rule, each in runs.items() if len(each) > 1}
+    runs = by_label(*FASHION)
+    return {rule: {run.settings["seed"]: late(run) for run in each} for rule, each in runs.items() if len(each) > 1}
+
+
+def fedbs_seeds() -> Table:
+    found = fedbs_late()
     rows: list[Row] = []
 
     def row(name: str, seeds: Mapping[int, float], more: str = "") -> None:
