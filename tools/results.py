@@ -413,21 +413,27 @@ DIGITS = {"MNIST": "mnist", "USPS": "usps", "MNIST-M": "mnist_m"}
 OFFICE = {"Amazon": "amazon", "Caltech": "caltech", "DSLR": "dslr", "Webcam": "webcam"}
 
 
-def fedwon(file: str, figures: Mapping[str, float]) -> Callable[[], Table]:
-    def whole() -> Table:
-        rows: list[Row] = []
-        own = "clients_own_accuracy"
-        for run in sorted(read(file), key=lambda run: (-run.finished, -run.summary[own])):
-            if run.finished:
-                after = ["-" if run.label == "Standalone" else percent([run.summary["accuracy"]])]
-                after += [percent([run.summary[f"{own}_{domain}"]]) for domain in OFFICE.values()]
-                after += [percent([run.summary[own]])]
-            else:
-                after = [diverged_in([run]), *[""] * (len(OFFICE) + 1)]
-            rows.append((run.label, *after, str(figures.get(run.label, "-"))))
-        return ("run", "global model", *OFFICE, "average", "published average"), rows
+def fedwon(file: str, figures: Mapping[str, float]) -> Table:
+    rows: list[Row] = []
+    own = "clients_own_accuracy"
+    for run in sorted(read(file), key=lambda run: (-run.finished, -run.summary[own])):
+        if run.finished:
+            after = ["-" if run.label == "Standalone" else percent([run.summary["accuracy"]])]
+            after += [percent([run.summary[f"{own}_{domain}"]]) for domain in OFFICE.values()]
+            after += [percent([run.summary[own]])]
+        else:
+            after = [diverged_in([run]), *[""] * (len(OFFICE) + 1)]
+        rows.append((run.label, *after, str(figures.get(run.label, "-"))))
+    return ("run", "global model", *OFFICE, "average", "published average"), rows
 
-    return whole
+
+def fedwon_office() -> Table:
+    figures = published("FedWon", "Office-Caltech-10, AlexNet")
+    return fedwon("fedwon/report.json", {rule: average for rule, (*_, average) in figures.items()})
+
+
+def fedwon_batch2() -> Table:
+    return fedwon("fedwon/batch2/report.json", published("FedWon", "Office-Caltech-10, small batches")[2])
 
 
 def fixbn_table1() -> Table:
@@ -541,14 +547,14 @@ def fixbn_verdict() -> Table:
     figures = table4()
     pairs = [("FixBN", "BN"), ("FixBN", "GN"), ("GN", "BN")]
 
-    def lines(budget: str, files: Sequence[str], pairs: Iterable[tuple[str, str]], more: str = "") -> list[Row]:
+    def compared(budget: str, files: Sequence[str], pairs: Iterable[tuple[str, str]], more: str = "") -> Table:
         found = {label: by_seed(runs) for label, runs in by_label(*files).items()}
-        rows = {f"{a} - {b}{more}": (found[a], found[b], figures[a] - figures[b]) for a, b in pairs}
-        return verdict(budget, rows)[1]
+        return verdict(budget, {f"{a} - {b}{more}": (found[a], found[b], figures[a] - figures[b]) for a, b in pairs})
 
-    whole = lines("100 %", WHOLE, pairs, ", 16 pixels")
+    columns, whole = compared("100 %", WHOLE, pairs, ", 16 pixels")
     others = [(rule, "BN") for rule in ("GN+WS", "IN", "LN", "Fixup")]
-    return verdict("", {})[0], whole + lines("25 %", QUARTER, pairs + others)
+    _, quarter = compared("25 %", QUARTER, pairs + others)
+    return columns, whole + quarter
 
 
 def fedtan_verdict() -> Table:
@@ -570,13 +576,12 @@ def fedwon_verdict() -> Table:
 
 
 def fixbn_frozen() -> Table:
-    names = {"BN": "Nothing", "Affine": "Affine", "FixBN": "Statistics"}
-    names["Statistics and affine"] = "Statistics and affine"
-    runs, figures = by_label("fixbn/seeds/report.json"), published("FixBN", "Table H")
+    labels = {"Nothing": "BN", "Statistics": "FixBN"}  # of the others the names are the labels
+    runs = by_label("fixbn/seeds/report.json")
     rows: list[Row] = []
-    for label, name in names.items():
-        (run,) = (run for run in runs[label] if run.settings["seed"] == 1)
-        rows.append((name.lower(), share("accuracy", unit=" %")([run]), f"{figures[name]:.2f} %"))
+    for name, figure in published("FixBN", "Table H").items():
+        accuracy = by_seed(runs[labels.get(name, name)])[1]
+        rows.append((name.lower(), f"{accuracy:.1f} %", f"{figure:.2f} %"))
     return ("frozen", "measured, 160 rounds", "published, 640 rounds"), rows
 
 
@@ -670,16 +675,11 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedbs fashion-mnist": fedbs((0.75, 0.80, 0.85), "fedbs/fashion-mnist.json"),
     "results fedtan": fedtan,
     "results costs": costs,
-    "results fedwon": fedwon(
-        "fedwon/report.json",
-        {rule: each[-1] for rule, each in published("FedWon", "Office-Caltech-10, AlexNet").items()},
-    ),
+    "results fedwon": fedwon_office,
     "results fedwon rates": fedwon_rates,
     "results fedwon digits": fedwon_digits,
     "results fedwon falling": fedwon_falling,
-    "results fedwon batch2": fedwon(
-        "fedwon/batch2/report.json", published("FedWon", "Office-Caltech-10, small batches")[2]
-    ),
+    "results fedwon batch2": fedwon_batch2,
     "results fixbn": lambda: fixbn_accuracy(160, QUARTER, table4()),
     "results fixbn answer": fixbn_verdict,
     "results fixbn 16px": lambda: fixbn_accuracy(640, WHOLE, table4()),
