@@ -125,9 +125,13 @@ def test_ctrl_c_before_the_first_run_stops_at_once() -> None:
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_whose_exception_is_swallowed_ends_the_run_after_its_round(sent: int) -> None:
     """As pydantic-core swallows an exception that is raised while it looks up the kind of a union's member."""
-    with Progress(["FedAvg"], [4], quiet=True) as progress:
-        run = progress.begin(0)
-        assert not run.on_round(RUNNING, at(1)).stop
-        with contextlib.suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), sent)
-        assert run.on_round(RUNNING, at(2)).stop
+    before = signal.signal(sent, signal.SIG_DFL)  # nohup ignores SIGHUP, and then a run does too
+    try:
+        with Progress(["FedAvg"], [4], quiet=True) as progress:
+            run = progress.begin(0)
+            assert not run.on_round(RUNNING, at(1)).stop
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), sent)
+            assert run.on_round(RUNNING, at(2)).stop
+    finally:
+        signal.signal(sent, before)
