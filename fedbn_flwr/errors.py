@@ -84,7 +84,7 @@ def log_once(text: str, level: int = logging.WARNING) -> None:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an "unknown name" message: the nearest known one, then all of them."""
-    names = sorted(known)
+    names = sorted(map(str, known))
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}known: {', '.join(names)}"

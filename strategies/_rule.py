@@ -123,8 +123,9 @@ class Rule(Strategy):
     # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an
     # experiment they are on the disk before the messages that `configure_train` returns are sent.
     promised: Collection[str] = ()
-    _rounds: int | None = None  # of the run; None if it was not started by `Rule.start`
+    _rounds: int | None = None  # of the run; None or 0 if it was not started by `Rule.start`
     _round: Round | None = None  # the current one
+    _name: Mapping[str, str] = {}  # of a run that was not started by `Rule.start`
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -174,6 +175,19 @@ class Rule(Strategy):
         return self._inside.notes()
 
     # --- the round ---
+
+    def _begins(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Round:
+        """The round whose training is configured."""
+        if server_round == 1 and {protocol.RUN, protocol.TOKEN}.isdisjoint(config):
+            # A strategy around this one has started the run, as Flower's for privacy do.
+            self.chain[-1].begin(0, arrays)
+            self._name = _drawn_name()
+        self._round = Round(server_round, arrays, self._named(config), grid)
+        return self._round
+
+    def _named(self, config: ConfigRecord) -> ConfigRecord:
+        """The config with the name of the run, by which clients know their state of it."""
+        return config if protocol.RUN in config else ConfigRecord({**config, **self._name})
 
     def _additions(self, round: Round) -> tuple[dict[str, Any], dict[str, ArrayRecord]]:
         """The config keys and the records for the clients. An empty record is not sent, but required of them."""
@@ -245,8 +259,8 @@ class Rule(Strategy):
         self, grid: Grid, train: ConfigRecord | None, evaluate: ConfigRecord | None, evaluate_fn: EvaluateFn | None
     ) -> tuple[ConfigRecord, ConfigRecord, EvaluateFn | None]:
         """The last arguments of `start`: clients keep no state of an earlier run, and `global_model` is evaluated."""
-        drawn, given = {protocol.RUN: "run", protocol.TOKEN: secrets.token_hex(16)}, {**(train or {})}
-        name = {protocol.RUN: given[protocol.RUN]} if protocol.RUN in given else drawn
+        given = {**(train or {})}
+        name = {protocol.RUN: given[protocol.RUN]} if protocol.RUN in given else _drawn_name()
         train, evaluate = ConfigRecord({**given, **name}), ConfigRecord({**(evaluate or {}), **name})
 
         def evaluate_model(number: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -261,6 +275,10 @@ class Rule(Strategy):
             f"{self} is not a strategy of Flower's old API, of which ServerApp(server_fn=...) starts a "
             'server; call start() in a function under @app.main() (docs/plugin.md, "From Flower\'s old API")'
         )
+
+
+def _drawn_name() -> Mapping[str, str]:
+    return {protocol.RUN: "run", protocol.TOKEN: secrets.token_hex(16)}
 
 
 class Leaf(Rule):
@@ -399,9 +417,10 @@ class Leaf(Rule):
         """
         refused = [*refused, *self.learn(answered, None if self._round is None else self._round.grid).items()]
         known = self.memory.partitions
-        # The gate names the client too, for Flower's strategies, which log the reason as it is.
+        # The gate and the client name the client too, for Flower's strategies, which log the reason as it is.
         reasons = sorted(
-            f"{self._who(node)}: {reason.removeprefix(f'client {known.get(node)}: ')}" for node, reason in refused
+            f"{self._who(node)}: {reason.removeprefix(f'client {known.get(node)}').lstrip(': ')}"
+            for node, reason in refused
         )
         usable = list(answered.keys() - {node for node, _ in refused})
         if (silent := asked - len(usable) - len(refused)) > 0:

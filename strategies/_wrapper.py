@@ -68,9 +68,9 @@ class Wrapper(Rule):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self._round = round = Round(server_round, arrays, config, grid)
+        round = self._begins(server_round, arrays, config, grid)
         keys, records = self._additions(round)
-        messages = self._inside.configure_train(server_round, arrays, ConfigRecord({**config, **keys}), grid)
+        messages = self._inside.configure_train(server_round, arrays, ConfigRecord({**round.config, **keys}), grid)
         # A wrapped FedTAN has completed its exchanges here: only the last messages of its round carry the records.
         if not records:
             return messages
@@ -79,7 +79,7 @@ class Wrapper(Rule):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        return self._inside.configure_evaluate(server_round, arrays, config, grid)
+        return self._inside.configure_evaluate(server_round, arrays, self._named(config), grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         return self._inside.aggregate_evaluate(server_round, replies)

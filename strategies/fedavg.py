@@ -13,9 +13,10 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Never
+from typing import Annotated, Any, Never
 
 import numpy as np
+from annotated_types import Ge, Le
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -33,6 +34,7 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Leaf, Round, refuse_bounds, unknown_argument
 
+Share = Annotated[float, Ge(0), Le(1)]
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
 
@@ -55,8 +57,8 @@ class FedAvg(Leaf, FlowerFedAvg):
 
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
+        fraction_train: Share = 1.0,
+        fraction_evaluate: Share = 1.0,
         min_train_nodes: int = 2,
         min_evaluate_nodes: int = 2,
         min_available_nodes: int = 2,
@@ -91,7 +93,7 @@ class FedAvg(Leaf, FlowerFedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self._round = round = Round(server_round, arrays, config, grid)
+        round = self._begins(server_round, arrays, config, grid)
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         self.asked, self.left_out = len(nodes), []
         keys, records = self._additions(round)
@@ -103,7 +105,7 @@ class FedAvg(Leaf, FlowerFedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        round = Round(server_round, arrays, config, grid)
+        round = Round(server_round, arrays, self._named(config), grid)
         nodes = self._choose(round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
         return self._messages(round, {}, {}, nodes, MessageType.EVALUATE)
 
@@ -135,7 +137,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         nodes = self._connected(round.grid, max(self.min_available_nodes, least))
         for node in sorted(partitions.keys() - set(nodes), key=self._position):
             LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, self._who(node))
-        count = max(int(len(nodes) * fraction), least)
+        count = max(int(len(nodes) * fraction), least, 1)
         if count >= len(nodes):
             return sorted(nodes, key=self._position)
         self._ask_for_partitions(round, [node for node in nodes if node not in partitions])

@@ -38,7 +38,7 @@ class FedWon(FedAvg):
 
     without_statistics = (
         "FedWon is for networks without normalisation, and the model has batch norm ({!r}); use a model with "
-        "model.norm=won, or convert_norm(model, 'won')"
+        "model.norm=won, or convert_norm(model, 'won') on server and clients"
     )
 
     def __init__(self, *, clip: Annotated[float, Ge(0)] | None = 0.1, **options: Any) -> None:

@@ -81,8 +81,7 @@ class FixBN(Wrapper):
 
     def problem(self, round: Round, reply: Reply) -> str | None:
         """Refuse the reply of a client that ignored the freeze: it trained a different model."""
-        # Roles that stay on the client (FedBN) are frozen there with the client's own values: do not compare them.
-        for key, sent in self._frozen(round, self.freeze - self.traits.kept.keys()).items():
+        for key, sent in self._frozen(round).items():
             if key in reply.arrays and not same_values(reply.arrays[key], sent):
                 return (
                     f"it changed {key!r}, which is frozen. Its ClientApp ignores the config key {FREEZE!r}: serve "
@@ -93,7 +92,7 @@ class FixBN(Wrapper):
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         model = super().combine(round, replies, weights)
         # The mean of equal numbers may differ from them by a rounding error, but frozen arrays must not change at all.
-        return {**model, **{key: sent for key, sent in self._frozen(round, self.freeze).items() if key in model}}
+        return {**model, **{key: sent for key, sent in self._frozen(round).items() if key in model}}
 
     def notes(self) -> dict[str, Any]:
         switch = self.memory.switch_round
@@ -110,8 +109,9 @@ class FixBN(Wrapper):
             )
         return round.number < switch
 
-    def _frozen(self, round: Round, which: frozenset[Role]) -> Arrays:
-        """The arrays of these roles that are frozen in the round."""
+    def _frozen(self, round: Round) -> Arrays:
+        """The arrays that are frozen in the round, without those that stay on the clients (FedBN), each its own."""
+        which = self.freeze - self.traits.kept.keys()
         return {} if self._is_free(round) else split_by_role(unpack(round.arrays), roles(round.arrays), which)[0]
 
 

@@ -150,7 +150,10 @@ def _failed(context: Context, task: str, error: BaseException, note: str = "") -
     if note or sent != whole:
         log_once(f"a client could not {task}: {whole}{note}", ERROR)
     if ONE_VALUE in sent:
-        sent += "; batch norm needs two: give this client more examples, or use model.norm: gn"
+        sent += (
+            "; batch norm needs two: give this client more examples, leave out a last batch of one (drop_last=True of "
+            "a DataLoader), or use another norm (model.norm: gn, or convert_norm(model, 'gn') on server and clients)"
+        )
     return ClientFailed(f"client {node.get('partition-id', f'node {context.node_id}')} could not {task}: {sent}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -205,7 +205,7 @@ class BNClient(NumPyClient):
         to the other clients and returns the result.
         """
         wanted = rules_for({**config, "fedbn.momentum": True} if self.keep_momentum else config)
-        own = self._load(arrays, config)
+        own = self._load(arrays, config, self._needed(arrays, config))
         # Before the first result the model is the only place of the client's own values.
         before = {} if own else self._parts.taken([key for key in self.roles if key not in arrays])
         records = {} if extras is None else extras
@@ -355,7 +355,17 @@ class BNClient(NumPyClient):
             raise MessageError(f"received {len(parameters)} arrays, the model has {len(keys)}: {keys[0]!r}, ...")
         return dict(zip(keys, parameters, strict=True))
 
-    def _load(self, arrays: Arrays, config: Config) -> Arrays:
+    def _needed(self, arrays: Arrays, config: Config) -> set[Role]:
+        """The roles that a message for training must have."""
+        if protocol.RETURN in config:  # others stay on the clients
+            # The server finds batch norms by their statistics: of one without (track_running_stats=False) gamma and
+            # beta are weights to it, and it would share them.
+            shared = {self.roles.get(key) for key in arrays}
+            return {Role.WEIGHTS, Role.AFFINE} if Role.AFFINE in shared else {Role.WEIGHTS}
+        # A strategy of another project may keep batch norm on the clients without a word.
+        return {*Role} - {Role.COUNTER} if protocol.RUN in config else {Role.WEIGHTS}
+
+    def _load(self, arrays: Arrays, config: Config, needed: Collection[Role] = (Role.WEIGHTS,)) -> Arrays:
         """Load the received arrays, and the client's own values of all other arrays, which are returned."""
         if negative := negative_variance(arrays):
             raise MessageError(
@@ -365,7 +375,7 @@ class BNClient(NumPyClient):
         run = run_of(config)
         self.state = NodeState(self.state.records, run)
         own = self.state.load("local")
-        self._parts.load_all(arrays, own, self._number, run)
+        self._parts.load_all(arrays, own, self._number, run, needed)
         return own
 
 

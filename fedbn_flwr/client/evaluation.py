@@ -146,7 +146,7 @@ def name_of(metric: Metric) -> str:
     if not callable(metric) and metric not in METRICS:
         raise SettingsError(f"metric {metric!r} is unknown; {did_you_mean(metric, METRICS)}, or a function")
     if not name.isidentifier():
-        raise SettingsError(f"metric {metric!r} has no name to report it by; expected a function")
+        raise SettingsError(f"metric {metric!r} has no name to report it by; expected a function that `def` defines")
     return name
 
 

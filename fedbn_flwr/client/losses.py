@@ -35,6 +35,16 @@ def cross_entropy(
     evaluation need a loss whose mean does not.
     """
     logits, weight = logits_of(logits), class_weights
+    if not isinstance(logits, Tensor):
+        raise SettingsError(
+            f"the model returned a {type(logits).__name__}, and the cross entropy needs a tensor of logits, or an "
+            "object that has it as `logits`; give a loss of your own, a function of what the model returns"
+        )
+    if targets.is_floating_point() and targets.shape != logits.shape:
+        raise SettingsError(
+            "the targets are floating-point numbers, and the cross entropy needs class numbers; set the task "
+            "(regression, binary, multilabel), or give a loss of your own"
+        )
     dense = logits.ndim > 2
     if not (dense or label_smoothing) and weight is None:
         return F.cross_entropy(logits, targets)

@@ -30,7 +30,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.errors import MissingPackage, RunFailed
+from fedbn_flwr.errors import FedbnError, MissingPackage, RunFailed, described
 from fedbn_flwr.messages.gate import shown
 from fedbn_flwr.messages.protocol import COHORT_QUERY
 
@@ -113,7 +113,7 @@ def _reason(error: BaseException) -> str:
     """The text of the exception that is being handled, for the server."""
     if os.environ.get("FEDBN_DEBUG"):
         traceback.print_exc(file=sys.stderr)
-    return str(error) or type(error).__name__
+    return str(error) if isinstance(error, FedbnError) else described(error)
 
 
 class LocalGrid(Capabilities, Grid):

@@ -229,7 +229,9 @@ def common_metrics(records: Sequence[Mapping[str, Any]]) -> list[MetricRecord]:
 def number_problem(metrics: Mapping[str, Any], key: str) -> str | None:
     """The reason why a metric cannot be a weight, or None."""
     value = metrics.get(key)
-    if value is None or isinstance(value, list) or not 0 <= value <= MOST_EXAMPLES:
+    if value is None:
+        return f"the reply's metrics lack {key!r}; they have {', '.join(map(shown, [*metrics][:8])) or 'none'}"
+    if isinstance(value, list) or not 0 <= value <= MOST_EXAMPLES:
         return f"the reply's metrics have {key!r} = {shown(value)}, expected a number, zero or more"
     return None
 

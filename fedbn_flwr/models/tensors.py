@@ -141,11 +141,21 @@ class ModelTensors:
                 table[name] = buffer.copy_(now)
         return [table[name] for table, name in map(self._places.__getitem__, keys)]
 
-    def load_all(self, arrays: Arrays, own: Arrays, client: int, run: str | None = None) -> None:
-        """Copy the received arrays and the client's own ones; all other tensors get the values of a new model."""
+    def load_all(
+        self,
+        arrays: Arrays,
+        own: Arrays,
+        client: int,
+        run: str | None = None,
+        needed: Collection[Role] = (Role.WEIGHTS,),
+    ) -> None:
+        """Copy the received arrays and the client's own ones; all other tensors get the values of a new model.
+
+        Roles that are `needed` must be among the arrays.
+        """
         given = {*arrays, *own}
         absent = [key for key in self.roles if key not in given]
-        self._check(arrays, own, absent)
+        self._check(arrays, own, [key for key in absent if self.roles[key] in needed])
         kept = [key for key in absent if self._counts or self.roles[key] is not Role.COUNTER]
         last = self.use["client"]
         if kept and self._build is None and last not in (None, (client, run)):
@@ -159,18 +169,20 @@ class ModelTensors:
         self.load(own)
         self.load(arrays)
 
-    def _check(self, arrays: Arrays, own: Arrays, absent: Sequence[str]) -> None:
+    def _check(self, arrays: Arrays, own: Arrays, lacking: Sequence[str]) -> None:
         """Raise MessageError unless the received arrays and the client's own ones are those of its model."""
         if unknown := [key for key in arrays if key not in self.roles]:
             raise MessageError(
                 f"the server sent {unknown[0]!r}, which this client's model does not have; its first keys are "
                 f"{list(self.roles)[:3]}. Server and clients must build the same model"
             )
-        # Standalone sends no arrays at all; a message that lacks only some weights is for another model.
-        if arrays and (lacking := [key for key in absent if self.roles[key] is Role.WEIGHTS]):
+        # Standalone sends no arrays at all; a message that lacks only some is for another model.
+        if arrays and lacking:
+            kind = self.roles[lacking[0]]
+            norms = ", whose batch norms all track statistics, or none does" if kind is not Role.WEIGHTS else ""
             raise MessageError(
-                f"the server did not send {lacking[0]!r} ({len(lacking)} keys of weights are missing), and the "
-                "client's state does not have it. Server and clients must build the same model"
+                f"the server did not send {lacking[0]!r} ({len(lacking)} keys of {kind} are missing), and the "
+                f"client's state does not have it. Server and clients must build the same model{norms}"
             )
         for keys in self._tied:
             first, *others = [key for key in keys if key in arrays] or keys[:1]

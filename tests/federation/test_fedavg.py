@@ -199,6 +199,13 @@ def test_partial_participation_depends_on_the_seed(federation: Federations) -> N
 def test_the_least_number_of_clients_is_kept(federation: Federations) -> None:
     fed = federation((4,) * 5)
     assert [len(p) for p in chosen(fed, None, 2, fraction_train=0.1, min_train_nodes=3)] == [3, 3]
+    # A run without clients would end as it began.
+    assert [len(p) for p in chosen(fed, None, 2, fraction_train=0.1, min_train_nodes=0)] == [1, 1]
+
+
+def test_a_fraction_above_all_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"fraction_train is 1\.5"):
+        FedAvg(fraction_train=1.5)
 
 
 def test_messages_carry_the_round_and_the_caller_s_config(federation: Federations) -> None:
@@ -248,7 +255,7 @@ SPOILS: dict[str, tuple[Callable[[RecordDict], None], str]] = {
     "dtype": (change_array("4.bias", lambda a: a.astype(np.float64)), "'4.bias' is float64, the server's is float32"),
     "missing key": (change_array("4.bias", lambda a: None), "the reply lacks '4.bias'"),
     "negative variance": (change_array("1.running_var", lambda a: -a - 1), "'1.running_var' has negative values"),
-    "no count": (change_count(None), "'num-examples' = None"),
+    "no count": (change_count(None), "lack 'num-examples'"),
     "negative count": (change_count(-3), "'num-examples' is -3, expected a number from 0"),
     "NaN count": (change_count(float("nan")), "'num-examples' is nan"),
     "list of counts": (change_count([1, 2]), "'num-examples' is [1, 2]"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torchvision
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, Strategy
 from torch import nn
 from torch.nn import functional as F
 
@@ -93,27 +94,46 @@ def test_clients_are_evaluated_with_their_own_batch_norm(federation: Federations
     assert result.evaluate_metrics_clientapp[2]["loss"] == pytest.approx(expected, rel=1e-11)
 
 
+def private(strategy: Strategy) -> Strategy:
+    """Flower's wrapper, without noise, whose start() is called."""
+    return DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 100.0, 2)
+
+
 @every_rule
-def test_a_second_run_of_the_same_nodes_equals_the_first(federation: Federations, rule: str) -> None:
+@pytest.mark.parametrize("around", [lambda rule: rule, private], ids=["only", "inside another"])
+def test_a_second_run_of_the_same_nodes_equals_the_first(federation: Federations, rule: str, around: Any) -> None:
     """The batch norm that the clients keep is of one run."""
     fed = federation((8, 12))
     grid = fed.grid()
-    first, second = (RULES[rule][0]().start(grid, fed.arrays(), num_rounds=2) for _ in range(2))
+    first, second = (around(RULES[rule][0]()).start(grid, fed.arrays(), num_rounds=2) for _ in range(2))
     for key, value in unpack(first.arrays).items():
         assert unpack(second.arrays)[key].tobytes() == value.tobytes(), key
     assert second.evaluate_metrics_clientapp == first.evaluate_metrics_clientapp
 
 
 @every_rule
-@pytest.mark.parametrize("norm", ["none", "gn"])
-def test_a_model_without_batch_norm_is_refused(federation: Federations, rule: str, norm: str) -> None:
+@pytest.mark.parametrize(("norm", "around"), [("none", lambda rule: rule), ("gn", lambda rule: rule), ("gn", private)])
+def test_a_model_without_batch_norm_is_refused(federation: Federations, rule: str, norm: str, around: Any) -> None:
     def net() -> nn.Module:
         layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
         return convert_norm(layers, norm)
 
     fed = federation((8, 12), model=net)
     with pytest.raises(SettingsError, match=r"keeps batch norm \(.*and the model has none .*; use FedAvg"):
-        RULES[rule][0]().start(fed.grid(), fed.arrays(), num_rounds=2)
+        around(RULES[rule][0]()).start(fed.grid(), fed.arrays(), num_rounds=2)
+
+
+def test_batch_norms_of_which_some_track_no_statistics_are_refused(federation: Federations) -> None:
+    """The server would share gamma and beta of those, which it does not know as batch norm."""
+
+    def net() -> nn.Module:
+        static = nn.BatchNorm2d(4, track_running_stats=False)
+        return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), static, nn.Flatten(), nn.Linear(16, 3))
+
+    fed = federation((8, 12), model=net)
+    with pytest.raises(RunFailed, match=r"did not send '1.weight' \(.*whose batch norms all track statistics, or none"):
+        FedBN().start(fed.grid(), fed.arrays(), num_rounds=2)
+    SiloBN().start(fed.grid(), fed.arrays(), num_rounds=2)  # shares gamma and beta of all
 
 
 # --- local tensors -----------------------------------------------------------
@@ -263,3 +283,16 @@ def test_fixbn_around_it_freezes_each_client_s_own(federation: Federations, rule
     for before, after in zip(*ends, strict=True):
         assert all(before[key].equal(after[key]) for key in STATISTICS)
         assert not any(before[key].equal(after[key]) for key in SHARED | AFFINE)
+
+
+@every_rule
+def test_the_global_model_s_statistics_are_the_mean_of_the_clients_frozen_ones(
+    federation: Federations, rule: str
+) -> None:
+    fed = federation((8, 12), dtype=torch.float64)
+    app, clients = replaced(fed)
+    result = FixBN(RULES[rule][0](), freeze_round=0).start(fed.grid(app), fed.arrays(), num_rounds=2)
+    states = [clients[node].model.state_dict() for node in (1, 2)]
+    for key in STATISTICS:
+        mean = (8 * states[0][key] + 12 * states[1][key]) / 20
+        np.testing.assert_allclose(unpack(result.arrays)[key], mean.numpy(), rtol=1e-12)

@@ -158,10 +158,10 @@ def test_mu_is_fedprox_s_by_default() -> None:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (None, "= None, expected a number, zero or more"),
-        (-0.5, "= -0.5, expected a number, zero or more"),
-        (float("nan"), "is nan"),
-        (float("inf"), "is inf"),
+        (None, "lack 'train-loss'; they have 'num-examples'"),
+        (-0.5, "'train-loss' = -0.5, expected a number, zero or more"),
+        (float("nan"), "'train-loss' is nan"),
+        (float("inf"), "'train-loss' is inf"),
     ],
 )
 def test_a_reply_whose_loss_cannot_be_a_weight_is_left_out_and_named(
@@ -172,7 +172,7 @@ def test_a_reply_whose_loss_cannot_be_a_weight_is_left_out_and_named(
     assert_close(trace.models[1], trace.mean(1, [3, 0, 1]))
     (line,) = [r.getMessage() for r in flower_log.records if "left out" in r.getMessage()]
     assert "client 1" in line
-    assert f"'train-loss' {words}" in line
+    assert words in line
 
 
 def test_a_loss_of_zero_is_a_weight_of_zero(federation: Federations) -> None:
@@ -187,7 +187,7 @@ def test_fedprox_needs_no_losses(federation: Federations) -> None:
 
 
 def test_no_usable_loss_at_all_ends_the_run(federation: Federations) -> None:
-    with pytest.raises(RunFailed, match=r"0 of 2 clients sent a usable reply(.|\n)*'train-loss' = None"):
+    with pytest.raises(RunFailed, match=r"0 of 2 clients sent a usable reply(.|\n)*lack 'train-loss'"):
         Trace(federation(), strategy(), 1, lambda r, i: None)
 
 

@@ -429,11 +429,21 @@ def test_a_model_that_is_kept_for_the_next_run_is_refused(federation: Federation
     model = copy.deepcopy(fed.model)
     grid = LocalGrid(client_app(lambda context: BNClient(model, fed.data[0], lr=0.1, context=context)), 1)
     for _ in range(2):
-        assert not ask(grid, message(1, shared, fedbn_run="a"))[0].has_error()
-    (reply,) = ask(grid, message(1, shared, fedbn_run="b"))
+        assert not ask(grid, message(1, shared, fedbn_run="a", fedbn_return="none"))[0].has_error()
+    (reply,) = ask(grid, message(1, shared, fedbn_run="b", fedbn_return="none"))
     assert "'1.running_mean', which stays on the client, and this client's model has that of an earlier run" in reason(
         reply
     )
+
+
+def test_a_server_s_model_without_the_client_s_batch_norm_is_refused(federation: Federations) -> None:
+    """convert_norm on the server only: the client would train with batch norm of its own, as with FedBN."""
+    fed = federation()
+    converted = pack({key: value for key, value in unpack(fed.arrays()).items() if not key.startswith("1.")})
+    (reply,) = ask(fed.grid(), message(1, converted, fedbn_run="a"))
+    assert "did not send '1.weight' (4 keys of affine are missing)" in reason(reply)
+    for config in ({"fedbn_run": "a", "fedbn_return": "none"}, {}):  # FedBN, and a strategy of another project
+        assert not ask(fed.grid(), message(1, converted, **config))[0].has_error()
 
 
 @pytest.mark.parametrize("kept", ["batch norm", "momentum"])
@@ -492,7 +502,7 @@ def test_the_error_of_a_client_with_one_example_has_the_cure() -> None:
     grid = LocalGrid(client_app(lambda context: BNClient(copy.deepcopy(model), data, context=context)), 1)
     (reply,) = ask(grid, message(1, pack({key: value.numpy() for key, value in model.state_dict().items()})))
     assert "client 0 could not train" in reason(reply)
-    assert "batch norm needs two: give this client more examples, or use model.norm: gn" in reason(reply)
+    assert "batch norm needs two: give this client more examples, leave out a last batch of one" in reason(reply)
 
 
 def test_evaluation_uses_what_the_node_kept(federation: Federations) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.losses import balanced_weights, cross_entropy, make_loss
 from fedbn_flwr.data import IGNORED
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.tasks import LOSSES
 
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
@@ -30,6 +31,19 @@ def test_it_is_the_sum_of_weighted_losses_over_the_number_of_images(smoothing: f
     found = cross_entropy(logits, labels, smoothing, weights)
     expected = F.cross_entropy(logits, labels, weights, label_smoothing=smoothing, reduction="sum") / 12
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "words"),
+    [
+        ({"out": torch.zeros(2, 3)}, torch.zeros(2, dtype=torch.int64), "the model returned a dict, and"),
+        (torch.zeros(2, 3), torch.zeros(2), "the targets are floating-point numbers, and"),
+    ],
+)
+def test_what_it_cannot_compare_is_named(outputs: Any, targets: Tensor, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        cross_entropy(outputs, targets)
+    assert cross_entropy(torch.zeros(2, 3), torch.full((2, 3), 1 / 3)) > 1  # probabilities of the classes
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

@@ -243,7 +243,7 @@ def test_a_handler_that_raises_gives_an_error_reply(workers: int) -> None:
     with LocalGrid(app_of(count), 2, workers=workers) as grid:
         bad, good = grid.send_and_receive([to(1, "raise"), to(2)])
         assert bad.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-        assert "no such thing" in bad.error.reason
+        assert "ValueError: no such thing (test_local_grid.py, line " in bad.error.reason
         assert bad.metadata.src_node_id == 1
         assert not good.has_error()
         assert metrics(grid.send_and_receive([to(1)]), "count") == [1]
