@@ -13,10 +13,9 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Never
+from typing import Any, Never
 
 import numpy as np
-from annotated_types import Ge, Le
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -34,7 +33,6 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Leaf, Round, refuse_bounds, unknown_argument
 
-Share = Annotated[float, Ge(0), Le(1)]
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
 
@@ -57,8 +55,8 @@ class FedAvg(Leaf, FlowerFedAvg):
 
     def __init__(
         self,
-        fraction_train: Share = 1.0,
-        fraction_evaluate: Share = 1.0,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
         min_train_nodes: int = 2,
         min_evaluate_nodes: int = 2,
         min_available_nodes: int = 2,

@@ -203,11 +203,6 @@ def test_the_least_number_of_clients_is_kept(federation: Federations) -> None:
     assert [len(p) for p in chosen(fed, None, 2, fraction_train=0.1, min_train_nodes=0)] == [1, 1]
 
 
-def test_a_fraction_above_all_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"fraction_train is 1\.5"):
-        FedAvg(fraction_train=1.5)
-
-
 def test_messages_carry_the_round_and_the_caller_s_config(federation: Federations) -> None:
     fed = federation()
     strategy = FedAvg()

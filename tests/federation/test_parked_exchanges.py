@@ -115,7 +115,7 @@ def test_a_client_that_fails_between_two_exchanges_is_left_out(
         flower_log.clear()
         with fed.grid(with_fault(fed, fault), workers=workers) as grid:
             assert participants(fed, grid, direct=direct) == [[1, 3]] * 2
-        reason = "client 1 could not take part in a layer-wise step: OSError: the disk is gone"
+        reason = "could not take part in a layer-wise step: OSError: the disk is gone"
         assert f"round 2, exchange 2: left out client 1 (node 2): {reason}" in flower_log.text
 
 
