@@ -457,7 +457,7 @@ def fixbn_one_step() -> Table:
 
 TABLE1 = ("fixbn/table1.json", "fixbn/table1-seed1.json", "fixbn/table1-seeds.json")
 LENET = ("fixbn/lenet.json", "fixbn/lenet-seeds.json")
-WHOLE = ("fixbn/table4-16px.json", "fixbn/table4-16px-GN.json")
+WHOLE = tuple(f"fixbn/table4-16px{part}.json" for part in ("", "-seed2", "-GN"))
 QUARTER = ("fixbn/report.json", "fixbn/seeds/report.json")
 
 

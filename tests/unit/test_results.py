@@ -173,8 +173,8 @@ def fixbn() -> Iterator[str]:
     assert {each[0] for each in ahead.values()} == {0}
     ends = [{number: curve[-1] for number, curve in small[rule].items()} for rule in ("FixBN", "BN")]
     test = paired(*ends)
-    yield f"FixBN ends [{test.difference:.1f} points above batch norm](#all-rounds-images-of-16-pixels) (two seeds"
-    assert test.pairs == 2
+    yield f"FixBN ends [{test.difference:.1f} points above batch norm](#all-rounds-images-of-16-pixels) (three seeds"
+    assert test.pairs == 3
     yield f"95 % interval {test.low:.1f} to {test.high:.1f}; published"
     assert not all(each[1] > 0 for each in ahead.values())
     assert all(each[2] > 0 for each in ahead.values())
@@ -186,7 +186,7 @@ def fixbn() -> Iterator[str]:
     frozen = [value for each in small["FixBN"].values() for value in each[late]]
     yield f"it stays between {min(frozen):.0f} and {max(frozen):.0f} %"
     free = [value for each in small["BN"].values() for value in each[late]]
-    yield f"and batch norm between {min(free):.0f} and {max(free):.0f} %, below its accuracy of round 330 with both"
+    yield f"and batch norm between {min(free):.0f} and {max(free):.0f} %, below its accuracy of round 330 with each"
     assert all(max(each[late]) < each[1] for each in small["BN"].values())
     last = {rule: {number: curve[-1] for number, curve in each.items()} for rule, each in small.items()}
     free, fixed = (paired(last["GN"], last[rule]) for rule in ("BN", "FixBN"))
