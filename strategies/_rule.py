@@ -178,7 +178,7 @@ class Rule(Strategy):
 
     def _begins(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Round:
         """The round whose training is configured."""
-        if server_round == 1 and {protocol.RUN, protocol.TOKEN}.isdisjoint(config):
+        if server_round == 1 and protocol.RUN not in config:
             # A strategy around this one has started the run, as Flower's for privacy do.
             self.chain[-1].begin(0, arrays)
             self._name = _drawn_name()
@@ -187,7 +187,7 @@ class Rule(Strategy):
 
     def _named(self, config: ConfigRecord) -> ConfigRecord:
         """The config with the name of the run, by which clients know their state of it."""
-        return config if protocol.RUN in config else ConfigRecord({**config, **self._name})
+        return config if protocol.RUN in config else ConfigRecord({**self._name, **config})
 
     def _additions(self, round: Round) -> tuple[dict[str, Any], dict[str, ArrayRecord]]:
         """The config keys and the records for the clients. An empty record is not sent, but required of them."""

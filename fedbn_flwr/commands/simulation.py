@@ -23,7 +23,7 @@ from typing import Any
 
 from fedbn_flwr import named
 from fedbn_flwr.cores import cores
-from fedbn_flwr.errors import MissingPackage, RunFailed
+from fedbn_flwr.errors import RunFailed, needs
 from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.storage import temporary_folder
 
@@ -33,8 +33,9 @@ _STOP_TIMEOUT = 20  # seconds until an interrupted run has ended its processes
 
 def run_app(app: Path, run_config: Mapping[str, Any], federation: Mapping[str, Any]) -> None:
     """Simulate a Flower app; raises RunFailed if the run did not complete."""
-    if importlib.util.find_spec("ray") is None:
-        raise MissingPackage("Flower's simulation needs the package 'ray': pip install 'fedbn-flwr[run]'")
+    with needs("run", "Flower's simulation"):
+        if importlib.util.find_spec("ray") is None:  # importing it takes a second
+            raise ModuleNotFoundError(name="ray")
     environment = {"FLWR_TELEMETRY_ENABLED": "0", named.FOLDER: os.getcwd(), **os.environ, "PYTHONUNBUFFERED": "1"}
     environment.setdefault("RAY_ADDRESS", "local")  # otherwise Ray uses a cluster that was last started here
     set_ray_defaults(environment)

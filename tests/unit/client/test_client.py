@@ -277,6 +277,8 @@ def test_a_role_that_cannot_be_frozen_is_named(federation: Federations) -> None:
     fed = federation()
     (reply,) = ask(fed.grid(), message(1, fed.arrays(), fedbn_freeze="statistics,weights"))
     assert "fedbn.freeze names 'weights'; known: affine, statistics" in " ".join(reason(reply).split())
+    (reply,) = ask(fed.grid(), message(1, fed.arrays(), fedbn_freeze="statistic"))
+    assert "did you mean 'statistics'?" in reason(reply)
 
 
 def changed(arrays: ArrayRecord, **changes: np.ndarray | None) -> ArrayRecord:

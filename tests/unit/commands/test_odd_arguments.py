@@ -13,6 +13,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.commands import simulation
+from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import ROOT, fedbn
@@ -100,6 +101,12 @@ def test_out_of_another_flower_app_is_its_own(
     found = run.summary()
     assert found is not None
     assert found.status == "running"
+
+
+def test_a_simulation_without_ray_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    with pytest.raises(MissingPackage, match=r"Flower's simulation needs .*'ray'.*: pip install 'fedbn-flwr\[run\]'"):
+        simulation.run_app(tmp_path, {}, {})
 
 
 @pytest.mark.slow
