@@ -71,9 +71,9 @@ def flwr(arguments: argparse.Namespace) -> int:
             if type(value) is not type(defaults[key]):
                 expected = "true or false" if key == "resume" else "text, in quotes"
                 raise SettingsError(f"--run-config: {key} is {value!r}; expected {expected}")
-        experiment = from_run_config({**defaults, **run_config})
-        resume = bool(run_config.get("resume"))
-        out = out_folder(experiment.name, run_config.get("out"), resume=resume).resolve()
+        config = {**defaults, **run_config}
+        experiment, resume = from_run_config(config), bool(config.get("resume"))
+        out = out_folder(experiment.name, config.get("out"), resume=resume).resolve()
         prepare(experiment, own_data=True)
         open_folders(experiment, out, resume=resume)
         more = " ".join(["resume=true"] * ("resume" not in run_config) + [f"out='{out}'"] * ("out" not in run_config))
@@ -84,7 +84,9 @@ def flwr(arguments: argparse.Namespace) -> int:
 
     began = time.time()
     stop = signal.default_int_handler  # as Ctrl-C: the run's processes are ended, too
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signals = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in signals:  # nohup ignores SIGHUP
+        signal.signal(number, stop)
     words = ["run", arguments.app, *(w for text in arguments.run_config for w in ("--run-config", text))]
     words += [w for text in arguments.federation_config for w in ("--federation-config", text)]
     with continued_by(out, "flwr", *words, *["--run-config", more] * bool(more)):
@@ -99,6 +101,6 @@ def flwr(arguments: argparse.Namespace) -> int:
         finally:
             if out is not None:
                 mark_interrupted(out)  # runs whose process was killed, or ended by Ctrl-C before it could do that
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in signals:
+                signal.signal(number, signal.SIG_DFL)
     return 0

@@ -92,7 +92,7 @@ class ClientParts(OfRun):
                 "name": str(node["data-path"]),
                 "random": False,
                 "domains": (),
-                **dict.fromkeys(("root", "examples", "test_examples")),
+                **dict.fromkeys(("revision", "root", "examples", "test_examples")),
             }
         if "domain" in node:
             changes["domains"] = (str(node["domain"]),)

@@ -66,11 +66,11 @@ def dump_yaml(content: Any) -> str:
     return yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def parse_yaml(text: str, source: str = "") -> Any:
-    """The content of a text; errors begin with its `source`, a file or a key."""
+def parse_yaml(text: str, source: str = "", most: float = LENGTH) -> Any:
+    """The content of a text of at most `most` characters; errors begin with its `source`, a file or a key."""
     try:
-        if len(text) > LENGTH:
-            raise SettingsError(f"the YAML text has {len(text)} characters; expected at most {LENGTH}")
+        if len(text) > most:
+            raise SettingsError(f"the YAML text has {len(text)} characters; expected at most {most}")
         content = _Loader(text).get_single_data()
         _check(content)
         return content

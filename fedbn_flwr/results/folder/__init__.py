@@ -18,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import math
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
@@ -165,7 +166,7 @@ class RunFolder:
         if (text := read_text(file)) is None:
             return {}
         try:
-            found = parse_yaml(text)
+            found = parse_yaml(text, most=math.inf)  # `dump_yaml` writes more characters than it was given
             if not isinstance(found, dict) or not found:
                 raise ValueError("it has no settings")
             sections = ("engine", "evaluate", "published", "cell", "data")

@@ -48,6 +48,12 @@ def test_a_flower_run_is_not_resumed_where_there_is_none(tmp_path: Path, capsys:
     words = f"out='{out}' resume=true"
     assert "mistyped' has no run to resume" in refusal(capsys, "flwr", "run", str(ROOT), "--run-config", words)
     assert not out.exists()
+    text = (ROOT / "pyproject.toml").read_text()
+    for line, value in (('out = ""', f'out = "{out}"'), ("resume = false", "resume = true")):
+        assert text.count(line) == 1
+        text = text.replace(line, value)
+    (tmp_path / "pyproject.toml").write_text(text)
+    assert "mistyped' has no run to resume" in refusal(capsys, "flwr", "run", str(tmp_path))
 
 
 def test_what_the_simulation_cannot_do_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

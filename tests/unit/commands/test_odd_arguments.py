@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,26 @@ def test_out_of_another_flower_app_is_its_own(
     found = run.summary()
     assert found is not None
     assert found.status == "running"
+
+
+@pytest.mark.parametrize(
+    ("before", "meanwhile"), [(signal.SIG_DFL, signal.default_int_handler), (signal.SIG_IGN, signal.SIG_IGN)]
+)
+def test_a_simulation_under_nohup_ignores_the_end_of_its_terminal(
+    before: signal.Handlers, meanwhile: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "other"\n[tool.flwr.app.components]\nserverapp = "a:b"\nclientapp = "a:c"\n'
+    )
+    seen = []
+    monkeypatch.setattr(simulation, "run_app", lambda *_: seen.append(signal.getsignal(signal.SIGHUP)))
+    own = signal.signal(signal.SIGHUP, before)
+    try:
+        assert cli.main(["flwr", "run", str(tmp_path)]) == 0
+        assert seen == [meanwhile]
+        assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, own)
 
 
 def test_a_simulation_without_ray_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

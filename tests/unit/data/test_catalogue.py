@@ -270,8 +270,10 @@ def test_official_images_have_the_published_mean_and_deviation(root: Path) -> No
     data = load(Source(name="cifar10", root=str(root)))
     assert normalisation_of(run, data) == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
     own: dict[str, Any] = {"data-path": str(root / "cifar10"), "partition-id": 0, "num-partitions": run.clients}
-    site = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=own, state=RecordDict(), run_config={}))
+    context = Context(run_id=0, node_id=0, node_config=own, state=RecordDict(), run_config={})
+    site = ClientParts.of(run, context)
     assert site.normalise({}) == normalisation_of(run, data), "a site's own files are of the experiment's data set"
+    assert len(ClientParts.of(run_of("data: {name: cifar10, revision: v1}"), context).dataset.train) == 2
     measured = run_of(f"data: {{name: cifar10, root: {root}, normalise: moments}}")
     assert normalisation_of(measured, data) == data.moments
 
