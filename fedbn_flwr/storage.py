@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import json
+import operator
 import os
 import zlib
 from collections.abc import Iterable, Iterator
@@ -72,8 +73,8 @@ def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterato
 
 
 def to_json(content: Any, indent: int | None = None) -> str:
-    """JSON of a file, in which a figure that is not finite is null: NaN and Infinity are no JSON."""
-    finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    """JSON of a file, in which a figure that is not finite is null: NaN and Infinity are no JSON. Arrays are lists."""
+    finite = json.loads(json.dumps(content, default=operator.methodcaller("tolist")), parse_constant=lambda name: None)
     return json.dumps(finite, indent=indent)
 
 

@@ -28,7 +28,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, initial_fault
+from fedbn_flwr.messages.aggregate import Arrays, initial_fault, is_finite
 from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import (
     Reply,
@@ -131,10 +131,14 @@ class Rule(Strategy):
         super().__init_subclass__()
         if "__init__" in vars(cls):
             cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
-        own = [hook for hook in _OF_SINGLE_REPLIES if hook in vars(cls)]
-        if own and "lacks" not in vars(cls):
+        own = [hook for hook in _OF_SINGLE_REPLIES if _is_own(cls, hook)]
+        if "weights" in own:  # the replies of `Secure` and `Private` are weighted already
+            cls.lacks = {"mean": "has weights() of its own, which a mean of the replies does not have"} | {**cls.lacks}
+        elif own and "lacks" not in vars(cls):
             reason = f"has {own[0]}() of its own, which may use the replies of single clients"
             cls.lacks = {**cls.lacks, "mean": f"{reason} (if it uses only their mean, declare this: lacks = {{}})"}
+        if "Memory" in vars(cls) and "__dataclass_params__" not in vars(cls.Memory):  # the decorator may be left out
+            cls.Memory = dataclass(cls.Memory)  # type: ignore[misc]
 
     def __str__(self) -> str:
         """The strategy's name in messages."""
@@ -212,7 +216,8 @@ class Rule(Strategy):
                 problems |= record_problems(found, name, sent)
             return problems
 
-        return leaf.screen(f"round {round.number}", replies, leaf.asked, problem, compare, names)
+        found = leaf.screen(f"round {round.number}", replies, leaf.asked, problem, compare, names)
+        return leaf.limited(round, found)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -224,7 +229,11 @@ class Rule(Strategy):
             return None, None
         found = self._accepted(round, replies)
         weights = leaf.bounded(f"round {server_round}", self.weights(round, found))
-        model = pack(self.combine(round, found, weights))
+        combined = self.combine(round, found, weights)
+        if problem := leaf.unfit(combined, unpack(round.arrays)):
+            names = "(".join(map(str, self.chain)) + ")" * (len(self.chain) - 1)
+            raise RunFailed(f"round {server_round}: {names} made a model that cannot be used: {problem}")
+        model = pack(combined)
         if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
             model = record_of({**round.arrays, **model})
         for rule in reversed(self.chain):
@@ -281,6 +290,12 @@ def _drawn_name() -> Mapping[str, str]:
     return {protocol.RUN: "run", protocol.TOKEN: secrets.token_hex(16)}
 
 
+def _is_own(cls: type, hook: str) -> bool:
+    """Whether a class has a hook that it does not have from another rule, but perhaps from a class that is none."""
+    where = next(each for each in cls.__mro__ if hook in vars(each))
+    return where is cls or not issubclass(where, Rule)
+
+
 class Leaf(Rule):
     """The innermost rule of a chain: it chooses the clients, and knows them by their partitions."""
 
@@ -333,6 +348,10 @@ class Leaf(Rule):
             )
         return weights if self.bounds is None else list(self.bounds.weights(weights))
 
+    def limited(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
+        """The replies, none of whose updates is larger than the bounds allow."""
+        return replies
+
     def arrived(self, replies: Iterable[Message]) -> Iterable[Message]:
         """The replies of the round, before they are read."""
         return replies
@@ -345,6 +364,11 @@ class Leaf(Rule):
 
     def unusable(self, reply: Reply, sent: Arrays) -> str | None:
         """The reason why a reply does not have what the messages of the round ask for, or None."""
+
+    def unfit(self, model: Arrays, sent: Arrays) -> str | None:
+        """The reason why the new model must not replace the one that was sent, or None."""
+        key = next((key for key, value in model.items() if not is_finite(value)), None)
+        return key and f"{key!r} is not finite; bound the replies, or use another strategy"
 
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         """The reasons to refuse replies that show only beside those of the other clients, by node."""

@@ -18,9 +18,9 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.fedopt import FedOpt
 
 from fedbn_flwr import seeding
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, fault, is_finite
+from fedbn_flwr.messages.aggregate import Arrays, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import (
     Reply,
@@ -46,6 +46,14 @@ class Wrapper(Rule):
 
     inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "traits" in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} wraps a strategy, whose traits it has; extend them in __init__, after "
+                "super().__init__: self.traits = replace(self.traits, ...)"
+            )
+
     def __init__(self, strategy: Strategy, needs: Mapping[str, str] = types.MappingProxyType({})) -> None:
         name, kind = str(self), cast(type, type(strategy))
         if not issubclass(kind, Strategy):
@@ -56,6 +64,9 @@ class Wrapper(Rule):
         self.strategy = strategy
         self._inside = as_rule(strategy)
         self.chain, self.traits, self.memory = (self, *self._inside.chain), self._inside.traits, self.Memory()
+        own = type(self)
+        if own.weights is not Rule.weights and own.combine is Rule.combine:  # those inside must use them
+            needs = {"weights": "{outer} has others; wrap one of fedbn_flwr.strategies, for instance FedAvg()", **needs}
         check_composition(self, needs)
         if issubclass(kind, Rule) and kind.aggregate_train is not Rule.aggregate_train:
             raise SettingsError(
@@ -276,13 +287,7 @@ class Foreign(Leaf):
             )
             messages.append(with_content(reply.message, content))
         model, self._metrics = self.strategy.aggregate_train(round.number, [*messages, *self._errors()])
-        values = unpack(round.arrays if model is None else model)
-        if key := next((key for key, value in values.items() if not is_finite(value)), None):
-            raise RunFailed(
-                f"round {round.number}: {self} made a model whose {key!r} is not finite; bound the replies, or use "
-                "another strategy"
-            )
-        return values
+        return unpack(round.arrays if model is None else model)
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self._metrics

@@ -13,6 +13,7 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Never
 
 import numpy as np
@@ -135,7 +136,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         nodes = self._connected(round.grid, max(self.min_available_nodes, least))
         for node in sorted(partitions.keys() - set(nodes), key=self._position):
             LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, self._who(node))
-        count = max(int(len(nodes) * fraction), least, 1)
+        count = max(int(len(nodes) * fraction + 1e-9), least, 1)  # 0.29 * 100 is 28.999999999999996
         if count >= len(nodes):
             return sorted(nodes, key=self._position)
         self._ask_for_partitions(round, [node for node in nodes if node not in partitions])
@@ -162,6 +163,16 @@ class FedAvg(Leaf, FlowerFedAvg):
         expected = [key for key, role in roles(sent).items() if role not in unsent] if unsent else None
         return number_problem(reply.metrics, self.weighted_by_key) or fault(reply.arrays, sent, expected)
 
+    def limited(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
+        if self.bounds is None:
+            return replies
+        arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
+        sent = unpack(round.arrays)
+        # Apart: the distance of what a client keeps from the clients' mean is no update.
+        for some in filter(None, split_by_role(sent, roles(sent), {*self.traits.kept})):
+            arrays = self.bounds.updated(arrays, some, f"round {round.number}")
+        return [replace(reply, arrays=values) for reply, values in zip(replies, arrays, strict=True)]
+
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         """Statistics must be within the bounds."""
         if self.bounds is None or not found:
@@ -169,6 +180,11 @@ class FedAvg(Leaf, FlowerFedAvg):
         nodes, cohort = list(found), [reply.arrays for reply in found.values()]
         keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS]
         return {nodes[i]: reason for i, reason in self.bounds.outliers(cohort, keys).items()}
+
+    def unfit(self, model: Arrays, sent: Arrays) -> str | None:
+        """Also refuse other arrays than the clients'; those of Flower's strategies may have other dtypes."""
+        extra = next((f"it has {key!r}, which the clients' model lacks" for key in model if key not in sent), None)
+        return super().unfit(model, sent) or extra or fault(model, sent, model)
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
@@ -178,13 +194,7 @@ class FedAvg(Leaf, FlowerFedAvg):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""
-        arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
-        if self.bounds is not None:
-            sent = unpack(round.arrays)
-            # Apart: the distance of what a client keeps from the clients' mean is no update.
-            for some in filter(None, split_by_role(sent, roles(sent), {*self.traits.kept})):
-                arrays = self.bounds.updated(arrays, some, f"round {round.number}")
-        return weighted_mean(arrays, weights)
+        return weighted_mean([reply.arrays for reply in replies], weights)
 
     def notes(self) -> dict[str, Any]:
         """The bounds on the influence of one client, if there are any."""

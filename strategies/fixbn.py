@@ -15,6 +15,7 @@ from annotated_types import Ge, Le, MinLen
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
+from fedbn_flwr.client.node_state import OWN
 from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
@@ -124,7 +125,7 @@ class FixBNClient(ClientRule):
         client, frozen, sent = self.local.client, frozen_roles(self.local.config), self.local.records["arrays"]
         kept = {key: role for key, role in client.roles.items() if role in frozen and key not in sent}
         # A client that keeps roles (FedBN, SiloBN) and first trains after the freeze finds its values in this round.
-        own = client.state.load("local") if kept else {}
+        own = client.state.load(OWN) if kept else {}
         return frozen_norm(client.model, frozen - {role for key, role in kept.items() if key not in own})
 
 

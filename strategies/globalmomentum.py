@@ -70,7 +70,7 @@ class GlobalMomentumClient(ClientRule):
     keys = {MOMENTUM: Key("true", "begin with the momentum in the record `momentum`, and send it back")}
 
     def begin(self) -> None:
-        optimizer, state = self.local.optimizer, dict(self.local.client.state.load("momentum"))
+        optimizer, state = self.local.optimizer, dict(self.local.client.state.load(MOMENTUM))
         if self.local.config.get(MOMENTUM):
             is_sgd = isinstance(optimizer.torch, SGD)
             if not (is_sgd and any(group["momentum"] for group in optimizer.torch.param_groups)):
@@ -83,7 +83,7 @@ class GlobalMomentumClient(ClientRule):
         optimizer.load_state(state)
 
     def finish(self, metrics: dict[str, Any], records: dict[str, Arrays]) -> None:
-        new = {**self.local.client.state.load("momentum"), **copied(self.local.optimizer.state())}
+        new = {**self.local.client.state.load(MOMENTUM), **copied(self.local.optimizer.state())}
         if self.local.config.get(MOMENTUM):  # the momentum of a parameter that stays on the client stays there too
             model = self.local.records["arrays"]
             sent = {name: p for name, p in self.local.optimizer.parameters.items() if name in model}
@@ -92,4 +92,4 @@ class GlobalMomentumClient(ClientRule):
             records[MOMENTUM_RECORD] = {
                 name: zeros[name] if name in zeros else new.pop(f"{SLOT}{name}") for name in sent
             }
-        self.local.client.state.save("momentum", new)
+        self.local.client.state.save(MOMENTUM, new)

@@ -88,11 +88,11 @@ class ScaffoldClient(ClientRule):
     def finish(self, metrics: dict[str, Any], records: dict[str, Arrays]) -> None:
         before = self._own()
         new = copied({name: self.sums[p] / max(self.steps, 1) for name, p in self.local.optimizer.parameters.items()})
-        self.local.client.state.save("control", {**before, **new})  # parameters that are frozen now keep their c_i
+        self.local.client.state.save(CONTROL, {**before, **new})  # parameters that are frozen now keep their c_i
         records[CONTROL_RECORD] = {
             name: value - before[name] if name in before else value for name, value in new.items()
         }
 
     def _own(self) -> Arrays:
         """c_i; zero in the first round, in which the server has no c: a stored c_i belongs to an earlier run then."""
-        return self.local.client.state.load("control") if CONTROL_RECORD in self.local.records else {}
+        return self.local.client.state.load(CONTROL) if CONTROL_RECORD in self.local.records else {}

@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from logging import ERROR
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -283,14 +282,10 @@ def _reply(update: Update, context: Context) -> RecordDict:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> MetricRecord:
-    """The numbers among the metrics as Python's types: a MetricRecord accepts neither booleans nor NumPy scalars."""
-    return MetricRecord(
-        {
-            key: int(value) if isinstance(value, Integral | np.bool_) else float(value)
-            for key, value in metrics.items()
-            if isinstance(value, Real | np.bool_)
-        }
-    )
+    """The numbers among the metrics, and lists of them, as Python's types, which a MetricRecord needs."""
+    arrays = {key: np.asarray(value) for key, value in metrics.items()}
+    numbers = {key: value for key, value in arrays.items() if value.dtype.kind in "biuf" and value.ndim < 2}
+    return MetricRecord({key: (value * 1).tolist() for key, value in numbers.items()})  # true and false are no numbers
 
 
 # --- mods ---

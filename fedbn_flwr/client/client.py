@@ -35,7 +35,7 @@ from fedbn_flwr.tasks import Task, task_named
 
 from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
-from .node_state import NodeState, number_of, place_of, run_of
+from .node_state import OWN, NodeState, number_of, place_of, run_of
 from .rule import BY_KEY, ClientRule, LocalRound, known_keys, rule_of
 from .training import (
     Adjust,
@@ -234,9 +234,10 @@ class BNClient(NumPyClient):
         if problem:
             raise MessageError(f"{problem}; the client keeps its state of before this round")
         # Save state only after everything that can fail: a replay of the round must begin with the same state.
-        self.state.save("local", own)
-        for rule in rules:
-            rule.finish(update.metrics, update.extras)
+        self.state.save(OWN, own)
+        with self._seeded("finish", int(config.get(protocol.ROUND, 1))):
+            for rule in rules:
+                rule.finish(update.metrics, update.extras)
         return update
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
@@ -374,7 +375,7 @@ class BNClient(NumPyClient):
             )
         run = run_of(config)
         self.state = NodeState(self.state.records, run)
-        own = self.state.load("local")
+        own = self.state.load(OWN)
         self._parts.load_all(arrays, own, self._number, run, needed)
         return own
 

@@ -58,9 +58,10 @@ def counts_of(task: Task, outputs: Tensor, targets: Tensor, *, by_class: bool = 
     if task.form == "labels":
         predicted, true = outputs > 0, targets > 0.5
         parts = torch.stack([(predicted & true).sum(0), true.sum(0), predicted.sum(0)])
-        return true.numel(), (predicted == true).sum(), parts
-    classes = outputs.shape[1]
-    labels, predictions = targets.long().reshape(-1), outputs.argmax(1).reshape(-1)
+        return true.numel(), ((predicted == true) & ~outputs.isnan()).sum(), parts
+    classes, (highest, predicted) = outputs.shape[1], outputs.max(1)
+    # `max` takes NaN for the highest; it is the prediction of no class.
+    labels, predictions = targets.long().reshape(-1), predicted.where(~highest.isnan(), classes).reshape(-1)
     if outputs.ndim > 2:
         labels, predictions = labels[labels != IGNORED], predictions[labels != IGNORED]
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
@@ -70,7 +71,8 @@ def counts_of(task: Task, outputs: Tensor, targets: Tensor, *, by_class: bool = 
             )
     hits = labels == predictions
     # Counting by class makes the host wait for a GPU.
-    found = [torch.bincount(part, minlength=classes) for part in (labels[hits], labels, predictions) if by_class]
+    counted = (labels[hits], labels, predictions)
+    found = [torch.bincount(part, minlength=classes)[:classes] for part in counted if by_class]
     return len(labels), hits.sum(), torch.stack(found) if by_class else torch.zeros(3, 0)
 
 
@@ -96,8 +98,10 @@ def ratio(name: str, by_class: Tensor) -> float:
 def auc(outputs: Tensor, targets: Tensor) -> float:
     """The mean area under the ROC curve: of each class against all others, by softmax, or of each label.
 
-    A class or label that no example has, or all, is left out.
+    A class or label that no example has, or all, is left out. Scores that are NaN have no order.
     """
+    if outputs.isnan().any():
+        return math.nan
     scores, own = outputs.double(), targets > 0.5
     if targets.ndim == 1:
         scores, own = scores.softmax(1), targets[:, None] == torch.arange(outputs.shape[1])

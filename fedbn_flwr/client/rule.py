@@ -45,6 +45,9 @@ class ClientRule:
     order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
 
     def __init_subclass__(cls) -> None:
+        for key in cls.keys:
+            if (ours := _OURS.get(key)) not in (None, f"{cls.__module__}:{cls.__qualname__}"):
+                raise TypeError(f"{cls.__name__} has the key {key!r} of {ours}; give it a key of its own")
         BY_KEY.update(dict.fromkeys(cls.keys, cls))
 
     def __init__(self, local: LocalRound) -> None:
@@ -84,6 +87,7 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     protocol.REPORT_BATCH: "fedbn_flwr.strategies.fedtan:FedTANClient",
     **extensions.declared("client_keys"),
 }
+_OURS = {key: str(where) for key, where in BY_KEY.items()}
 
 
 def rule_of(key: str) -> type[ClientRule]:

@@ -137,9 +137,9 @@ def train(
 
 
 def step_rate(now: int, rounds: int, lr: float, milestones: Sequence[float], gamma: float) -> float:
-    """`lr`, multiplied by `gamma` after each milestone, which is a round or a fraction of all rounds."""
+    """`lr`, multiplied by `gamma` after each milestone, which is a round or, below 1, a fraction of all rounds."""
     # 0.29 * 100 is 28.999999999999996; without the correction round 29 would come after the milestone.
-    ends = [milestone * rounds + 1e-9 if milestone <= 1 else milestone for milestone in milestones]
+    ends = [end * rounds + 1e-9 if end < 1 else end for end in milestones]
     return lr * float(gamma ** sum(now > end for end in ends))
 
 

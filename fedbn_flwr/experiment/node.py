@@ -21,7 +21,7 @@ from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.moments import Sums, sums_of
 from fedbn_flwr.data.partitions import KINDS, hold_out
-from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean
+from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean, log_once
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.tensors import ModelTensors
 
@@ -63,9 +63,13 @@ class Clients:
         key = (run.label, run.seed, context.node_id, *context.node_config.items())
         if key not in self._parts:
             self._parts[key] = ClientParts.of(run, context)
-        if not all(map(is_known, config)):  # the module of the user's strategy imports the client's half
-            for name in sorted(named.names_in(run.strategy)):
-                named.load("strategy.name", name)
+            for name in sorted(named.names_in(run.strategy)):  # its module has, or imports, the client's half
+                try:
+                    named.load("strategy.name", name)
+                except SettingsError as error:
+                    if not all(map(is_known, config)):
+                        raise
+                    log_once(f"without a client's half of the strategy: {error}")
         return self._parts[key].client(context, config)
 
 

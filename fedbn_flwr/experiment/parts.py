@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -177,7 +178,7 @@ def learning_rate(run: Settings, server_round: int) -> float:
         case "cosine":
             return cosine_rate(server_round, run.rounds, lr)
     rate = named.call("train.schedule.kind", options.kind, server_round, run.rounds, lr)
-    if not (isinstance(rate, int | float) and rate >= 0):
+    if not (isinstance(rate, int | float | np.floating) and rate >= 0):
         raise SettingsError(
             f"train.schedule.kind={options.kind!r} returned {rate!r} for round {server_round}; expected a "
             "learning rate, zero or more"

@@ -238,7 +238,7 @@ class Schedule(Section):
     milestones: Annotated[tuple[float, ...], Field(strict=False)] = Field(
         default=MILESTONES,
         description=(
-            "for `step`: rounds, or fractions of all rounds, after which the learning rate is multiplied by `gamma`"
+            "for `step`: rounds, or fractions of all rounds below 1, after which the learning rate is multiplied by `gamma`"
         ),
     )
     gamma: float | None = Field(
@@ -267,8 +267,8 @@ class Schedule(Section):
             f"milestones ({list(self.milestones)}) are for kind step, but kind is {kind!r}": self.milestones
             != MILESTONES
             and kind in ("constant", "cosine"),
-            f"milestones has {odd:g}; expected a fraction of the rounds, above 0 and at most 1, or a round "
-            "(2, 3, ...)": odd != 1,
+            f"milestones has {odd:g}; expected a fraction of the rounds, above 0 and below 1, or a round "
+            "(1, 2, ...)": odd != 1,
         }
 
 

@@ -199,6 +199,8 @@ def test_partial_participation_depends_on_the_seed(federation: Federations) -> N
 def test_the_least_number_of_clients_is_kept(federation: Federations) -> None:
     fed = federation((4,) * 5)
     assert [len(p) for p in chosen(fed, None, 2, fraction_train=0.1, min_train_nodes=3)] == [3, 3]
+    fifty = federation((1,) * 50, batches=1)
+    assert [len(p) for p in chosen(fifty, None, 1, fraction_train=0.58)] == [29]  # 0.58 * 50 is 28.999999999999996
     # A run without clients would end as it began.
     assert [len(p) for p in chosen(fed, None, 2, fraction_train=0.1, min_train_nodes=0)] == [1, 1]
 

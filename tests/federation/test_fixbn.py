@@ -327,7 +327,7 @@ def test_a_client_that_keeps_its_statistics_finds_them_in_its_first_round_after_
             raise RuntimeError("not there yet")
         client = fed.make_client(context)
         if "fedbn.freeze" in config:
-            saved = client.state.load("local").get("1.running_mean")
+            saved = client.state.load("fedbn.local").get("1.running_mean")
             seen[partition].append(np.zeros(4) if saved is None else saved.copy())
         return client
 

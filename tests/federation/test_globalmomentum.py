@@ -221,7 +221,7 @@ def test_around_fedbn_the_momentum_of_batch_norm_stays_local(federation: Federat
 
     models_of(fed, GlobalMomentum(FedBN(fraction_evaluate=0.0)), 2, between(client_app(make), look))
     assert ups == [{"0.weight", "4.weight", "4.bias"}] * 4
-    own = [states[i].load("momentum") for i in (0, 1)]
+    own = [states[i].load("fedbn.momentum") for i in (0, 1)]
     assert set(own[0]) == {"momentum_buffer/1.weight", "momentum_buffer/1.bias"}
     assert (own[0]["momentum_buffer/1.bias"] != own[1]["momentum_buffer/1.bias"]).any()
 
@@ -322,8 +322,10 @@ def test_each_client_keeps_its_own(federation: Federations) -> None:
         return fed.make_client(context)
 
     local = models_of(fed, fedavg(), 3, client_app(make))
-    assert set(states[0].load("momentum")) == {f"momentum_buffer/{name}" for name, _ in fed.model.named_parameters()}
-    own = [states[i].load("momentum")["momentum_buffer/4.bias"] for i in (0, 1)]
+    assert set(states[0].load("fedbn.momentum")) == {
+        f"momentum_buffer/{name}" for name, _ in fed.model.named_parameters()
+    }
+    own = [states[i].load("fedbn.momentum")["momentum_buffer/4.bias"] for i in (0, 1)]
     assert (own[0] != own[1]).any()
     fed.options["keep_momentum"] = False
     for other in (fedavg(), GlobalMomentum(fedavg())):

@@ -217,10 +217,10 @@ def test_the_query_keeps_the_clients_states_and_names_the_run(federation: Federa
     strategy = HeteroBN(statistics="query", fraction_evaluate=0.0)
     strategy.start(grid, fed.arrays(), num_rounds=1, train_config=ConfigRecord({"fedbn.run": "a"}))
     state = grid.contexts()[1].state
-    before = unpack(state["fedbn.arrays.momentum"])
+    before = unpack(state["fedbn.arrays.fedbn.momentum"])
     strategy.global_model(Round(1, fed.arrays(), {"fedbn.run": "a"}, grid))
     assert seen == [("a", 1)] * 4
-    for key, value in unpack(state["fedbn.arrays.momentum"]).items():
+    for key, value in unpack(state["fedbn.arrays.fedbn.momentum"]).items():
         assert value.tobytes() == before[key].tobytes()
 
 

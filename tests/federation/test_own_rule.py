@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import subprocess
 import sys
@@ -15,16 +16,29 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context
+from flwr.serverapp.strategy import FedAdam
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
-from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
+from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles, run
 from fedbn_flwr.client.layerwise import parked_rounds
-from fedbn_flwr.client.rule import BY_KEY
+from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, rule_of
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.models.tensors import ModelTensors
-from fedbn_flwr.strategies import FedAvg, FixBN, GlobalMomentum, restore, state_of
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FixBN,
+    GlobalMomentum,
+    MeanStatistics,
+    Scaffold,
+    Traits,
+    Wrapper,
+    restore,
+    state_of,
+)
 from tests.support.command import PATIENCE, ROOT
 
 Federations = Callable[..., Any]
@@ -201,3 +215,198 @@ ROUND = {
     "fedbn_flwr.messages.arrays", "fedbn_flwr.messages.gate", "fedbn_flwr.messages.aggregate",
     "fedbn_flwr.seeding",
 }  # fmt: skip
+
+
+# --- what goes wrong without a word in a rule of one's own ---
+
+
+def after(fed: Any, rule: Any, rounds: int = 1, **options: Any) -> dict[str, np.ndarray]:
+    arrays = rule.start(fed.grid(**options), fed.arrays(), num_rounds=rounds).arrays
+    return {key: value.astype(np.float64) for key, value in unpack(arrays).items()}
+
+
+def test_bounds_apply_to_a_combine_of_its_own(federation: Federations, fed_nova: Any) -> None:
+    fed, bounds = federation((8, 12), steps=3, lr=50.0), {"clip_norm": 0.01}
+    rule = fed_nova(bounds=bounds)
+    found, before = after(fed, rule), unpack(fed.arrays())
+    trained = [key for key, role in roles(before).items() if role in (Role.WEIGHTS, Role.AFFINE)]
+    moved = sum(float(np.square(found[key] - before[key]).sum()) for key in trained)
+    assert 0 < moved <= 0.01**2 * (1 + 1e-4)
+    assert rule.notes() == {"bounds": bounds, "tau": 3.0}
+
+
+class Equal(FedAvg):
+    """All clients count equally."""
+
+    lacks = {}
+
+    def weights(self, round: Any, replies: Any) -> list[float]:
+        return [1.0] * len(replies)
+
+
+class FirstOnly(Wrapper):
+    def weights(self, round: Any, replies: Any) -> list[float]:
+        return [1.0] + [0.0] * (len(replies) - 1)
+
+
+class Largest:
+    """A hook in a class that is no rule."""
+
+    def combine(self, round: Any, replies: Any, weights: Any) -> Any:
+        return replies[-1].arrays
+
+
+class FromMixin(Largest, FedAvg):
+    pass
+
+
+@pytest.mark.parametrize("name", declared("strategies"))
+@pytest.mark.parametrize(("rule", "hook"), [(Equal, "weights"), (FromMixin, "combine")])
+def test_weights_of_its_own_and_hooks_of_a_mixin_need_the_single_replies(name: str, rule: Any, hook: str) -> None:
+    around: Any = STRATEGIES[name]
+    with pytest.raises(SettingsError, match=rf"{rule.__name__} has {hook}\(\) of its own"):
+        around(rule())
+
+
+@pytest.mark.parametrize("inside", [FlowerFedAvg, lambda: MeanStatistics(FedAdam())])
+def test_weights_of_its_own_are_refused_around_what_does_not_use_them(inside: Callable[[], Any]) -> None:
+    FirstOnly(FedAvg())
+    with pytest.raises(SettingsError, match="does not report the weights of its mean, and FirstOnly has others"):
+        FirstOnly(inside())
+
+
+def test_a_wrapper_s_traits_are_those_of_the_strategy_inside() -> None:
+    with pytest.raises(TypeError, match=r"Own wraps a strategy, .* self\.traits = replace\(self\.traits, \.\.\.\)"):
+        type("Own", (Wrapper,), {"traits": Traits(client_memory="c")})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda value: value * np.nan, "'0.weight' is not finite"),
+        (lambda value: value.astype(np.float64), "'0.weight' is float64, the server's is float32"),
+        (lambda value: value[:1], r"'0.weight' has shape .*, the server's has"),
+    ],
+)
+def test_a_model_that_no_client_could_load_ends_the_run_by_the_rule_s_name(
+    change: Callable[[Any], Any], words: str, federation: Federations
+) -> None:
+    fed = federation((8, 12))
+
+    class Broken(FedAvg):
+        def combine(self, round: Any, replies: Any, weights: Any) -> Any:
+            model = super().combine(round, replies, weights)
+            return {**model, "0.weight": change(model["0.weight"])}
+
+    class Misspelt(FedAvg):
+        def combine(self, round: Any, replies: Any, weights: Any) -> Any:
+            return {**super().combine(round, replies, weights), "0.wieght": np.zeros(1)}
+
+    with pytest.raises(RunFailed, match=rf"round 1: Broken made a model that cannot be used: {words}"):
+        after(fed, Broken())
+    with pytest.raises(
+        RunFailed, match=r"Misspelt made a model .*: it has '0\.wieght', which the clients' model lacks"
+    ):
+        after(fed, Misspelt())
+
+
+def test_a_memory_needs_no_decorator(federation: Federations) -> None:
+    class Counting(FedAvg):
+        class Memory(FedAvg.Memory):
+            rounds: int = 0
+
+        memory: Any
+
+        def after_round(self, round: Any, replies: Any, weights: Any) -> None:
+            self.memory.rounds += 1
+
+    fed = federation((8, 12))
+    rule, other = Counting(), Counting()
+    after(fed, rule, 2)
+    other.begin(2, fed.arrays())
+    restore(other, state_of(rule))
+    assert other.memory.rounds == 2
+
+
+class Noted(ClientRule):
+    """Keeps arrays under names that rules of the library would choose, draws at the end, and reports."""
+
+    keys = {"noted": Key("true", "for this test")}
+
+    def finish(self, metrics: dict[str, Any], records: Any) -> None:
+        for name in ("momentum", "control", "local"):
+            self.local.client.state.save(name, {"w": np.ones(2)})
+        metrics |= {"drawn": torch.rand(2), "loss": 0.5, "accuracy": np.float32(0.25), "many": [1, True]}
+
+
+class Notes(FedAvg):
+    def instructions(self, round: Any) -> dict[str, Any]:
+        return {"noted": True}
+
+    def after_round(self, round: Any, replies: Any, weights: Any) -> None:
+        self.seen = [dict(reply.metrics) for reply in replies]
+
+
+@pytest.mark.parametrize("rule", [FedAvg, Scaffold])
+def test_arrays_that_it_keeps_on_a_client_are_apart_from_the_library_s(rule: Any, federation: Federations) -> None:
+    fed = federation((8, 12), steps=2, momentum=0.9, keep_momentum=rule is FedAvg)
+    plain = after(fed, rule(), 3)
+
+    class Own(rule):  # type: ignore[misc]
+        def instructions(self, round: Any) -> dict[str, Any]:
+            return {**super().instructions(round), "noted": True}
+
+    for key, value in after(fed, Own(), 3).items():
+        assert value.tobytes() == plain[key].tobytes(), key
+
+
+def test_draws_at_the_end_of_a_round_are_functions_of_seed_round_and_client(federation: Federations) -> None:
+    fed, drawn = federation((8, 12)), []
+    for _ in range(2):
+        rule = Notes()
+        after(fed, rule, 2)
+        drawn.append([each["drawn"] for each in rule.seen])
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[0][1]
+    assert [each["many"] for each in rule.seen] == [[1, 1]] * 2
+
+
+def test_its_metrics_do_not_take_the_names_of_the_library_s(tmp_path: Path) -> None:
+    base = {"clients": 2, "rounds": 1, "data": {"name": "digits"}, "engine": {"device": "cpu"}}
+    plain = run(base, out=tmp_path / "plain", progress=False)
+    own = run(base, strategy={"name": f"{__name__}:Notes"}, out=tmp_path / "own", progress=False)
+    (one,), (other,) = ([*RunFolder(each.folder).history()] for each in (plain, own))
+    assert other["train_loss"] == one["train_loss"]
+    assert other["accuracy"] == one["accuracy"]
+    assert other["train_accuracy"] == 0.25
+    (line,), (own_line,) = ([*RunFolder(each.folder).lines("clients.jsonl")] for each in (plain, own))
+    for number, values in line["clients"].items():
+        found = own_line["clients"][number]
+        assert values == {key: found[key] for key in values}
+        assert found["train_accuracy"] == 0.25
+
+
+class ArrayNote(FedAvg):
+    def notes(self) -> Any:
+        return {**super().notes(), "mean": np.float32(0.5), "all": np.arange(2)}
+
+
+class TakenNote(FedAvg):
+    def notes(self) -> Any:
+        return {"seed": 3}
+
+
+def test_a_note_may_be_an_array_and_has_no_name_of_the_summary(tmp_path: Path) -> None:
+    base = {"clients": 2, "rounds": 1, "data": {"name": "digits"}, "engine": {"device": "cpu"}}
+    found = run(base, strategy={"name": f"{__name__}:ArrayNote"}, out=tmp_path, progress=False)
+    notes = json.loads((found.folder / "summary.json").read_text())
+    assert (notes["mean"], notes["all"]) == (0.5, [0, 1])
+    with pytest.raises(SettingsError, match=r"the strategy's notes\(\) have 'seed', which the summary has too"):
+        run(base, strategy={"name": f"{__name__}:TakenNote"}, out=tmp_path / "taken", progress=False)
+
+
+@pytest.mark.parametrize("base", [ClientRule, rule_of("proximal-mu")])
+def test_a_client_rule_does_not_take_over_a_key_of_the_library(base: type) -> None:
+    with pytest.raises(TypeError, match=r"Mine has the key 'proximal-mu' of .*fedprox:FedProxClient; give it a key of"):
+        type("Mine", (base,), {"keys": {"proximal-mu": Key("a number", "for this test")}})
+    assert rule_of("proximal-mu").__name__ == "FedProxClient"

@@ -143,7 +143,7 @@ def test_with_partial_participation_the_server_has_the_sum_of_all_control_variat
 
     rule = strategy(fraction_train=0.5, min_train_nodes=2)
     models_of(fed, rule, rounds, client_app(make))
-    own = [state.load("control") for state in states.values()]
+    own = [state.load("fedbn.control") for state in states.values()]
     if rounds == 1:
         assert sum(bool(each) for each in own) == 2
     for key, c in rule.memory.control.items():
@@ -237,7 +237,7 @@ def test_what_a_node_keeps_is_the_mean_of_its_gradients(federation: Federations)
     def look(message: RecordDict, reply: RecordDict, partition: int) -> None:
         x, y = unpack(message["arrays"]), unpack(reply["arrays"])
         c = unpack(message["control"]) if "control" in message else {}
-        after = states[partition].load("control")
+        after = states[partition].load("fedbn.control")
         for key, new in after.items():
             before = new - unpack(reply["control"])[key]
             expected = before - c.get(key, 0.0) + (x[key] - y[key]) / (3 * 0.25)
@@ -282,7 +282,7 @@ def test_frozen_affine_parameters_keep_their_control_variates(federation: Federa
     class Noting(Scaffold):
         def after_round(self, *given: Any) -> None:
             super().after_round(*given)
-            kept.append((dict(self.memory.control), states[0].load("control")))
+            kept.append((dict(self.memory.control), states[0].load("fedbn.control")))
 
     def make(context: Context) -> BNClient:
         states[int(context.node_config["partition-id"])] = NodeState(context.state)

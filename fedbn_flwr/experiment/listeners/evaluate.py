@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -158,18 +158,22 @@ class Best(Listener):
 # --- the values of each client, their means and their spread ---
 
 
-def values_of(replies: Iterable[Message], examples: str) -> ByClient:
+def values_of(replies: Iterable[Message], examples: str, named: Callable[[str], str] | None = None) -> ByClient:
     """The numbers in the metrics of each reply, under the names of `clients.jsonl`; num-examples is `examples`."""
     found: ByClient = {}
     for reply in replies:
         for metrics in metrics_in(reply.content).values() if reply.has_content() else ():
             numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
-            found.setdefault(number_of(reply), {}).update(
-                (examples if key == protocol.NUM_EXAMPLES else name_of(key), value)
-                for key, value in numbers.items()
-                if key not in _IDENTIFIERS
-            )
+            count = {examples: numbers.pop(protocol.NUM_EXAMPLES)} if protocol.NUM_EXAMPLES in numbers else {}
+            numbers = {key: value for key, value in numbers.items() if key not in _IDENTIFIERS}
+            found.setdefault(number_of(reply), {}).update({**renamed(numbers, named or name_of), **count})
     return found
+
+
+def renamed(figures: Mapping[str, float], named: Callable[[str], str]) -> dict[str, float]:
+    """The figures by their names; of two with the same name that of the one that had it already."""
+    ordered = sorted(figures, key=lambda key: named(key) == name_of(key))
+    return {named(key): figures[key] for key in ordered}
 
 
 def name_of(key: str) -> str:

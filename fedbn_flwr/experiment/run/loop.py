@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from fedbn_flwr.tasks import Task
 from ..data import examples_of
 from ..file.layers import from_run_config
 from ..listeners.dynamics import Dynamics
-from ..listeners.evaluate import Best, Evaluate, values_of
+from ..listeners.evaluate import Best, Evaluate, renamed, values_of
 from ..listeners.listener import Listener, Round, Running
 from ..listeners.progress import Progress, Reporter, WatchedGrid
 from ..listeners.recording import History, Saving, keep_promises
@@ -134,8 +135,9 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
     used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.chain[-1].used]
     trained = [number_of(reply) for reply in used]
     figures = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
+    named = partial(_in_history, task=running.prepared.task)
     line: dict[str, Any] = {"round": number, "clients": len(trained)}
-    line |= {_in_history(key, running.prepared.task): value for key, value in figures.items()}
+    line |= renamed(figures, named)
     is_last = number == run.rounds
     return Round(
         number,
@@ -146,7 +148,7 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
         trained={**before.trained, **dict.fromkeys(trained, number)},
         replies=used if run.evaluate.dynamics else (),
         line=line,
-        clients={} if "inside" in rule.lacks else values_of(used, "examples"),
+        clients={} if "inside" in rule.lacks else values_of(used, "examples", named),
         kept_round=before.kept_round,
     )
 

@@ -73,7 +73,9 @@ class Summary:
         self.rounds = line["round"]
         self.seconds += line["seconds"]
         self.traffic.add(Traffic(**{key.name: line[key.name] for key in fields(Traffic)}))
-        latest = {key: line[key] for key in self._figures_of(line) if line[key] is not None}
+        if found := self._figures_of(line):  # of an evaluated round: those of earlier ones are not beside its own
+            self.figures = {key: value for key, value in self.figures.items() if key in _best(self.of_task)}
+        latest = {key: line[key] for key in found if line[key] is not None}
         if (main := self.of_task.main) in latest:
             best = f"best_test_{main}"
             latest[best] = max(self.figures.get(best, latest[main]), latest[main], key=partial(goodness, main))

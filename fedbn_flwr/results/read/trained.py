@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value
-from fedbn_flwr.client.node_state import NodeState
+from fedbn_flwr.client.node_state import OWN, NodeState
 from fedbn_flwr.data.batches import Normaliser
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.errors import UserError
@@ -54,7 +54,7 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
         )
     if not 0 <= client < len(states):  # the local engine numbers its nodes by their partitions
         raise UserError(f"there is no client {client}; the run has the clients 0 to {len(states) - 1}")
-    own = NodeState(states[client]).load("local")
+    own = NodeState(states[client]).load(OWN)
     arrays = {**unpack(arrays_in(folder.checkpoint.read().model)["arrays"]), **own}
     tensors = {key: torch.from_numpy(value.copy()) for key, value in arrays.items()}
     model = _build(description, tensors, folder.checkpoint.path)

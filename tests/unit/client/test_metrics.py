@@ -123,6 +123,26 @@ def test_label_255_of_an_image_is_a_class_and_of_a_pixel_none() -> None:
     assert found["balanced-accuracy"] == pytest.approx(theirs.balanced_accuracy_score(counted, flat), rel=1e-12)
 
 
+@pytest.mark.parametrize("classes", [2, 5])
+def test_outputs_that_are_nan_are_no_answer(classes: int) -> None:
+    logits, targets = torch.randn(60, classes, generator=torch.Generator().manual_seed(0)), torch.arange(60) % classes
+    found = evaluate(Given(), [(logits * math.nan, targets)], F.cross_entropy, CPU, ["auc", "balanced_accuracy"])
+    assert (found["accuracy"], found["balanced-accuracy"], "auc" in found) == (0, 0, False)
+    logits[targets == 0] = math.nan
+    found = evaluate(Given(), [(logits, targets)], F.cross_entropy, CPU, ["balanced_accuracy"])
+    hits = (logits.argmax(1) == targets)[targets > 0]
+    assert found["accuracy"] == pytest.approx(int(hits.sum()) / 60, rel=1e-12)
+    assert found["balanced-accuracy"] == pytest.approx(found["accuracy"], rel=1e-12), "as many of each class"
+
+
+@pytest.mark.parametrize("task", ["binary", "multilabel"])
+def test_nan_is_no_answer_of_a_label_either(task: str) -> None:
+    outputs, targets = torch.full((8, 1 if task == "binary" else 3), math.nan), torch.zeros(8, 3)
+    targets = targets[:, 0] if task == "binary" else targets
+    found = evaluate(Given(), [(outputs, targets)], lambda x, y: x.mean(), CPU, task=TASKS[task])
+    assert found["accuracy"] == 0
+
+
 def test_the_auc_of_one_class_is_left_out() -> None:
     logits, targets = examples((2,))
     found = evaluate(Given(), [(logits, targets)], F.cross_entropy, CPU, ["auc", "balanced_accuracy"])

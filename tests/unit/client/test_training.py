@@ -188,6 +188,7 @@ def test_step_schedule_falls_after_its_milestones() -> None:
 
 
 def test_step_schedule_takes_rounds_as_well() -> None:
+    assert [step_rate(number, 10, 1.0, (1,), gamma=0.5) for number in (1, 2, 10)] == [1.0, 0.5, 0.5]
     assert [step_rate(server_round, 10, 2.0, (6, 8), gamma=0.5) for server_round in (6, 7, 8, 9)] == [
         2.0,
         1.0,

@@ -420,6 +420,15 @@ def test_a_group_is_a_client_and_is_tested_on_its_own_rows(tables: Path) -> None
         shares_of(data.model_copy(update={"group": "hospital"}), 4, 0, "cpu")
 
 
+def test_a_group_is_tested_on_rows_of_classes_that_it_does_not_train_on_too(tmp_path: Path) -> None:
+    train = pd.DataFrame({"x": range(40), "y": ["cold"] * 20 + ["cold", "flu"] * 10, "site": ["a"] * 20 + ["b"] * 20})
+    test = pd.DataFrame({"x": range(40), "y": ["cold", "flu"] * 20, "site": ["b"] * 10 + ["a"] * 30})
+    for name, rows in (("train", train), ("test", test)):
+        rows.to_csv(tmp_path / f"{name}.csv", index=False)
+    data = Data(name=str(tmp_path), label="y", group="site", partition={"kind": "natural"})
+    assert [each.tolist() for each in shares_of(data, 2, 0, "cpu")[1]] == [[*range(10, 40)], [*range(10)]]
+
+
 @pytest.mark.parametrize("has_column", [False, True])
 def test_a_site_s_table_needs_no_column_of_groups_and_it_is_no_input(has_column: bool, tmp_path: Path) -> None:
     own = cancer().drop(columns="site")

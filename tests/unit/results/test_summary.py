@@ -27,7 +27,8 @@ HISTORY = [
     line(1, accuracy=0.5, loss=2.0, accuracy_sea=0.25, evaluated_with="model", mean_iou=0.125),
     line(2, accuracy=0.75, loss=1.0, accuracy_sea=0.5, clients_own_accuracy_sea=0.875),
     line(3, train_loss=0.1),
-    line(4, accuracy=0.25, loss=1.5, evaluated_with="reestimated", clients_accuracy=0.625),
+    line(4, accuracy=0.25, loss=1.5, accuracy_sea=0.125, evaluated_with="reestimated", clients_accuracy=0.625),
+    line(5, train_loss=0.05),
 ]
 
 
@@ -37,12 +38,13 @@ def accounted() -> Summary:
 
 def test_rounds_add_up_and_the_last_evaluation_counts() -> None:
     found = accounted()
-    assert (found.rounds, found.seconds) == (4, 1.0)
+    assert (found.rounds, found.seconds) == (5, 1.25)
     assert (found.accuracy, found.figures["best_test_accuracy"], found.loss) == (0.25, 0.75, 1.5)
     of = found.figures
-    assert (of["evaluated_with"], of["mean_iou"], of["clients_accuracy"]) == ("reestimated", 0.125, 0.625)
-    assert found.domains == {"accuracy_sea": 0.5, "clients_own_accuracy_sea": 0.875}
-    assert found.traffic == Traffic(4, 8, 8, 400, 200, 600, elements_up_per_client=4)
+    assert (of["evaluated_with"], of["clients_accuracy"]) == ("reestimated", 0.625)
+    assert "mean_iou" not in of, "of an earlier round"
+    assert found.domains == {"accuracy_sea": 0.125}
+    assert found.traffic == Traffic(5, 10, 10, 500, 250, 750, elements_up_per_client=5)
 
 
 def test_the_file_is_flat_and_has_no_figure_that_there_is_not(tmp_path: Path) -> None:
@@ -50,7 +52,7 @@ def test_the_file_is_flat_and_has_no_figure_that_there_is_not(tmp_path: Path) ->
     folder.write_summary(accounted())
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["broadcast_mib_per_round"] == 150 / 2**20
-    assert (found["bytes_down"], found["accuracy_sea"], found["freeze_round"]) == (400, 0.5, 2)
+    assert (found["bytes_down"], found["accuracy_sea"], found["freeze_round"]) == (500, 0.125, 2)
     assert not {"error", "clients_mean_iou", "traffic", "domains", "notes"} & found.keys()
     folder.write_summary(begun())
     assert "accuracy" not in json.loads((tmp_path / "summary.json").read_text())
@@ -71,11 +73,11 @@ def test_of_a_regression_the_lowest_error_is_the_best() -> None:
     found = of_regression()
     assert (found.main, found.accuracy) == (1.75, None)
     assert found.figures == {
-        "rmse": 1.75, "mae": 0.75, "r2": 0.25, "loss": 3.0, "rmse_sea": 3.0, "clients_rmse": 2.5,
+        "rmse": 1.75, "mae": 0.75, "r2": 0.25, "loss": 3.0,
         "best_test_rmse": 1.5, "best_round": 2, "best_round_rmse": 1.5,
         "best_validation_rmse": 1.25,
     }  # fmt: skip
-    assert found.domains == {"rmse_sea": 3.0}
+    assert found.domains == {}
 
 
 def test_a_figure_that_is_not_finite_is_not_the_best() -> None:
