@@ -487,7 +487,7 @@ def fixbn_accuracy(rounds: int, files: Sequence[str], figures: Mapping[str, floa
     for label, runs in by_label(*files).items():
         if figures and label not in figures:
             continue  # of another table
-        singles = " / ".join(f"{value:.1f}" for value in by_seed(runs).values())
+        singles = " / ".join(f"{value:.1f}" for _, value in sorted(by_seed(runs).items()))
         own = [share(key, unit=" %")(runs) for key in ("accuracy", "best_test_accuracy")]
         rows.append((label, own[0], singles, own[1], *([f"{figures[label]:.2f} %"] if figures else [])))
     columns = ("run", f"accuracy after {rounds} rounds", "by seed", "best on the way")
