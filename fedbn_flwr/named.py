@@ -29,11 +29,6 @@ def is_name(text: str) -> bool:
     return ":" in text and not text.startswith((".", "/", "~"))
 
 
-def folder() -> Path:
-    """The folder in which the command was started."""
-    return Path(os.environ.get(FOLDER, ".")).resolve()
-
-
 def path_of(given: str) -> Path:
     """A path in the settings; a relative one begins in the folder in which the command was started."""
     return Path(os.environ.get(FOLDER, "")) / Path(given).expanduser()
@@ -44,7 +39,7 @@ def load(key: str, name: str) -> Callable[..., Any]:
     module, _, path = name.partition(":")
     if not module or not path:
         raise SettingsError(f"{key}={name!r}: expected module:callable, for instance my_parts:{key.rpartition('.')[2]}")
-    here, top = folder(), module.partition(".")[0]
+    here, top = path_of("").resolve(), module.partition(".")[0]
     if top not in sys.modules and ((here / top).is_dir() or (here / f"{top}.py").is_file()):
         if str(here) not in sys.path:
             sys.path.insert(0, str(here))

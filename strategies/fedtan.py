@@ -22,17 +22,15 @@ import numpy as np
 from annotated_types import Ge, Gt
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
-from torch import Tensor, nn
 from torch.optim import SGD
 
-from fedbn_flwr.batch import Value, count
 from fedbn_flwr.client.rule import ClientRule, Key
-from fedbn_flwr.client.training import Gradient, Loss
+from fedbn_flwr.client.training import Gradient
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange import carriers
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, exchanged_layers
+from fedbn_flwr.exchange.step import LayerwiseStep, exchanged_layers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import normalised, weighted_mean
 from fedbn_flwr.norms.roles import Role
@@ -111,11 +109,8 @@ class FedTAN(FedAvg):
         if not messages or Role.STATISTICS in frozen_roles(config):
             return messages
         engine = capabilities(grid)
-        if self.service is not None:
-            self._carrier = self.service(grid, messages, self.exchange_timeout)
-        else:
-            pass_on = engine.exchange if self.direct else None
-            self._carrier = carriers.ByMessages(grid, messages, self.exchange_timeout, pass_on)
+        by_messages = partial(carriers.ByMessages, pass_on=engine.exchange if self.direct else None)
+        self._carrier = (self.service or by_messages)(grid, messages, self.exchange_timeout)
         return self._carrier.run(
             lambda ask: carriers.run_exchanges(
                 ask,
@@ -210,20 +205,15 @@ class FedTANClient(ClientRule):
                 f"{protocol.COHORT_BACKWARD!r} makes the mean of the clients' first steps the step on the union of "
                 "their batches, which holds only for SGD without clipping; expected optimizer sgd and no clip"
             )
-        step = LayerwiseStep(
+        return LayerwiseStep(
             local.exchange,
             fused=config[protocol.COHORT] == "fused",
             backward=backward,
             examples=local.client.num_examples,
             partition=local.client.identity.get(protocol.PARTITION),
+            allowed=int(config.get(protocol.COHORT_MIN_BATCH, protocol.MIN_BATCH)),
+            own=local.client.min_batch,
         )
-
-        def checked(model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss) -> Tensor:
-            allowed = int(config.get(protocol.COHORT_MIN_BATCH, protocol.MIN_BATCH))
-            check_batch(count(inputs), allowed=allowed, own=local.client.min_batch)  # before anything is sent
-            return step(model, inputs, targets, loss_fn)
-
-        return checked
 
 
 class FedAvgGlobalStats(FedTAN):

@@ -83,6 +83,8 @@ class LayerwiseStep:
         "FedAvg + Algorithm 2".
     examples, partition
         Of the client; part of each contribution.
+    allowed, own
+        The examples that a batch must have by the strategy, and by the client (`check_batch`).
     """
 
     exchange: Exchange
@@ -90,6 +92,8 @@ class LayerwiseStep:
     backward: bool = True
     examples: int = 0
     partition: int | None = None
+    allowed: int = 1
+    own: int = 1
     _open: list[_Moments] = field(default_factory=list, init=False)  # passes whose gradients were not exchanged yet
     _left: int = field(init=False)
     _batch: int = field(init=False)
@@ -98,6 +102,7 @@ class LayerwiseStep:
         self, model: nn.Module, inputs: Value, targets: Value, loss_fn: Callable[[Any, Any], Tensor]
     ) -> Tensor:
         self._batch = count(inputs)
+        check_batch(self._batch, allowed=self.allowed, own=self.own)  # before anything is sent
         self._left = count_calls(model, inputs) * ((1 if self.fused else 2) + self.backward)
         with replaced_forward(model, self._normalise):
             loss = loss_fn(model(inputs), targets)

@@ -238,7 +238,7 @@ class Schedule(Section):
     milestones: Annotated[tuple[float, ...], Field(strict=False)] = Field(
         default=MILESTONES,
         description=(
-            "for `step`: rounds, or fractions of all rounds below 1, after which the learning rate is multiplied by `gamma`"
+            "for `step`: rounds, or fractions of all rounds below 1, after which the rate is multiplied by `gamma`"
         ),
     )
     gamma: float | None = Field(

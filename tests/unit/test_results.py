@@ -191,8 +191,8 @@ def fixbn() -> Iterator[str]:
     last = {rule: {number: curve[-1] for number, curve in each.items()} for rule, each in small.items()}
     free, fixed = (paired(last["GN"], last[rule]) for rule in ("BN", "FixBN"))
     assert free.pairs == fixed.pairs == 3
-    yield f"Group norm ends {free.difference:.1f} points above batch norm (p = {free.p:.1g}) and {-fixed.difference:.1f} below"
-    yield f"below FixBN (p = {fixed.p:.1g}): both signs"
+    yield f"Group norm ends {free.difference:.1f} points above batch norm (p = {free.p:.1g}) and"
+    yield f"and {-fixed.difference:.1f} below FixBN (p = {fixed.p:.1g}): both signs"
     assert all(last["BN"][number] < each < last["FixBN"][number] for number, each in last["GN"].items())
     there = [table4["GN"] - table4["BN"], table4["FixBN"] - table4["GN"]]
     yield f"both signs are the paper's ({there[0]:.1f} and {there[1]:.1f}), with each seed"

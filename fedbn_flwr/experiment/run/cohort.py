@@ -168,14 +168,11 @@ def restore_clients(
 
     `trained` is the last round that each partition trained in, `folders` the round of the state in its node's folder.
     """
-    restored = False
-    if (contexts := grid.contexts()) is not None:
-        for node, records in folder.checkpoint.clients():
-            contexts[node].state = records
-            restored = True
-    if restored:
-        return
-    if (needed := _needed_client_state(prepared)) is None:
+    contexts = grid.contexts() or {}
+    saved = dict(folder.checkpoint.clients()) if contexts else {}
+    for node, records in saved.items():
+        contexts[node].state = records
+    if saved or (needed := _needed_client_state(prepared)) is None:
         return
     lost = [f"client {client} has none" for client in trained if client not in folders]
     lost += [
