@@ -146,7 +146,8 @@ class FedAvg(Leaf, FlowerFedAvg):
 
     def _connected(self, grid: Grid, needed: int) -> list[int]:
         hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
-        return wait_for_nodes(grid, needed, self.node_timeout, hint)
+        nodes = list(grid.get_node_ids())
+        return nodes if len(nodes) >= needed else wait_for_nodes(grid, needed, self.node_timeout, hint)
 
     def _ask_for_partitions(self, round: Round, nodes: Sequence[int]) -> None:
         """The choice of clients depends on partitions, since node ids are random in every run."""

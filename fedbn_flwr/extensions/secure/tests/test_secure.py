@@ -583,7 +583,7 @@ def test_secrets_are_neither_written_nor_logged(
     rule.start(grid, fed.arrays(), num_rounds=2, train_config=run)
     assert len(roots) == 6
     written = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
-    assert b"fedbn.arrays.control" in written  # the client's state is there
+    assert b"fedbn.arrays.fedbn.control" in written  # the client's state is there
     for root in roots:
         assert root not in written
         assert base64.b64encode(root) not in written
