@@ -24,7 +24,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from .errors import StorageError
 
-_VERSION = "fedbn-store3"
+_VERSION = "fedbn-store4"
 
 
 @contextmanager

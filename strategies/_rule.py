@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -132,9 +133,7 @@ class Rule(Strategy):
         if "__init__" in vars(cls):
             cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
         own = [hook for hook in _OF_SINGLE_REPLIES if _is_own(cls, hook)]
-        if "weights" in own:  # the replies of `Secure` and `Private` are weighted already
-            cls.lacks = {"mean": "has weights() of its own, which a mean of the replies does not have"} | {**cls.lacks}
-        elif own and "lacks" not in vars(cls):
+        if own and "lacks" not in vars(cls):
             reason = f"has {own[0]}() of its own, which may use the replies of single clients"
             cls.lacks = {**cls.lacks, "mean": f"{reason} (if it uses only their mean, declare this: lacks = {{}})"}
         if "Memory" in vars(cls) and "__dataclass_params__" not in vars(cls.Memory):  # the decorator may be left out
@@ -292,8 +291,8 @@ def _drawn_name() -> Mapping[str, str]:
 
 def _is_own(cls: type, hook: str) -> bool:
     """Whether a class has a hook that it does not have from another rule, but perhaps from a class that is none."""
-    where = next(each for each in cls.__mro__ if hook in vars(each))
-    return where is cls or not issubclass(where, Rule)
+    others = [getattr(base, hook) for base in cls.__bases__ if issubclass(base, Rule)]
+    return hook in vars(cls) or getattr(cls, hook) not in others
 
 
 class Leaf(Rule):
@@ -367,8 +366,15 @@ class Leaf(Rule):
 
     def unfit(self, model: Arrays, sent: Arrays) -> str | None:
         """The reason why the new model must not replace the one that was sent, or None."""
-        key = next((key for key, value in model.items() if not is_finite(value)), None)
-        return key and f"{key!r} is not finite; bound the replies, or use another strategy"
+        for key, value in model.items():
+            if key not in sent:
+                return f"it has {key!r}, which the clients' model lacks"
+            if not isinstance(value, np.ndarray | np.generic) or value.shape != sent[key].shape:
+                found = f"{type(value).__name__} of shape {np.shape(value)}"
+                return f"{key!r} is {found}; expected an array of shape {sent[key].shape}"
+            if not is_finite(value):
+                return f"{key!r} is not finite; bound the replies, or use another strategy"
+        return None
 
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         """The reasons to refuse replies that show only beside those of the other clients, by node."""

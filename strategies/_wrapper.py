@@ -150,7 +150,10 @@ def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
     """
     lacking: dict[str, tuple[Rule, str]] = {}
     for rule in reversed(outer._inside.chain):
-        lacking = {need: (rule, why) for need, why in rule.lacks.items()} | {
+        lacks = dict(rule.lacks)
+        if type(rule).weights not in (Rule.weights, Leaf.weights, Foreign.weights):  # a mean is weighted already
+            lacks.setdefault("mean", "has weights() of its own, which need the single replies")
+        lacking = {need: (rule, why) for need, why in lacks.items()} | {
             need: found for need, found in lacking.items() if rule.lacks.get(need) != ""
         }
     always = {"inside": "{outer} cannot be around it; expected {inside}({outer}(...), ...)"}

@@ -146,7 +146,7 @@ class FedAvg(Leaf, FlowerFedAvg):
 
     def _connected(self, grid: Grid, needed: int) -> list[int]:
         hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
-        nodes = list(grid.get_node_ids())
+        nodes = list(grid.get_node_ids())  # an ordinary round does not execute the module that waits
         return nodes if len(nodes) >= needed else wait_for_nodes(grid, needed, self.node_timeout, hint)
 
     def _ask_for_partitions(self, round: Round, nodes: Sequence[int]) -> None:
@@ -182,9 +182,8 @@ class FedAvg(Leaf, FlowerFedAvg):
         return {nodes[i]: reason for i, reason in self.bounds.outliers(cohort, keys).items()}
 
     def unfit(self, model: Arrays, sent: Arrays) -> str | None:
-        """Also refuse other arrays than the clients'; those of Flower's strategies may have other dtypes."""
-        extra = next((f"it has {key!r}, which the clients' model lacks" for key in model if key not in sent), None)
-        return super().unfit(model, sent) or extra or fault(model, sent, model)
+        """Also for another dtype, which a model of Flower's strategies may have."""
+        return super().unfit(model, sent) or fault(model, sent, model)
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from logging import ERROR
 from typing import TYPE_CHECKING, Any
 
@@ -283,9 +284,13 @@ def _reply(update: Update, context: Context) -> RecordDict:
 
 def _numbers(metrics: Mapping[str, Any]) -> MetricRecord:
     """The numbers among the metrics, and lists of them, as Python's types, which a MetricRecord needs."""
-    arrays = {key: np.asarray(value) for key, value in metrics.items()}
-    numbers = {key: value for key, value in arrays.items() if value.dtype.kind in "biuf" and value.ndim < 2}
-    return MetricRecord({key: (value * 1).tolist() for key, value in numbers.items()})  # true and false are no numbers
+    found = {}
+    for key, value in metrics.items():
+        with suppress(TypeError, ValueError, RuntimeError):  # no numbers
+            array = np.asarray(value.tolist() if hasattr(value, "tolist") else value)
+            if array.dtype.kind in "biuf" and array.ndim < 2:
+                found[key] = (array * 1).tolist()  # true and false are no numbers of a MetricRecord
+    return MetricRecord(found)
 
 
 # --- mods ---

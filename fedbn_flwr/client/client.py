@@ -221,7 +221,7 @@ class BNClient(NumPyClient):
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         loss, first_batch = self._trained(config, rules)
         sent, returned = set(local.records["arrays"]), frozenset[Role]()
-        if protocol.RETURN in config:
+        if protocol.RETURN in config:  # a round of FedAvg does not execute the module
             returned = protocol.roles_of(config, protocol.RETURN, frozenset(Role))
         taken = self._parts.taken([key for key, role in self.roles.items() if key in sent or role in returned])
         metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: loss}

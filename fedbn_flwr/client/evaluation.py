@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from fedbn_flwr.batch import Value, count, each, map_batches
 from fedbn_flwr.data import IGNORED
@@ -72,8 +71,8 @@ def counts_of(task: Task, outputs: Tensor, targets: Tensor, *, by_class: bool = 
             )
     hits = labels == predictions
     # Counting by class makes the host wait for a GPU.
-    counted = (labels[hits], labels, predictions)
-    found = [torch.bincount(part, minlength=classes)[:classes] for part in counted if by_class]
+    counted = (labels[hits], labels, predictions[predictions < classes]) if by_class else ()
+    found = [torch.bincount(part, minlength=classes) for part in counted]
     return len(labels), hits.sum(), torch.stack(found) if by_class else torch.zeros(3, 0)
 
 
@@ -192,7 +191,7 @@ class Measurement:
         countable = found if self.task.form != "numbers" else None
         self._counts.append(countable and counts_of(self.task, *countable, by_class=self._by_class))
         if self._needs_all:
-            self._examples.append(tree_map(Tensor.cpu, (logits_of(outputs), targets)))
+            self._examples.append((_on_cpu(logits_of(outputs)), _on_cpu(targets)))
         return self._counts[-1]
 
     def values(self, *, strict: bool = False) -> dict[str, float]:
@@ -202,7 +201,7 @@ class Measurement:
         client does not have. With `strict` its error is raised.
         """
         found = {}
-        examples = tree_map(lambda *parts: torch.cat(parts), *self._examples) if self._examples else ()
+        examples = tuple(map(_joined, zip(*self._examples, strict=True)))
         for key, metric in self.metrics.items():
             try:
                 found[key] = float(metric(*examples)) if callable(metric) else self._of_name(metric, examples)
@@ -222,6 +221,18 @@ class Measurement:
         if name == "accuracy":
             return int(correct) / answered if answered else math.nan
         return ratio(name, by_class)
+
+
+def _on_cpu(value: Any) -> Any:
+    return tuple(map(_on_cpu, value)) if isinstance(value, list | tuple) else each(Tensor.cpu, value)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(map(_joined, zip(*parts, strict=True)))
+    if isinstance(parts[0], Mapping):
+        return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    return torch.cat(list(parts))
 
 
 # --- the evaluation ---

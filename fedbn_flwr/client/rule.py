@@ -45,10 +45,12 @@ class ClientRule:
     order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
 
     def __init_subclass__(cls) -> None:
-        for key in cls.keys:
-            if (ours := _OURS.get(key)) not in (None, f"{cls.__module__}:{cls.__qualname__}"):
-                raise TypeError(f"{cls.__name__} has the key {key!r} of {ours}; give it a key of its own")
-        BY_KEY.update(dict.fromkeys(cls.keys, cls))
+        own = vars(cls).get("keys", {})
+        for key in own:
+            ours = _OURS.get(key, "").rpartition(".")[2]  # without the package, which a checkout has twice
+            if ours not in ("", f"{cls.__module__.rpartition('.')[2]}:{cls.__qualname__}"):
+                raise TypeError(f"{cls.__name__} has the key {key!r} of {_OURS[key]}; give it a key of its own")
+        BY_KEY.update(dict.fromkeys(own, cls))
 
     def __init__(self, local: LocalRound) -> None:
         self.local = local

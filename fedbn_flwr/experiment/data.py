@@ -93,12 +93,12 @@ def _shares(_: str, data: Data, clients: int, seed: int, device: str) -> tuple[l
             f"The columns of {data.name!r}: {', '.join(dataset.columns)}"
         )
     parts = partition(strata.train, len(strata.names), clients, seed, kind, groups=groups, **options)
-    if kind == "natural" and groups is not None and not groups.in_both:
-        kind, groups = "", dataset.domains
+    if kind == "natural" and groups is not None:
+        if groups.in_both and groups.test is not None:  # a site is tested on all of its own rows
+            return parts, [torch.isin(groups.test, groups.train[part]).nonzero()[:, 0] for part in parts]
+        groups = dataset.domains
     train, test = strata.train, strata.test
     assert test is not None
-    if kind == "natural" and groups is not None and groups.test is not None:  # a site is tested on all of its own rows
-        return parts, [torch.isin(groups.test, groups.train[part]).nonzero()[:, 0] for part in parts]
     if groups is not None and groups.test is not None:
         # The classes of each group are split separately: a client is tested on the groups that it trains on.
         train, test = train + len(strata.names) * groups.train, test + len(strata.names) * groups.test

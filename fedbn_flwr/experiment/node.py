@@ -61,15 +61,17 @@ class Clients:
     def __call__(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         run = run_of(self.experiment, config)
         key = (run.label, run.seed, context.node_id, *context.node_config.items())
-        if key not in self._parts:
-            self._parts[key] = ClientParts.of(run, context)
+        knows_all = all(map(is_known, config))
+        if key not in self._parts or not knows_all:
             for name in sorted(named.names_in(run.strategy)):  # its module has, or imports, the client's half
                 try:
                     named.load("strategy.name", name)
                 except SettingsError as error:
-                    if not all(map(is_known, config)):
+                    if not knows_all:
                         raise
                     log_once(f"without a client's half of the strategy: {error}")
+        if key not in self._parts:
+            self._parts[key] = ClientParts.of(run, context)
         return self._parts[key].client(context, config)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -178,7 +178,7 @@ def learning_rate(run: Settings, server_round: int) -> float:
         case "cosine":
             return cosine_rate(server_round, run.rounds, lr)
     rate = named.call("train.schedule.kind", options.kind, server_round, run.rounds, lr)
-    if not (isinstance(rate, int | float | np.floating) and rate >= 0):
+    if not (isinstance(rate, Real) and float(rate) >= 0):
         raise SettingsError(
             f"train.schedule.kind={options.kind!r} returned {rate!r} for round {server_round}; expected a "
             "learning rate, zero or more"

@@ -249,7 +249,7 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
 
 def _check_names(task: Task, metrics: Sequence[Metric], notes: Collection[str]) -> None:
     if other := sorted(name for name in notes if is_taken(name, task)):
-        raise SettingsError(f"the strategy's notes() have {other[0]!r}, which the summary has too; rename the note")
+        raise SettingsError(f"the strategy's notes() have {other[0]!r}, a name of figures of the run; rename the note")
     with naming("evaluate.metrics"):
         check_metrics(task, metrics, lambda name: name in notes or is_taken(name, task))
     names = [name_of(metric) for metric in metrics]

@@ -268,6 +268,26 @@ def test_weights_of_its_own_and_hooks_of_a_mixin_need_the_single_replies(name: s
         around(rule())
 
 
+class Declared(Largest, FedAvg):
+    lacks = {}
+
+
+class Inherits(Declared):
+    """Adds nothing."""
+
+
+class InheritsWeights(Equal):
+    lacks = {}
+
+
+@pytest.mark.parametrize("name", declared("strategies"))
+def test_what_a_base_declares_holds_but_not_for_its_weights(name: str) -> None:
+    around: Any = STRATEGIES[name]
+    around(Inherits())
+    with pytest.raises(SettingsError, match=r"InheritsWeights has weights\(\) of its own"):
+        around(FixBN(InheritsWeights(), freeze_round=1))
+
+
 @pytest.mark.parametrize("inside", [FlowerFedAvg, lambda: MeanStatistics(FedAdam())])
 def test_weights_of_its_own_are_refused_around_what_does_not_use_them(inside: Callable[[], Any]) -> None:
     FirstOnly(FedAvg())
@@ -285,7 +305,8 @@ def test_a_wrapper_s_traits_are_those_of_the_strategy_inside() -> None:
     [
         (lambda value: value * np.nan, "'0.weight' is not finite"),
         (lambda value: value.astype(np.float64), "'0.weight' is float64, the server's is float32"),
-        (lambda value: value[:1], r"'0.weight' has shape .*, the server's has"),
+        (lambda value: value.tolist(), r"'0.weight' is list of shape \(4, .*\); expected an array of shape \(4, "),
+        (lambda value: value[:1], r"'0.weight' is ndarray of shape \(1, .*\); expected an array of shape \(4, "),
     ],
 )
 def test_a_model_that_no_client_could_load_ends_the_run_by_the_rule_s_name(
@@ -337,6 +358,8 @@ class Noted(ClientRule):
         for name in ("momentum", "control", "local"):
             self.local.client.state.save(name, {"w": np.ones(2)})
         metrics |= {"drawn": torch.rand(2), "loss": 0.5, "accuracy": np.float32(0.25), "many": [1, True]}
+        metrics |= {"text": "no number", "ragged": [[1], [1, 2]], "none": None}
+        metrics["free"] = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
 
 
 class Notes(FedAvg):
@@ -368,7 +391,8 @@ def test_draws_at_the_end_of_a_round_are_functions_of_seed_round_and_client(fede
         drawn.append([each["drawn"] for each in rule.seen])
     assert drawn[0] == drawn[1]
     assert drawn[0][0] != drawn[0][1]
-    assert [each["many"] for each in rule.seen] == [[1, 1]] * 2
+    assert [(each["many"], each["free"]) for each in rule.seen] == [([1, 1], 1.0)] * 2
+    assert rule.seen[0].keys().isdisjoint({"text", "ragged", "none"})
 
 
 def test_its_metrics_do_not_take_the_names_of_the_library_s(tmp_path: Path) -> None:
@@ -386,6 +410,44 @@ def test_its_metrics_do_not_take_the_names_of_the_library_s(tmp_path: Path) -> N
         assert found["train_accuracy"] == 0.25
 
 
+OWN_HALF = """
+from fedbn_flwr.client.rule import ClientRule, Key
+from fedbn_flwr.strategies import FedAvg
+
+class Mine(FedAvg):
+    def instructions(self, round):
+        return {"my-mu": 0.5}
+
+class MineClient(ClientRule):
+    keys = {"my-mu": Key("a number", "for this test")}
+"""
+
+
+def rules_of(text: str, folder: Path, *configs: str) -> subprocess.CompletedProcess[str]:
+    """The client rules that messages select in a new process, one message after the other."""
+    script = (
+        "from flwr.app import Context, RecordDict\nfrom fedbn_flwr.client.client import rules_for\n"
+        "from fedbn_flwr.experiment.node import make_client\n"
+        f"context = Context(0, 1, {{'partition-id': 0}}, RecordDict(), {{'experiment': {text!r}, 'set': ''}})\n"
+        f"for config in ({', '.join(configs)},):\n"
+        "    make_client(context, config)\n    print([rule.__name__ for rule in rules_for(config)])\n"
+    )
+    words = [sys.executable, "-c", script]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+
+
+def test_a_node_finds_a_client_rule_whose_key_has_no_prefix(tmp_path: Path) -> None:
+    (tmp_path / "own_half.py").write_text(OWN_HALF)
+    done = rules_of("clients: 2\nstrategy: {name: own_half:Mine}", tmp_path, "{'my-mu': 0.5}")
+    assert done.stdout == "['MineClient']\n", done.stderr
+
+
+def test_a_node_without_the_strategy_s_module_trains_unless_its_half_is_needed(tmp_path: Path) -> None:
+    done = rules_of("clients: 2\nstrategy: {name: absent_half:Mine}", tmp_path, "{}", "{'fedbn.steps': True}")
+    assert done.stdout == "[]\n"
+    assert "SettingsError: strategy.name='absent_half:Mine': cannot import" in done.stderr
+
+
 class ArrayNote(FedAvg):
     def notes(self) -> Any:
         return {**super().notes(), "mean": np.float32(0.5), "all": np.arange(2)}
@@ -401,7 +463,7 @@ def test_a_note_may_be_an_array_and_has_no_name_of_the_summary(tmp_path: Path) -
     found = run(base, strategy={"name": f"{__name__}:ArrayNote"}, out=tmp_path, progress=False)
     notes = json.loads((found.folder / "summary.json").read_text())
     assert (notes["mean"], notes["all"]) == (0.5, [0, 1])
-    with pytest.raises(SettingsError, match=r"the strategy's notes\(\) have 'seed', which the summary has too"):
+    with pytest.raises(SettingsError, match=r"the strategy's notes\(\) have 'seed', a name of figures of the run"):
         run(base, strategy={"name": f"{__name__}:TakenNote"}, out=tmp_path / "taken", progress=False)
 
 

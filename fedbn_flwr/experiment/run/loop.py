@@ -20,6 +20,7 @@ from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
 from fedbn_flwr.client.app import client_app
+from fedbn_flwr.client.evaluation import name_of as metric_name
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
@@ -135,7 +136,7 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
     used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.chain[-1].used]
     trained = [number_of(reply) for reply in used]
     figures = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
-    named = partial(_in_history, task=running.prepared.task)
+    named = partial(_in_history, task=running.prepared.task, metrics=[*map(metric_name, running.prepared.metrics)])
     line: dict[str, Any] = {"round": number, "clients": len(trained)}
     line |= renamed(figures, named)
     is_last = number == run.rounds
@@ -153,10 +154,11 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
     )
 
 
-def _in_history(key: str, task: Task) -> str:
+def _in_history(key: str, task: Task, metrics: Sequence[str]) -> str:
     """The name of a metric of training: a client may report one that is called as another figure of the round."""
     name = key.replace("-", "_")
-    return name if name.startswith("train_") or not is_taken(name, task) else f"train_{name}"
+    is_free = name.startswith("train_") or not (name in metrics or is_taken(name, task))
+    return name if is_free else f"train_{name}"
 
 
 @dataclass(frozen=True)

@@ -130,9 +130,17 @@ def test_outputs_that_are_nan_are_no_answer(classes: int) -> None:
     assert (found["accuracy"], found["balanced-accuracy"], "auc" in found) == (0, 0, False)
     logits[targets == 0] = math.nan
     found = evaluate(Given(), [(logits, targets)], F.cross_entropy, CPU, ["balanced_accuracy"])
+    logits[targets == 0, 1:] = 0.0  # one NaN is enough
     hits = (logits.argmax(1) == targets)[targets > 0]
     assert found["accuracy"] == pytest.approx(int(hits.sum()) / 60, rel=1e-12)
     assert found["balanced-accuracy"] == pytest.approx(found["accuracy"], rel=1e-12), "as many of each class"
+
+
+def test_a_pixel_whose_outputs_are_nan_is_no_hit() -> None:
+    outputs, masks = torch.zeros(1, 3, 2, 2), torch.zeros(1, 2, 2, dtype=torch.int64)
+    outputs[:, 0], outputs[0, 2, 0, 0], masks[0, 1, 1] = 1.0, math.nan, IGNORED
+    found = evaluate(Given(), [(outputs, masks)], lambda x, y: x.nanmean(), CPU, ["mean_iou"])
+    assert (found["accuracy"], found["mean-iou"]) == pytest.approx((2 / 3, 2 / 3))
 
 
 @pytest.mark.parametrize("task", ["binary", "multilabel"])
