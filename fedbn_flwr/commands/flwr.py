@@ -84,9 +84,8 @@ def flwr(arguments: argparse.Namespace) -> int:
 
     began = time.time()
     stop = signal.default_int_handler  # as Ctrl-C: the run's processes are ended, too
-    signals = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    for number in signals:  # nohup ignores SIGHUP
-        signal.signal(number, stop)
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    before = {number: signal.signal(number, stop) for number in ours}  # nohup ignores SIGHUP
     words = ["run", arguments.app, *(w for text in arguments.run_config for w in ("--run-config", text))]
     words += [w for text in arguments.federation_config for w in ("--federation-config", text)]
     with continued_by(out, "flwr", *words, *["--run-config", more] * bool(more)):
@@ -101,6 +100,6 @@ def flwr(arguments: argparse.Namespace) -> int:
         finally:
             if out is not None:
                 mark_interrupted(out)  # runs whose process was killed, or ended by Ctrl-C before it could do that
-            for number in signals:
-                signal.signal(number, signal.SIG_DFL)
+            for number, handler in before.items():
+                signal.signal(number, handler)
     return 0

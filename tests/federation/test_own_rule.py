@@ -132,20 +132,24 @@ def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(nam
         around(type("Own", (Harmless,), {"combine": Harmless.combine})())
 
 
-def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Path) -> None:
-    """In a process that has not made the strategy: an actor of Ray, or at a site."""
-    (tmp_path / "nova.py").write_text(code(PAGE))
+def rules_of(text: str, folder: Path, *configs: str) -> subprocess.CompletedProcess[str]:
+    """The client rules that messages select in a new process, one message after the other."""
     script = (
         "from flwr.app import Context, RecordDict\nfrom fedbn_flwr.client.client import rules_for\n"
         "from fedbn_flwr.experiment.node import make_client\n"
-        "text = 'clients: 2\\nstrategy: {name: FixBN, freeze_round: 1, base: {name: nova:FedNova}}'\n"
-        "context = Context(0, 1, {'partition-id': 0}, RecordDict(), {'experiment': text, 'set': ''})\n"
-        "config = {'fedbn.steps': True}\nmake_client(context, config)\n"
-        "print([rule.__name__ for rule in rules_for(config)])\n"
+        f"context = Context(0, 1, {{'partition-id': 0}}, RecordDict(), {{'experiment': {text!r}, 'set': ''}})\n"
+        f"for config in ({', '.join(configs)},):\n"
+        "    make_client(context, config)\n    print([rule.__name__ for rule in rules_for(config)])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
-    )
+    words = [sys.executable, "-c", script]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+
+
+def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Path) -> None:
+    """In a process that has not made the strategy: an actor of Ray, or at a site."""
+    (tmp_path / "nova.py").write_text(code(PAGE))
+    text = "clients: 2\nstrategy: {name: FixBN, freeze_round: 1, base: {name: nova:FedNova}}"
+    done = rules_of(text, tmp_path, "{'fedbn.steps': True}")
     assert done.stdout == "['FedNovaClient']\n", done.stderr
 
 
@@ -421,19 +425,6 @@ class Mine(FedAvg):
 class MineClient(ClientRule):
     keys = {"my-mu": Key("a number", "for this test")}
 """
-
-
-def rules_of(text: str, folder: Path, *configs: str) -> subprocess.CompletedProcess[str]:
-    """The client rules that messages select in a new process, one message after the other."""
-    script = (
-        "from flwr.app import Context, RecordDict\nfrom fedbn_flwr.client.client import rules_for\n"
-        "from fedbn_flwr.experiment.node import make_client\n"
-        f"context = Context(0, 1, {{'partition-id': 0}}, RecordDict(), {{'experiment': {text!r}, 'set': ''}})\n"
-        f"for config in ({', '.join(configs)},):\n"
-        "    make_client(context, config)\n    print([rule.__name__ for rule in rules_for(config)])\n"
-    )
-    words = [sys.executable, "-c", script]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_a_node_finds_a_client_rule_whose_key_has_no_prefix(tmp_path: Path) -> None:

@@ -293,6 +293,8 @@ def fedwon() -> Iterator[str]:
     below = {rule: there[rule] - each for rule, each in end.items()}
     yield f"FedAvg and FedBN end {below['FedAvg']:.1f} points below and {-below['FedBN']:.1f} above the"
     yield f"above the published averages, FedWon {below['FedWon']:.1f} below"
+    minutes = [run.summary["seconds"] / 60 for run in office.values()]
+    yield f"{min(minutes):.0f} to {max(minutes):.0f} minutes a run on a core with other work"
     two = {run.label: 100 * run.summary["clients_own_accuracy"] for run in results.read("fedwon/batch2/report.json")}
     normed = [two[rule] for rule in ("FedAvg", "FedBN", "SiloBN", "Standalone")]
     yield f"Standalone end between {math.floor(min(normed))} and {math.ceil(max(normed))} % on own images"

@@ -158,7 +158,15 @@ class Best(Listener):
 # --- the values of each client, their means and their spread ---
 
 
-def values_of(replies: Iterable[Message], examples: str, named: Callable[[str], str] | None = None) -> ByClient:
+def name_of(key: str) -> str:
+    """`own-accuracy` as `own_accuracy`; `own@sea-accuracy`, on own examples of one domain, as `own_accuracy_sea`."""
+    test_set, _, measure = key.partition("-")
+    owner, at, domain = test_set.partition("@")
+    name = (f"{owner}-{measure}-{domain}" if at else key).replace("-", "_")
+    return name.replace("num_examples", "examples")
+
+
+def values_of(replies: Iterable[Message], examples: str, named: Callable[[str], str] = name_of) -> ByClient:
     """The numbers in the metrics of each reply, under the names of `clients.jsonl`; num-examples is `examples`."""
     found: ByClient = {}
     for reply in replies:
@@ -166,7 +174,7 @@ def values_of(replies: Iterable[Message], examples: str, named: Callable[[str], 
             numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
             count = {examples: numbers.pop(protocol.NUM_EXAMPLES)} if protocol.NUM_EXAMPLES in numbers else {}
             numbers = {key: value for key, value in numbers.items() if key not in _IDENTIFIERS}
-            found.setdefault(number_of(reply), {}).update({**renamed(numbers, named or name_of), **count})
+            found.setdefault(number_of(reply), {}).update({**renamed(numbers, named), **count})
     return found
 
 
@@ -174,14 +182,6 @@ def renamed(figures: Mapping[str, float], named: Callable[[str], str]) -> dict[s
     """The figures by their names; of two with the same name that of the one that had it already."""
     ordered = sorted(figures, key=lambda key: named(key) == name_of(key))
     return {named(key): figures[key] for key in ordered}
-
-
-def name_of(key: str) -> str:
-    """`own-accuracy` as `own_accuracy`; `own@sea-accuracy`, on own examples of one domain, as `own_accuracy_sea`."""
-    test_set, _, measure = key.partition("-")
-    owner, at, domain = test_set.partition("@")
-    name = (f"{owner}-{measure}-{domain}" if at else key).replace("-", "_")
-    return name.replace("num_examples", "examples")
 
 
 def own_means(clients: ByClient) -> dict[str, float]:
