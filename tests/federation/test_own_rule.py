@@ -361,7 +361,7 @@ class Noted(ClientRule):
     def finish(self, metrics: dict[str, Any], records: Any) -> None:
         for name in ("momentum", "control", "local"):
             self.local.client.state.save(name, {"w": np.ones(2)})
-        metrics |= {"drawn": torch.rand(2), "loss": 0.5, "accuracy": np.float32(0.25), "many": [1, True]}
+        metrics |= {"drawn": torch.rand(2), "loss": 0.5, "accuracy": np.float32(0.25), "many": [1, True], "auc": 0.75}
         metrics |= {"text": "no number", "ragged": [[1], [1, 2]], "none": None}
         metrics["free"] = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
 
@@ -401,12 +401,13 @@ def test_draws_at_the_end_of_a_round_are_functions_of_seed_round_and_client(fede
 
 def test_its_metrics_do_not_take_the_names_of_the_library_s(tmp_path: Path) -> None:
     base = {"clients": 2, "rounds": 1, "data": {"name": "digits"}, "engine": {"device": "cpu"}}
+    base["evaluate"] = {"metrics": ["auc"]}
     plain = run(base, out=tmp_path / "plain", progress=False)
     own = run(base, strategy={"name": f"{__name__}:Notes"}, out=tmp_path / "own", progress=False)
     (one,), (other,) = ([*RunFolder(each.folder).history()] for each in (plain, own))
     assert other["train_loss"] == one["train_loss"]
-    assert other["accuracy"] == one["accuracy"]
-    assert other["train_accuracy"] == 0.25
+    assert [other[name] for name in ("accuracy", "auc")] == [one[name] for name in ("accuracy", "auc")]
+    assert [other[f"train_{name}"] for name in ("accuracy", "auc")] == [0.25, 0.75]
     (line,), (own_line,) = ([*RunFolder(each.folder).lines("clients.jsonl")] for each in (plain, own))
     for number, values in line["clients"].items():
         found = own_line["clients"][number]

@@ -18,7 +18,11 @@ from fedbn_flwr.experiment.prepare import make_rule, prepare_run
 from tests.support.experiments import read
 
 PARTS = """
+import numpy as np
 import torch
+
+def single(server_round, rounds, lr):
+    return np.float32(lr)
 
 def halved(server_round, rounds, lr):
     return lr / 2**server_round + rounds / 1000
@@ -150,6 +154,12 @@ def test_what_can_train_is_accepted(text: str) -> None:
 def test_a_schedule_of_the_user_gets_the_round_their_number_and_the_rate() -> None:
     run = read("{rounds: 8, train: {lr: 0.4, schedule: 'training_parts:halved'}}")
     assert [learning_rate(run, number) for number in (2, 3)] == pytest.approx([0.1 + 0.008, 0.05 + 0.008])
+
+
+def test_a_schedule_of_the_user_may_return_a_number_of_numpy() -> None:
+    rate = learning_rate(read("{rounds: 8, train: {lr: 0.25, schedule: 'training_parts:single'}}"), 2)
+    assert type(rate) is float
+    assert rate == 0.25
 
 
 # --- the client's loss -------------------------------------------------------
