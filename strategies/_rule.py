@@ -382,10 +382,10 @@ class Leaf(Rule):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         messages = gate(replies)
-        records = [record for each in messages if each.has_content() for record in metrics_in(each.content).values()]
-        # The training loss and the size of the first batch are in no evaluation.
-        known = any(self.weighted_by_key in record for record in records)
-        key = self.weighted_by_key if known else protocol.NUM_EXAMPLES
+        answers = [metrics_in(each.content).values() for each in messages if each.has_content()]
+        # The training loss and the size of the first batch are in no evaluation. One client must not decide this.
+        known = [any(self.weighted_by_key in record for record in records) for records in answers]
+        key = self.weighted_by_key if 2 * sum(known) > len(known) else protocol.NUM_EXAMPLES
 
         def problem(reply: Reply) -> str | None:
             return number_problem(reply.metrics, key) if self.weighs else None

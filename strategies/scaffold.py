@@ -21,7 +21,7 @@ import torch
 
 from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
-from fedbn_flwr.messages.gate import Reply, number_of
+from fedbn_flwr.messages.gate import Reply
 from fedbn_flwr.models.tensors import copied, tensor_like
 
 from ._rule import Round, Traits
@@ -57,7 +57,8 @@ class Scaffold(FedAvg):
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Line 17: N c <- N c + sum_i (c_i+ - c_i)"""
         mean = weighted_mean((reply.records[CONTROL_RECORD] for reply in replies), [1.0] * len(replies))
-        self.memory.clients = sorted({*self.memory.clients, *(number_of(reply.message) for reply in replies)})
+        nodes, number = (reply.message.metadata.src_node_id for reply in replies), self.memory.partitions
+        self.memory.clients = sorted({*self.memory.clients, *(number.get(node, node) for node in nodes)})
         before, count = self.memory.control, len(replies)
         self.memory.control = before | {
             key: (before.get(key, 0.0) + count * change).astype(change.dtype) for key, change in mean.items()

@@ -235,7 +235,7 @@ class BNClient(NumPyClient):
             raise MessageError(f"{problem}; the client keeps its state of before this round")
         # Save state only after everything that can fail: a replay of the round must begin with the same state.
         self.state.save(OWN, own)
-        with self._seeded("finish", int(config.get(protocol.ROUND, 1))):
+        with self._seeded("finish", int(config.get(protocol.ROUND, 1)), self.train_data):
             for rule in rules:
                 rule.finish(update.metrics, update.extras)
         return update
@@ -247,16 +247,19 @@ class BNClient(NumPyClient):
         """
         rules_for(config)
         self._load(arrays, config)
-        data = self.eval_data() if callable(self.eval_data) else self.eval_data
+        server_round = int(config.get(protocol.ROUND, 0))
+        with self._seeded("evaluate", server_round):
+            data = self.eval_data() if callable(self.eval_data) else self.eval_data
         if data is None:
             raise MessageError("this client has no data to evaluate on (eval_data was not given)")
         sets = data if isinstance(data, Mapping) else {"": data}
         first = next(iter(sets), "")
         found: Metrics = {}
         for name, batches in sets.items():
-            figures = evaluate(
-                self.model, self._pairs(batches), self.eval_loss, self._parts.device, self.metrics, task=self.task
-            )
+            with self._seeded("evaluate", server_round, batches):
+                figures = evaluate(
+                    self.model, self._pairs(batches), self.eval_loss, self._parts.device, self.metrics, task=self.task
+                )
             found |= {key if name == first else f"{name}-{key}": value for key, value in figures.items()}
         return found
 
@@ -266,7 +269,7 @@ class BNClient(NumPyClient):
         self._load(arrays, config)
         server_round = int(config.get(protocol.ROUND, 0))
         epoch = local_batches(self.train_data, server_round, epochs=1, steps=None)
-        with self._seeded("statistics", server_round):
+        with self._seeded("statistics", server_round, self.train_data):
             statistics, batches = reestimate(self.model, self._pairs(epoch), self._parts.device)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
@@ -299,10 +302,10 @@ class BNClient(NumPyClient):
     def _pairs(self, batches: Iterable[Any]) -> Iterator[Batch]:
         return (split_batch(batch, self.batch) for batch in batches)
 
-    def _seeded(self, purpose: str, server_round: int) -> AbstractContextManager[None]:
+    def _seeded(self, purpose: str, server_round: int, loader: object = None) -> AbstractContextManager[None]:
         """Random numbers as functions of purpose, round and client, also those of a DataLoader's own generator."""
         seed = seeding.seed_for(self.seed, purpose, server_round, self._number)
-        for owner in (self.train_data, getattr(self.train_data, "sampler", None)):
+        for owner in (loader, getattr(loader, "sampler", None)):
             if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
         return seeding.streams(seed, self._parts.device)
@@ -321,7 +324,7 @@ class BNClient(NumPyClient):
         adjust: list[Adjust] = [begin, *(rule.adjust for rule in rules)]
         self._parts.train()
         with ExitStack() as stack:
-            stack.enter_context(self._seeded("model", server_round))
+            stack.enter_context(self._seeded("model", server_round, self.train_data))
             for rule in rules:
                 stack.enter_context(rule.around())
             optimizer = self._optimizer(self._parts.trained, lr)

@@ -38,6 +38,7 @@ def total_weight(weights: Sequence[float]) -> float:
 
 _PIECE = 32768  # elements summed at a time; with smaller pieces threads would wait for Python's global lock
 _THREADS = min(8, cores())
+_LARGEST = 1e280  # of float64; times MOST_EXAMPLES it is finite
 _LARGE = 1 << 20  # elements for each thread: starting a thread takes as long as adding about 100,000 elements
 
 
@@ -61,18 +62,21 @@ def _mean(values: Sequence[Array], weights: Sequence[float], total: float) -> Ar
     """The mean of flat arrays; with large ones several threads take 0.6 of the time on two cores.
 
     The result depends neither on the number of threads nor, as that of BLAS may, on the position of an element. 64-bit
-    values are summed as differences from the first ones, because float64 sums would round them.
+    values are summed as differences from those with the largest weight, because float64 sums would round equal values.
     """
+    of_most = max(range(len(weights)), key=weights.__getitem__)
     mean = np.empty(values[0].size, values[0].dtype)
     starts = [slice(begin, begin + _PIECE) for begin in range(0, mean.size, _PIECE)]
 
     def set_mean(places: Sequence[slice]) -> None:
         scratch = np.empty(_PIECE)
         for place in places:
-            start = values[0][place] if mean.dtype.itemsize > 4 else None
+            start = values[of_most][place] if mean.dtype.itemsize > 4 else None
             summed = np.zeros(mean[place].size)
             row = scratch[: summed.size]
             for value, weight in zip(values, weights, strict=True):  # while the sum is in the cache
+                if not weight:
+                    continue  # zero times a difference that is too large would be NaN
                 row[:] = value[place]
                 if start is not None:
                     row -= start
@@ -139,13 +143,17 @@ def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -
         if value.dtype != like[key].dtype:
             return f"{key!r} is {value.dtype}, the server's is {like[key].dtype}"
         if not is_finite(value):
-            count = int(value.size - np.isfinite(value).sum())
+            if not (count := int(value.size - np.isfinite(value).sum())):
+                return f"{key!r} has values above {_LARGEST:g}, whose weighted sum may not be finite"
             return f"{key!r} has {count} of {value.size} values that are not finite (the client diverged?)"
     return negative_variance(arrays)
 
 
 def is_finite(value: Array) -> bool:
-    return value.dtype.kind not in "fc" or bool(np.isfinite(value).all())
+    """Whether a weighted sum of such values is finite."""
+    if value.dtype.kind not in "fc":
+        return True
+    return bool((np.isfinite(value) if value.dtype.itemsize <= 4 else np.abs(value) <= _LARGEST).all())
 
 
 def negative_variance(arrays: Arrays) -> str | None:

@@ -189,7 +189,7 @@ def metrics_of(content: RecordDict) -> MetricRecord:
 def odd_metrics(found: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
     """The reasons to refuse replies with a metric of another form than that of most clients, by node.
 
-    A form is one number, so many numbers, or one number out of range: some ClientApps report percentages, or equal
+    A form is one number, a list of them, or one number out of range: some ClientApps report percentages, or equal
     weights as numbers of examples, but then most clients do.
     """
     problems: dict[int, str] = {}
@@ -208,7 +208,7 @@ def odd_metrics(found: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
 def _form(key: str, metrics: Mapping[str, Any]) -> tuple[int, str]:
     value, examples = metrics[key], metrics.get(protocol.NUM_EXAMPLES)
     if isinstance(value, list):
-        return 2, f"a list of {len(value)} numbers"
+        return 2, "a list of numbers"
     if key.rpartition("-")[2] in _SHARES and not 0 <= value <= 1 + 1e-6:  # a mean of float32 may be above 1
         return 1, "above 1"
     if key == protocol.BATCH_EXAMPLES and examples is not None and value > examples:

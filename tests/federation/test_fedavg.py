@@ -479,6 +479,22 @@ def changing(inner: ClientApp, change: Callable[[RecordDict, int], None]) -> Cli
     return app
 
 
+def test_one_client_does_not_choose_the_weights_of_an_evaluation(federation: Federations) -> None:
+    fed = federation((8, 12, 6, 10))
+
+    def more(content: RecordDict, partition: int) -> None:
+        if partition == 2 and "arrays" not in content:
+            content["metrics"]["train-loss"] = content["metrics"]["accuracy"] = 1.0
+
+    first, second = (
+        FedAvg(weighted_by_key="train-loss").start(fed.grid(app), fed.arrays(), num_rounds=1)
+        for app in (fed.app(), changing(fed.app(), more))
+    )
+    one, other = (each.evaluate_metrics_clientapp[1] for each in (first, second))
+    assert other["loss"] == one["loss"]
+    assert one["accuracy"] < other["accuracy"] < 1
+
+
 class Table:
     """A metric function that keeps what it receives."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
@@ -305,6 +305,22 @@ def test_a_reused_strategy_or_grid_starts_from_zero(federation: Federations) -> 
         assert value.tobytes() == results[1][key].tobytes(), key
     rule.begin(1, fed.arrays())
     assert rule.memory.control == {}
+
+
+def test_a_client_that_does_not_repeat_its_partition_is_counted_once(federation: Federations) -> None:
+    fed, rule = federation((8, 12)), strategy()
+
+    class Silent(ClientApp):
+        def __call__(self, message: Message, context: Context) -> Message:
+            reply: Message = inner(message, context)
+            if message.content["config"]["server-round"] == 2:
+                del reply.content["client"]
+            return reply
+
+    inner = fed.app()
+    with LocalGrid(Silent(), 2, node_ids=[1, 101]) as grid:
+        rule.start(grid, fed.arrays(), num_rounds=3)
+    assert rule.memory.clients == [0, 1]
 
 
 def test_a_client_that_is_not_connected_keeps_its_share_of_c() -> None:

@@ -59,8 +59,8 @@ class Bounds:
         """The clients that are too far from the cohort's median, by position, with the reasons.
 
         Per array: the distance of a client from the coordinatewise median must be at most `plausible` times the norm
-        of the median, or times the median of the clients' distances if that is larger. With fewer than three clients
-        there is no majority to compare with.
+        of the median, or times the median of the clients' distances if that is larger; if both are zero, it must be
+        zero. With fewer than three clients there is no majority to compare with.
         """
         found: dict[int, str] = {}
         if self.plausible is None or len(cohort) < 3:
@@ -71,7 +71,7 @@ class Bounds:
             with np.errstate(over="ignore"):
                 distances = np.linalg.norm(rows - middle, axis=1)
                 scale = max(float(np.linalg.norm(middle)), float(np.median(distances)))
-            for i in np.flatnonzero(distances > self.plausible * scale) if scale > 0 else ():
+            for i in np.flatnonzero(distances > self.plausible * scale):
                 place = int(np.abs(rows[i] - middle).argmax())
                 reason = f"{key!r} has the value {rows[i, place]:.4g} where the clients' median is {middle[place]:.4g}"
                 found.setdefault(int(i), f"{reason}, further than plausible: {self.plausible:g} allows")

@@ -176,7 +176,7 @@ class Private(Wrapper):
     def _shown(self, reply: Reply, arrays: Arrays) -> Reply:
         shown = reply.metrics if self.metrics else {}
         metrics = MetricRecord({**shown, protocol.NUM_EXAMPLES: 1, self.chain[-1].weighted_by_key: 1})
-        content = RecordDict({"arrays": pack(arrays), "metrics": metrics, **configs_in(reply.message.content)})
+        content = RecordDict({**configs_in(reply.message.content), "arrays": pack(arrays), "metrics": metrics})
         return replace(reply, arrays=arrays, metrics=metrics, message=with_content(reply.message, content))
 
     # --- privacy ---

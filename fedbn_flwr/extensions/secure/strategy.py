@@ -230,7 +230,7 @@ class MaskedRound:
             if name == "arrays":
                 mean = {key: self._changed(key, change, error) for key, change in mean.items()}
             content[name] = pack({key: cast(value, whole[key].dtype) for key, value in mean.items()})
-        return [*(with_content(each, RecordDict({**content, **configs_in(each.content)})) for each in found), *errors]
+        return [*(with_content(each, RecordDict({**configs_in(each.content), **content})) for each in found), *errors]
 
     def _changed(self, key: str, change: Array, error: float) -> Array:
         before = self.sent.get(key)

@@ -650,6 +650,27 @@ def test_statistics_that_the_server_asks_for_do_not_depend_on_earlier_draws() ->
     assert same(*found)
 
 
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_evaluations_are_functions_of_seed_and_round(has_generator: bool) -> None:
+    class Noisy(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+            inputs, target = super().__getitem__(index)
+            return inputs + torch.randn(3), target
+
+    torch.manual_seed(5)
+    data = Noisy(torch.randn(24, 3, dtype=torch.float64), torch.randint(0, 2, (24,)))
+    loader = DataLoader(data, 8, shuffle=True, generator=torch.Generator() if has_generator else None)
+    client = BNClient(small(), shuffled(), loader)
+    found = []
+    for seed, number in ((1, 1), (2, 1), (3, 2)):
+        torch.manual_seed(seed)
+        expected = torch.rand(2)
+        torch.manual_seed(seed)
+        found.append(client.evaluate_round(sent_by(client), {"server-round": number})["loss"])
+        assert torch.rand(2).equal(expected), "the global generator is left as it was"
+    assert found[0] == found[1] != found[2]
+
+
 def test_data_of_ready_batches_without_a_number_of_examples_are_refused() -> None:
     """Its length is that of batches."""
     batches = [(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))] * 3

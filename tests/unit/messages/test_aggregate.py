@@ -12,6 +12,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from fedbn_flwr.messages.aggregate import cast, fault, normalised, weighted_mean
 from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
+from fedbn_flwr.messages.gate import MOST_EXAMPLES
 
 DTYPES = [np.float16, np.float32, np.float64, np.int64, np.bool_]
 
@@ -241,6 +242,15 @@ def test_many_missing_keys_are_counted() -> None:
     assert "'w0', 'w1', 'w2' and 6 more" in found
 
 
+def test_values_whose_weighted_sum_may_be_infinite_are_a_fault() -> None:
+    for value in (-1.7e308, 1e281):
+        arrays = {"w": np.array([0.0, value])}
+        assert fault(arrays, arrays) == "'w' has values above 1e+280, whose weighted sum may not be finite"
+    arrays = {"w": np.array([0.0, -1e280])}
+    assert fault(arrays, arrays) is None
+    assert np.isfinite(weighted_mean([arrays, arrays], [MOST_EXAMPLES, MOST_EXAMPLES])["w"]).all()
+
+
 def test_only_expected_keys_must_come_back() -> None:
     part = {"conv.weight": LIKE["conv.weight"]}
     assert fault(part, LIKE, expected=["conv.weight"]) is None
@@ -255,6 +265,26 @@ def test_large_integers_that_are_equal_are_their_mean(value: int) -> None:
     mean = weighted_mean([arrays] * 3, [1.0, 2.0, 3.0])["count"]
     assert mean.tolist() == [value, 7]
     assert cast(mean, mean.dtype).tolist() == [value, 7]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64])
+def test_a_reply_of_weight_zero_has_no_influence(place: int, dtype: type) -> None:
+    others = [np.array([5.25, -7.0]).astype(dtype), np.array([1.125, 3.0]).astype(dtype)]
+    largest = np.finfo(dtype).max if dtype != np.int64 else 2**62
+    for value in (largest, -largest):
+        values, weights = others.copy(), [1.0, 2.0]
+        values.insert(place, np.full(2, value, dtype))
+        weights.insert(place, 0.0)
+        mean = weighted_mean([{"w": each} for each in values], weights)["w"]
+        assert mean.tobytes() == weighted_mean([{"w": each} for each in others], [1.0, 2.0])["w"].tobytes()
+        expected = (others[0].astype(float) + 2 * others[1]) / 3
+        np.testing.assert_allclose(mean, expected.astype(dtype) if dtype != np.int64 else np.rint(expected), rtol=1e-6)
+
+
+def test_a_small_weight_takes_no_digits_of_the_mean() -> None:
+    arrays = [{"w": np.array([value])} for value in (1e12, 0.123456789012345, 0.223456789012345)]
+    assert weighted_mean(arrays, [1e-300, 1.0, 1.0])["w"][0] == pytest.approx(0.173456789012345, rel=1e-15)
 
 
 def test_the_mean_of_large_integers_keeps_their_small_differences() -> None:

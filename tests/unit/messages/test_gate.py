@@ -195,6 +195,9 @@ def test_a_metric_has_the_form_that_most_replies_have() -> None:
     assert odd(other, other, one) == [False, False, True]
     assert odd(other, one) == [True, False], "of two, the number counts"
     assert odd(other, {}) == [False, False], "a metric may be missing"
+    assert not any(odd(*({"losses": [0.5] * steps} for steps in (2, 2, 3, 3, 9)))), (
+        "clients have other numbers of steps"
+    )
 
 
 def test_shares_are_at_most_one_unless_most_clients_report_percentages() -> None:

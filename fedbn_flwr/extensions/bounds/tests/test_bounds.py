@@ -103,6 +103,15 @@ def test_statistics_of_two_clients_are_not_compared() -> None:
     assert not Bounds(plausible=10).outliers(replies, ["bn.running_var"])
 
 
+@pytest.mark.parametrize("value", [1e30, -1e-30])
+def test_beside_clients_whose_values_are_zero_every_other_one_is_implausible(value: float) -> None:
+    """The means of a batch norm in evaluation mode, and gradients where gamma is zero."""
+    replies = [{"bn.running_mean": np.zeros(3, np.float32)} for _ in range(4)]
+    assert not Bounds(plausible=10).outliers(replies, ["bn.running_mean"])
+    replies[2]["bn.running_mean"][1] = value
+    assert Bounds(plausible=10).outliers(replies, ["bn.running_mean"]).keys() == {2}
+
+
 # --- settings ---
 
 

@@ -183,6 +183,26 @@ def test_a_client_that_does_not_answer_counts_as_a_change_of_zero(federation: Fe
         np.testing.assert_allclose(value, one_round(make(), Replying(fed, zero), arrays)[key], rtol=0, atol=1e-15)
 
 
+class Renaming(LocalGrid):
+    """A client has its metrics under another name, and configs under the names of the server's records."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        content = replies[1].content
+        content["other"], content["model"] = content.pop("metrics"), content.pop("arrays")
+        content["metrics"] = content["arrays"] = ConfigRecord({"what": 1})
+        return replies
+
+
+def test_configs_of_a_client_do_not_replace_records_of_the_server(federation: Federations) -> None:
+    fed = federation((8, 8, 8))
+    honest, renamed = (
+        one_round(Private(FedAvg(), noise=0.5, noise_seed=4), grid(fed.app(), 3), fed.arrays())
+        for grid in (LocalGrid, Renaming)
+    )
+    assert same(honest, renamed)
+
+
 # --- noise -------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from fedbn_flwr.extensions.secure.masking import (
     seal,
 )
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 
 LATER, UNKNOWN, HONEST = "later", "unknown", "honest"
 KEYS, SHARES, MASKED, UNMASK = "keys", "shares", "masked", "unmask"
@@ -85,6 +85,14 @@ class Hostile(ClientApp):
 
 
 # --- changes -----------------------------------------------------------------
+
+
+def named_as_records(content: RecordDict, context: Context) -> None:
+    """Metrics under another name, and a config that has the name of what the server makes."""
+    for name in [*metrics_in(content)]:
+        content[f"other {name}"] = content.pop(name)
+    content["metrics"] = ConfigRecord({"what": 1})
+
 
 Change = Callable[[np.ndarray], np.ndarray]
 

@@ -43,6 +43,7 @@ from fedbn_flwr.extensions.secure.tests.attacks import (
     added,
     arrays_as,
     attacks,
+    named_as_records,
     only,
     random,
     zeros,
@@ -422,6 +423,14 @@ def test_an_attack_ends_no_run_and_blames_no_honest_client(
     assert named_in(lines) <= set(bad)
     if is_skipped:
         assert any("the masks hide which client is at fault" in line for line in lines)
+
+
+def test_configs_of_the_first_client_do_not_replace_records_of_the_server(federation: Federations) -> None:
+    attack = Attack("configs under the names of records", MASKED, named_as_records, HONEST)
+    _, model, lines, sent = attacked(federation, "FedAvg", (0,), {1: attack}, 2)
+    assert sent
+    assert same(model, twin(federation, "FedAvg", (0,), attack))
+    assert not named_in(lines)
 
 
 ZEROS = Attack("zeros", MASKED, arrays_as(zeros), UNKNOWN)
