@@ -72,6 +72,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.once:
         print(collect(), end="")
         return
+    for file in arguments.certificate:
+        samples_of_certificate(file)  # a wrong path ends the server before its first request
     with make_server(*arguments.listen, collect) as server:
         print(f"metrics: port {server.server_port}, /metrics", flush=True)
         server.serve_forever()
@@ -102,7 +104,7 @@ def make_server(host: str, port: int, collect: Callable[[], str]) -> ThreadingHT
                 return
             try:
                 body = text().encode()
-            except Exception as error:  # a folder that cannot be read now may be readable at the next request
+            except (Exception, SystemExit) as error:  # it may work at the next request
                 self.send_error(500, " ".join(str(error).split()).encode("ascii", "replace").decode())
                 return
             self.send_response(200)

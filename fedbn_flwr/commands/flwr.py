@@ -51,13 +51,14 @@ def _project(app: Path) -> dict[str, Any]:
 
 
 def flwr(arguments: argparse.Namespace) -> int:
-    from .simulation import federation_config, run_app
+    from .simulation import check_federation, federation_config, run_app
 
     app = Path(arguments.app).expanduser().resolve()
     project = _project(app)
     run_config = parse_pairs(arguments.run_config, "--run-config")
     federation = parse_pairs(arguments.federation_config, "--federation-config")
     out, more = None, ""
+    check_federation(federation)
     if project["project"]["name"] == "fedbn-flwr":
         from fedbn_flwr.experiment.file.layers import from_run_config
         from fedbn_flwr.experiment.prepare import prepare
@@ -79,6 +80,7 @@ def flwr(arguments: argparse.Namespace) -> int:
         more = " ".join(["resume=true"] * ("resume" not in run_config) + [f"out='{out}'"] * ("out" not in run_config))
         run_config["out"] = str(out)  # Flower's processes run in another folder
         clients = experiment.runs[0].clients
+        check_federation(federation, clients)
         federation = {"num-supernodes": clients, **federation} if federation else federation_config(clients)
     from fedbn_flwr.results.folder import errors_since, mark_interrupted
 

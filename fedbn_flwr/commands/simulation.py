@@ -23,7 +23,7 @@ from typing import Any
 
 from fedbn_flwr import named
 from fedbn_flwr.cores import cores
-from fedbn_flwr.errors import RunFailed, needs
+from fedbn_flwr.errors import RunFailed, SettingsError, did_you_mean, needs
 from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.storage import temporary_folder
 
@@ -63,6 +63,19 @@ def run_app(app: Path, run_config: Mapping[str, Any], federation: Mapping[str, A
             raise RunFailed(
                 f"the Flower run failed: {problem.read_text() if problem.exists() else f'exit code {code}'}"
             )
+
+
+def check_federation(config: Mapping[str, Any], clients: int = 1) -> None:
+    """Raise SettingsError if Flower cannot simulate this federation for an experiment with so many clients."""
+    from flwr.supercore.constant import DEFAULT_SIMULATION_CONFIG
+
+    fields = {field.name.replace("_", "-") for field in DEFAULT_SIMULATION_CONFIG.DESCRIPTOR.fields}
+    for key in config:
+        if key.replace("_", "-") not in fields:
+            raise SettingsError(f"--federation-config has no key {key!r}; {did_you_mean(key, fields)}")
+    nodes = config.get("num-supernodes", clients)
+    if type(nodes) is not int or nodes < clients:
+        raise SettingsError(f"--federation-config: num-supernodes is {nodes!r}; expected a number from {clients} on")
 
 
 def federation_config(clients: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .catalogue import Entry
 from .dataset import DataSet, Groups, fewer
 from .examples import Examples, main
 from .source import Source
-from .values import Parts, Targets, as_rows, inputs_of, targets_of
+from .values import Parts, Targets, as_rows, check_texts, inputs_of, targets_of
 
 Splits = Mapping[str, Any]  # "train", and "test" unless a share of "train" is held out
 ARRAYS = {"inputs": "inputs", "label": "labels", "domain": "domains", "group": "groups"}  # their usual names
@@ -221,7 +221,7 @@ def _chosen(
         inputs = tuple(name for name in others if name in source.categories or train[name].kind.startswith(_NUMBERS))
         for name in others:
             if name not in inputs and train[name].kind.endswith("string"):
-                _check_texts(source, name, train[name])
+                check_texts(source, name, train[name].read())
     if not inputs:
         inputs = _only(source, columns, "inputs", "Image", label)
     used = [("inputs", column) for column in inputs] + [("label", column) for column in label]
@@ -237,20 +237,6 @@ def _chosen(
     if twice := [column for column in inputs if column in label]:
         raise DataError(f"{twice[0]!r} is in data.inputs and data.label; expected it in one")
     return inputs, label, domain, group
-
-
-def _check_texts(source: Source, name: str, column: Column) -> None:
-    """One stray text makes a column of numbers one of texts, which is no input."""
-    import pandas as pd
-
-    texts = pd.Series(column.read()).dropna()
-    wrong = texts[pd.to_numeric(texts, errors="coerce").isna()]
-    if 0 < len(wrong) < len(texts) / 2:
-        raise DataError(
-            f"{source.name!r}: {len(wrong)} of {len(texts)} values of the column {name!r} are no numbers; correct "
-            "them, leave their fields empty, or name the inputs without it in data.inputs",
-            f": {wrong.iloc[0]!r} in row {wrong.index[0]}",
-        )
 
 
 def _uses(

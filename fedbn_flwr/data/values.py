@@ -99,12 +99,27 @@ def _feature(source: Source, column: str, rows: np.ndarray, known: Sequence[str]
             )
         rows = np.where(absent[:, None], np.nan, texts[:, None] == np.array(known))
     elif rows.dtype.kind in "OSU" and (few := sorted({str(row) for row in rows if row is not None})[:4]):
+        check_texts(source, column, rows)
         raise DataError(
             f"{source.name!r}: the column {column!r} has texts, which are no inputs; leave it out of data.inputs, or "
             "give its values",
             f": data.categories: {{{column}: [{', '.join(few)}]}}",
         )
     return np.asarray(rows, np.float32).reshape(len(rows), -1)
+
+
+def check_texts(source: Source, column: str, rows: np.ndarray) -> None:
+    """One stray text makes a column of numbers one of texts, which is no input."""
+    import pandas as pd
+
+    texts = pd.Series(rows).dropna()
+    wrong = texts[pd.to_numeric(texts, errors="coerce").isna()]
+    if 0 < len(wrong) < len(texts) / 2:
+        raise DataError(
+            f"{source.name!r}: {len(wrong)} of {len(texts)} values of the column {column!r} are no numbers; correct "
+            "them, leave their fields empty, or name the inputs without it in data.inputs",
+            f": {wrong.iloc[0]!r} in row {wrong.index[0]}",
+        )
 
 
 def _several(where: str, arrays: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ from fedbn_flwr.experiment.parts import choose_device, make_model
 from fedbn_flwr.experiment.prepare import make_rule, try_model
 from fedbn_flwr.experiment.settings import Experiment, Settings
 from fedbn_flwr.results.text import columns_in_words
+from fedbn_flwr.storage import writing
 
 _TIMEOUT = 5  # seconds
 _SOON = 30  # days in which a certificate should be renewed
@@ -199,7 +200,8 @@ def check_node_config(node: Mapping[str, Any]) -> Iterator[Check]:
 def check_state(folder: Path) -> Iterator[Check]:
     """Whether the node's state folder can be written to."""
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())  # the client makes the rest
-    tempfile.TemporaryFile(dir=there).close()
+    with writing(folder):
+        tempfile.TemporaryFile(dir=there).close()
     yield Check("state folder", "ok", f"{folder}: can be written to")
 
 

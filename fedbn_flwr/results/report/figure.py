@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import UserError, needs
-from fedbn_flwr.storage import writing
+from fedbn_flwr.storage import replacing, writing
 
 from ..text import in_html
 
@@ -44,7 +44,9 @@ class Plot(Figure):
             )
         with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(self.svg.encode() if file.suffix == ".svg" else self._drawn(file.suffix[1:], dpi=130))
+            drawn = self.svg.encode() if file.suffix == ".svg" else self._drawn(file.suffix[1:], dpi=130)
+            with replacing(file, durable=False) as temporary:
+                temporary.write_bytes(drawn)
 
     @cached_property
     def svg(self) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
-from fedbn_flwr.storage import to_json, writing
+from fedbn_flwr.storage import replacing, to_json, writing
 
 from ..folder.clients import PartitionCounts
 from ..read.runs import Run, find_runs, is_number
@@ -89,7 +89,8 @@ def write_html(folders: Sequence[Path], file: Path, form: Form = DEFAULT) -> str
 def _write(file: Path, text: str) -> None:
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        with replacing(file, durable=False) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
 
 def _pictures(rows: Sequence[Row]) -> tuple[dict[str, Plot], str]:

@@ -162,6 +162,26 @@ def test_an_experiment_has_a_node_per_client(
     assert cli.main(["flwr", "run", str(ROOT), "--run-config", run_config, *given]) == 130
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("foo=2", "--federation-config has no key 'foo'; known: "),
+        ("num-supernode=2", "no key 'num-supernode'; did you mean 'num-supernodes'?"),
+        ("num-supernodes='x'", "num-supernodes is 'x'; expected a number from 1 on"),
+        ("num-supernodes=0", "num-supernodes is 0; expected a number from 1 on"),
+        ("num-supernodes=2", "num-supernodes is 2; expected a number from 4 on"),
+    ],
+)
+def test_a_wrong_federation_is_refused(
+    given: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_config = f"experiment='quick' set='clients=4' out='{tmp_path / 'out'}'"
+    words = ["flwr", "run", str(ROOT), "--run-config", run_config, "--federation-config", given]
+    assert cli.main(words) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["", ".yaml", "folder/", os.fsdecode(b"caf\xe9"), "two\nlines"])
 def test_names_that_cannot_be_used_make_no_file(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -148,6 +148,8 @@ def test_a_stray_text_in_a_column_of_numbers_is_refused(tmp_path: Path) -> None:
     ) as raised:
         opened(tmp_path / "a.csv", label="ill")
     assert "?" not in raised.value.public
+    with pytest.raises(DataError, match=r"2 of 39 values of the column 'pulse' are no numbers.*: '\?' in row 5"):
+        opened(tmp_path / "a.csv", label="ill", inputs=["age", "pulse"]).moments  # noqa: B018
     assert opened(tmp_path / "a.csv", label="ill", inputs="age").input_names == ("age",)
     frame.assign(pulse=[f"{row}" if row % 2 else f"A{row}" for row in range(40)]).to_csv(tmp_path / "b.csv")
     assert opened(tmp_path / "b.csv", label="ill").columns["pulse"] == "string", "half are numbers: a code"

@@ -270,7 +270,7 @@ def test_large_integers_that_are_equal_are_their_mean(value: int) -> None:
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64])
 def test_a_reply_of_weight_zero_has_no_influence(place: int, dtype: type) -> None:
-    others = [np.array([5.25, -7.0]).astype(dtype), np.array([1.125, 3.0]).astype(dtype)]
+    others: list[np.ndarray] = [np.array([5.25, -7.0]).astype(dtype), np.array([1.125, 3.0]).astype(dtype)]
     largest = np.finfo(dtype).max if dtype != np.int64 else 2**62
     for value in (largest, -largest):
         values, weights = others.copy(), [1.0, 2.0]

@@ -368,7 +368,7 @@ def test_a_table_that_suits_the_experiment_passes(tmp_path: Path, capsys: pytest
     ("column", "values", "says"),
     [
         ("age", None, "data.inputs='age' is not a column of"),
-        ("age", ["forty", 41, 42], "which are no inputs; leave it out of data.inputs"),
+        ("age", ["forty", 41, 42], "1 of 40 values of the column 'age' are no numbers"),
         ("pressure", [None, None, 120.5], "some have no value (NaN or null) in pressure (2)"),
         ("sex", ["x", "f", "x"], "such as 'x'; known: f, m"),
         ("outcome", ["dead", "ill", "ill"], "such as 'dead'; known: ill, well"),

@@ -58,9 +58,9 @@ def test_certificates_have_days_left(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @contextmanager
-def served(text: str | Exception, host: str = "127.0.0.1") -> Iterator[str]:
+def served(text: str | BaseException, host: str = "127.0.0.1") -> Iterator[str]:
     def collect() -> str:
-        if isinstance(text, Exception):
+        if isinstance(text, BaseException):
             raise text
         return text
 
@@ -72,6 +72,14 @@ def served(text: str | Exception, host: str = "127.0.0.1") -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ca.crt"
+    with pytest.raises(SystemExit, match=r"ca\.crt' is not a readable PEM certificate"):
+        SCRIPT["main"]([str(tmp_path), "--listen", "127.0.0.1:0", "--certificate", str(file)])
+    with served(SystemExit("no certificate")) as address, pytest.raises(HTTPError, match="500: no certificate"):
+        urlopen(f"{address}/metrics", timeout=10)
 
 
 def test_the_endpoint_answers_only_for_metrics() -> None:
