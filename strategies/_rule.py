@@ -312,7 +312,7 @@ class Leaf(Rule):
     min_train_nodes: int = 1  # usable replies that a round needs
     compares: bool = True  # whether a reply may be refused for what the other clients sent
     hidden: frozenset[Role] = frozenset()  # what a strategy that is not a rule does not see of the model
-    asked: int = 0  # the number of clients that received the model in this round
+    asked: Collection[int] = ()  # the nodes that received the model in this round
     used: Collection[int] = ()  # the nodes whose replies are in the last mean, of training or of evaluation
 
     def __init__(self) -> None:
@@ -391,14 +391,14 @@ class Leaf(Rule):
             return number_problem(reply.metrics, key) if self.weighs else None
 
         # A missing evaluation must not end the run, so no reply is required.
-        found = self.screen(f"round {server_round}, evaluation", messages, 0, problem, records=None)
+        found = self.screen(f"round {server_round}, evaluation", messages, (), problem, records=None)
         return self.evaluated(server_round, found, key)
 
     def screen(
         self,
         what: str,
         replies: Iterable[Message],
-        asked: int,
+        asked: Collection[int],
         problem: Callable[[Reply], str | None],
         compare: Callable[[Mapping[int, Reply]], Mapping[int, str]] = lambda found: {},
         records: Collection[str] | None = (),
@@ -437,13 +437,17 @@ class Leaf(Rule):
         return [usable[node] for node in left]
 
     def admit(
-        self, what: str, answered: Mapping[int, int | None], refused: Sequence[tuple[int, str]], asked: int
+        self,
+        what: str,
+        answered: Mapping[int, int | None],
+        refused: Sequence[tuple[int, str]],
+        asked: Collection[int],
     ) -> list[int]:
         """The nodes of `answered` that are not in `refused`, in the order of partitions.
 
         `answered` maps a node to the partition that it reports, `refused` are pairs of node and reason. The log names
-        the clients left out. RunFailed lists the reasons if fewer than `min_train_nodes` of the `asked` clients remain;
-        with `asked` 0 no client is required.
+        the clients left out. RunFailed lists the reasons if fewer than `min_train_nodes` of the nodes `asked` remain;
+        if none was asked, none is required.
         """
         refused = [*refused, *self.learn(answered, None if self._round is None else self._round.grid).items()]
         known = self.memory.partitions
@@ -453,14 +457,17 @@ class Leaf(Rule):
             for node, reason in refused
         )
         usable = list(answered.keys() - {node for node, _ in refused})
-        if (silent := asked - len(usable) - len(refused)) > 0:
-            reasons.append(f"{silent} of {asked} clients did not answer in time")
+        silent = sorted({*asked} - answered.keys() - {node for node, _ in refused}, key=self._position)
+        if (count := len(asked) - len(usable) - len(refused)) == len(silent):
+            reasons += [f"{self._who(node)}: it did not answer in time" for node in silent]
+        elif count > 0:  # the others have errors that name the SuperLink
+            reasons.append(f"{count} of {len(asked)} clients did not answer in time")
         self.left_out += reasons
-        needed = max(1, min(self.min_train_nodes, asked)) if asked else 0
+        needed = max(1, min(self.min_train_nodes, len(asked))) if asked else 0
         if len(usable) < needed:
             listed = "".join(f"\n  - {one_line(reason)}" for reason in self.left_out) or " no reply"
             raise RunFailed(
-                f"{what}: {len(usable)} of {asked} clients sent a usable reply, {needed} are needed:{listed}"
+                f"{what}: {len(usable)} of {len(asked)} clients sent a usable reply, {needed} are needed:{listed}"
             )
         for reason in reasons:
             LOG.warning("%s: left out %s", what, one_line(reason))

@@ -245,7 +245,7 @@ class Foreign(Leaf):
         seen = record_of(split_by_role(arrays, roles(arrays), self.hidden)[1]) if self.hidden else arrays
         with self._drawing("train", server_round):
             messages = list(self.strategy.configure_train(server_round, seen, config, grid))
-        self.asked = len(messages)
+        self.asked = [message.metadata.dst_node_id for message in messages]
 
         def whole(sent: ArrayRecord) -> ArrayRecord:
             return arrays if sent is seen else record_of({**arrays, **sent})

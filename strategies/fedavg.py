@@ -94,7 +94,7 @@ class FedAvg(Leaf, FlowerFedAvg):
     ) -> Iterable[Message]:
         round = self._begins(server_round, arrays, config, grid)
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
-        self.asked, self.left_out = len(nodes), []
+        self.asked, self.left_out = nodes, []
         keys, records = self._additions(round)
         kept = self.traits.kept
         if kept:  # roles of the model, which may lack counters

@@ -38,9 +38,9 @@ _LARGEST = 1e18  # of a contribution's values: their squares and sums are finite
 Answers = Mapping[int, Contribution | str]  # by node; a string is the reason why there is no contribution
 Agree = Callable[[str, Sequence[Contribution]], Agreement]  # the name of the exchange in messages, and what to average
 # Returns the nodes that stay in the round, in order. Arguments: the name of the exchange in messages; the partition
-# that each node reports; the reasons for rejecting an answer, with the node; the number of nodes asked. Logs the
+# that each node reports; the reasons for rejecting an answer, with the node; the nodes asked. Logs the
 # reasons; raises RunFailed if too few nodes remain.
-Admit = Callable[[str, Mapping[int, int | None], Sequence[tuple[int, str]], int], list[int]]
+Admit = Callable[[str, Mapping[int, int | None], Sequence[tuple[int, str]], Sequence[int]], list[int]]
 # Why tensors are too far from the others, by position.
 Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]
 Report = Callable[[str, int, int], None]  # what is counted, how many are done, of how many
@@ -69,8 +69,8 @@ class Carrier(Protocol):
     def run(self, exchanges: Exchanges) -> list[Message]:
         """The round's train messages; the exchanges have been run, or run while the clients handle these messages."""
 
-    def finish(self, replies: Iterable[Message]) -> tuple[list[Message], int]:
-        """The replies of the clients that took part in all exchanges, and the number of these clients."""
+    def finish(self, replies: Iterable[Message]) -> tuple[list[Message], Sequence[int]]:
+        """The replies of the clients that took part in all exchanges, and the nodes of these clients."""
 
 
 MakeCarrier = Callable[[Grid, Sequence[Message], float], Carrier]  # for these train messages, with a time limit
@@ -92,14 +92,14 @@ class ByMessages:
 
     def __init__(self, grid: Grid, messages: Sequence[Message], timeout: float, pass_on: PassOn | None) -> None:
         self._grid, self._first, self._timeout, self._pass_on = grid, messages[0], timeout, pass_on
-        self._left = 0
+        self._left: Sequence[int] = ()
 
     def run(self, exchanges: Exchanges) -> list[Message]:
         done = exchanges(self.ask)
-        self._left = len(done.nodes)
+        self._left = done.nodes
         return self._messages(MessageType.TRAIN, done.nodes, done.steps, done.agreement)
 
-    def finish(self, replies: Iterable[Message]) -> tuple[list[Message], int]:
+    def finish(self, replies: Iterable[Message]) -> tuple[list[Message], Sequence[int]]:
         return list(replies), self._left
 
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
@@ -159,7 +159,7 @@ def run_exchanges(
             refused |= {usable[i]: f"{found[usable[i]].kind}: {reason}" for i, reason in far.items()}
         if step == 1 or len(usable) < len(nodes) or refused:  # otherwise all stay, and are in order
             partitions = {node: each.partition for node, each in found.items()}
-            nodes = admit(exchange, partitions, list(refused.items()), len(nodes))
+            nodes = admit(exchange, partitions, list(refused.items()), nodes)
         first = found[nodes[0]]
         agreement, remaining = agree(exchange, [found[node] for node in nodes]), first.remaining
         done[first.kind] += 1

@@ -174,7 +174,8 @@ def initial_fault(arrays: Arrays) -> str | None:
         if value.dtype.kind not in "fiub":
             return f"{key!r} is {value.dtype}; expected real numbers, such as real and imaginary part as two arrays"
         if not is_finite(value):
-            return f"{key!r} has values that are not finite; register a mask as a buffer with persistent=False"
+            what = "not finite" if not np.isfinite(value).all() else f"above {_LARGEST:g}"
+            return f"{key!r} has values that are {what}; register a mask as a buffer with persistent=False"
     if negative := negative_variance(arrays):
         return f"{negative}. If it is no variance, rename it and the running_mean beside it"
     return None

@@ -81,7 +81,7 @@ class StreamCarrier:
             for node, config in configs.items()
         ]
 
-    def finish(self, replies: Iterable[Message]) -> tuple[list[Message], int]:
+    def finish(self, replies: Iterable[Message]) -> tuple[list[Message], Sequence[int]]:
         """Raises the error that ended the exchanges."""
         replies = list(replies)
         for reply in replies:
@@ -91,7 +91,7 @@ class StreamCarrier:
         done = self._ended.result(_JOIN_SECONDS)
         # Clients that dropped out were already reported; ignore their final reply.
         lost = {*self._nodes}.difference(done)
-        return [reply for reply in replies if reply.metadata.src_node_id not in lost], len(done)
+        return [reply for reply in replies if reply.metadata.src_node_id not in lost], done
 
     # --- what an engine that observes replies calls ---
 

@@ -36,7 +36,7 @@ class Admission:
         self.reasons: dict[int, str] = {}
 
     def __call__(
-        self, what: str, answered: Mapping[int, int | None], refused: Sequence[tuple[int, str]], asked: int
+        self, what: str, answered: Mapping[int, int | None], refused: Sequence[tuple[int, str]], asked: Sequence[int]
     ) -> list[int]:
         self.reasons |= {node: f"{what}: {reason}" for node, reason in refused}
         return sorted(answered.keys() - dict(refused).keys(), key=lambda node: answered[node] or 0)
