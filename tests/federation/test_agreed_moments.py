@@ -212,7 +212,7 @@ LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "no deviation can be so small": (put(4, 1.0), "its sums of column 1 are those of no values"),
     "negative count": (put(0, -3.0), "its sums of column 1 are those of no values"),
     "half a value": (put(0, 2112.5), "its sums of column 1 are those of no values"),
-    "more values than there are": (put(0, 1e300), "its sums of column 1 are those of no values"),
+    "more values than there are": (put(0, 1e270), "its sums of column 1 are those of no values"),
     "sums of nothing": (put(0, 0.0), "its sums of column 1 are those of no values"),
     "wrong width": (lambda sums: sums[:, :2], r"'sums' has shape \(7, 2\), the server's has \(7, 3\); its columns"),
     "float32": (lambda sums: sums.astype(np.float32), "'sums' is float32, the server's is float64"),
