@@ -354,6 +354,23 @@ def fedtan() -> Table:
     return ("run", *columns, "communication rounds", "MiB"), rows
 
 
+def fedtan_sixteen() -> Table:
+    """All rules without momentum, at 16 pixels; the paper's table has two of them."""
+    figures = {label: each[-1][0] for label, each in published("FedTAN", "Table 2").items()}
+    rows: list[Row] = []
+    for label, runs in without_sweep(by_label(*SIXTEEN)).items():
+        before = percent([run.after(1200) for run in runs], unit=" %")
+        figure = f"{figures[label]:.2f} %" if label in figures else "-"
+        rows.append((label, share("accuracy", unit=" %")(runs), before, figure, str(len(runs)), trips(runs)))
+    columns = ("measured, 2,000 rounds", "before the rate falls (round 1,200)", "published, 10,000 rounds")
+    return ("run", *columns, "seeds", "communication rounds"), rows
+
+
+def without_sweep(runs: Mapping[str, list[Run]]) -> dict[str, list[Run]]:
+    """By the names of the experiment's rows."""
+    return {label.partition(",")[0]: each for label, each in runs.items()}
+
+
 def costs() -> Table:
     """FedTAN-II on MNIST; what the exchanges add is relative to the same messages without them."""
     figures = published("FedTAN", "Table 5")
@@ -472,6 +489,7 @@ def fixbn_one_step() -> Table:
 TABLE1 = ("fixbn/table1.json", "fixbn/table1-seed1.json", "fixbn/table1-seeds.json")
 LENET = ("fixbn/lenet.json", "fixbn/lenet-seeds.json")
 WHOLE = tuple(f"fixbn/table4-16px{part}.json" for part in ("", "-seed2", "-GN"))
+SIXTEEN = ("fedtan/table2-16px.json",)
 QUARTER = ("fixbn/report.json", "fixbn/seeds/report.json")
 
 
@@ -689,6 +707,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedbs seeds": fedbs_seeds,
     "results fedbs fashion-mnist": fedbs((0.75, 0.80, 0.85), "fedbs/fashion-mnist.json"),
     "results fedtan": fedtan,
+    "results fedtan 16px": fedtan_sixteen,
     "results costs": costs,
     "results fedwon": fedwon_office,
     "results fedwon rates": fedwon_rates,

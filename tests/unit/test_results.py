@@ -257,6 +257,18 @@ def fedbs() -> Iterator[str]:
     yield f"{more} points above FedAvg ({chance}) and {other} above FedProx ({of_other}) on Fashion-MNIST"
 
 
+def fedtan() -> Iterator[str]:
+    runs = results.without_sweep(results.by_label(*results.SIXTEEN))
+    end = {rule: results.by_seed(each) for rule, each in runs.items()}
+    assert {(rule, *seeds) for rule, seeds in end.items()} == {("FedTAN", 0), ("FedAvg+BN", 0)}
+    one, other = (end[rule][0] for rule in ("FedTAN", "FedAvg+BN"))
+    yield f"FedTAN ends at {one:.1f} %, {one - other:.1f} points above FedAvg with batch norm"
+    before, last = (100 * run.after(at) for run in runs["FedTAN"] for at in (1200, 1250))
+    yield f"from {before:.1f} % in round 1,200 to {last:.1f} % in round 1,250"
+    first = [100 * run.after(at) for run in runs["FedAvg+BN"] for at in range(1250, 2001, 50)]
+    yield f"batch norm stays between {min(first):.1f} and {max(first):.1f} %"
+
+
 def fedwon() -> Iterator[str]:
     runs = results.by_label("fedwon/digits/report.json")
     switches = {rule: {run.settings["train"]["schedule"]["switch"] for run in seeds} for rule, seeds in runs.items()}
@@ -587,8 +599,9 @@ def which_strategy() -> Iterator[str]:
     yield f"GN {lenet['GN']} %, FixBN {lenet['FixBN']} %, batch norm {lenet['BN']} %, five seeds ([LeNet]"
     limited = [skewed[f"FedTAN-II M={rounds}"] for rounds in (10, 100)]
     yield f"{skewed['FedTAN']} and {limited[0]} to {limited[1]} % ([MNIST]"
-    cifar = accuracies("fedtan/report.json")
-    yield f"{cifar['FedTAN']} %, batch norm {cifar['FedAvg+BN']} % ([CIFAR-10]"
+    cifar = results.without_sweep(results.by_label(*results.SIXTEEN))
+    ends = {rule: results.share("accuracy")(runs) for rule, runs in cifar.items()}
+    yield f"{ends['FedTAN']} %, batch norm {ends['FedAvg+BN']} % ([CIFAR-10 at 16 pixels]"
     digits, own = (accuracies("fedwon/digits/report.json", key=key) for key in ("accuracy", "clients_own_accuracy"))
     batch = results.share("accuracy", unit=" %")(results.by_label("fedwon/digits/report.json")["FedAvg"])
     yield f"GN {digits['FedAvg+GN']}, LN {digits['FedAvg+LN']}, FixBN {digits['FixBN']}, batch norm {batch} ([digits]"
@@ -615,7 +628,7 @@ def which_strategy() -> Iterator[str]:
 
 
 IN_RESULTS = (
-    *(fixbn, fedbs, fedwon, domains, mnist, costs, clients, network),
+    *(fixbn, fedbs, fedtan, fedwon, domains, mnist, costs, clients, network),
     *(performance, secure, private, robustness, reliability, privacy),
 )
 PLACES = {page: ROOT / "docs" / "results" / f"{page.__name__}.md" for page in IN_RESULTS}
