@@ -148,16 +148,16 @@ def test_superlink_and_supernodes_give_the_same_arrays(local: Path, deployment: 
 
 
 @pytest.mark.slow
-def test_too_few_nodes_are_named_although_flower_has_an_error_of_its_own(app: Path, tmp_path: Path) -> None:
+def test_silent_nodes_are_named_although_flower_has_an_error_of_its_own(app: Path, tmp_path: Path) -> None:
     """No actor has 64 cores. Flower's simulation ends with that error, after the server's."""
-    run_config = f"experiment='quick' set='engine.node_timeout=0.01' out='{tmp_path / 'out'}'"
-    federation = "num-supernodes=2 client-resources-num-cpus=64 init-args-num-cpus=1"
+    run_config = f"experiment='quick' set='engine.timeout=0.01' out='{tmp_path / 'out'}'"
+    federation = "num-supernodes=3 client-resources-num-cpus=64 init-args-num-cpus=1"
     flags = ["--federation-config", federation, "--run-config", run_config]
     done = fedbn("flwr", "run", app, *flags, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Ending simulation" in done.stderr
-    assert "FixBN: 2 of 3 nodes" in done.stderr
-    assert "num-supernodes=3" in done.stderr
+    assert "FixBN: the run cannot begin" in done.stderr
+    assert "3 nodes did not answer within 0.01 s" in done.stderr
 
 
 def test_bad_input_to_flwr_run_ends_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
