@@ -456,8 +456,9 @@ class Leaf(Rule):
             f"{self._who(node)}: {reason.removeprefix(f'client {known.get(node)}').lstrip(': ')}"
             for node, reason in refused
         )
-        usable = list(answered.keys() - {node for node, _ in refused})
-        silent = sorted({*asked} - answered.keys() - {node for node, _ in refused}, key=self._position)
+        bad = {node for node, _ in refused}
+        usable = list(answered.keys() - bad)
+        silent = sorted({*asked} - answered.keys() - bad, key=self._position)
         if (count := len(asked) - len(usable) - len(refused)) == len(silent):
             reasons += [f"{self._who(node)}: it did not answer in time" for node in silent]
         elif count > 0:  # the others have errors that name the SuperLink

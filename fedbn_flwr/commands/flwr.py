@@ -56,9 +56,10 @@ def flwr(arguments: argparse.Namespace) -> int:
     app = Path(arguments.app).expanduser().resolve()
     project = _project(app)
     run_config = parse_pairs(arguments.run_config, "--run-config")
-    federation = parse_pairs(arguments.federation_config, "--federation-config")
-    out, more = None, ""
+    given = parse_pairs(arguments.federation_config, "--federation-config")
+    federation = {key.replace("_", "-"): value for key, value in given.items()}  # Flower accepts both
     check_federation(federation)
+    out, more = None, ""
     if project["project"]["name"] == "fedbn-flwr":
         from fedbn_flwr.experiment.file.layers import from_run_config
         from fedbn_flwr.experiment.prepare import prepare
@@ -74,13 +75,13 @@ def flwr(arguments: argparse.Namespace) -> int:
                 raise SettingsError(f"--run-config: {key} is {value!r}; expected {expected}")
         config = {**defaults, **run_config}
         experiment, resume = from_run_config(config), bool(config.get("resume"))
+        clients = experiment.runs[0].clients
+        check_federation(federation, clients)
         out = out_folder(experiment.name, config.get("out"), resume=resume).resolve()
         prepare(experiment, own_data=True)
         open_folders(experiment, out, resume=resume)
         more = " ".join(["resume=true"] * ("resume" not in run_config) + [f"out='{out}'"] * ("out" not in run_config))
         run_config["out"] = str(out)  # Flower's processes run in another folder
-        clients = experiment.runs[0].clients
-        check_federation(federation, clients)
         federation = {"num-supernodes": clients, **federation} if federation else federation_config(clients)
     from fedbn_flwr.results.folder import errors_since, mark_interrupted
 

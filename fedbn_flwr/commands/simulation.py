@@ -65,17 +65,17 @@ def run_app(app: Path, run_config: Mapping[str, Any], federation: Mapping[str, A
             )
 
 
-def check_federation(config: Mapping[str, Any], clients: int = 1) -> None:
-    """Raise SettingsError if Flower cannot simulate this federation for an experiment with so many clients."""
+def check_federation(config: Mapping[str, Any], least: int = 1) -> None:
+    """Raise SettingsError if Flower cannot simulate this federation, or if it has fewer than `least` nodes."""
     from flwr.supercore.constant import DEFAULT_SIMULATION_CONFIG
 
     fields = {field.name.replace("_", "-") for field in DEFAULT_SIMULATION_CONFIG.DESCRIPTOR.fields}
     for key in config:
-        if key.replace("_", "-") not in fields:
+        if key not in fields:
             raise SettingsError(f"--federation-config has no key {key!r}; {did_you_mean(key, fields)}")
-    nodes = config.get("num-supernodes", clients)
-    if type(nodes) is not int or nodes < clients:
-        raise SettingsError(f"--federation-config: num-supernodes is {nodes!r}; expected a number from {clients} on")
+    nodes = config.get("num-supernodes", least)
+    if type(nodes) is not int or nodes < least:
+        raise SettingsError(f"--federation-config: num-supernodes is {nodes!r}; expected a number from {least} on")
 
 
 def federation_config(clients: int) -> dict[str, Any]:

@@ -38,8 +38,8 @@ _LARGEST = 1e18  # of a contribution's values: their squares and sums are finite
 Answers = Mapping[int, Contribution | str]  # by node; a string is the reason why there is no contribution
 Agree = Callable[[str, Sequence[Contribution]], Agreement]  # the name of the exchange in messages, and what to average
 # Returns the nodes that stay in the round, in order. Arguments: the name of the exchange in messages; the partition
-# that each node reports; the reasons for rejecting an answer, with the node; the nodes asked. Logs the
-# reasons; raises RunFailed if too few nodes remain.
+# that each node reports; the reasons for rejecting an answer, with the node; the nodes asked. Logs the reasons; raises
+# RunFailed if too few nodes remain.
 Admit = Callable[[str, Mapping[int, int | None], Sequence[tuple[int, str]], Sequence[int]], list[int]]
 # Why tensors are too far from the others, by position.
 Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
-from fedbn_flwr.storage import replacing, to_json, writing
+from fedbn_flwr.storage import to_json, writing
 
 from ..folder.clients import PartitionCounts
+from ..folder.files import write_text
 from ..read.runs import Run, find_runs, is_number
 from ..text import in_html, in_markdown
 from ..yaml_text import dump_yaml
@@ -89,8 +90,7 @@ def write_html(folders: Sequence[Path], file: Path, form: Form = DEFAULT) -> str
 def _write(file: Path, text: str) -> None:
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file, durable=False) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_text(file, text)
 
 
 def _pictures(rows: Sequence[Row]) -> tuple[dict[str, Plot], str]:

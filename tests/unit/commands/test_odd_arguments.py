@@ -170,6 +170,7 @@ def test_an_experiment_has_a_node_per_client(
         ("num-supernodes='x'", "num-supernodes is 'x'; expected a number from 1 on"),
         ("num-supernodes=0", "num-supernodes is 0; expected a number from 1 on"),
         ("num-supernodes=2", "num-supernodes is 2; expected a number from 4 on"),
+        ("num_supernodes=3", "num-supernodes is 3; expected a number from 4 on"),
     ],
 )
 def test_a_wrong_federation_is_refused(
