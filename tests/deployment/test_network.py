@@ -590,9 +590,11 @@ def test_a_client_killed_during_an_exchange_is_left_out_of_the_round(deployment:
         os.kill(pids[1], signal.SIGKILL)
         os.kill(pids[0], signal.SIGCONT)
         first, second = history(run.result(PATIENCE))
-    # Client 1 got no answer in either of the two exchanges, and sent no model.
+    # Client 1 got no answer in either of the two exchanges, and sent no model. It was connected when it was killed, so
+    # its part of the first exchange may have been received.
+    assert first["clients"] == 2
     assert first["messages_down"] == 2 * 2 + 3
-    assert first["messages_up"] == 2 * 2 + 2
+    assert first["messages_up"] - 2 in (2 * 2, 2 * 2 + 1)
     assert second["messages_down"] >= 2 * 3
 
 
