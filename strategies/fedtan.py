@@ -156,7 +156,7 @@ def algorithm_3(
     relative = [size / sizes[0] for size in sizes]
     p = bounded([*weights])
     q = bounded([weight * size for weight, size in zip(weights, relative, strict=True)])
-    r = sizes[0] * (math.fsum(p_i * size for p_i, size in zip(p, relative, strict=True)) / math.fsum(p))
+    r = sizes[0] * (math.fsum(q) / math.fsum(p))
     numbers = sum(each.values for each in contributions), r
     if kind != "moments":
         return Agreement(weighted_mean(tensors, p if kind == "gradients" else q), *numbers)

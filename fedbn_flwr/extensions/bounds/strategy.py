@@ -16,7 +16,7 @@ from annotated_types import Gt, Le, Lt
 
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import LOG, SettingsError, did_you_mean
-from fedbn_flwr.messages.aggregate import Arrays, cast, normalised
+from fedbn_flwr.messages.aggregate import Arrays, cast
 from fedbn_flwr.norms.roles import Role, roles
 
 _TRAINED = (Role.WEIGHTS, Role.AFFINE)
@@ -115,22 +115,19 @@ def from_settings(settings: Any) -> Bounds:
 
 
 def capped(weights: Sequence[float], share: float) -> list[float]:
-    """The weights, where none is above `share` of their sum; the others keep their ratios.
+    """The weights, where none is above `share` of their sum: larger ones are reduced, the others stay as they are.
 
-    If fewer clients than 1 / `share` have a weight above zero, these weights become equal.
+    If fewer clients than 1 / `share` have a weight above zero, each of these weights becomes their median.
     """
-    shares = normalised(weights)
-    largest = sorted(shares, reverse=True)
-    if largest[0] <= share:
-        return list(weights)
-    for count in range(1, len(shares)):  # the number of weights at the bound
-        rest = math.fsum(largest[count:])
-        scale = (1 - count * share) / rest if rest > 0 else 0.0
-        if scale <= 0:
+    largest = sorted(weights, reverse=True)
+    for count in range(len(largest)):  # the number of weights at the bound
+        rest, room = math.fsum(largest[count:]), 1 - count * share
+        if min(rest, room) <= 0:
             break
-        if largest[count] * scale <= share:
-            return [min(each * scale, share) if each <= largest[count] else share for each in shares]
-    return [float(each > 0) for each in shares]
+        if largest[count] <= (bound := share * rest / room):
+            return [min(weight, bound) for weight in weights]
+    middle = float(np.median([weight for weight in weights if weight]))
+    return [middle if weight else 0.0 for weight in weights]
 
 
 def _update_norm(reply: Arrays, sent: Arrays, keys: Sequence[str]) -> float:

@@ -88,6 +88,12 @@ def test_no_share_is_above_the_bound(weights: list[float], share: float, expecte
         np.testing.assert_allclose(found / found.sum(), [expected[i] for i in order], rtol=1e-14)
 
 
+def test_weights_below_the_bound_stay_as_they_are() -> None:
+    """Sums of weights may be used too, as FedTAN's exchanges do; so a false weight must not change the others."""
+    assert capped([3.0, 1e9, 4.0, 3.0], 0.375) == [3.0, 6.0, 4.0, 3.0]
+    assert capped([2.0, 1e9, 3.0], 0.3) == [3.0, 3.0, 3.0]
+
+
 def test_an_implausible_client_is_named_with_key_value_and_median() -> None:
     replies = [model(seed) for seed in range(5)]
     replies[3]["bn.running_var"] = np.array([1, 1e30, 1], np.float32)

@@ -165,6 +165,7 @@ def test_exchanges_cap_the_share_of_a_client_with_long_series() -> None:
     found = FedTAN(bounds=Bounds(max_share=0.4)).agree("exchange", clients)
     rows = np.stack([each.tensors["mean"] for each in clients])
     np.testing.assert_allclose(found.tensors["mean"], 0.4 * rows[0] + 0.1 * rows[1:].sum(axis=0), rtol=1e-14)
+    assert found.per_example == pytest.approx((6 * 1 + 4) / 7)  # those of client 0 have 0.4 of all values
 
 
 def exchanging(fed: Any, value: float) -> Any:
