@@ -41,10 +41,11 @@ if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses th
     from fedbn_flwr.exchange.carriers import Answers
     from fedbn_flwr.exchange.codec import Agreement, Contribution
 
-_FLOWER = "1.41"
-if not (_found := importlib.metadata.version("flwr")).startswith(f"{_FLOWER}."):
+_FLOWER = ("1.41", "1.42")
+if not (_found := importlib.metadata.version("flwr")).startswith(tuple(f"{each}." for each in _FLOWER)):
     raise MissingPackage(
-        f"the local engine uses internals of Flower {_FLOWER}, found {_found}: pip install 'fedbn-flwr[run]'; "
+        f"the local engine uses internals of Flower {' and '.join(_FLOWER)}, found {_found}: "
+        "pip install 'fedbn-flwr[run]'; "
         "strategies and clients work with other versions"
     )
 

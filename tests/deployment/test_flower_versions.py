@@ -14,7 +14,8 @@ from tests.support import other_flower
 from tests.support.command import ROOT
 from tests.support.packages import CLEAN, UV, needs_uv, run
 
-OLDEST, NEWEST = 26, 41
+OLDEST, NEWEST = 26, 42
+LOCAL = (41, 42)  # those of the local engine
 # The oldest versions of PyTorch are tried with the oldest Flower.
 PYTORCH = {OLDEST: ("torch==2.6.*", "torchvision==0.21.*"), OLDEST + 1: ("torch==2.8.*", "torchvision==0.23.*")}
 
@@ -38,8 +39,8 @@ def test_flowers_simulation_gives_the_model_of_the_local_engine(minor: int, whee
     run(str(UV), "venv", "--python", sys.executable, tmp_path / "env", cwd=tmp_path)
     torch = PYTORCH.get(minor, ("torch>=2.11,<2.13", "torchvision>=0.26,<0.28"))
     run(str(UV), "pip", "install", "-p", python, f"flwr[simulation]==1.{minor}.*", *torch, wheel, cwd=tmp_path)
-    printed = run(python, Path(other_flower.__file__), cwd=tmp_path, FLWR_HOME=str(tmp_path / "home"), **CLEAN)
-    (digests,) = re.findall(r"^{.*}$", printed, re.MULTILINE)
-    assert json.loads(digests) == {
-        name: other_flower.train(name, LocalGrid(other_flower.client(), 3)) for name in other_flower.STRATEGIES
-    }
+    expected = {name: other_flower.train(name, LocalGrid(other_flower.client(), 3)) for name in other_flower.STRATEGIES}
+    for engine in [[]] + [["--local"]] * (minor in LOCAL):
+        program, home = [python, Path(other_flower.__file__), *engine], str(tmp_path / "home")
+        (digests,) = re.findall(r"^{.*}$", run(*program, cwd=tmp_path, FLWR_HOME=home, **CLEAN), re.MULTILINE)
+        assert json.loads(digests) == expected

@@ -1,12 +1,13 @@
 """Trains with some of our strategies in Flower's simulation, of any version, and prints the digest of each model.
 
-`python other_flower.py`, in an environment with the wheel and `flwr[simulation]`.
+`python other_flower.py`, in an environment with the wheel and `flwr[simulation]`; with `--local` on the local engine.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ def train(name: str, grid: Grid) -> str:
 
 def main() -> None:
     digests: dict[str, str] = {}
+    if "--local" in sys.argv:
+        from fedbn_flwr import LocalGrid  # only of some versions
+
+        print(json.dumps({name: train(name, LocalGrid(client(), CLIENTS)) for name in STRATEGIES}))
+        return
     app = ServerApp()
 
     @app.main()
