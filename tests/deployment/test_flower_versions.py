@@ -40,7 +40,8 @@ def test_flowers_simulation_gives_the_model_of_the_local_engine(minor: int, whee
     torch = PYTORCH.get(minor, ("torch>=2.11,<2.13", "torchvision>=0.26,<0.28"))
     run(str(UV), "pip", "install", "-p", python, f"flwr[simulation]==1.{minor}.*", *torch, wheel, cwd=tmp_path)
     expected = {name: other_flower.train(name, LocalGrid(other_flower.client(), 3)) for name in other_flower.STRATEGIES}
-    for engine in [[]] + [["--local"]] * (minor in LOCAL):
+    engines: list[list[str]] = [[], ["--local"]] if minor in LOCAL else [[]]
+    for engine in engines:
         program, home = [python, Path(other_flower.__file__), *engine], str(tmp_path / "home")
         (digests,) = re.findall(r"^{.*}$", run(*program, cwd=tmp_path, FLWR_HOME=home, **CLEAN), re.MULTILINE)
         assert json.loads(digests) == expected
