@@ -16,8 +16,12 @@ from tests.support.packages import CLEAN, UV, needs_uv, run
 
 OLDEST, NEWEST = 26, 42
 LOCAL = (41, 42)  # those of the local engine
-# The oldest versions of PyTorch are tried with the oldest Flower.
-PYTORCH = {OLDEST: ("torch==2.6.*", "torchvision==0.21.*"), OLDEST + 1: ("torch==2.8.*", "torchvision==0.23.*")}
+# The oldest versions of PyTorch are tried with the oldest Flower, and the newest ones with the newest.
+PYTORCH = {
+    OLDEST: ("torch==2.6.*", "torchvision==0.21.*"),
+    OLDEST + 1: ("torch==2.8.*", "torchvision==0.23.*"),
+    NEWEST: ("torch>=2.15", "torchvision>=0.29"),
+}
 
 
 def test_the_range_is_that_of_the_package() -> None:
