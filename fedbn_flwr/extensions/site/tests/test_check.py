@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import http.server
+import importlib.metadata
 import re
 import shutil
 import socket
@@ -114,7 +115,7 @@ def test_a_site_that_is_ready_passes(keys: Path, capsys: pytest.CaptureFixture[s
     assert "a SuperLink, with TLS" in found["server"]["found"]
     assert "824 days" in found["server certificate"]["found"]
     assert "secp384r1" in found["key"]["found"]
-    assert "flwr 1.41" in found["versions"]["found"]
+    assert f"flwr {importlib.metadata.version('flwr')}" in found["versions"]["found"]
     assert "examples of shape [1, 8, 8]; classes: 0: " in found["data"]["found"]
     assert "cnn takes these examples" in found["experiment"]["found"]
 
