@@ -97,8 +97,8 @@ class BareLoop:
         float(total)
 
 
-def resnet20(device: torch.device) -> nn.Module:
-    return build_model("resnet20", 10, "bn").to(device)
+def resnet20(device: torch.device, norm: str = "bn") -> nn.Module:
+    return build_model("resnet20", 10, norm).to(device)
 
 
 def random_images(count: int, device: torch.device) -> Examples:

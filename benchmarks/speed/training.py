@@ -77,13 +77,19 @@ def compiled(options: Options) -> Iterator[Figure]:
 
     steps, device = options.steps, options.device
     torch.set_num_threads(1)
-    goals = {(20, False): 1.4, (20, True): None, (128, False): None, (128, True): 1.8}
-    for (batch, fast), goal in goals.items():
+    goals = {
+        (20, False, "bn"): 1.4,
+        (20, True, "bn"): None,
+        (128, False, "bn"): None,
+        (128, True, "bn"): 1.8,
+        (128, False, "gn"): None,
+    }
+    for (batch, fast, norm), goal in goals.items():
         data = random_images(batch * steps, device)
-        bare = BareLoop(data, batch)
+        bare = BareLoop(data, batch, resnet20(device, norm))
         first = pack(initial_arrays(bare.model))
         how: dict[str, Any] = {"precision": torch.bfloat16, "channels_last": True} if fast else {}
-        model = resnet20(device)
+        model = resnet20(device, norm)
         if fast:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         tensors = ModelTensors(model)
@@ -98,10 +104,10 @@ def compiled(options: Options) -> Iterator[Figure]:
             seconds(lambda: bare(steps)) / seconds(lambda: train_round(strategy, grid, 3, first))  # noqa: B023
             for _ in range(options.repeats)
         ]
-        name = "bfloat16 and channels-last" if fast else "float32"
+        name = ("bfloat16 and channels-last" if fast else "float32") + (", group norm" if norm == "gn" else "")
         yield figure(f"steps per second / bare loop, batch {batch}, {name}", ratios, "x", least=goal)
         if not fast:  # what the compiler makes of the bare loop itself
-            plain = BareLoop(data, batch, cast(nn.Module, torch.compile(resnet20(device), dynamic=False)))
+            plain = BareLoop(data, batch, cast(nn.Module, torch.compile(resnet20(device, norm), dynamic=False)))
             plain(min(steps, 5))
             ratios = [seconds(lambda: bare(steps)) / seconds(lambda: plain(steps)) for _ in range(options.repeats)]  # noqa: B023
             yield figure(f"the compiled bare loop / bare loop, batch {batch}, {name}", ratios, "x")

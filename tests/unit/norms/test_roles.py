@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 import torchvision
 from torch import nn
 
@@ -54,6 +55,19 @@ def test_downsample_batch_norm_of_resnet18_is_found() -> None:
     assert found["layer2.0.downsample.0.weight"] is Role.WEIGHTS
     assert found["layer2.0.downsample.1.weight"] is Role.AFFINE
     assert found["layer2.0.downsample.1.running_var"] is Role.STATISTICS
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "missed"),
+    [("resnet18", 20, 3), ("mobilenet_v2", 52, 52), ("densenet121", 121, 121), ("vgg16_bn", 13, 13)],
+)
+def test_names_of_batch_norms_say_little(name: str, layers: int, missed: int) -> None:
+    """The numbers of docs/faq.md; its check has the means and the variances."""
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name)
+    found = roles(model)
+    assert sum(role is Role.COUNTER for role in found.values()) == layers
+    assert len([key for key, role in found.items() if role == "statistics" and "bn" not in key]) == 2 * missed
 
 
 def test_resnet20_has_the_paper_s_counts() -> None:
