@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -235,10 +236,13 @@ def split_changes(text: str) -> list[str]:
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """`["rounds=3", "train.lr=0.1"]` as `{"rounds": 3, "train": {"lr": 0.1}}`; values are YAML."""
     changes: dict[str, Any] = {}
+    if wrong := [word for word in words if not re.match("[^=]+=", word)]:
+        raise SettingsError(
+            f"{wrong[0]!r} is not of the form key=value, for instance rounds=3 or train.lr=0.1; put one that has "
+            "blanks in quotes: 'strategy={name: FedBN}'"
+        )
     for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key:
-            raise SettingsError(f"{word!r} is not of the form key=value, for instance rounds=3 or train.lr=0.1")
+        key, _, value = word.partition("=")
         if key.count(".") >= DEPTH:
             raise SettingsError(f"{shorten(word, 200)!r}: the key has more than {DEPTH} parts")
         # A label is selected as it is written, also one such as `yes` or `A #2`.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.experiment.file.content import shipped_experiments
-from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides
+from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides, split_changes
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
 from tests.support.experiments import fault, read
@@ -179,6 +179,13 @@ def test_any_settings_are_read_or_refused(base: str, changes: list[str]) -> None
 )
 def test_what_is_wrong_is_named(text: str, message: str) -> None:
     assert message in fault(text)
+
+
+def test_changes_that_a_blank_has_split_need_quotes() -> None:
+    """Before the first part is found to be no YAML."""
+    message = fault("{}", *split_changes("rounds=2 strategy={name: FedTAN}"))
+    assert message.startswith("'FedTAN}' is not of the form key=value")
+    assert message.endswith("put one that has blanks in quotes: 'strategy={name: FedBN}'")
 
 
 def test_an_override_is_named_by_its_key() -> None:
