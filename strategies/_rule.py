@@ -449,7 +449,7 @@ class Leaf(Rule):
         the clients left out. RunFailed lists the reasons if fewer than `min_train_nodes` of the nodes `asked` remain;
         if none was asked, none is required.
         """
-        refused = [*refused, *self.learn(answered, None if self._round is None else self._round.grid).items()]
+        refused = [*refused, *self.learn(answered).items()]
         known = self.memory.partitions
         # The gate and the client name the client too, for Flower's strategies, which log the reason as it is.
         reasons = sorted(
@@ -474,23 +474,19 @@ class Leaf(Rule):
             LOG.warning("%s: left out %s", what, one_line(reason))
         return sorted(usable, key=self._position)
 
-    def learn(self, reported: Mapping[int, int | None], grid: Grid | None) -> dict[int, str]:
-        """Note the partitions that nodes report; the reasons to refuse those that cannot have theirs, by node.
+    def learn(self, reported: Mapping[int, int | None]) -> dict[int, str]:
+        """Note the partitions that nodes report; the reasons to refuse those that report another one than before.
 
-        A node keeps the partition that it first reports, as long as it is connected. If two nodes report the same one
-        at first, neither is known to be right, and both keep it.
+        Two nodes may report the same one: a node returns under another id, and of others neither is known to be right.
         """
-        known, problems = self.memory.partitions, dict[int, str]()
-        new = {node: number for node, number in reported.items() if number not in (None, known.get(node))}
-        connected = {*grid.get_node_ids()} if new and known and grid is not None else set[int]()
-        holders = {number: node for node, number in known.items() if node in connected}
-        for node, number in new.items():
-            if node in known:
-                problems[node] = f"its partition-id is {number}, and it reported {known[node]} before"
-            elif number in holders:
-                problems[node] = f"its partition-id is {number}, which node {holders[number]} has"
-        known.update({node: number for node, number in new.items() if number is not None and node not in problems})
-        return problems
+        known = self.memory.partitions
+        numbers = {node: number for node, number in reported.items() if number is not None}
+        self.memory.partitions = {**numbers, **known}
+        return {
+            node: f"its partition-id is {number}, and it reported {known[node]} before"
+            for node, number in numbers.items()
+            if number != known.get(node, number)
+        }
 
     def _position(self, node: int) -> tuple[int, int, int]:
         """The sort key of a node: its partition; nodes that have not reported one follow, sorted by node id."""

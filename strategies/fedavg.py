@@ -154,7 +154,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         content = RecordDict({self.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
         queries = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
         replies = gate(round.grid.send_and_receive(queries, timeout=self.node_timeout)) if queries else ()
-        self.learn({r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()}, round.grid)
+        self.learn({r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()})
 
     # --- receiving ---
 

@@ -218,27 +218,19 @@ def test_a_batch_is_no_larger_than_its_data_set_unless_most_are() -> None:
     assert of(9, 9, 10) == [False, False, False], "they report equal weights as numbers of examples"
 
 
-class Three(LocalGrid):
-    def __init__(self) -> None:
-        super().__init__(ClientApp(), 3)
-
-
-def refused(rule: FedAvg, partitions: dict[int, int | None]) -> list[int]:
-    return [*rule.learn(partitions, Three())]
-
-
 def test_a_node_keeps_its_partition() -> None:
     rule = FedAvg()
-    assert refused(rule, {1: 0, 2: 1, 3: 2}) == []
-    assert refused(rule, {1: 1, 2: 1}) == [1]
-    assert refused(rule, {4: 2}) == [4], "node 3 is connected and has it"
-    assert refused(FedAvg(), {1: 0, 2: 0}) == [], "neither is known to be right"
+    assert not rule.learn({1: 0, 2: None, 3: 2})
+    assert rule.learn({1: 1, 2: 1, 3: None}) == {1: "its partition-id is 1, and it reported 0 before"}
+    assert rule.memory.partitions == {1: 0, 2: 1, 3: 2}
 
 
-def test_a_node_that_returns_under_another_id_has_its_partition() -> None:
+def test_a_node_cannot_exclude_another_one_by_its_partition() -> None:
+    """Which of them it belongs to is not known; it may also be one node that has returned under another id."""
     rule = FedAvg()
-    assert refused(rule, {9: 2}) == []
-    assert refused(rule, {3: 2}) == [], "node 9 is not connected"
+    assert not rule.learn({9: 2})
+    assert not rule.learn({3: 2, 4: 2})
+    assert rule.memory.partitions == {9: 2, 3: 2, 4: 2}
 
 
 def test_texts_of_clients_are_one_short_line() -> None:
