@@ -98,6 +98,6 @@ def test_the_local_engine_names_the_version_of_flower_that_it_needs(monkeypatch:
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "1.38.0" if name == "flwr" else version(name))
     with pytest.raises(
-        ImportError, match=r"internals of Flower 1\.41, found 1\.38\.0: pip install 'fedbn-flwr\[run\]'"
+        ImportError, match=r"internals of Flower 1\.41 and 1\.42, found 1\.38\.0: pip install 'fedbn-flwr\[run\]'"
     ):
         exec(compile(source, local.__file__, "exec"), {"__name__": local.__name__, "__package__": local.__package__})
