@@ -447,6 +447,10 @@ def performance() -> Iterator[str]:
     loop = "the compiled bare loop / bare loop, batch {}, float32"
     at_128 = outputs.figures("compiled.txt")[loop.format(128)][0].median
     yield f"{spread('compiled.txt', loop.format(20))} times the eager one at batch size 20, {at_128:.2f} at 128"
+    grouped = "batch 128, float32, group norm"
+    compiled = spread("compiled-group-norm.txt", f"steps per second / bare loop, {grouped}")
+    yield f"slower than eager ones: {compiled} times their speed at batch size 128"
+    yield f"bare loop's {spread('compiled-group-norm.txt', f'the compiled bare loop / bare loop, {grouped}')} ([output]"
 
 
 def secure() -> Iterator[str]:
