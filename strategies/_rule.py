@@ -481,11 +481,12 @@ class Leaf(Rule):
         """
         known = self.memory.partitions
         numbers = {node: number for node, number in reported.items() if number is not None}
-        self.memory.partitions = {**numbers, **known}
+        for node, number in numbers.items():
+            known.setdefault(node, number)
         return {
             node: f"its partition-id is {number}, and it reported {known[node]} before"
             for node, number in numbers.items()
-            if number != known.get(node, number)
+            if number != known[node]
         }
 
     def _position(self, node: int) -> tuple[int, int, int]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr import LocalGrid
 from tests.support import other_flower
 from tests.support.command import ROOT
 from tests.support.packages import CLEAN, UV, needs_uv, run
@@ -30,12 +29,8 @@ def test_the_range_is_that_of_the_package() -> None:
     assert '"torch>=2.6"' in text
 
 
-def here() -> dict[str, str]:
-    return {name: other_flower.train(name, LocalGrid(other_flower.client(), 3)) for name in other_flower.STRATEGIES}
-
-
 def test_the_program_trains_here() -> None:
-    assert len({*here().values()}) == len(other_flower.STRATEGIES)
+    assert len({*other_flower.on_the_local_engine().values()}) == len(other_flower.STRATEGIES)
 
 
 @pytest.mark.nightly
@@ -50,6 +45,8 @@ def test_flowers_simulation_gives_the_model_of_the_local_engine(minor: int, whee
     def digests(*options: str) -> dict[str, str]:
         program = [python, Path(other_flower.__file__), *options]
         printed = run(*program, cwd=tmp_path, FLWR_HOME=str(tmp_path / "home"), **CLEAN)
-        return dict(json.loads(re.findall(r"^{.*}$", printed, re.MULTILINE)[0]))
+        (found,) = re.findall(r"^{.*}$", printed, re.MULTILINE)
+        return dict(json.loads(found))
 
-    assert digests() == (digests("--local") if minor in LOCAL else here())  # the newest PyTorch rounds otherwise
+    # The newest PyTorch rounds otherwise than this environment's.
+    assert digests() == (digests("--local") if minor in LOCAL else other_flower.on_the_local_engine())

@@ -63,13 +63,14 @@ def train(name: str, grid: Grid) -> str:
     return digest.hexdigest()
 
 
-def main() -> None:
-    digests: dict[str, str] = {}
-    if "--local" in sys.argv:
-        from fedbn_flwr import LocalGrid  # only of some versions
+def on_the_local_engine() -> dict[str, str]:
+    from fedbn_flwr import LocalGrid  # which not all versions have
 
-        print(json.dumps({name: train(name, LocalGrid(client(), CLIENTS)) for name in STRATEGIES}))
-        return
+    return {name: train(name, LocalGrid(client(), CLIENTS)) for name in STRATEGIES}
+
+
+def in_flowers_simulation() -> dict[str, str]:
+    digests: dict[str, str] = {}
     app = ServerApp()
 
     @app.main()
@@ -79,8 +80,8 @@ def main() -> None:
     # One CPU each: the nodes share the machine's.
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server_app=app, client_app=client(), num_supernodes=CLIENTS, backend_config=resources)
-    print(json.dumps(digests))
+    return digests
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(on_the_local_engine() if "--local" in sys.argv else in_flowers_simulation()))

@@ -16,7 +16,7 @@ from annotated_types import Gt, Le, Lt
 
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import LOG, SettingsError, did_you_mean
-from fedbn_flwr.messages.aggregate import Arrays, cast
+from fedbn_flwr.messages.aggregate import Arrays, cast, total_weight
 from fedbn_flwr.norms.roles import Role, roles
 
 _TRAINED = (Role.WEIGHTS, Role.AFFINE)
@@ -119,6 +119,7 @@ def capped(weights: Sequence[float], share: float) -> list[float]:
 
     If fewer clients than 1 / `share` have a weight above zero, each of these weights becomes their median.
     """
+    total_weight(weights)  # refuses those that are no weights
     largest = sorted(weights, reverse=True)
     for count in range(len(largest)):  # the number of weights at the bound
         rest, room = math.fsum(largest[count:]), 1 - count * share
