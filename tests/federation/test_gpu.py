@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
@@ -97,6 +98,14 @@ def test_bfloat16_goes_where_float32_goes() -> None:
     moved = [torch.cat([(each[key] - begun[key]).flatten() for key in begun]) for each in (one, other)]
     assert F.cosine_similarity(*moved, dim=0) > 0.9
     assert not moved[0].equal(moved[1])
+
+
+def test_compiled_training_records_cuda_graphs_and_goes_where_eager_training_goes() -> None:
+    from fedbn_flwr.extensions.compiled.passes import compiler
+
+    close(federate(FedAvg(**options()), GPU, 2), federate(FedAvg(**options()), GPU, 2, compile=True), 2e-3)
+    assert all(compiler(True)[1].values())
+    assert not counters["inductor"]["cudagraph_skips"]
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -67,7 +67,8 @@ def compiler(cuda: bool) -> tuple[Callable[[nn.Module, Value, Value, Loss], Tens
         # programs and start a Python process that imports torch for each: longer than loading from the disk.
         inductor.cpp.vec_isa_ok = True
     inductor.fallback_random = True  # dropout draws what it draws without compilation
-    inductor.compile_threads = 1  # others would be processes beside the workers, one per core
+    if not cuda:
+        inductor.compile_threads = 1  # others would be processes beside the workers, one per core
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
     # On a GPU, launching the kernels of a small model takes as long as a step: this mode records CUDA graphs.
