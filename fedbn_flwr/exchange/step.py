@@ -178,8 +178,9 @@ class _CohortNorm(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         (y,), moments = ctx.saved_tensors, ctx.moments
         mean, var, eps = moments.mean, moments.var, moments.eps
+        unsaved = mean.new_empty(0)  # by the forward pass, which used given statistics; a GPU refuses None
         _, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
-            d_out, y, moments.gamma, mean, var, None, None, False, eps, [False, True, True]
+            d_out, y, moments.gamma, mean, var, unsaved, unsaved, False, eps, [False, True, True]
         )
         d_mean, d_var = ctx.step._exchange_gradients(moments, d_gamma, d_beta)
         # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is
