@@ -27,7 +27,6 @@ from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, Scaffold
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # of PyTorch's compiler about PyTorch
     pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
 ]
 
@@ -108,6 +107,7 @@ def test_bfloat16_goes_where_float32_goes() -> None:
 
 
 @pytest.mark.usefixtures("_float64")
+@pytest.mark.filterwarnings("default")  # PyTorch's compiler warns about PyTorch, and cannot compile if that is an error
 def test_compiled_training_records_cuda_graphs_and_goes_where_eager_training_goes() -> None:
     from fedbn_flwr.extensions.compiled.passes import compiler
 

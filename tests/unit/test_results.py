@@ -452,6 +452,20 @@ def performance() -> Iterator[str]:
     yield f"slower than eager ones: {compiled} times their speed at batch size 128"
     yield f"bare loop's {spread('compiled-group-norm.txt', f'the compiled bare loop / bare loop, {grouped}')} ([output]"
 
+    gpu = (results.RESULTS / "gpu.txt").read_text(encoding="utf-8")
+    rounds = {name: statistics.median(json.loads(each)) for name, each in re.findall(r"(?m)^rounds, (.+): (.+)$", gpu)}
+    eager, quick, low = rounds.values()
+    engine = spread("gpu.txt", "steps per second / bare loop, one process")
+    yield f"the local engine has {engine} times the bare loop's speed"
+    yield f"takes {eager:.1f} s, and {quick:.1f} s compiled, {eager / quick:.1f} times as fast; bfloat16"
+    assert low > quick
+    four, single = (
+        re.findall(r"[\d.]+(?= s)", line) for line in re.findall(r"(?m)^(?:four at once|single): (.+)$", gpu)
+    )
+    yield f"took {min(four)} to {max(four)} s a round, and a single one {single[0]} s"
+    fedtan = outputs.figures("gpu.txt")["FedTAN iteration / plain passes, five clients, batch 128"][0].spread
+    yield f"A FedTAN iteration takes {fedtan} times as long"
+
 
 def secure() -> Iterator[str]:
     seconds = {
