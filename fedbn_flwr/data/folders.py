@@ -16,6 +16,7 @@ import functools
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,12 @@ def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Any:
         column_types=dict.fromkeys(texts, pyarrow.string()),
     )
     tables = [_read(folder, repr(str(file)), csv.read_csv, file, convert_options=options) for file in files]
+    for file, each in zip(files, tables, strict=True):
+        ((column, number),) = Counter(each.column_names).most_common(1)
+        if number > 1:
+            raise DataError(
+                f"data.name={str(folder)!r}: {file.name} has {number} columns {column!r}; rename all but one"
+            )
     table = _read(folder, "the tables", pyarrow.concat_tables, tables, promote_options="permissive")
     if wrong := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
         raise DataError(

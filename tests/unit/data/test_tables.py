@@ -167,6 +167,13 @@ def test_a_column_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
         opened(tmp_path / "t.csv", inputs="age", label="ill", test=0.2)
 
 
+def test_two_columns_of_one_name_are_named_with_their_file(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("age,ill\n1,0\n2,1\n")
+    (tmp_path / "test.csv").write_text("age,ill,age\n1,0,2\n2,1,3\n")
+    with pytest.raises(DataError, match=r"test\.csv has 2 columns 'age'; rename all but one"):
+        opened(tmp_path, label="ill")
+
+
 def test_a_column_of_infinite_values_or_of_none_is_named(tmp_path: Path) -> None:
     frame = pd.DataFrame({"age": [1.0, np.inf] * 10, "fee": [None] * 20, "dose": range(20), "ill": [0, 1] * 10})
     frame.to_csv(tmp_path / "t.csv", index=False)
