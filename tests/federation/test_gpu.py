@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context
-from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
@@ -109,6 +108,8 @@ def test_bfloat16_goes_where_float32_goes() -> None:
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.filterwarnings("default")  # PyTorch's compiler warns about PyTorch, and cannot compile if that is an error
 def test_compiled_training_records_cuda_graphs_and_goes_where_eager_training_goes() -> None:
+    from torch._dynamo.utils import counters  # imports PyTorch's compiler, which takes a second
+
     from fedbn_flwr.extensions.compiled.passes import compiler
 
     close(federate(FedAvg(**options()), GPU, 2), federate(FedAvg(**options()), GPU, 2, compile=True), 1e-7)
