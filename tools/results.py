@@ -489,6 +489,7 @@ def fixbn_one_step() -> Table:
 TABLE1 = ("fixbn/table1.json", "fixbn/table1-seed1.json", "fixbn/table1-seeds.json")
 LENET = ("fixbn/lenet.json", "fixbn/lenet-seeds.json")
 WHOLE = tuple(f"fixbn/table4-16px{part}.json" for part in ("", "-seed2", "-GN"))
+FULL = ("fixbn/table4.json",)
 SIXTEEN = ("fedtan/table2-16px.json",)
 QUARTER = ("fixbn/report.json", "fixbn/seeds/report.json")
 
@@ -583,10 +584,11 @@ def fixbn_verdict() -> Table:
         found = {label: by_seed(runs) for label, runs in by_label(*files).items()}
         return verdict(budget, {f"{a} - {b}{more}": (found[a], found[b], figures[a] - figures[b]) for a, b in pairs})
 
-    columns, whole = compared("100 %", WHOLE, pairs, ", 16 pixels")
+    columns, full = compared("100 %", FULL, pairs[:1])
+    _, whole = compared("100 %", WHOLE, pairs, ", 16 pixels")
     others = [(rule, "BN") for rule in ("GN+WS", "IN", "LN", "Fixup")]
     _, quarter = compared("25 %", QUARTER, pairs + others)
-    return columns, whole + quarter
+    return columns, full + whole + quarter
 
 
 def fedtan_verdict() -> Table:
@@ -717,6 +719,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedwon batch2": fedwon_batch2,
     "results fixbn": lambda: fixbn_accuracy(160, QUARTER, table4()),
     "results fixbn answer": fixbn_verdict,
+    "results fixbn full": lambda: fixbn_accuracy(640, FULL, table4()),
     "results fixbn 16px": lambda: fixbn_accuracy(640, WHOLE, table4()),
     "results fixbn table1": fixbn_table1,
     "results fixbn one step": fixbn_one_step,

@@ -41,6 +41,7 @@ from .training import (
     Adjust,
     Batch,
     Epochs,
+    Gradient,
     Loss,
     OptimizerSpec,
     backpropagate,
@@ -119,7 +120,8 @@ class BNClient(NumPyClient):
         SGD stay in float32, and so do evaluation and FedTAN's first step.
     compile
         Compile loss and gradients of batches of `train_data.batch_size` or, without it, of the size of a round's first.
-        The start takes up to a minute; last bits differ. FedTAN's first step and evaluation are not compiled.
+        The start takes up to a minute; last bits differ. On a GPU their kernels are recorded instead, with the same
+        results. FedTAN's first step and evaluation are not compiled.
     seed
         The seed for random numbers of the model (dropout) and of a shuffling DataLoader, which become functions of
         (seed, round, client).
@@ -315,7 +317,7 @@ class BNClient(NumPyClient):
         server_round = int(config.get(protocol.ROUND, 1))
         # The server scales the rate after the round in which its strategy switched.
         lr = (self.lr(server_round) if callable(self.lr) else self.lr) * float(config.get(protocol.LR_FACTOR, 1.0))
-        not_begun, compiled = iter(rules), None
+        not_begun = iter(rules)
 
         def begin() -> None:
             for rule in not_begun:
@@ -333,9 +335,10 @@ class BNClient(NumPyClient):
             if self.clip is not None:
                 parameters = list(optimizer.parameters.values())
                 adjust.append(functools.partial(nn.utils.clip_grad_norm_, parameters, self.clip))
-            if self.compile:  # imports PyTorch's compiler, which takes seconds
+            gradient: Gradient = functools.partial(backpropagate, precision=self.precision)
+            if self.compile:
                 size = getattr(self.train_data, "batch_size", None)
-                compiled = part("passes", "compiled")(self.model, self.loss, size)
+                gradient = part("passes", "compiled")(gradient, size)
             pairs = self._pairs(local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps))
             trained = train(
                 self.model,
@@ -345,7 +348,7 @@ class BNClient(NumPyClient):
                 device=self._parts.device,
                 adjust=adjust,
                 first_step=next((step for rule in rules if (step := rule.first_gradient()) is not None), None),
-                gradient=functools.partial(backpropagate, precision=self.precision, compiled=compiled),
+                gradient=gradient,
             )
             begin()  # if the round had no step
         return trained

@@ -26,7 +26,8 @@ from fedbn_flwr.messages.aggregate import Array
 
 Batch = Any  # what the loader yields: (inputs, targets), see fedbn_flwr.batch
 Loss = Callable[[Any, Any], Tensor]  # of what the model returns, and the targets
-# (model, inputs, targets, loss_fn): sets the gradients of the parameters and returns the detached loss.
+# (model, inputs, targets, loss_fn): the loss. `Gradient` also sets the gradients of the parameters, and detaches it.
+Forward = Callable[[nn.Module, Value, Value, Loss], Tensor]
 Gradient = Callable[[nn.Module, Value, Value, Loss], Tensor]
 Adjust = Callable[[], Any]
 
@@ -78,6 +79,10 @@ def local_batches(
     return itertools.islice(batches(), steps)
 
 
+def loss_of(model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss) -> Tensor:
+    return loss_fn(model(inputs), targets)
+
+
 def backpropagate(
     model: nn.Module,
     inputs: Value,
@@ -85,15 +90,15 @@ def backpropagate(
     loss_fn: Loss,
     *,
     precision: torch.dtype | None = None,
-    compiled: Callable[[Value, Value], Tensor] | None = None,
+    forward: Forward = loss_of,
 ) -> Tensor:
     """Set the gradients of the parameters, and return the detached loss.
 
     With a `precision` (bfloat16) PyTorch's autocast selects the operations that run in it; weights, statistics and
-    steps stay as they are. `compiled` computes the loss instead of calling the model and `loss_fn`.
+    steps stay as they are. `forward` computes the loss.
     """
     with nullcontext() if precision is None else torch.autocast(first(inputs).device.type, precision):
-        loss = compiled(inputs, targets) if compiled else loss_fn(model(inputs), targets)
+        loss = forward(model, inputs, targets, loss_fn)
     loss.backward()
     return loss.detach()
 

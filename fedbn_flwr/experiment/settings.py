@@ -346,8 +346,8 @@ class Train(Section):
     compile: bool = Field(
         default=False,
         description=(
-            "compile training passes by PyTorch's compiler ([Performance](performance.md#compiled-passes)); last bits "
-            "differ"
+            "compile training passes by PyTorch's compiler ([Performance](performance.md#compiled-passes)), whose last "
+            "bits differ; on a GPU record them as a CUDA graph, with the same results"
         ),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context
+from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
@@ -19,10 +21,13 @@ from fedbn_flwr.data.batches import ClientBatches, Normaliser
 from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.loop import carry_out
+from fedbn_flwr.extensions.compiled import graphs
+from fedbn_flwr.extensions.compiled.graphs import Recording
+from fedbn_flwr.extensions.compiled.passes import uncompiled
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
-from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, Scaffold
+from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, FixBN, Scaffold
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
@@ -49,7 +54,7 @@ def images(device: torch.device) -> Examples:
     return Examples(pixels, torch.randint(0, 10, (60,), generator=generator)).to(device)
 
 
-def federate(strategy: FedAvg, device: torch.device, rounds: int = 3, **how: Any) -> dict[str, torch.Tensor]:
+def federate(strategy: Any, device: torch.device, rounds: int = 3, **how: Any) -> dict[str, torch.Tensor]:
     """The model after some rounds of three clients."""
     torch.manual_seed(0)
     model = build_model("resnet20", 10, "bn")
@@ -85,6 +90,7 @@ RULES = {
     "FedProx": lambda: FedProx(proximal_mu=0.1, **options()),
     "SCAFFOLD": lambda: Scaffold(**options()),
     "FedTAN": lambda: FedTAN(min_batch=1, **options()),
+    "FixBN": lambda: FixBN(FedAvg(**options()), freeze_round=1),
 }
 
 
@@ -106,15 +112,66 @@ def test_bfloat16_goes_where_float32_goes() -> None:
 
 
 @pytest.mark.usefixtures("_float64")
-@pytest.mark.filterwarnings("default")  # PyTorch's compiler warns about PyTorch, and cannot compile if that is an error
-def test_compiled_training_records_cuda_graphs_and_goes_where_eager_training_goes() -> None:
-    from torch._dynamo.utils import counters  # imports PyTorch's compiler, which takes a second
+@pytest.mark.filterwarnings("default")  # of PyTorch about itself
+@pytest.mark.parametrize("rule", RULES)
+def test_recorded_training_is_plain_training(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Recording] = []
 
-    from fedbn_flwr.extensions.compiled.passes import compiler
+    class Counted(Recording):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
 
-    close(federate(FedAvg(**options()), GPU, 2), federate(FedAvg(**options()), GPU, 2, compile=True), 1e-7)
-    assert all(compiler(True)[1].values())
-    assert not counters["inductor"]["cudagraph_skips"]
+    monkeypatch.setattr(graphs, "Recording", Counted)
+    plain, recorded = (federate(RULES[rule](), GPU, 2, compile=compile) for compile in (False, True))
+    close(plain, recorded, 1e-9)
+    # One for all clients and rounds, and another one of frozen layers; FedTAN's three clients have a model each.
+    assert len(made) == {"FixBN": 2, "FedTAN": 3}.get(rule, 1)
+    assert not uncompiled
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_a_recording_draws_what_plain_training_draws(precision: torch.dtype | None) -> None:
+    ends = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3))
+        data = [(torch.randn(8, 3, 4, 4), torch.randint(0, 3, (8,))) for _ in range(6)]
+        client = BNClient(model, data, lr=0.1, momentum=0.9, device=GPU, compile=compile, precision=precision)
+        for number in (1, 2):
+            update = client.train_round(initial_arrays(model), {"server-round": number})
+        ends.append({key: torch.from_numpy(value.copy()) for key, value in update.arrays.items()})
+    close(ends[0], ends[1], 1e-6)
+    assert not uncompiled
+
+
+class Unrecordable(nn.Module):
+    """Its first layer has as many inputs as there are positive values, so the host waits for the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.Dropout(0.5), nn.Linear(32, 3))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layers(images) + images[images > 0].mean()
+        return logits
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_network_that_cannot_be_recorded_is_trained_without(caplog: pytest.LogCaptureFixture) -> None:
+    ends = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        data = [(torch.randn(8, 3, 4, 4), torch.randint(0, 3, (8,))) for _ in range(6)]
+        client = BNClient(Unrecordable(), data, lr=0.1, device=GPU, compile=compile)
+        for number in (1, 2):
+            with caplog.at_level(logging.WARNING, "flwr"):
+                update = client.train_round(initial_arrays(client.model), {"server-round": number})
+        ends.append({key: torch.from_numpy(value.copy()) for key, value in update.arrays.items()})
+    close(ends[0], ends[1], 1e-6)
+    assert "cannot compile the model Unrecordable, so it is trained without" in caplog.text
+    uncompiled.clear()
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

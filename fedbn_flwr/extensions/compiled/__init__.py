@@ -1,3 +1,3 @@
-"""Training passes by PyTorch's compiler (`train.compile`, `BNClient(compile=True)`)."""
+"""Compiled training passes, on a GPU recorded ones (`train.compile`, `BNClient(compile=True)`)."""
 
-PARTS = {"passes": {"compiled": "passes:compiled_loss"}}
+PARTS = {"passes": {"compiled": "passes:compiled_gradient"}}

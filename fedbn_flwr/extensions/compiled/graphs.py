@@ -1,0 +1,148 @@
+"""Training passes on a GPU: a step's kernels, recorded once as a CUDA graph, which one call launches.
+
+To launch the kernels of a small network one by one takes Python several times as long as the GPU computes. They are the
+kernels of plain training, so the results are the same. Recording takes a tenth of a second for each kind of layers'
+modes and each shape of batches, and memory for the activations of a pass.
+
+Python does not run in later steps. So networks that act in Python in each pass are not recorded: those that change an
+attribute, assign a buffer, draw random numbers on the CPU, or have hooks with a state.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Hashable, Iterator
+from itertools import chain
+from types import FunctionType, NoneType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr import seeding
+from fedbn_flwr.batch import Value, each, tensors
+from fedbn_flwr.client.training import Gradient, Loss
+
+_MOST = 8  # recordings of a model, since each has memory of its own
+_recordings: WeakKeyDictionary[nn.Module, dict[Hashable, Recording | Exception]] = WeakKeyDictionary()
+_lock = threading.Lock()  # a process records one graph at a time; FedTAN's clients train in threads
+
+
+def recorded(
+    plain: functools.partial[Tensor], model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss
+) -> Recording:
+    """`plain`, recorded for batches of this shape; what cannot be recorded raises the same exception again.
+
+    Clients that share a model share the recordings.
+    """
+    batch = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in [*tensors(inputs), *tensors(targets)])
+    with _lock:
+        kept = _recordings.setdefault(model, {})
+        key = _identity(plain), _identity(loss_fn), batch, state_of(model)
+        if key not in kept:
+            if len(kept) == _MOST:
+                del kept[next(iter(kept))]
+            try:
+                kept[key] = Recording(plain, model, inputs, targets, loss_fn)
+            except Exception as error:
+                kept[key] = error.with_traceback(None)  # its frames would keep the tensors
+                # PyTorch's generator would stay one that is recorded, and draw the same numbers in each step.
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                generator.graphsafe_set_state(generator.clone_state())
+        found = kept[key]
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _identity(function: Any) -> Hashable:
+    """Clients have partial objects of their own, with the same options."""
+    if not isinstance(function, functools.partial):
+        return id(function)  # which the recording keeps
+    key: Hashable = (function.func, function.args, *function.keywords.items())
+    try:
+        hash(key)
+    except TypeError:  # an option is a list
+        return id(function)
+    return key
+
+
+def state_of(model: nn.Module) -> Hashable:
+    """All that the kernels of a pass depend on: where the tensors are, and the modules' plain attributes and hooks."""
+    places = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in chain(model.parameters(), model.buffers()))
+    plain = (bool, int, float, str, NoneType)
+    attributes = (
+        (type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
+        for module in model.modules()
+    )
+    return places, tuple(attributes), tuple(_hooks(model))
+
+
+def check_recordable(model: nn.Module) -> None:
+    for hook in _hooks(model):
+        if not isinstance(hook, FunctionType) or hook.__closure__:
+            raise NotImplementedError(f"it has a hook with a state, {hook!r}, which would not be called in each step")
+
+
+def _hooks(model: nn.Module) -> Iterator[object]:
+    for module in model.modules():
+        for hooks in (
+            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        ):  # fmt: skip
+            yield from hooks.values()
+    for parameter in model.parameters():
+        yield from (parameter._backward_hooks or {}).values()
+        yield from (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+
+
+def run_twice(gradient: Gradient, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> None:
+    """Check that two passes change nothing but buffers, in place, which get their values back."""
+    buffers = list(model.buffers())
+    state, drawn, before = state_of(model), _drawn(), [buffer.clone() for buffer in buffers]
+    try:
+        for _ in range(2):
+            gradient(model, inputs, targets, loss)
+            model.zero_grad()
+            if state_of(model) != state:
+                raise NotImplementedError("a pass changes an attribute of a module, or assigns a buffer")
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+    if _drawn() != drawn:
+        raise NotImplementedError("a pass draws random numbers on the CPU")
+
+
+def _drawn() -> Hashable:
+    """The states of the CPU's generators."""
+    return random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes()
+
+
+class Recording:
+    """A gradient for batches of one shape."""
+
+    def __init__(self, gradient: Gradient, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> None:
+        check_recordable(model)
+        self._kept = gradient, loss
+        self._batch = each(torch.clone, inputs), each(torch.clone, targets)
+        self._graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with seeding.kept():  # libraries allocate memory in their first calls, which cannot be recorded
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                run_twice(gradient, model, *self._batch, loss)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._loss = gradient(model, *self._batch, loss)
+        self._gradients = [(value, value.grad) for value in model.parameters() if value.grad is not None]
+
+    def __call__(self, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> Tensor:
+        for kept, new in zip(self._batch, (inputs, targets), strict=True):
+            for tensor, value in zip(tensors(kept), tensors(new), strict=True):
+                tensor.copy_(value)
+        self._graph.replay()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        return self._loss.clone()
