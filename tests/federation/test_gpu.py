@@ -28,6 +28,7 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, FixBN, Scaffold
+from tests.support import smoke
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
@@ -192,6 +193,20 @@ def test_the_host_waits_for_no_step(momentum: float) -> None:
     for batches in (data.epoch(1, 0), checked()):  # the first epoch allocates what all epochs use
         loss, _ = train(model, batches, optimizer, F.cross_entropy, device=GPU)
         assert loss > 0
+
+
+@pytest.mark.filterwarnings("default")  # of PyTorch about itself
+@pytest.mark.parametrize("name", ["ours/label-skew", "fixbn/table4", "fixbn/tableH", "fedtan/table2", "fedbs/mnist"])
+def test_every_run_finishes_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = smoke.changes
+    more = {"engine": {"workers": 0, "device": "cuda"}, "train.compile": True}
+    monkeypatch.setattr(smoke, "changes", lambda run: on_cpu(run) | more)
+    for number, experiment in enumerate(smoke.smoke_runs(name)):
+        carry_out(experiment, tmp_path / str(number), resume=False, quiet=True)
+    found = [json.loads(file.read_text()) for file in tmp_path.rglob("summary.json")]
+    assert len(found) == number + 1
+    assert all(each["status"] == "finished" and each["device"].startswith("cuda") for each in found)
+    assert not uncompiled
 
 
 def test_an_experiment_says_what_it_used(tmp_path: Path) -> None:

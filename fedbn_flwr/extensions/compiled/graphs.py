@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterator
 from itertools import chain
 from types import FunctionType, NoneType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -62,12 +62,12 @@ def recorded(
 def _identity(function: Any) -> Hashable:
     """Clients have partial objects of their own, with the same options."""
     if not isinstance(function, functools.partial):
-        return id(function)  # which the recording keeps
+        return ref(function)  # which may hold the model
     key: Hashable = (function.func, function.args, *function.keywords.items())
     try:
         hash(key)
     except TypeError:  # an option is a list
-        return id(function)
+        return ref(function)
     return key
 
 
@@ -79,7 +79,7 @@ def state_of(model: nn.Module) -> Hashable:
         (type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
         for module in model.modules()
     )
-    return places, tuple(attributes), tuple(_hooks(model))
+    return places, tuple(attributes), tuple(map(ref, _hooks(model)))
 
 
 def check_recordable(model: nn.Module) -> None:
@@ -126,7 +126,6 @@ class Recording:
 
     def __init__(self, gradient: Gradient, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> None:
         check_recordable(model)
-        self._kept = gradient, loss
         self._batch = each(torch.clone, inputs), each(torch.clone, targets)
         self._graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with seeding.kept():  # libraries allocate memory in their first calls, which cannot be recorded

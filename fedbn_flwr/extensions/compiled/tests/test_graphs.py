@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import convert_norm
+from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.training import backpropagate
-from fedbn_flwr.extensions.compiled.graphs import check_recordable, run_twice, state_of
+from fedbn_flwr.extensions.compiled import graphs
+from fedbn_flwr.extensions.compiled.graphs import check_recordable, recorded, run_twice, state_of
 from fedbn_flwr.models.build import build_model
 
 
@@ -90,3 +94,33 @@ def test_a_recording_is_of_one_state_of_the_layers(change: Callable[[nn.Sequenti
     assert state_of(model) == before
     change(model)
     assert state_of(model) != before
+
+
+def test_clients_share_recordings_which_end_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kept:
+        """Instead of a recording, which needs a GPU."""
+
+        def __init__(self, *given: Any) -> None:
+            made.append(weakref.ref(self))
+
+    made: list[weakref.ref[Kept]] = []
+    monkeypatch.setattr(graphs, "Recording", Kept)
+    images, targets = torch.randn(4, 3, 2, 2), torch.tensor([0, 1, 2, 0])
+
+    def use(model: nn.Sequential) -> None:
+        def record(loss: Any, precision: torch.dtype | None = None) -> object:
+            return recorded(functools.partial(backpropagate, precision=precision), model, images, targets, loss)
+
+        one = record(make_loss("cross_entropy", label_smoothing=0.1))
+        assert record(make_loss("cross_entropy", label_smoothing=0.1)) is one
+        others = [record(make_loss("cross_entropy", label_smoothing=0.2)), record(F.cross_entropy)]
+        others += [record(F.cross_entropy, torch.bfloat16), record(functools.partial(print, sep=[]))]
+        for number in range(9):
+            model[2].momentum = number / 10
+            record(lambda outputs, targets: model and F.cross_entropy(outputs, targets))
+        assert len(made) == 5 + 9
+        assert len(graphs._recordings[model]) == 8
+
+    use(nn.Sequential(nn.Flatten(), nn.Linear(12, 3), nn.BatchNorm1d(3)))
+    gc.collect()
+    assert not [each for each in made if each()]
