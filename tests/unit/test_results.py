@@ -269,14 +269,23 @@ def fedbs() -> Iterator[str]:
 def fedtan() -> Iterator[str]:
     runs = results.without_sweep(results.by_label(*results.SIXTEEN))
     end = {rule: results.by_seed(each) for rule, each in runs.items()}
-    assert {rule: [*seeds] for rule, seeds in end.items()} == {"FedTAN": [0, 1], "FedAvg+GN": [0], "FedAvg+BN": [0, 1]}
+    one = {"FedAvg+Algorithm 2": [0], "FedAvg+GN": [0]}
+    assert {rule: [*seeds] for rule, seeds in end.items()} == {"FedTAN": [0, 1], "FedAvg+BN": [0, 1]} | one
     free = listed([end["FedTAN"][seed] - accuracy for seed, accuracy in end["FedAvg+BN"].items()])
     ends = results.share("accuracy", unit=" %")(runs["FedTAN"])
     yield f"FedTAN ends at {ends} (two seeds), {free} points above batch norm, and"
     figures = results.published("FedTAN", "Table 2")
     known = figures["FedTAN"][-1][0] - figures["FedAvg+GN"][-1][0]
     group = end["FedTAN"][0] - end["FedAvg+GN"][0]
-    yield f"with seed 0 {group:.1f} points above group norm (published: {known:.1f}, after all rounds), at 16 pixels"
+    first = end["FedTAN"][0] - end["FedAvg+Algorithm 2"][0]
+    yield f"and with seed 0 {first:.1f} points above Algorithm 2, which exchanges"
+    yield f"and {group:.1f} points above group norm (published: {known:.1f}, after all rounds), at 16 pixels"
+    (forward,) = runs["FedAvg+Algorithm 2"]
+    rise = [100 * forward.after(at) for at in (1200, 1250, 2000)]
+    yield f"Algorithm 2 rises from {rise[0]:.1f} to {rise[1]:.1f} %, its best, and ends at {rise[2]:.1f} %"
+    assert forward.after(1250) == max(point["accuracy"] for point in forward.curve)
+    gain = end["FedTAN"][0] - end["FedAvg+BN"][0]
+    yield f"the gradients of the statistics add {first:.1f} of FedTAN's {gain:.1f} points above batch norm"
     (before, low), (last, high) = (
         [listed([100 * run.after(at) for run in runs[rule]]) for rule in ("FedTAN", "FedAvg+GN")] for at in (1200, 1250)
     )
