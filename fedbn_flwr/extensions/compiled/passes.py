@@ -74,6 +74,7 @@ def fused(
 
     Models of one kind share the compiled code.
     """
+    _set_up()
     forward, tried = compiler()
     by_compiler = functools.partial(plain, forward=forward)
     parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters())
@@ -95,6 +96,12 @@ def fused(
 @functools.cache
 def compiler() -> tuple[Forward, dict[Hashable, Exception | None]]:
     """PyTorch's compiler, which a process has once, and why it could not compile a kind of model, if so."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
+    return torch.compile(loss_of, dynamic=False), {}
+
+
+def _set_up() -> None:
+    """Settings of the compiler, which each thread has for itself: a layer-wise round trains in its own."""
     # Importing them takes seconds, and recording does not need them.
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
@@ -106,5 +113,3 @@ def compiler() -> tuple[Forward, dict[Hashable, Exception | None]]:
     inductor.fallback_random = True  # dropout draws what it draws without compilation
     inductor.compile_threads = 1  # others would be processes beside the workers, one per core
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
-    return torch.compile(loss_of, dynamic=False), {}
