@@ -9,6 +9,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,19 +27,39 @@ def generator(seed: int, purpose: str, *where: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_for(seed, purpose, *where))
 
 
+# NumPy's global generators: those that open blocks will restore, and those of blocks that have ended.
+_outside: list[Any] = []
+_spare: list[np.random.MT19937] = []
+
+
 @contextmanager
 def kept() -> Iterator[None]:
-    """Afterwards the global generators of Python, NumPy and torch, the CPU's and the current GPU's, are as before."""
-    python, arrays, on_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    """Afterwards the global generators of Python, NumPy and torch, the CPU's and the current GPU's, are as before.
+
+    Inside, NumPy draws from another generator with seed 0: to copy the state of one takes longer than all the rest.
+    Blocks of several threads may overlap, as those of a parked round and of its caller do.
+    """
+    python, on_cpu = random.getstate(), torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    before = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    _outside.append(before)
+    try:
+        inside = _spare.pop()
+    except IndexError:
+        inside = np.random.MT19937()
+    np.random.set_bit_generator(inside)  # type: ignore[attr-defined]
+    np.random.seed(0)
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_state(arrays)
         torch.set_rng_state(on_cpu)
         if on_gpu is not None:
             torch.cuda.set_rng_state(on_gpu)
+        np.random.set_bit_generator(before)  # type: ignore[attr-defined]
+        _outside.remove(before)
+        if inside not in _outside:
+            _spare.append(inside)
 
 
 @contextmanager

@@ -15,8 +15,11 @@ def drawn() -> tuple[float, ...]:
 
 
 def test_every_global_generator_is_seeded_inside_and_restored_afterwards() -> None:
-    with seeding.kept():
-        outside = drawn()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    outside = drawn()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
     inside = []
     for _ in range(2):
         with seeding.streams(3):
@@ -24,3 +27,27 @@ def test_every_global_generator_is_seeded_inside_and_restored_afterwards() -> No
     assert inside[0] == inside[1]
     assert not {*inside[0]} & {*outside}
     assert drawn() == outside
+
+
+def test_blocks_may_overlap() -> None:
+    """Those of a parked round and of its caller do: each has its own numbers when it continues."""
+
+    def draw() -> float:
+        return float(np.random.rand())
+
+    np.random.seed(1)
+    one, two = np.random.rand(2).tolist()
+    np.random.seed(0)
+    first, second = np.random.rand(2).tolist()
+    np.random.seed(1)
+    assert draw() == one
+    caller, parked, other = seeding.kept(), seeding.kept(), seeding.kept()
+    with caller:
+        assert draw() == first
+        parked.__enter__()  # the round stops here, and its caller continues
+    with other:
+        assert draw() == first
+    with seeding.kept():
+        parked.__exit__(None, None, None)
+        assert draw() == second  # of the round
+    assert draw() == two  # of the caller
