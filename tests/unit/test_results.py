@@ -182,8 +182,8 @@ def fixbn() -> Iterator[str]:
     assert {each[0] for each in ahead.values()} == {0}
     ends = [{number: curve[-1] for number, curve in small[rule].items()} for rule in ("FixBN", "BN")]
     test = paired(*ends)
-    yield f"with images of 16 pixels [{test.difference:.1f} points above](#all-rounds-images-of-16-pixels) (three seeds"
-    assert test.pairs == 3
+    yield f"with images of 16 pixels [{test.difference:.1f} points above](#all-rounds-images-of-16-pixels) (four seeds"
+    assert test.pairs == 4
     yield f"95 % interval {test.low:.1f} to {test.high:.1f}). In"
     assert not all(each[1] > 0 for each in ahead.values())
     assert all(each[2] > 0 for each in ahead.values())
