@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,28 +131,34 @@ def test_recorded_training_is_plain_training(rule: str, monkeypatch: pytest.Monk
     assert not uncompiled
 
 
+def two_rounds(make: Callable[[], nn.Module], **how: Any) -> dict[str, torch.Tensor]:
+    """The model after two rounds of one client."""
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 3, 4, 4), torch.randint(0, 3, (8,))) for _ in range(6)]
+    client = BNClient(make(), data, lr=0.1, momentum=0.9, device=GPU, **how)
+    for number in (1, 2):
+        update = client.train_round(initial_arrays(client.model), {"server-round": number})
+    return {key: torch.from_numpy(value.copy()) for key, value in update.arrays.items()}
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3))
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_a_recording_draws_what_plain_training_draws(precision: torch.dtype | None) -> None:
-    ends = []
-    for compile in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3))
-        data = [(torch.randn(8, 3, 4, 4), torch.randint(0, 3, (8,))) for _ in range(6)]
-        client = BNClient(model, data, lr=0.1, momentum=0.9, device=GPU, compile=compile, precision=precision)
-        for number in (1, 2):
-            update = client.train_round(initial_arrays(model), {"server-round": number})
-        ends.append({key: torch.from_numpy(value.copy()) for key, value in update.arrays.items()})
-    close(ends[0], ends[1], 1e-6)
+    plain, recorded = (two_rounds(with_dropout, compile=compile, precision=precision) for compile in (False, True))
+    close(plain, recorded, 1e-6)
     assert not uncompiled
 
 
 class Unrecordable(nn.Module):
-    """Its first layer has as many inputs as there are positive values, so the host waits for the GPU."""
+    """The host waits for the number of positive values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.Dropout(0.5), nn.Linear(32, 3))
+        self.layers = with_dropout()
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.layers(images) + images[images > 0].mean()
@@ -161,16 +167,9 @@ class Unrecordable(nn.Module):
 
 @pytest.mark.filterwarnings("default")
 def test_a_network_that_cannot_be_recorded_is_trained_without(caplog: pytest.LogCaptureFixture) -> None:
-    ends = []
-    for compile in (False, True):
-        torch.manual_seed(0)
-        data = [(torch.randn(8, 3, 4, 4), torch.randint(0, 3, (8,))) for _ in range(6)]
-        client = BNClient(Unrecordable(), data, lr=0.1, device=GPU, compile=compile)
-        for number in (1, 2):
-            with caplog.at_level(logging.WARNING, "flwr"):
-                update = client.train_round(initial_arrays(client.model), {"server-round": number})
-        ends.append({key: torch.from_numpy(value.copy()) for key, value in update.arrays.items()})
-    close(ends[0], ends[1], 1e-6)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        plain, found = (two_rounds(Unrecordable, compile=compile) for compile in (False, True))
+    close(plain, found, 1e-6)
     assert "cannot compile the model Unrecordable, so it is trained without" in caplog.text
     uncompiled.clear()
 

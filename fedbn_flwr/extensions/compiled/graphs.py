@@ -1,8 +1,8 @@
 """Training passes on a GPU: a step's kernels, recorded once as a CUDA graph, which one call launches.
 
 To launch the kernels of a small network one by one takes Python several times as long as the GPU computes. They are the
-kernels of plain training, so the results are the same. Recording takes a tenth of a second for each kind of layers'
-modes and each shape of batches, and memory for the activations of a pass.
+kernels of plain training, so the results are the same. Recording takes a second in a new process, later less, for each
+kind of layers' modes and each shape of batches, and memory for the activations of a pass.
 
 Python does not run in later steps. So networks that act in Python in each pass are not recorded: those that change an
 attribute, assign a buffer, draw random numbers on the CPU, or have hooks with a state.
@@ -10,10 +10,11 @@ attribute, assign a buffer, draw random numbers on the CPU, or have hooks with a
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
 from types import FunctionType, NoneType
 from typing import Any
@@ -28,35 +29,37 @@ from fedbn_flwr.batch import Value, each, tensors
 from fedbn_flwr.client.training import Gradient, Loss
 
 _MOST = 8  # recordings of a model, since each has memory of its own
-_recordings: WeakKeyDictionary[nn.Module, dict[Hashable, Recording | Exception]] = WeakKeyDictionary()
+_recordings: WeakKeyDictionary[nn.Module, dict[Hashable, Recording | str]] = WeakKeyDictionary()
 _lock = threading.Lock()  # a process records one graph at a time; FedTAN's clients train in threads
 
 
 def recorded(
     plain: functools.partial[Tensor], model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss
 ) -> Recording:
-    """`plain`, recorded for batches of this shape; what cannot be recorded raises the same exception again.
-
-    Clients that share a model share the recordings.
-    """
+    """`plain`, recorded for batches of this shape. Clients that share a model share the recordings."""
     batch = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in [*tensors(inputs), *tensors(targets)])
     with _lock:
         kept = _recordings.setdefault(model, {})
         key = _identity(plain), _identity(loss_fn), batch, state_of(model)
-        if key not in kept:
-            if len(kept) == _MOST:
-                del kept[next(iter(kept))]
-            try:
-                kept[key] = Recording(plain, model, inputs, targets, loss_fn)
-            except Exception as error:
-                kept[key] = error.with_traceback(None)  # its frames would keep the tensors
-                # PyTorch's generator would stay one that is recorded, and draw the same numbers in each step.
-                generator = torch.cuda.default_generators[torch.cuda.current_device()]
-                generator.graphsafe_set_state(generator.clone_state())
-        found = kept[key]
-    if isinstance(found, Exception):
-        raise found
+        if key not in kept and len(kept) == _MOST:
+            del kept[next(iter(kept))]
+        found: Recording = made_once(kept, key, lambda: Recording(plain, model, inputs, targets, loss_fn))
     return found
+
+
+def made_once(kept: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) -> Any:
+    """The result of `make` for this key. If it failed, a RuntimeError has the same text each time.
+
+    The text is kept instead of the exception, whose traceback would keep the model and its tensors.
+    """
+    if key not in kept:
+        try:
+            kept[key] = make()
+        except Exception as error:
+            kept[key] = str(error)
+    if isinstance(kept[key], str):
+        raise RuntimeError(kept[key])
+    return kept[key]
 
 
 def _identity(function: Any) -> Hashable:
@@ -83,6 +86,7 @@ def state_of(model: nn.Module) -> Hashable:
 
 
 def check_recordable(model: nn.Module) -> None:
+    """Refuse hooks with a state."""
     for hook in _hooks(model):
         if not isinstance(hook, FunctionType) or hook.__closure__:
             raise NotImplementedError(f"it has a hook with a state, {hook!r}, which would not be called in each step")
@@ -100,18 +104,13 @@ def _hooks(model: nn.Module) -> Iterator[object]:
 
 
 def run_twice(gradient: Gradient, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> None:
-    """Check that two passes change nothing but buffers, in place, which get their values back."""
-    buffers = list(model.buffers())
-    state, drawn, before = state_of(model), _drawn(), [buffer.clone() for buffer in buffers]
-    try:
-        for _ in range(2):
-            gradient(model, inputs, targets, loss)
-            model.zero_grad()
-            if state_of(model) != state:
-                raise NotImplementedError("a pass changes an attribute of a module, or assigns a buffer")
-    finally:
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+    """Check with a copy of the model that two passes change nothing but the values of buffers."""
+    model = copy.deepcopy(model)
+    state, drawn = state_of(model), _drawn()
+    for _ in range(2):
+        gradient(model, inputs, targets, loss)
+        if state_of(model) != state:
+            raise NotImplementedError("a pass changes an attribute of a module, or assigns a buffer")
     if _drawn() != drawn:
         raise NotImplementedError("a pass draws random numbers on the CPU")
 
@@ -126,21 +125,27 @@ class Recording:
 
     def __init__(self, gradient: Gradient, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> None:
         check_recordable(model)
-        self._batch = each(torch.clone, inputs), each(torch.clone, targets)
+        batch = each(torch.clone, inputs), each(torch.clone, targets)
         self._graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with seeding.kept():  # libraries allocate memory in their first calls, which cannot be recorded
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                run_twice(gradient, model, *self._batch, loss)
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._loss = gradient(model, *self._batch, loss)
+        try:
+            with seeding.kept():  # libraries allocate memory in their first calls, which cannot be recorded
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    run_twice(gradient, model, *batch, loss)
+                torch.cuda.current_stream().wait_stream(side)
+                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                    self._loss = gradient(model, *batch, loss)
+        except Exception:
+            # PyTorch's generator would stay one that is recorded, and draw the same numbers in each step.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
+        self._values = [*tensors(batch[0]), *tensors(batch[1])]
         self._gradients = [(value, value.grad) for value in model.parameters() if value.grad is not None]
 
     def __call__(self, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> Tensor:
-        for kept, new in zip(self._batch, (inputs, targets), strict=True):
-            for tensor, value in zip(tensors(kept), tensors(new), strict=True):
-                tensor.copy_(value)
+        for kept, new in zip(self._values, [*tensors(inputs), *tensors(targets)], strict=True):
+            kept.copy_(new)
         self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient

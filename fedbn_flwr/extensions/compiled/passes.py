@@ -22,7 +22,7 @@ from fedbn_flwr.client.training import Forward, Gradient, Loss, loss_of
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.norms.variants import MaskedBatchNorm1d
 
-from .graphs import recorded
+from .graphs import made_once, recorded
 
 # The graphs of a process: models of an experiment file, with and without frozen layers. PyTorch's limit is 8, for all
 # models together, since they share the function below; it trains further ones without compiling them.
@@ -70,31 +70,26 @@ def _warn(model: str, error: str) -> None:
 def fused(
     plain: functools.partial[Tensor], model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss
 ) -> functools.partial[Tensor]:
-    """`plain` by PyTorch's compiler; what cannot be compiled raises the same exception again.
-
-    Models of one kind share the compiled code.
-    """
+    """`plain` by PyTorch's compiler. Models of one kind share the compiled code."""
     _set_up()
     forward, tried = compiler()
     by_compiler = functools.partial(plain, forward=forward)
     parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters())
     kind = type(model), parameters, tuple(module.training for module in model.modules())
-    if kind not in tried:  # with a copy, and with the same random draws as the step
-        tried[kind] = None
-        try:
-            if any(isinstance(layer, MaskedBatchNorm1d) for layer in model.modules()):
-                raise NotImplementedError("MaskedBatchNorm1d has another number of values in each batch")
-            with seeding.kept():
-                by_compiler(copy.deepcopy(model), inputs, targets, loss_fn)
-        except Exception as error:
-            tried[kind] = error.with_traceback(None)
-    if problem := tried[kind]:
-        raise problem
+
+    def trial() -> None:
+        """With a copy, and with the same random draws as the step."""
+        if any(isinstance(layer, MaskedBatchNorm1d) for layer in model.modules()):
+            raise NotImplementedError("MaskedBatchNorm1d has another number of values in each batch")
+        with seeding.kept():
+            by_compiler(copy.deepcopy(model), inputs, targets, loss_fn)
+
+    made_once(tried, kind, trial)
     return by_compiler
 
 
 @functools.cache
-def compiler() -> tuple[Forward, dict[Hashable, Exception | None]]:
+def compiler() -> tuple[Forward, dict[Hashable, str | None]]:
     """PyTorch's compiler, which a process has once, and why it could not compile a kind of model, if so."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
     return torch.compile(loss_of, dynamic=False), {}

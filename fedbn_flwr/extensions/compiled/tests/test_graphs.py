@@ -50,8 +50,11 @@ def two_passes(model: nn.Module, side: int = 2) -> None:
     ],
 )
 def test_what_acts_in_python_is_refused(act: Callable[[Acting], Any], words: str) -> None:
+    model = Acting(act)
     with pytest.raises(NotImplementedError, match=words):
-        two_passes(Acting(act))
+        two_passes(model)
+    assert not model.is_second
+    assert not model.mean.any()
 
 
 @pytest.mark.parametrize("norm", ["bn", "gn", "fixup", "won", "brn"])
@@ -94,6 +97,22 @@ def test_a_recording_is_of_one_state_of_the_layers(change: Callable[[nn.Sequenti
     assert state_of(model) == before
     change(model)
     assert state_of(model) != before
+
+
+def test_a_failed_recording_is_not_tried_again_and_keeps_no_model() -> None:
+    made = []
+
+    def use(model: nn.Module) -> None:
+        made.append(weakref.ref(model))
+        model.register_forward_hook(functools.partial(print, model))  # has a state
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="hook with a state"):
+                recorded(functools.partial(backpropagate), model, torch.ones(2, 3), torch.ones(2), F.mse_loss)
+        assert len(graphs._recordings[model]) == 1
+
+    use(nn.Linear(3, 1))
+    gc.collect()
+    assert made[0]() is None
 
 
 def test_clients_share_recordings_which_end_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
