@@ -8,6 +8,8 @@ far. The batch and all random draws are functions of round and client, so the nu
 from __future__ import annotations
 
 import atexit
+import functools
+import os
 import queue
 import secrets
 import threading
@@ -38,6 +40,27 @@ _EXCHANGES = "exchanges"  # the round's model and agreed tensors, in the client'
 _ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round, with the agreed numbers
 
 
+class _Thread(threading.Thread):
+    """Runs one session after the other.
+
+    A new thread would make again what belongs to a thread: OpenMP's threads, cuDNN's plans of convolutions, and the
+    settings of PyTorch's compiler.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while (task := self.tasks.get()) is not None:
+            task()
+            del task  # with the session's client, which must not stay in memory until the next one
+
+
+_idle: list[_Thread] = []
+
+
 class Session:
     """Runs `work(exchange)` until its next exchange or its end, one piece at a time.
 
@@ -53,6 +76,8 @@ class Session:
     patience
         Seconds that a parked round waits for its next message.
     """
+
+    _thread: _Thread
 
     def __init__(
         self,
@@ -71,8 +96,6 @@ class Session:
         self._answers: queue.SimpleQueue[Agreement | None] = queue.SimpleQueue()
         self._contributions: queue.SimpleQueue[Contribution | None] = queue.SimpleQueue()
         self._patience = patience
-        # The number of threads is a setting of the thread.
-        self._thread = threading.Thread(target=self._run, args=[torch.get_num_threads()], daemon=True)
 
     def advance(self, answer: Agreement | None = None) -> Contribution | None:
         """Begin, or continue with the cohort's agreement, to the next exchange; None at the end, when it has a result.
@@ -83,31 +106,25 @@ class Session:
         # the caller's state is saved before the round continues and sets its own.
         with seeding.kept():
             if answer is None:
-                self._thread.start()
+                self._thread = _idle.pop() if _idle else _Thread()
+                self._thread.tasks.put(functools.partial(self._run, torch.get_num_threads()))
             else:
                 self.step += 1
                 self._answers.put(answer)
             if (contribution := self._contributions.get()) is None:
-                self._join()
+                _idle.append(self._thread)
         return contribution
 
     def abandon(self) -> None:
         """End a parked round and free its memory."""
         # At its end the round resets the generators to their state at its beginning, which is not the caller's.
-        with seeding.kept():
+        with seeding.kept(), suppress(queue.Empty):
             self._answers.put(None)
-            self._join()
-
-    def _join(self) -> None:
-        """Wait for the end of the thread: if Python ended before, the process would abort."""
-        self._thread.join(self._patience)
-        # PyTorch still frees memory of the thread then.
-        task, deadline = Path(f"/proc/self/task/{self._thread.native_id}"), time.monotonic() + 1
-        while task.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
+            if self._contributions.get(timeout=self._patience) is None:  # unless the user's code goes on
+                _idle.append(self._thread)
 
     def _run(self, threads: int) -> None:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads)  # a setting of the thread
         try:
             self.result.set_result(self._work(self._exchange))
         except BaseException as error:
@@ -145,8 +162,28 @@ class ParkedRounds(dict[Place, Session]):
 
 
 parked_rounds = ParkedRounds()
-# A thread that still waits inside PyTorch when Python ends would abort the process.
-atexit.register(parked_rounds.clear)
+
+
+def _forget_threads() -> None:
+    """A forked process has none of them."""
+    _idle.clear()
+    dict.clear(parked_rounds)
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that is still inside PyTorch when Python ends would abort the process."""
+    parked_rounds.clear()
+    for thread in _idle:
+        thread.tasks.put(None)
+        thread.join(1)
+        # PyTorch still frees memory of the thread then.
+        task, deadline = Path(f"/proc/self/task/{thread.native_id}"), time.monotonic() + 1
+        while task.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def train_by_messages(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import threading
+import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.client.layerwise import Session
+from fedbn_flwr.client.layerwise import Session, parked_rounds
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep
 
@@ -77,12 +80,52 @@ def test_a_failing_round_raises_where_it_is_asked() -> None:
         session.result.result()
 
 
-def test_an_abandoned_round_ends_its_thread() -> None:
-    before = threading.active_count()
-    torch.manual_seed(1)
+def begun(threads: set[threading.Thread]) -> Session:
+    """A session that waits at its first exchange; `threads` gets that of each pass through the model."""
     model, x, y = Dropping(), torch.randn(8, 4), torch.arange(8) % 5
+    model.register_forward_pre_hook(lambda *_: threads.add(threading.current_thread()))
     session = Session(lambda exchange: LayerwiseStep(exchange)(model, x, y, F.cross_entropy))
     assert isinstance(session.advance(), Contribution)
-    assert threading.active_count() == before + 1
-    session.abandon()
-    assert threading.active_count() == before
+    return session
+
+
+def test_sessions_use_the_threads_of_those_that_have_ended() -> None:
+    """A new thread has no plans of cuDNN, no OpenMP threads and no settings of PyTorch's compiler."""
+    threads: set[threading.Thread] = set()
+    for waiting in [begun(threads), begun(threads)]:
+        waiting.abandon()
+    assert len(threads) == 2, "they waited at the same time"
+    ended = Session(lambda _: threads.add(threading.current_thread()))
+    assert ended.advance() is None
+    for waiting in [begun(threads), begun(threads)]:
+        waiting.abandon()
+    assert len(threads) == 2
+
+
+def test_a_session_that_has_ended_leaves_nothing_in_memory() -> None:
+    model = Dropping()
+    session, alive = Session(lambda _, held=model: held.a), weakref.ref(model)
+    assert session.advance() is None
+    del model, session
+    deadline = time.monotonic() + 10
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive() is None
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    waiting = begun(set())
+    assert Session(bool).advance() is None
+    parked_rounds["", 0, 0] = waiting
+    process = multiprocessing.get_context("fork").Process(target=in_a_fork)
+    process.start()
+    process.join(30)
+    code = process.exitcode
+    process.kill()
+    parked_rounds.clear()
+    assert code == 0
+
+
+def in_a_fork() -> None:
+    assert parked_rounds.take(("", 0, 0)) is None, "its thread is in the parent only"
+    assert Session(bool).advance() is None
