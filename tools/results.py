@@ -19,7 +19,7 @@ from fedbn_flwr.experiment.file.expansion import condition
 from fedbn_flwr.experiment.file.layers import FREE, FREE_KEYS, load_experiment
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.results.folder import flat_settings
-from fedbn_flwr.results.report.tables import paired
+from fedbn_flwr.results.report.tables import Paired, paired
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -153,10 +153,10 @@ def status(item: Mapping[str, Any]) -> tuple[str, str]:
 def papers() -> Table:
     """Each table and figure, its experiment, and what was measured of it."""
     index = yaml.safe_load(INDEX.read_text(encoding="utf-8"))
-    used = [item["experiment"] for items in index.values() for item in items.values()]
-    shipped = [name for name in shipped_experiments() if "/" in name and not name.startswith("ours/")]
-    if sorted(used) != sorted(shipped):
-        raise ValueError(f"{INDEX.name} and the experiments differ: {sorted(set(used) ^ set(shipped))}")
+    used = {item["experiment"] for items in index.values() for item in items.values()}
+    shipped = {name for name in shipped_experiments() if "/" in name and not name.startswith("ours/")}
+    if used != shipped:
+        raise ValueError(f"{INDEX.name} and the experiments differ: {sorted(used ^ shipped)}")
     rows: list[Row] = []
     for paper, items in index.items():
         for title, item in items.items():
@@ -239,6 +239,15 @@ def mnist(file: str) -> Callable[[], Table]:
     return whole
 
 
+def corrected(tests: Sequence[Paired]) -> list[float]:
+    """The p values of a table's tests, corrected for their number (Holm 1979); 1 where there is none."""
+    order = sorted((test.p, place) for place, test in enumerate(tests) if test.pairs > 1)
+    found, largest = [1.0] * len(tests), 0.0
+    for rank, (p, place) in enumerate(order):
+        found[place] = largest = min(1.0, max(largest, (len(order) - rank) * p))
+    return found
+
+
 def pairs(files: Sequence[str], *rows: tuple[str, str]) -> Callable[[], Table]:
     """Differences of the accuracies of two runs over the seeds that both have."""
 
@@ -247,12 +256,12 @@ def pairs(files: Sequence[str], *rows: tuple[str, str]) -> Callable[[], Table]:
             label: {run.settings["seed"]: 100 * run.summary["accuracy"] for run in runs if run.finished}
             for label, runs in by_label(*files).items()
         }
+        tests = [paired(found[one], found[other]) for one, other in rows]
         lines: list[Row] = []
-        for one, other in rows:
-            test = paired(found[one], found[other])
+        for (one, other), test, p in zip(rows, tests, corrected(tests), strict=True):
             interval = f"{test.low:.1f} to {test.high:.1f}"
-            lines.append((f"{one}, {other}", str(test.pairs), f"{test.difference:.1f}", interval, f"{test.p:.1g}"))
-        return ("pair", "seeds", "mean difference, points", "95 % interval", "p (paired t)"), lines
+            lines.append((f"{one}, {other}", str(test.pairs), f"{test.difference:.1f}", interval, f"{p:.1g}"))
+        return ("pair", "seeds", "mean difference, points", "95 % interval", "p (paired t, Holm)"), lines
 
     return whole
 
@@ -559,17 +568,28 @@ def fedbs_seeds() -> Table:
 def verdict(budget: str, rows: Mapping[str, tuple[Mapping[int, float], Mapping[int, float], float]]) -> Table:
     """Differences of accuracies by seed, in percent, beside those of a paper; `budget` is our share of its rounds."""
     lines: list[Row] = []
-    for name, (one, other, figure) in rows.items():
+    tests = [paired(one, other) for one, other, _ in rows.values()]
+    for (name, (one, other, figure)), test, p in zip(rows.items(), tests, corrected(tests), strict=True):
         differences = [one[number] - other[number] for number in one if number in other]
-        difference = statistics.mean(differences)
-        test = paired(one, other) if len(differences) > 1 else None
-        interval = f"{test.low:.1f} to {test.high:.1f}, p = {test.p:.1g}" if test else "-"
-        sign = "agrees" if difference * figure > 0 else "**differs**"
-        if test is None or test.low < 0 < test.high:
-            sign += ", not significant" if test else ", one seed"
-        lines.append((name, mean(differences), str(len(differences)), interval, budget, f"{figure:.1f}", sign))
-    columns = ("measured, points", "seeds", "95 % interval, paired t", "of the paper's rounds", "published", "sign")
+        is_tested, sign = test.pairs > 1, "agrees" if test.difference * figure > 0 else "**differs**"
+        if not is_tested:
+            sign += ", one seed"
+        elif p > 0.05:
+            sign = "no difference in either" if abs(figure) < NO_DIFFERENCE else f"{sign}, not significant"
+        interval = f"{test.low:.1f} to {test.high:.1f}, p = {p:.1g}" if is_tested else "-"
+        lines.append((name, mean(differences), str(test.pairs), interval, budget, f"{figure:.1f}", sign))
+    columns = (
+        "measured, points",
+        "seeds",
+        "95 % interval; paired t, Holm",
+        "of the paper's rounds",
+        "published",
+        "sign",
+    )
     return ("difference", *columns), lines
+
+
+NO_DIFFERENCE = 0.15  # points: published figures that are within the rounding of one another
 
 
 def by_seed(runs: Iterable[Run], key: str = "accuracy") -> dict[int, float]:

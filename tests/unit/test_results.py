@@ -20,7 +20,7 @@ from scipy.optimize import brentq
 
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.extensions.private.noise import epsilon_of
-from fedbn_flwr.results.report.tables import paired
+from fedbn_flwr.results.report.tables import Paired, paired
 from tests.support.command import ROOT
 
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
@@ -116,6 +116,23 @@ def test_an_index_that_claims_more_than_there_is_is_refused(raw: Callable[..., N
         results.status({**ITEM, "files": [{"file": "report.json", "labels": {"FedTAN": "SiloBN"}}]})
 
 
+def test_p_values_are_corrected_for_the_number_of_tests() -> None:
+    """Holm's example: the smallest of m times m, the next times m - 1, and none below the one before."""
+    tests = [Paired(3, p=each) for each in (0.01, 0.04, 0.03)]
+    assert results.corrected([*tests, Paired(1)]) == pytest.approx([0.03, 0.06, 0.06, 1.0])
+    assert results.corrected([Paired(3, p=0.7), Paired(3, p=0.8)]) == [1.0, 1.0]
+
+
+def test_a_sign_is_of_a_difference_that_both_have() -> None:
+    def seeds(*values: float) -> dict[int, float]:
+        return dict(enumerate(values))
+
+    far, near, zero = seeds(5.0, 5.1, 5.2), seeds(0.1, -0.2, 0.2), seeds(0.0, 0.0, 0.0)
+    rows = {"far": (far, zero, 3.0), "not": (far, zero, -3.0), "near": (near, zero, -0.1), "one": (seeds(1), zero, 1.0)}
+    signs = [row[-1] for row in results.verdict("100 %", rows)[1]]
+    assert signs == ["agrees", "**differs**", "no difference in either", "agrees, one seed"]
+
+
 # --- sentences with figures ----------------------------------------------------------
 
 
@@ -184,7 +201,7 @@ def fixbn() -> Iterator[str]:
     test = paired(*ends)
     yield f"with images of 16 pixels [{test.difference:.1f} points above](#all-rounds-images-of-16-pixels) (four seeds"
     assert test.pairs == 4
-    yield f"95 % interval {test.low:.1f} to {test.high:.1f}). In"
+    yield f"95 % interval {test.low:.1f} to {test.high:.1f}). With"
     assert not all(each[1] > 0 for each in ahead.values())
     assert all(each[2] > 0 for each in ahead.values())
     yield "Ten rounds later it is not yet above BN with each seed, twenty rounds later it is"
@@ -200,8 +217,9 @@ def fixbn() -> Iterator[str]:
     last = {rule: {number: curve[-1] for number, curve in each.items()} for rule, each in small.items()}
     free, fixed = (paired(last["GN"], last[rule]) for rule in ("BN", "FixBN"))
     assert free.pairs == fixed.pairs == 3
-    yield f"Group norm ends {free.difference:.1f} points above batch norm (p = {free.p:.1g}) and"
-    yield f"and {-fixed.difference:.1f} below FixBN (p = {fixed.p:.1g}): both signs"
+    chances = results.corrected([test, free, fixed])
+    yield f"Group norm ends {free.difference:.1f} points above batch norm (p = {chances[1]:.1g}) and"
+    yield f"and {-fixed.difference:.1f} below FixBN (p = {chances[2]:.1g}): both signs"
     assert all(last["BN"][number] < each < last["FixBN"][number] for number, each in last["GN"].items())
     there = [table4["GN"] - table4["BN"], table4["FixBN"] - table4["GN"]]
     yield f"both signs are the paper's ({there[0]:.1f} and {there[1]:.1f}), with each seed"
@@ -209,20 +227,23 @@ def fixbn() -> Iterator[str]:
     ends = {rule: results.by_seed(runs) for rule, runs in lenet.items()}
     free, group = (paired(ends["FixBN"], ends[rule]) for rule in ("BN", "GN"))
     assert free.pairs == group.pairs == 5
-    yield f"and all rounds it ends {free.difference:.1f} points above batch norm (p = {free.p:.1g}, five seeds)"
-    yield f"and {-group.difference:.1f} below group norm (p = {group.p:.1g})."
+    yield f"it ends {free.difference:.1f} points above batch norm (five seeds) and is not distinguished from group norm"
+    others = [free, group, paired(ends["GN"], ends["BN"])]
+    assert [p < 0.05 for p in results.corrected(others)] == [True, False, True]
     ahead = [value - ends["BN"][number] for number, value in ends["FixBN"].items()]
     yield f"FixBN ends above batch norm with each seed, by {min(ahead):.0f} to {max(ahead):.0f} points"
     pairs = list(zip(lenet["FixBN"], lenet["GN"], strict=True))
     above = [100 * (one.after(number) - other.after(number)) for one, other in pairs for number in range(490, 580, 10)]
     yield f"From round 490 to 570, at the last rate, it is {min(above):.0f} to {max(above):.0f} points above group norm"
+    before = paired(*({run.settings["seed"]: 100 * run.after(570) for run in lenet[rule]} for rule in ("FixBN", "GN")))
+    yield f"in round 570 by {before.difference:.1f} points (p = {before.p:.1g}, not corrected)"
     *fall, still = sorted((100 * (one.after(570) - one.after(640)) for one, _ in pairs), reverse=True)
     yield f"Until the end it falls by {min(fall):.0f} to {max(fall):.0f} points with four of the seeds"
     yield f"with the fifth by {still:.1f}"
     moved = [100 * abs(one.after(570) - one.after(640)) for rule in ("BN", "GN") for one in lenet[rule]]
     yield f"batch norm and group norm change by less than {math.ceil(max(moved))} point"
     slow = [[float(cell[:-2]) for cell in row[4:]] for row in results.fixbn_lenet_rate()[1]]
-    yield f"the runs return to {min(each[0] for each in slow):.1f} % or more within five rounds and stay there"
+    yield f"FixBN returns to {min(each[0] for each in slow):.1f} % or more within five rounds and stays there"
 
 
 def gain_of_fedbs(rule: str = "FedAvg") -> tuple[str, str]:
@@ -262,6 +283,21 @@ def fedbs() -> Iterator[str]:
     }
     jumps = [abs(b - a) for seeds in curves.values() for curve in seeds for a, b in itertools.pairwise(curve[11:])]
     yield f"by up to {max(jumps):.0f} points from one round to the next"
+    yield f"after {min(before[1:]):.0f} to {max(before[1:]):.0f} points below FedAvg until it switches"
+    whole, last = (
+        paired(*(dict(enumerate(map(measure, curves[rule]))) for rule in ("FedBS", "FedAvg")))
+        for measure in (statistics.mean, lambda curve: curve[-1])
+    )
+    yield f"FedBS is {-whole.difference:.1f} points below FedAvg (p = {whole.p:.1g}) on Fashion-MNIST, and after round"
+    yield f"after round 60 {last.difference:.1f} above it (p = {last.p:.1g})"
+    first = {
+        rule: [next((number for number, value in enumerate(curve, 1) if value >= 85), None) for curve in seeds]
+        for rule, seeds in curves.items()
+    }
+    assert first["FedAvg"] == first["FedProx"]
+    assert first["FedAvg"].pop() is None
+    yield f"it is {listed(first['FedBS'], 0)} for FedBS"
+    yield f"and {', '.join(map(str, first['FedAvg']))} and none for FedAvg and FedProx"
     (more, chance), (other, of_other) = map(gain_of_fedbs, ("FedAvg", "FedProx"))
     yield f"{more} points above FedAvg ({chance}) and {other} above FedProx ({of_other}) on Fashion-MNIST"
 
@@ -273,19 +309,19 @@ def fedtan() -> Iterator[str]:
     assert {rule: [*seeds] for rule, seeds in end.items()} == {"FedTAN": [0, 1], "FedAvg+BN": [0, 1]} | one
     free = listed([end["FedTAN"][seed] - accuracy for seed, accuracy in end["FedAvg+BN"].items()])
     ends = results.share("accuracy", unit=" %")(runs["FedTAN"])
-    yield f"FedTAN ends at {ends} (two seeds), {free} points above batch norm, and"
+    yield f"FedTAN ends at {ends} (two seeds), {free} points above batch norm, and with"
     figures = results.published("FedTAN", "Table 2")
     known = figures["FedTAN"][-1][0] - figures["FedAvg+GN"][-1][0]
     group = end["FedTAN"][0] - end["FedAvg+GN"][0]
     first = end["FedTAN"][0] - end["FedAvg+Algorithm 2"][0]
-    yield f"and with seed 0 {first:.1f} points above Algorithm 2, which exchanges"
-    yield f"and {group:.1f} points above group norm (published: {known:.1f}, after all rounds), at 16 pixels"
+    yield f"and with one seed {first:.1f} points above Algorithm 2, which exchanges"
+    yield f"and {group:.1f} points above group norm (published: {known:.1f}, after all rounds)"
     (forward,) = runs["FedAvg+Algorithm 2"]
     rise = [100 * forward.after(at) for at in (1200, 1250, 2000)]
     yield f"Algorithm 2 rises from {rise[0]:.1f} to {rise[1]:.1f} %, its best, and ends at {rise[2]:.1f} %"
     assert forward.after(1250) == max(point["accuracy"] for point in forward.curve)
     gain = end["FedTAN"][0] - end["FedAvg+BN"][0]
-    yield f"the gradients of the statistics add {first:.1f} of FedTAN's {gain:.1f} points above batch norm"
+    yield f"with this seed the gradients of the statistics add {first:.1f} of FedTAN's {gain:.1f} points above batch"
     (before, low), (last, high) = (
         [listed([100 * run.after(at) for run in runs[rule]]) for rule in ("FedTAN", "FedAvg+GN")] for at in (1200, 1250)
     )
@@ -359,6 +395,12 @@ def domains() -> Iterator[str]:
     yield f"GN, LN and Scaffold are {min(gains):.1f} to {max(gains):.1f} points above batch norm"
     yield f"three seeds do not settle (p = {min(chances):.2f} to {max(chances):.1g}), and FixBN {frozen.difference:.1f}"
     yield f"(p = {frozen.p:.2f}, not corrected for four comparisons)"
+    one_model = [
+        statistics.fmean(seeds.values())
+        for rule, seeds in found.items()
+        if rule not in ("Centralised", "Standalone", "FedBN")
+    ]
+    yield f"all strategies with one model are within {max(one_model) - min(one_model):.1f} points of one another"
 
 
 def mnist() -> Iterator[str]:
@@ -439,6 +481,9 @@ def network() -> Iterator[str]:
     seconds = {each["milliseconds"]: each["median"] for each in lines if (each["clients"], each["run"]) == (2, STREAMS)}
     yield f"seconds = {seconds[0]:.2f} + {results.ROUND_TRIPS} x round trip"
     assert (seconds[100] - seconds[0]) / 0.2 == pytest.approx(results.ROUND_TRIPS, abs=0.5)
+    medians = {(each["clients"], each["milliseconds"]): each["median"] for each in lines if each["run"] == STREAMS}
+    slopes = [(medians[clients, 100] - medians[clients, 0]) / 0.2 for clients in (2, 5, 10)]
+    yield f"(as measured with 2, 5 and 10 clients: {listed(slopes, 0)})"
     shares = [f"{100 - 100 * seconds[0] / seconds[ms]:.0f} % at {ms} ms" for ms in (10, 50, 100)]
     yield f"{shares[0]} each way, {shares[1]} and {shares[2]}"
     nodes = {(each["nodes"], each["run"]): each["seconds"] for each in results.lines("network/nodes.jsonl")}
@@ -456,6 +501,8 @@ def performance() -> Iterator[str]:
     speed, memory = outputs.figures("speed.txt"), outputs.figures("memory.txt")
     fedtan = speed["FedTAN iteration / plain passes, five clients, batch 128"][0].median
     yield f"a FedTAN iteration {100 * fedtan - 100:.0f} % more than the same passes"
+    there = outputs.figures("gpu.txt")["FedTAN iteration / plain passes, five clients, batch 128"][0].median
+    yield f"it takes {there:.1f} times as long. "
     mean = "mean of 100 replies of 11.2 million parameters: Flower's processor time / ours"
     yield f"the ratio of the times falls to that of the processor times, {speed[mean][0].median:.1f}."
     one = spread("sharing.txt", "round of 2 workers / 1/2 of one process's")
@@ -559,8 +606,21 @@ def robustness() -> Iterator[str]:
         if (data, options, attack, count) == ("digits", "off", "noise", 1):
             noisy.append(100 * (found[data, rule, options, None, 0] - accuracy))
     yield f"false statistics of two clients of ten cost at most {max(lost):.0f} points"
+    flipped = {
+        (data, rule): 100 * (found[data, rule, "bounds", None, 0] - found[data, rule, "bounds", "flipped", 2])
+        for data, rule, options, attack, count in found
+        if (options, attack, count) == ("bounds", "flipped", 2)
+    }
+    yield f"but flipped updates {min(flipped.values()):.0f} to {max(flipped.values()):.0f} (one seed)"
+    for data, rule in itertools.product(("digits", "digits-2"), ("FedAvg", "FixBN")):
+        for other in ("krum", "trimmed"):
+            assert (
+                found[data, rule, other, None, 0] - found[data, rule, other, "flipped", 2] < flipped[data, rule] / 100
+            )
+    for defence in ("bounds", "trimmed"):
+        assert found["cifar10", "FedAvg", defence, "flipped", 2] <= found["cifar10", "FedAvg", "off", "flipped", 2]
     assert max(alone) < 14
-    yield "without them one client with false statistics or scaled updates ruins the model or ends the run"
+    yield "Without bounds one client with false statistics or scaled updates ruins the model or ends the run"
     yield f"and one with noise costs {min(noisy):.0f} to {max(noisy):.0f} points on digits"
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import yaml
+from torch import nn
 
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.expansion import condition
@@ -217,6 +218,13 @@ def test_the_runs_of_fixbn_have_the_set_up_of_the_paper(experiments: Mapping[str
         assert (run.model.name, run.clients, part) == expected
 
 
+NO_SWEEP = {
+    "fedtan/table1": ["sweep=null"],
+    "fedtan/table2": ["sweep=null"],
+    "fedtan/cifar100": [],
+}
+
+
 def rates_of(run: Settings, last: int) -> list[float]:
     """The learning rate of each round of a strategy that switches after round `last`."""
     factor = run.train.schedule.switch or 1.0
@@ -243,6 +251,27 @@ def test_the_runs_of_fedtan_have_the_set_up_of_the_paper(experiments: Mapping[st
             assert [rates[number] for number in (exact - 1, exact, 6_000, 8_000)] == pytest.approx(
                 setup["FedTAN-II's lr"]
             )
+    for name, table in (("fedtan/table1", "Table 1"), ("fedtan/table2", "Table 2"), ("fedtan/cifar100", "CIFAR-100")):
+        expected = setup[table]
+        for run in experiments[name]:
+            train, whole = run.train, setup["CIFAR-10"]
+            found = (run.rounds, train.steps, train.batch_size)
+            assert found == (whole["iterations"], whole["local steps"], whole["batch size"])
+            assert run.clients == (1 if run.cell.row == "Centralised" else whole["clients"])
+            assert [learning_rate(run, number + 1) for number in expected["from"]] == pytest.approx(expected["lr"])
+            assert train.momentum == expected.get("momentum", train.momentum)
+            assert train.weight_decay == expected.get("weight decay", train.weight_decay)
+        assert len(load_experiment(name, ["only=FedTAN", *NO_SWEEP[name]]).runs) == setup["CIFAR-10"]["runs"]
+    classes = {run.data.partition.model_dump().get("classes_per_client") for run in experiments["fedtan/cifar100"]}
+    assert classes - {None} == {setup["CIFAR-100"]["classes on a client"]}
+    for name, count in setup["domains"]["clients"].items():
+        for run in experiments[f"fedtan/{name}"]:
+            found = {"model": run.model.name, "batch size": run.train.batch_size, "lr": run.train.lr}
+            assert found == {key: setup["domains"][key] for key in found}
+            assert run.clients in (1, count)
+    weights = {each.momentum for each in build_model("resnet20", 10).modules() if isinstance(each, nn.BatchNorm2d)}
+    assert weights == {setup["CIFAR-10"]["weight of new statistics"]}
+    assert {run.train.batch_size for run in experiments["fedtan/mnist"]} == {setup["MNIST"]["batch size"]}
     network = build_model("mlp", 10, "bn", image_size=(28, 28), in_channels=1)
     parameters = sum(each.numel() for each in network.parameters())
     statistics = sum(each.numel() for each in network.buffers() if each.dim() > 0)
@@ -304,7 +333,17 @@ def test_the_runs_of_fedwon_and_fedbs_have_the_set_up_of_the_papers(
             )
             if run.strategy["name"] == "FedBS":
                 assert {key: run.strategy[key] for key in ("epsilon", "patience")} == setup["switch"]
-            if "unbalanced" in name:
-                partition = run.data.partition.model_dump()
+            partition = run.data.partition.model_dump()
+            network = build_model(run.model.name, 10, image_size=(32, 32) if "cifar" in run.model.name else (28, 28))
+            layers = [*network.modules()]
+            channels = [each.out_channels for each in layers if isinstance(each, nn.Conv2d)]
+            inputs = [each.in_features for each in layers if isinstance(each, nn.Linear)]
+            assert channels == setup["convolutions"][run.model.name]
+            assert inputs == setup["fully connected"][run.model.name]
+            weights = {each.momentum for each in layers if isinstance(each, nn.BatchNorm2d)}
+            assert weights == {setup["weight of new statistics"]}
+            if "unbalanced" not in name:
+                assert partition["shards_per_client"] == setup["balanced"]["shards"]
+            else:
                 assert partition["shard_size"] == setup["unbalanced"]["shard size"]
                 assert [partition["min_shards"], partition["max_shards"]] == setup["unbalanced"]["shards"]
