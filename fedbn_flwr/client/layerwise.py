@@ -120,7 +120,7 @@ class Session:
         # At its end the round resets the generators to their state at its beginning, which is not the caller's.
         with seeding.kept(), suppress(queue.Empty):
             self._answers.put(None)
-            if self._contributions.get(timeout=self._patience) is None:  # unless the user's code goes on
+            if self._contributions.get(timeout=self._patience) is None:  # unless the user's code continues
                 _idle.append(self._thread)
 
     def _run(self, threads: int) -> None:

@@ -215,11 +215,11 @@ def fixbn() -> Iterator[str]:
     yield f"and batch norm between {min(free):.0f} and {max(free):.0f} %, below its accuracy of round 330 with each"
     assert all(max(each[late]) < each[1] for each in small["BN"].values())
     last = {rule: {number: curve[-1] for number, curve in each.items()} for rule, each in small.items()}
-    free, fixed = (paired(last["GN"], last[rule]) for rule in ("BN", "FixBN"))
-    assert free.pairs == fixed.pairs == 3
-    chances = results.corrected([test, free, fixed])
-    yield f"Group norm ends {free.difference:.1f} points above batch norm (p = {chances[1]:.1g}) and"
-    yield f"and {-fixed.difference:.1f} below FixBN (p = {chances[2]:.1g}): both signs"
+    lower, upper = (paired(last["GN"], last[rule]) for rule in ("BN", "FixBN"))
+    assert lower.pairs == upper.pairs == 3
+    chances = results.corrected([test, lower, upper])
+    yield f"Group norm ends {lower.difference:.1f} points above batch norm (p = {chances[1]:.1g}) and"
+    yield f"and {-upper.difference:.1f} below FixBN (p = {chances[2]:.1g}): both signs"
     assert all(last["BN"][number] < each < last["FixBN"][number] for number, each in last["GN"].items())
     there = [table4["GN"] - table4["BN"], table4["FixBN"] - table4["GN"]]
     yield f"both signs are the paper's ({there[0]:.1f} and {there[1]:.1f}), with each seed"
