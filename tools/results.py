@@ -248,28 +248,44 @@ def corrected(tests: Sequence[Paired]) -> list[float]:
     return found
 
 
-def pairs(files: Sequence[str], *rows: tuple[str, str]) -> Callable[[], Table]:
+def pairs(runs: Callable[[], Mapping[str, list[Run]]], *rows: tuple[str, str]) -> Callable[[], Table]:
     """Differences of the accuracies of two runs over the seeds that both have."""
 
     def whole() -> Table:
-        found = {
-            label: {run.settings["seed"]: 100 * run.summary["accuracy"] for run in runs if run.finished}
-            for label, runs in by_label(*files).items()
-        }
+        found = {label: by_seed(each) for label, each in runs().items()}
         tests = [paired(found[one], found[other]) for one, other in rows]
         lines: list[Row] = []
         for (one, other), test, p in zip(rows, tests, corrected(tests), strict=True):
             interval = f"{test.low:.1f} to {test.high:.1f}"
-            lines.append((f"{one}, {other}", str(test.pairs), f"{test.difference:.1f}", interval, f"{p:.1g}"))
-        return ("pair", "seeds", "mean difference, points", "95 % interval", "p (paired t, Holm)"), lines
+            lines.append((f"{one} - {other}", str(test.pairs), f"{test.difference:.1f}", interval, f"{p:.1g}"))
+        return ("difference", "seeds", "mean, points", "95 % interval", "p (paired t, Holm)"), lines
 
     return whole
 
 
+FALLS = "(rate falls)"
+
+
+def mnist_runs() -> dict[str, list[Run]]:
+    """At 0.5: those of the experiment, and of three rules whose rate falls where FixBN's does."""
+    falling = {f"{label} {FALLS}": runs for label, runs in by_label("mnist/falling-lr0.5.json").items()}
+    return {**by_label("mnist/noniid-lr0.5.json"), **falling}
+
+
+def mnist_falling() -> Table:
+    runs, rules = mnist_runs(), ("FedAvg+BN", "FedAvg+GN", "FedTAN")
+    column = share("accuracy", digits=2)
+    rows: list[Row] = [(rule, column(runs[rule]), column(runs[f"{rule} {FALLS}"])) for rule in rules]
+    return ("run", "rate stays at 0.5, %", "rate falls after round 250, %"), [
+        *rows,
+        ("FixBN", "-", column(runs["FixBN"])),
+    ]
+
+
 MNIST_PAIRS = (
-    ("FixBN", "FedAvg+BN"),
+    *(("FixBN", f"{rule} {FALLS}") for rule in ("FedAvg+BN", "FedAvg+GN", "FedTAN")),
+    *((f"{rule} {FALLS}", rule) for rule in ("FedAvg+BN", "FedTAN")),
     ("FedTAN", "FedAvg+GN"),
-    ("FixBN", "FedTAN"),
     ("FedTAN-II M=100", "FedTAN"),
     ("FedTAN-II M=10", "FedTAN"),
 )
@@ -721,7 +737,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "papers": papers,
     "results demo": demo,
     **{f"results mnist {file}": mnist(file) for file in ("noniid-lr0.5", "noniid-lr0.1", "iid-lr0.5")},
-    "results mnist pairs": pairs(["mnist/noniid-lr0.5.json"], *MNIST_PAIRS),
+    "results mnist falling": mnist_falling,
+    "results mnist pairs": pairs(mnist_runs, *MNIST_PAIRS),
     "results clients": clients,
     "results domains": domains,
     "results domains batches": domains_batches,
@@ -745,7 +762,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fixbn one step": fixbn_one_step,
     "results fixbn lenet": lambda: fixbn_accuracy(640, LENET, {}),
     "results fixbn lenet rate": fixbn_lenet_rate,
-    "results fixbn lenet pairs": pairs(LENET, ("FixBN", "BN"), ("FixBN", "GN"), ("GN", "BN")),
+    "results fixbn lenet pairs": pairs(lambda: by_label(*LENET), ("FixBN", "BN"), ("FixBN", "GN"), ("GN", "BN")),
     "results fedtan answer": fedtan_verdict,
     "results fedwon answer": fedwon_verdict("Digits-Five"),
     "results fedwon office answer": fedwon_verdict("Office-Caltech-10, AlexNet"),

@@ -428,6 +428,33 @@ def mnist() -> Iterator[str]:
     yield "which three seeds do not settle (p = 0.2)"
     own = results.share("clients_own_accuracy", unit=" %")
     trained = results.by_label("mnist/noniid-lr0.5.json")
+    ends = {label: results.by_seed(runs) for label, runs in results.mnist_runs().items()}
+    falls = {rule: ends[f"{rule} {results.FALLS}"] for rule in ("FedAvg+BN", "FedAvg+GN", "FedTAN")}
+    fixed = {rule: paired(ends["FixBN"], each) for rule, each in falls.items()}
+    assert {test.pairs for test in fixed.values()} == {5}
+    yield f"FixBN ends {fixed['FedAvg+BN'].difference:.1f} points above batch norm at the same learning rates"
+    average = {label: statistics.fmean(each.values()) for label, each in ends.items()}
+    near = [rule for rule in ends if rule in (*frozen, "FedTAN", "FedAvg+GN")]
+    lost = [average["Centralised"] - average[rule] for rule in near]
+    assert 0.5 < min(lost) < 1.5
+    assert 3.5 < max(lost) < 4
+    lost = [average["Centralised"] - average[rule] for rule in ("FedAvg+BN", f"FedAvg+BN {results.FALLS}")]
+    yield f"batch norm ends {lost[0]:.0f} points below centralised training, and at one that falls where FixBN freezes"
+    yield f"freezes {lost[1]:.0f}. Frozen"
+    lost = sorted(average["Centralised"] - average[rule] for rule in ("FedTAN", "FedAvg+GN"))
+    yield f"both {lost[0]:.1f} to {lost[1]:.1f} points below centralised training"
+    moved = {rule: statistics.fmean(each.values()) - average[rule] for rule, each in falls.items()}
+    assert -0.5 < moved["FedAvg+GN"] < 0
+    yield f"gives batch norm {moved['FedAvg+BN']:.1f} points, group norm none, and lowers FedTAN by"
+    yield f"lowers FedTAN by {-moved['FedTAN']:.1f}."
+    whole, part = (average["FixBN"] - average["FedAvg+BN"], fixed["FedAvg+BN"].difference)
+    yield f"of the {whole:.1f} points between FixBN and batch norm at 0.5 the freeze makes {part:.1f}"
+    chances = dict(zip(results.MNIST_PAIRS, results.corrected(
+        [paired(ends[one], ends[other]) for one, other in results.MNIST_PAIRS]
+    ), strict=True))  # fmt: skip
+    assert chances["FixBN", f"FedAvg+GN {results.FALLS}"] > 0.05
+    chance = chances["FixBN", f"FedTAN {results.FALLS}"]
+    yield f"and it is {fixed['FedTAN'].difference:.1f} points above FedTAN (p = {chance:.1g})"
     yield f"({own(trained['FedBN']).split()[0]} % of their own test images) and no others"
     yield f"those of SiloBN ({own(trained['SiloBN']).split()[0]} %) about a quarter of the others"
 
