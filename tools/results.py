@@ -639,11 +639,44 @@ def fedwon_verdict(item: str) -> Callable[[], Table]:
     def whole() -> Table:
         runs, figures = by_label(FEDWON[item][0]), fedwon_averages(item)
         found = {rule: by_seed(each, "clients_own_accuracy") for rule, each in runs.items()}
-        others = [rule for rule in runs if rule != "FedWon"]
-        rows = {f"FedWon - {a}": (found["FedWon"], found[a], figures["FedWon"] - figures[a]) for a in others}
-        return verdict("100 %", rows)
+        compared = [("FedWon", rule) for rule in runs if rule != "FedWon"]
+        compared += [("FedBN", "FedAvg")] if item.startswith("Office") else []
+        return verdict("100 %", {f"{a} - {b}": (found[a], found[b], figures[a] - figures[b]) for a, b in compared})
 
     return whole
+
+
+OFFICE_IMAGES = {"Amazon": 180, "Caltech": 220, "DSLR": 27, "Webcam": 56}  # of the test sets
+
+
+def office_differences(one: str, other: str) -> dict[str, list[float]]:
+    """By domain, as mean over the domains, over those but DSLR, and over the images; a value for each seed."""
+    runs, own = by_label(FEDWON["Office-Caltech-10, AlexNet"][0]), "clients_own_accuracy"
+    by_domain = {
+        name: {rule: by_seed(runs[rule], f"{own}_{key}") for rule in (one, other)} for name, key in OFFICE.items()
+    }
+    found = {
+        name: [accuracy - each[other][seed] for seed, accuracy in each[one].items()] for name, each in by_domain.items()
+    }
+    several = [name for name in OFFICE if name != "DSLR"]
+    images = sum(OFFICE_IMAGES.values())
+    return {
+        **found,
+        "mean": [statistics.mean(each) for each in zip(*found.values(), strict=True)],
+        "without DSLR": [statistics.mean(each) for each in zip(*(found[name] for name in several), strict=True)],
+        "by image": [
+            sum(OFFICE_IMAGES[name] * value / images for name, value in zip(OFFICE, each, strict=True))
+            for each in zip(*found.values(), strict=True)
+        ],
+    }
+
+
+def fedwon_domains() -> Table:
+    rows: list[Row] = []
+    for one, other in (("FedWon", "FedAvg"), ("FedBN", "FedAvg"), ("FedBN", "FedWon")):
+        found = office_differences(one, other)
+        rows.append((f"{one} - {other}", *(mean(values) for values in found.values())))
+    return ("difference, points", *found), rows
 
 
 def fixbn_frozen() -> Table:
@@ -765,6 +798,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fixbn lenet pairs": pairs(lambda: by_label(*LENET), ("FixBN", "BN"), ("FixBN", "GN"), ("GN", "BN")),
     "results fedtan answer": fedtan_verdict,
     "results fedwon answer": fedwon_verdict("Digits-Five"),
+    "results fedwon office domains": fedwon_domains,
     "results fedwon office answer": fedwon_verdict("Office-Caltech-10, AlexNet"),
     "results fixbn frozen": fixbn_frozen,
     "results network latency": latency,
