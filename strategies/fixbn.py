@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal
 
+import torch
 from annotated_types import Ge, Le, MinLen
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
@@ -19,7 +20,7 @@ from fedbn_flwr.client.node_state import OWN
 from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, same_values
+from fedbn_flwr.messages.aggregate import Array, Arrays
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import Reply
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
@@ -114,6 +115,15 @@ class FixBN(Wrapper):
         """The arrays that are frozen in the round, without those that stay on the clients (FedBN), each its own."""
         which = self.freeze - self.traits.kept.keys()
         return {} if self._is_free(round) else split_by_role(unpack(round.arrays), roles(round.arrays), which)[0]
+
+
+def same_values(value: Array, sent: Array) -> bool:
+    """Whether a client sent these values back unchanged, perhaps in another dtype.
+
+    Some of Flower's strategies send float64 to a model of float32, and a model may have bfloat16.
+    """
+    rounded = torch.from_numpy(sent.copy()).bfloat16().float().numpy()
+    return value.tobytes() in [each.astype(value.dtype).tobytes() for each in (sent, rounded)]
 
 
 class FixBNClient(ClientRule):

@@ -99,20 +99,6 @@ def _mean(values: Sequence[Array], weights: Sequence[float], total: float) -> Ar
     return mean
 
 
-def as_bfloat16(values: Array) -> Array:
-    """Finite float32 values rounded to the nearest of bfloat16, ties to even, as PyTorch rounds them."""
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
-
-
-def same_values(value: Array, sent: Array) -> bool:
-    """Whether a client sent these values back unchanged, perhaps in another dtype.
-
-    Some of Flower's strategies send float64 to a model of float32, and a model may have bfloat16.
-    """
-    return value.tobytes() in [rounded.astype(value.dtype).tobytes() for rounded in (sent, as_bfloat16(sent))]
-
-
 def cast(total: Array, dtype: np.dtype[Any]) -> Array:
     """`total` converted to `dtype`; integers are rounded to the nearest."""
     if dtype.kind == "b":
