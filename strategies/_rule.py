@@ -268,7 +268,7 @@ class Rule(Strategy):
     ) -> tuple[ConfigRecord, ConfigRecord, EvaluateFn | None]:
         """The last arguments of `start`: clients keep no state of an earlier run, and `global_model` is evaluated."""
         given = {**(train or {})}
-        name = {protocol.RUN: given[protocol.RUN]} if protocol.RUN in given else _drawn_name()
+        name = protocol.run_keys(given) if protocol.RUN in given else _drawn_name()
         train, evaluate = ConfigRecord({**given, **name}), ConfigRecord({**(evaluate or {}), **name})
 
         def evaluate_model(number: int, arrays: ArrayRecord) -> MetricRecord | None:

@@ -112,6 +112,19 @@ def test_a_second_run_of_the_same_nodes_equals_the_first(federation: Federations
 
 
 @every_rule
+def test_a_run_s_name_and_token_in_the_training_config_are_those_of_its_evaluations(
+    federation: Federations, rule: str
+) -> None:
+    """Otherwise clients would take an evaluation for another run's, and delete their batch norm."""
+    fed = federation((8, 12))
+    named = ConfigRecord({"fedbn.run": "one", "fedbn.run-token": "0" * 32})
+    first, second = (
+        RULES[rule][0]().start(fed.grid(), fed.arrays(), num_rounds=2, train_config=config) for config in (None, named)
+    )
+    assert second.evaluate_metrics_clientapp == first.evaluate_metrics_clientapp
+
+
+@every_rule
 @pytest.mark.parametrize(("norm", "around"), [("none", lambda rule: rule), ("gn", lambda rule: rule), ("gn", private)])
 def test_a_model_without_batch_norm_is_refused(federation: Federations, rule: str, norm: str, around: Any) -> None:
     def net() -> nn.Module:
