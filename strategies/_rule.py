@@ -427,9 +427,9 @@ class Leaf(Rule):
             metrics = {node: found.metrics for node, found in usable.items()}
             problems += {**odd_metrics(metrics), **compare(usable)}.items()
         left = self.admit(what, answered, problems, asked)
-        reasons = dict(problems)
+        reasons = {**dict(problems), **self.learn(answered)}
         self.refused = [
-            refused(reply, reasons.get(node, "")) if reply.has_content() else reply
+            refused(reply, reasons[node]) if reply.has_content() else reply
             for reply in messages
             if (node := reply.metadata.src_node_id) not in left
         ]
@@ -449,7 +449,8 @@ class Leaf(Rule):
         the clients left out. RunFailed lists the reasons if fewer than `min_train_nodes` of the nodes `asked` remain;
         if none was asked, none is required.
         """
-        refused = [*refused, *self.learn(answered).items()]
+        moved = self.learn(answered)
+        refused = [each for each in refused if each[0] not in moved] + [*moved.items()]  # once each, to count the silent
         known = self.memory.partitions
         # The gate and the client name the client too, for Flower's strategies, which log the reason as it is.
         reasons = sorted(

@@ -225,6 +225,24 @@ def test_a_node_keeps_its_partition() -> None:
     assert rule.memory.partitions == {1: 0, 2: 1, 3: 2}
 
 
+def test_a_client_that_is_refused_for_two_reasons_is_counted_once() -> None:
+    """Otherwise the third client, which does not answer, would not be named."""
+    rule = FedAvg(min_train_nodes=1)
+    rule.learn({1: 0, 2: 1, 3: 2})
+    assert rule.admit("round 2", {1: 0, 2: 7}, [(2, "'w' is not finite")], [1, 2, 3]) == [1]
+    assert rule.left_out == [
+        "client 1 (node 2): its partition-id is 7, and it reported 1 before",
+        "client 2 (node 3): it did not answer in time",
+    ]
+
+
+def test_a_reply_with_another_partition_is_an_error_with_the_reason() -> None:
+    rule = FedAvg(min_train_nodes=1)
+    rule.learn({1: 0, 2: 1})
+    assert len(rule.screen("round 2", [reply(1), reply(2, **{"partition-id": 7})], [1, 2], lambda reply: None)) == 1
+    assert [each.error.reason for each in rule.refused] == ["its partition-id is 7, and it reported 1 before"]
+
+
 def test_a_node_cannot_exclude_another_one_by_its_partition() -> None:
     """Which of them it belongs to is not known; it may also be one node that has returned under another id."""
     rule = FedAvg()
