@@ -450,7 +450,9 @@ class Leaf(Rule):
         if none was asked, none is required.
         """
         moved = self.learn(answered)
-        refused = [each for each in refused if each[0] not in moved] + [*moved.items()]  # once each, to count the silent
+        refused = [each for each in refused if each[0] not in moved] + [
+            *moved.items()
+        ]  # once each, to count the silent
         known = self.memory.partitions
         # The gate and the client name the client too, for Flower's strategies, which log the reason as it is.
         reasons = sorted(

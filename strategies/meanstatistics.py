@@ -63,12 +63,12 @@ class MeanStatistics(Wrapper):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)
-        model = super().combine(round, replies, weights)
         of_norms = split_by_role(sent, roles(sent), OF_NORMS)[0]
         statistics = [{key: reply.arrays[key] for key in of_norms} for reply in replies]
         combined = median(statistics) if self.statistics == "median" else weighted_mean(statistics, weights)
+        model = {**super().combine(round, replies, weights), **combined}
         # Keep the dtypes that were sent: FedAdam returns float64 arrays.
-        return {key: combined[key] if key in combined else cast(model[key], sent[key].dtype) for key in sent}
+        return {key: cast(model[key], sent[key].dtype) for key in sent if key in model}
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), "norm_statistics": self.statistics}

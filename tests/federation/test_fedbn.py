@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from fedbn_flwr.strategies.fedbn import LocalNorm  # type: ignore[import-untyped]
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, Strategy
 from torch import nn
@@ -20,7 +21,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.ledger import MeteredGrid
-from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, SiloBN, Standalone
+from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN, Standalone
 from tests.support.federations import replaced
 from tests.support.foreign import Foreign
 from tests.support.localnorm import by_hand
@@ -234,6 +235,17 @@ def test_local_keys_are_never_sent_down_and_initial_sends_none_up(federation: Fe
         traffic = grid.take()
         assert traffic.elements_down_per_client == total - kept
         assert traffic.elements_up_per_client == up
+
+
+def test_arrays_that_clients_do_not_send_may_be_inside_mean_statistics(federation: Federations) -> None:
+    class KeepsAffine(LocalNorm):
+        kept = frozenset({Role.AFFINE})
+
+    fed = federation((8, 12))
+    alone, inside = KeepsAffine(global_norm="initial"), MeanStatistics(KeepsAffine(global_norm="initial"))
+    first, second = (strategy.start(fed.grid(), fed.arrays(), num_rounds=2) for strategy in (alone, inside))
+    for key, value in unpack(first.arrays).items():
+        assert unpack(second.arrays)[key].tobytes() == value.tobytes(), key
 
 
 @every_rule
