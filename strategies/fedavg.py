@@ -27,7 +27,7 @@ from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, fault, negative_variance, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.messages.arrays import record_of, unpack
 from fedbn_flwr.messages.gate import Reply, common_metrics, gate, metrics_of, number_problem, partition_of
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
@@ -183,12 +183,7 @@ class FedAvg(Leaf, FlowerFedAvg):
 
     def unfit(self, model: Arrays, sent: Arrays) -> str | None:
         """Also for what a model of Flower's strategies may have: another dtype, and negative variances."""
-        other = (
-            f"{key!r} is {value.dtype}, the server's is {sent[key].dtype}"
-            for key, value in model.items()
-            if value.dtype != sent[key].dtype
-        )
-        return super().unfit(model, sent) or next(other, None) or negative_variance(model)
+        return super().unfit(model, sent) or fault(model, sent, model)
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
