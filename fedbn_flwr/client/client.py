@@ -163,8 +163,8 @@ class BNClient(NumPyClient):
         if epochs is not None and steps is not None:
             raise ValueError(f"give epochs ({epochs}) or steps ({steps}), not both")
         for name, count in (("epochs", epochs), ("steps", steps)):
-            if count is not None and (count < 0 or count % 1):
-                raise ValueError(f"{name} is {count!r}; expected a whole number")
+            if count is not None and (not isinstance(count, int | np.integer) or count < 0):
+                raise ValueError(f"{name} is {count!r}; expected an integer, zero or more")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip!r}; expected a norm above zero, or None")
         self.task = task_named(task) if isinstance(task, str) else task
