@@ -109,6 +109,11 @@ def test_an_evaluation_reports_them_over_all_batches(size: int) -> None:
     }
 
 
+def test_labels_that_are_no_class_of_the_model_are_named() -> None:
+    with pytest.raises(ValueError, match="labels run from -1 to 3, the model has 3 classes; expected 0 to 2"):
+        counts_of(CLASSIFICATION, torch.zeros(3, 3), torch.tensor([-1, 0, 3]))
+
+
 def test_label_255_of_an_image_is_a_class_and_of_a_pixel_none() -> None:
     logits = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(300)
