@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -66,13 +66,14 @@ def kept() -> Iterator[None]:
 def streams(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Seed the global generators of Python, NumPy and torch inside the block; restore them afterwards.
 
-    `device` is the GPU whose generator is seeded, if any.
+    `device` is the GPU whose generator is seeded, if any, and the current one inside.
     """
-    with kept():
+    gpu = device if device is not None and device.type == "cuda" else None
+    with torch.cuda.device(gpu) if gpu else nullcontext(), kept():
         random.seed(seed)
         np.random.seed(seed % 2**32)
         # Not torch.manual_seed: it also queues a call for every GPU that was not used yet, which costs 1 ms.
         torch.default_generator.manual_seed(seed)
-        if device is not None and device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        if gpu:
+            torch.cuda.manual_seed(seed)  # of the current GPU
         yield

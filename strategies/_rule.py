@@ -183,6 +183,8 @@ class Rule(Strategy):
         """The round whose training is configured."""
         if server_round == 1 and protocol.RUN not in config:
             # A strategy around this one has started the run, as Flower's for privacy do.
+            for rule in self.chain:
+                rule.memory = rule.Memory()
             self.chain[-1].begin(0, arrays)
             self._name = _drawn_name()
         self._round = Round(server_round, arrays, self._named(config), grid)
@@ -449,10 +451,8 @@ class Leaf(Rule):
         the clients left out. RunFailed lists the reasons if fewer than `min_train_nodes` of the nodes `asked` remain;
         if none was asked, none is required.
         """
-        moved = self.learn(answered)
-        refused = [each for each in refused if each[0] not in moved] + [
-            *moved.items()
-        ]  # once each, to count the silent
+        moved = self.learn(answered)  # such a client counts once, whatever else it is refused for
+        refused = [*(each for each in refused if each[0] not in moved), *moved.items()]
         known = self.memory.partitions
         # The gate and the client name the client too, for Flower's strategies, which log the reason as it is.
         reasons = sorted(
