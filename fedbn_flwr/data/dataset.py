@@ -35,11 +35,6 @@ class Groups:
     train: Tensor  # int64 [N], an index into names, -1 for another value; always on the CPU
     test: Tensor | None  # None if the test split has no such column
 
-    @property
-    def in_both(self) -> bool:
-        """Whether a group of test examples is one of training examples; the others belong to no client."""
-        return self.test is not None and bool(torch.isin(self.test, self.train).any())
-
     @classmethod
     def of(cls, name: str, values: Mapping[str, Sequence[Any]], wanted: Sequence[str] = ()) -> Groups:
         """Groups by the values of the splits as texts: those that are wanted, in this order, or all, sorted."""

@@ -94,7 +94,8 @@ def _shares(_: str, data: Data, clients: int, seed: int, device: str) -> tuple[l
         )
     parts = partition(strata.train, len(strata.names), clients, seed, kind, groups=groups, **options)
     if kind == "natural" and groups is not None:
-        if groups.in_both and groups.test is not None:  # a site is tested on all of its own rows
+        # A site is tested on all of its own rows; groups that are only in the test split belong to no client.
+        if groups.test is not None and torch.isin(groups.test, groups.train).any():
             return parts, [torch.isin(groups.test, groups.train[part]).nonzero()[:, 0] for part in parts]
         groups = dataset.domains
     train, test = strata.train, strata.test

@@ -117,7 +117,6 @@ def test_labels_and_groups_that_are_texts_in_one_split_are_texts_in_both(tmp_pat
     assert data.test.labels.tolist() == [3, 0, 2, 2]
     assert data.groups is not None
     assert data.groups.names == ("01", "02", "1", "2", "A")
-    assert data.groups.in_both
     frame.assign(x=["1", "?", "2", "3"]).to_csv(tmp_path / "test.csv", index=False)
     with pytest.raises(DataError, match="1 of 4 values of the column 'x' are no numbers"):
         load(source)
