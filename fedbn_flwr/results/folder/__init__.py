@@ -123,9 +123,6 @@ class RunFolder:
 
     def begin(self, config: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> int:
         """Prepare the folder, and return the round after which the run continues (0: a new run)."""
-        for file in self.path.glob("*"):
-            if file.is_fifo():
-                raise damaged(file, "it is a FIFO")
         first = (self.read("environment.json") or {}) if self.config() else {}
         saved = self.checkpoint.read() if self.checkpoint.path.exists() else None
         done = 0
