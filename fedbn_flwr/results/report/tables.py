@@ -104,9 +104,9 @@ def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Paired:
     count = len(found)
     if not found or not all(map(math.isfinite, found)):
         return Paired(count)
-    error = (deviation(found) or 0.0) / math.sqrt(count)
-    if not error:
+    if math.isclose(min(found), max(found), abs_tol=1e-12):  # equal but for rounding
         return Paired(count, mean(found))
+    error = statistics.stdev(found) / math.sqrt(count)
     from scipy.special import stdtr, stdtrit  # distribution of t, and its inverse
 
     width = float(stdtrit(count - 1, 0.975)) * error
