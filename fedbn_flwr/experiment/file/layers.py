@@ -168,7 +168,7 @@ def _select(known: Mapping[str, _Row], only: Any, name: str) -> list[_Row]:
 def _check_different(runs: Sequence[Settings], name: str) -> None:
     seen: dict[str, str] = {}
     for run in runs:
-        content = run.model_copy(update={"label": "", "cell": Cell()}).model_dump_json()
+        content = run.model_copy(update={"label": "", "cell": Cell(), "published": None}).model_dump_json()
         if (other := seen.setdefault(content, run.label)) != run.label:
             raise SettingsError(
                 f"{name}: the overrides make the runs {other!r} and {run.label!r} equal; select one with only=LABEL"

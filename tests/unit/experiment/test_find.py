@@ -312,7 +312,9 @@ def test_a_label_names_another_strategy_than_that_of_the_run() -> None:
 
 
 def test_overrides_that_make_two_runs_equal_are_refused() -> None:
-    assert "the runs 'BN, model.norm=ln' and 'GN, model.norm=ln' equal" in fault(COMPARISON, "model.norm=ln")
+    figures = "\npublished: {BN: {accuracy: 0.5, source: a}, GN: {accuracy: 0.6, source: a}}"
+    for text in (COMPARISON, COMPARISON + figures):
+        assert "the runs 'BN, model.norm=ln' and 'GN, model.norm=ln' equal" in fault(text, "model.norm=ln")
 
 
 def test_only_takes_a_label() -> None:
