@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from fedbn_flwr.experiment.run.loop import serve
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.gate import arrays_of
-from tests.support.images import picture
+from tests.support.images import picture, png
 
 SIZES = (40, 64, 33)
 EXPERIMENT: dict[str, Any] = {
@@ -226,6 +227,18 @@ def test_a_site_that_lies_is_named_before_training(lie: str, folders: Path, tmp_
     with pytest.raises(RunFailed, match=rf"the run cannot begin:\s+- node 3: client 2: .*({says})"):
         run(folders, tmp_path / "out", lying(change))
     assert not list((tmp_path / "out").rglob("model.safetensors"))
+
+
+def test_a_site_whose_pixels_are_all_equal_in_a_channel_takes_part(tmp_path: Path) -> None:
+    """Numbers such as 14/255 have no end in binary digits, and their sums are rounded."""
+    for i in range(3):
+        images = np.random.default_rng(i).integers(0, 256, (40, 8, 8, 3), dtype=np.uint8)
+        images[..., 1] = 14 + i
+        rows = [{"image": {"bytes": png(image), "path": None}, "label": k % 3} for k, image in enumerate(images)]
+        write(tmp_path / f"site-{i}", [{**row, "site": f"site {i}"} for row in rows])
+    _, description = run(tmp_path, tmp_path / "out")
+    assert description["normalise"]["mean"][1] == pytest.approx(15 / 255)
+    assert description["normalise"]["std"][1] == pytest.approx(math.sqrt(2 / 3) / 255)
 
 
 def test_a_site_that_fails_or_sends_something_else_is_named(folders: Path, tmp_path: Path) -> None:
