@@ -91,6 +91,8 @@ def test_a_run_without_matplotlib_has_a_table_and_a_page(tmp_path: Path) -> None
     names = {file.name for file in (tmp_path / "out").rglob("*.*")}
     assert names >= {"report.md", "report.html", "report.json", "norms.jsonl", "model.safetensors"}
     assert not any(name.endswith((".png", ".svg")) for name in names)
+    again = fedbn_without("matplotlib", "report", "--html", "out", "--out", "page.html", cwd=tmp_path)
+    assert line in again.stdout.splitlines(), again.stderr
 
 
 def test_the_local_engine_names_the_version_of_flower_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

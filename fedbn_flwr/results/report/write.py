@@ -83,8 +83,9 @@ def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT) -> st
 def write_html(folders: Sequence[Path], file: Path, form: Form = DEFAULT) -> str:
     """Write only the page of a report; returns the tables as text, and the path of the page."""
     every = group(find_runs(folders))
-    _write(file, page(every, form, _pictures(choose(every))[0]))
-    return "\n\n".join([*notes(every), tables_as_text(tables(every, form)), f"page:  {file}"])
+    shown, missing = _pictures(choose(every))
+    _write(file, page(every, form, shown))
+    return "\n\n".join([*notes(every), f"{tables_as_text(tables(every, form))}{missing}", f"page:  {file}"])
 
 
 def _write(file: Path, text: str) -> None:
