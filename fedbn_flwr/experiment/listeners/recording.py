@@ -89,7 +89,7 @@ def begin_summary(prepared: Parts) -> Summary:
 
 
 class Saving(Listener):
-    latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last finished round, with the global model
+    latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last round, with the model, until they are written
     best: ArrayRecord | None = None  # the model of the best round, until it is in the run folder
 
     def on_start(self, running: Running, at: Round) -> None:
@@ -105,6 +105,7 @@ class Saving(Listener):
         if at.number % every and not (at.is_last or at.stop):
             return at
         self._write(running, *self.latest)
+        self.latest = None
         return replace(at, kept_round=at.number)
 
     def on_end(self, running: Running, error: BaseException | None) -> None:

@@ -189,6 +189,20 @@ def test_where_nodes_keep_their_states_the_last_whole_round_is_saved(running: Ru
     assert list(RunFolder(tmp_path).checkpoint.clients()) == []
 
 
+@pytest.mark.parametrize("running", [MeteredGrid, OwnDisks], indirect=True)
+def test_a_round_is_saved_once(running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a run its last round is saved already."""
+    written: list[str] = []
+    for name in ("write_model", "write_checkpoint"):
+        monkeypatch.setattr(RunFolder, name, lambda *_, name=name: written.append(name))
+    listener = Saving()
+    listener.on_start(running, start(running))
+    at = dataclasses.replace(start(running), number=5, is_last=True)
+    assert listener.on_round(running, at).kept_round == 5
+    listener.on_end(running, None)
+    assert written == ["write_model", "write_checkpoint"]
+
+
 def test_progress_names_each_run_and_its_last_round(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(["first", "second"], [5, 5], plain=True) as progress:
         progress.skip([0])
