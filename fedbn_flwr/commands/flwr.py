@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,9 @@ def _project(app: Path) -> dict[str, Any]:
 
 
 def flwr(arguments: argparse.Namespace) -> int:
+    from fedbn_flwr.results.folder import RunFolder, out_folder
+    from fedbn_flwr.results.folder.summary import time_stamp
+
     from .simulation import check_federation, federation_config, run_app
 
     app = Path(arguments.app).expanduser().resolve()
@@ -60,11 +62,11 @@ def flwr(arguments: argparse.Namespace) -> int:
     federation = {key.replace("_", "-"): value for key, value in given.items()}  # Flower accepts both
     check_federation(federation)
     out, more = None, ""
+    folders: list[RunFolder] = []
     if project["project"]["name"] == "fedbn-flwr":
         from fedbn_flwr.experiment.file.layers import from_run_config
         from fedbn_flwr.experiment.prepare import prepare
         from fedbn_flwr.experiment.run.loop import open_folders
-        from fedbn_flwr.results.folder import out_folder
 
         defaults = project["tool"]["flwr"]["app"]["config"]
         for key, value in run_config.items():
@@ -79,13 +81,11 @@ def flwr(arguments: argparse.Namespace) -> int:
         check_federation(federation, clients)
         out = out_folder(experiment.name, config.get("out"), resume=resume).resolve()
         prepare(experiment, own_data=True)
-        open_folders(experiment, out, resume=resume)
+        folders = open_folders(experiment, out, resume=resume)
         more = " ".join(["resume=true"] * ("resume" not in run_config) + [f"out='{out}'"] * ("out" not in run_config))
         run_config["out"] = str(out)  # Flower's processes run in another folder
         federation = {"num-supernodes": clients, **federation} if federation else federation_config(clients)
-    from fedbn_flwr.results.folder import errors_since, mark_interrupted
-
-    began = time.time()
+    began = time_stamp()
     stop = signal.default_int_handler  # as Ctrl-C: the run's processes are ended, too
     ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     before = {number: signal.signal(number, stop) for number in ours}  # nohup ignores SIGHUP
@@ -95,14 +95,13 @@ def flwr(arguments: argparse.Namespace) -> int:
         try:
             run_app(app, run_config, federation or {"client-resources-num-cpus": 1})
         except RunFailed as error:
-            if out is None:
-                raise
             # Flower gives an error of its own instead of the server's if its nodes failed meanwhile.
-            lost = [f"{name}: {why}" for name, why in errors_since(out, began).items() if why not in str(error)]
+            errors = {folder.path.name: folder.error_since(began) for folder in folders}
+            lost = [f"{name}: {why}" for name, why in errors.items() if why and why not in str(error)]
             raise RunFailed("\n".join([str(error), *lost])) from None
         finally:
-            if out is not None:
-                mark_interrupted(out)  # runs whose process was killed, or ended by Ctrl-C before it could do that
+            for folder in folders:  # of a run whose process was killed, or ended by Ctrl-C before it could do that
+                folder.mark_interrupted()
             for number, handler in before.items():
                 signal.signal(number, handler)
     return 0

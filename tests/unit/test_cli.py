@@ -17,7 +17,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.registry import STRATEGIES
-from fedbn_flwr.results.folder import RunFolder, mark_interrupted
+from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.summary import Status, Summary
 from tests.support.command import PATIENCE, PROGRAM, ROOT, environment
 
@@ -208,7 +208,7 @@ def test_runs_that_flower_ended_are_marked_as_interrupted(tmp_path: Path) -> Non
         (tmp_path / name).mkdir()
         summary = Summary("demo", name, "FedAvg", "cnn", "bn", 0, 10, "cpu", "2026-01-01", "the global model")
         RunFolder(tmp_path / name).write_summary(dataclasses.replace(summary, status=status))
-    mark_interrupted(tmp_path)
+        RunFolder(tmp_path / name).mark_interrupted()
     found = [RunFolder(tmp_path / name).summary() for name in ("a", "b")]
     assert [each.status for each in found if each] == ["interrupted", "finished"]
 

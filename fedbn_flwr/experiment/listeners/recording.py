@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from datetime import UTC, datetime
 
 from flwr.app import ArrayRecord, RecordDict
 
@@ -14,7 +13,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.results.folder.checkpoint import Snapshot
-from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary
+from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary, time_stamp
 from fedbn_flwr.strategies import Rule, state_of
 from fedbn_flwr.tasks import CLASSIFICATION
 
@@ -80,7 +79,7 @@ def begin_summary(prepared: Parts) -> Summary:
         seed=run.seed,
         parameters=sum(parameter.numel() for parameter in prepared.model.parameters()),
         device=str(prepared.device),
-        began=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        began=time_stamp(),
         accuracy_of=accuracy_of,
         metrics=tuple(name_of(metric) for metric in prepared.metrics),
         size=run.size if run.size != PAPER else None,

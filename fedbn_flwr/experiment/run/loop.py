@@ -32,7 +32,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.models.tensors import initial_arrays
-from fedbn_flwr.results.folder import RunFolder, mark_interrupted, out_folder
+from fedbn_flwr.results.folder import RunFolder, out_folder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.report.write import write_report
@@ -247,7 +247,7 @@ def run_experiment(
                 failed = side_by_side(todo, run_at, jobs, progress)
             finally:
                 for place in todo:  # its process may have been killed
-                    mark_interrupted(folders[place].path)
+                    folders[place].mark_interrupted()
         else:
             for place in todo:
                 if progress.stop_asked:

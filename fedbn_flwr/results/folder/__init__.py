@@ -219,6 +219,19 @@ class RunFolder:
             return self.summary()
         return None
 
+    def mark_interrupted(self) -> None:
+        """Mark an unfinished run as interrupted, after its process has ended."""
+        summary = self.readable_summary()
+        if summary is not None and summary.status == "running":
+            with suppress(StorageError):  # the disk is full
+                summary.status = "interrupted"
+                self.write_summary(summary)
+
+    def error_since(self, began: str) -> str | None:
+        """Why the run failed, if it began or continued at this time or later (`time_stamp`)."""
+        summary = self.readable_summary()
+        return summary.error if summary is not None and summary.began >= began else None
+
     def progress(self) -> tuple[Summary, list[dict[str, Any]]] | None:
         """The summary and the lines of history.jsonl; None if there is no summary."""
         if (content := self.read("summary.json")) is None:
@@ -307,28 +320,3 @@ def find_folders(folders: Iterable[Path]) -> dict[Path, int]:
         below = sorted(Path(where) for where, _, names in os.walk(folder) if "summary.json" in names)
         found = dict.fromkeys(below, number) | found
     return found
-
-
-def _summaries(out: Path) -> Iterator[tuple[RunFolder, Summary]]:
-    """Of the runs below `out`; a damaged one is left out."""
-    for folder in map(RunFolder, find_folders([out]) if out.is_dir() else ()):
-        if (summary := folder.readable_summary()) is not None:
-            yield folder, summary
-
-
-def mark_interrupted(out: Path) -> None:
-    """Mark unfinished runs below `out` as interrupted, after their process has ended."""
-    for folder, summary in _summaries(out):
-        if summary.status == "running":
-            with suppress(StorageError):  # the disk is full
-                summary.status = "interrupted"
-                folder.write_summary(summary)
-
-
-def errors_since(out: Path, began: float) -> dict[str, str]:
-    """Why the runs below `out` failed that began at this time or later, by the names of their folders."""
-    return {
-        folder.path.name: summary.error
-        for folder, summary in _summaries(out)
-        if summary.error and datetime.fromisoformat(summary.began).timestamp() >= began
-    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, get_type_hints
 
@@ -19,6 +20,11 @@ Status = Literal["running", "finished", "interrupted", "failed"]
 SPREAD = ("_std", "_worst_tenth")
 
 GLOBAL_MODEL = "the global model"  # a value of `accuracy_of`
+
+
+def time_stamp() -> str:
+    """Now, in UTC; a later one is a greater text."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass
