@@ -450,7 +450,7 @@ def mnist() -> Iterator[str]:
     yield f"both {lost[0]:.1f} to {lost[1]:.1f} points below centralised training"
     moved = {rule: statistics.fmean(each.values()) - average[rule] for rule, each in falls.items()}
     assert -0.5 < moved["FedAvg+GN"] < 0
-    yield f"The fall of the rate by itself gives batch norm {moved['FedAvg+BN']:.1f} points, group norm none, and lowers FedTAN by"
+    yield f"The fall of the rate by itself gives batch norm {moved['FedAvg+BN']:.1f} points, group norm none, and"
     yield f"lowers FedTAN by {-moved['FedTAN']:.1f}."
     whole, part = (average["FixBN"] - average["FedAvg+BN"], fixed["FedAvg+BN"].difference)
     yield f"of the {whole:.1f} points between FixBN and batch norm at 0.5 the freeze makes {part:.1f}"
