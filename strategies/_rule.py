@@ -183,8 +183,6 @@ class Rule(Strategy):
         """The round whose training is configured."""
         if server_round == 1 and protocol.RUN not in config:
             # A strategy around this one has started the run, as Flower's for privacy do.
-            for rule in self.chain:
-                rule.memory = rule.Memory()
             self.chain[-1].begin(0, arrays)
             self._name = _drawn_name()
         self._round = Round(server_round, arrays, self._named(config), grid)
