@@ -17,7 +17,7 @@ from fedbn_flwr.experiment.listeners import track
 from fedbn_flwr.experiment.listeners.track import TrackedRun
 from fedbn_flwr.experiment.settings import name_in
 from fedbn_flwr.results.folder import RunFolder, deciding
-from tests.support.command import ROOT
+from tests.support.command import PATIENCE, ROOT
 from tests.support.experiments import fault, read
 
 EXPERIMENT = """
@@ -92,6 +92,7 @@ def test_tensorboard_hides_the_rounds_that_a_resumed_run_repeats(tmp_path: Path)
 def test_wandb_has_figures_under_the_id_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(track, "LAST_FIGURES", PATIENCE)  # wandb starts a process, which takes long on a busy machine
     tracker = "track={name: 'trackers:WandB', project: norms, mode: offline}"
     folder = run(tmp_path, tracker)
     identifier = (folder.path / "wandb.id").read_text().strip()
