@@ -13,11 +13,9 @@ import os
 import queue
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,11 +47,12 @@ class _Thread(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.start()
 
     def run(self) -> None:
-        while (task := self.tasks.get()) is not None:
+        while True:
+            task = self.tasks.get()
             task()
             del task  # with the session's client, which must not stay in memory until the next one
 
@@ -174,16 +173,13 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 
 @atexit.register
-def _end_threads() -> None:
-    """A thread that is still inside PyTorch when Python ends would abort the process."""
+def _end() -> None:
+    """A thread that is still inside PyTorch when Python ends would abort the process; one that waits would not."""
     parked_rounds.clear()
     for thread in _idle:
-        thread.tasks.put(None)
-        thread.join(1)
-        # PyTorch still frees memory of the thread then.
-        task, deadline = Path(f"/proc/self/task/{thread.native_id}"), time.monotonic() + 1
-        while task.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
+        waits = threading.Event()
+        thread.tasks.put(waits.set)
+        waits.wait(1)
 
 
 def train_by_messages(
