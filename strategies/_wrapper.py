@@ -83,6 +83,8 @@ class Wrapper(Rule):
         keys, records = self._additions(round)
         messages = self._inside.configure_train(server_round, arrays, ConfigRecord({**round.config, **keys}), grid)
         # A wrapped FedTAN has completed its exchanges here: only the last messages of its round carry the records.
+        if not records:
+            return messages
         return [with_content(message, RecordDict({**message.content, **records})) for message in messages]
 
     def configure_evaluate(
