@@ -64,7 +64,7 @@ def counts_of(task: Task, outputs: Tensor, targets: Tensor, *, by_class: bool = 
     labels, predictions = targets.long().reshape(-1), predicted.where(~highest.isnan(), classes).reshape(-1)
     if outputs.ndim > 2:
         labels, predictions = labels[labels != IGNORED], predictions[labels != IGNORED]
-    if by_class and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+    if (by_class or outputs.ndim > 2) and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise ValueError(
             f"labels run from {int(labels.min())} to {int(labels.max())}, the model has {classes} classes; expected 0 "
             f"to {classes - 1}, or {IGNORED} for pixels to leave out"
