@@ -450,14 +450,18 @@ def fedwon_whole(item: str, averaged: str = "published") -> Callable[[], Table]:
     return whole
 
 
+FALLING = ("fedwon/digits/falling.json", "fedwon/digits/falling-fedavg.json")
+
+
 def fedwon_falling() -> Table:
-    """FedWon with FixBN's rate, which falls at the freeze."""
-    runs, falling = by_label("fedwon/digits/report.json"), by_label("fedwon/digits/falling.json")
+    """FedAvg and FedWon with FixBN's rate, which falls at the freeze."""
+    runs, falling = by_label("fedwon/digits/report.json"), by_label(*FALLING)
     rows = {
-        "FedWon, rate stays": runs["FedWon"],
-        "FedWon, rate falls": falling["FedWon"],
-        "FixBN, rate falls": runs["FixBN"],
+        f"{rule}, rate {how}": found[rule]
+        for rule in ("FedAvg", "FedWon")
+        for how, found in (("stays", runs), ("falls", falling))
     }
+    rows["FixBN, rate falls"] = runs["FixBN"]
     columns = {"global model, %": share("accuracy"), "own images, %": share("clients_own_accuracy")}
     return table("run", rows, columns)
 

@@ -103,7 +103,14 @@ def test_a_stopped_flwr_run_is_interrupted_and_leaves_no_process(sent: int, app:
     history, output = tmp_path / "out" / "FixBN" / "history.jsonl", tmp_path / "output.txt"
     with (
         output.open("wb") as written,
-        subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=written, stderr=subprocess.STDOUT) as process,
+        subprocess.Popen(
+            words,
+            cwd=tmp_path,
+            env=environment,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
+        ) as process,
     ):
         try:
             wait_for("a round, or the end", lambda: size(history) > 0 or process.poll() is not None)
