@@ -436,18 +436,32 @@ def fedwon_whole(item: str, averaged: str = "published") -> Callable[[], Table]:
     """The accuracies of all runs, the best average on own images first."""
 
     def whole() -> Table:
-        file, domains = FEDWON[item]
-        runs, figures = by_label(file), fedwon_averages(item)
+        runs, figures = by_label(FEDWON[item][0]), fedwon_averages(item)
         order = sorted(runs, key=lambda rule: -statistics.mean(by_seed(runs[rule], "clients_own_accuracy").values()))
-        columns: dict[str, Column] = {
-            "global model": lambda each: "-" if each[0].label == "Standalone" else share("accuracy")(each)
-        }
-        columns |= {name: share(f"clients_own_accuracy_{key}") for name, key in domains.items()}
-        columns |= {"average": share("clients_own_accuracy"), "seeds": lambda each: str(len(each))}
-        columns[averaged] = lambda each: str(figures[each[0].label])
+        columns = {**fedwon_columns(item), averaged: lambda each: str(figures[each[0].label])}
         return table("run", {label: runs[label] for label in order}, columns)
 
     return whole
+
+
+def fedwon_columns(item: str) -> dict[str, Column]:
+    return {
+        "global model": lambda each: "-" if each[0].label == "Standalone" else share("accuracy")(each),
+        **{name: share(f"clients_own_accuracy_{key}") for name, key in FEDWON[item][1].items()},
+        "average": share("clients_own_accuracy"),
+        "seeds": lambda each: str(len(each)),
+    }
+
+
+OFFICE_RATE = "fedwon/office/rate.json"
+
+
+def fedwon_office_rates() -> Table:
+    """FedWon and its rivals at 0.01 and at 0.08, the paper's rate for FedWon."""
+    item = "Office-Caltech-10, AlexNet"
+    low, high = by_label(FEDWON[item][0]), by_label(OFFICE_RATE)
+    rows = {f"{rule}, {rate}": runs[rule] for rule in high for rate, runs in ((0.01, low), (0.08, high))}
+    return table("run", rows, fedwon_columns(item))
 
 
 FALLING = ("fedwon/digits/falling.json", "fedwon/digits/falling-fedavg.json")
@@ -804,6 +818,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedwon answer": fedwon_verdict("Digits-Five"),
     "results fedwon office domains": fedwon_domains,
     "results fedwon office answer": fedwon_verdict("Office-Caltech-10, AlexNet"),
+    "results fedwon office rates": fedwon_office_rates,
     "results fixbn frozen": fixbn_frozen,
     "results network latency": latency,
     "results network nodes": nodes,

@@ -88,6 +88,11 @@ def _shares(_: str, data: Data, clients: int, seed: int, device: str) -> tuple[l
         )
     groups = dataset.groups if kind == "natural" else dataset.domains
     if dataset.groups is None and (kind == "natural" or data.group is not None):
+        if data.random:
+            raise SettingsError(
+                "data.random is true, and random examples have no column for a natural partition; give "
+                "data.partition={kind: iid} and data.group=null too"
+            )
         raise SettingsError(
             f"data.group is {data.group!r}; expected the column whose values are the clients of a natural partition. "
             f"The columns of {data.name!r}: {', '.join(dataset.columns)}"

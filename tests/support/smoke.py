@@ -34,6 +34,7 @@ def changes(run: Settings) -> dict[str, Any]:
         "clients": clients,
         # Other partitions need some number of examples of each class, domain or shard.
         "data.partition": {"kind": "iid"},
+        "data.group": None,
         "data.examples": EXAMPLES * clients,
         "data.test_examples": max(classes, 2 * clients),
         "data.random": True,

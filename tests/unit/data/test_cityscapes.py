@@ -221,6 +221,11 @@ def test_partitions_by_class_are_refused(root: Path, kind: str) -> None:
         ("test: test", [], r"no leftImg8bit/test/CITY/.*; leftImg8bit/ contains train, val"),
         ("classes: 20", [], r"data\.classes is 20, but 'cityscapes' has 19 classes"),
         ("group: city, partition: {kind: natural}", ["clients=3"], r"data.group has 2 values .* set clients=2"),
+        (
+            "group: city, partition: {kind: natural}, size: [32, 64]",
+            ["data.random=true"],
+            r"random examples have no column for a natural partition; .* data\.group=null too$",
+        ),
     ],
 )
 def test_bad_input_is_one_message(root: Path, text: str, words: list[str], message: str) -> None:
