@@ -7,7 +7,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -334,10 +334,16 @@ def fedtan() -> Iterator[str]:
 
 
 def fedwon() -> Iterator[str]:
+    def on_own_images(by_rule: Mapping[str, list[results.Run]]) -> dict[str, dict[int, float]]:
+        return {rule: results.by_seed(seeds, "clients_own_accuracy") for rule, seeds in by_rule.items()}
+
+    def minutes_of(by_rule: Mapping[str, list[results.Run]]) -> list[float]:
+        return sorted(run.summary["seconds"] / 60 for seeds in by_rule.values() for run in seeds)
+
     runs = results.by_label("fedwon/digits/report.json")
     switches = {rule: {run.settings["train"]["schedule"]["switch"] for run in seeds} for rule, seeds in runs.items()}
     assert {rule for rule, found in switches.items() if found != {None}} == {"FixBN"}
-    final = {rule: results.by_seed(seeds, "clients_own_accuracy") for rule, seeds in runs.items()}
+    final = on_own_images(runs)
     tests = {rule: paired(final["FedWon"], final[rule]) for rule in final if rule != "FedWon"}
     above = [-tests[rule].difference for rule in ("FedAvg+LN", "FedAvg+GN")]
     yield f"group norm and layer norm are {min(above):.1f} to {max(above):.1f} points above FedWon"
@@ -349,10 +355,8 @@ def fedwon() -> Iterator[str]:
     yield f"FedAvg's seeds are between {min(singles):.0f} and {max(singles):.0f} %, and [where both"
     (one,) = (run for run in runs["FedAvg"] if run.settings["seed"] == 1)
     yield f"FedAvg has {100 * one.after(60):.1f} % after round 60 and {100 * one.after(100):.1f} % after round 100"
-    falls = {
-        rule: results.by_seed(seeds, "clients_own_accuracy")
-        for rule, seeds in results.by_label(*results.FALLING).items()
-    }
+    falling = results.by_label(*results.FALLING)
+    falls = on_own_images(falling)
     ends = [f"{each(found['FedAvg'].values()):.1f}" for found in (falls, final) for each in (min, max)]
     yield "ends at {} to {} % on own images instead of {} to {} %".format(*ends)
     yield f"most of the {-paired(final['FedAvg'], final['FixBN']).difference:.1f} points of FixBN above FedAvg"
@@ -367,12 +371,10 @@ def fedwon() -> Iterator[str]:
     gain = [falls["FedWon"][number] - value for number, value in final["FedWon"].items()]
     assert {f"{each:.1f}" for each in gain} == {"0.1"}
     yield "FedWon itself ends 0.1 points higher than with a constant rate with each seed"
-    minutes = [
-        float(run.summary["seconds"]) / 60 for seeds in results.by_label(*results.FALLING).values() for run in seeds
-    ]
-    yield f"{min(minutes):.0f} to {max(minutes):.0f} minutes a run"
+    shortest, *_, longest = minutes_of(falling)
+    yield f"Three seeds each, {shortest:.0f} to {longest:.0f} minutes a run"
     office = results.by_label("fedwon/office/report.json")
-    end = {rule: results.by_seed(seeds, "clients_own_accuracy") for rule, seeds in office.items()}
+    end = on_own_images(office)
     assert {tuple(sorted(seeds)) for seeds in end.values()} == {(0, 1, 2)}
     there = results.fedwon_averages("Office-Caltech-10, AlexNet")
     assert there["FedWon"] - there["FedBN"] > 0
@@ -393,10 +395,8 @@ def fedwon() -> Iterator[str]:
     early = {rule: listed([100 * run.after(30) for run in seeds]) for rule, seeds in office.items()}
     yield f"the global model of FedWon has {early['FedWon']} %, that of FedAvg {early['FedAvg']} %"
     below = [there[rule] - statistics.fmean(end[rule].values()) for rule in ("FedAvg", "FedBN", "FedWon")]
-    higher = {
-        rule: results.by_seed(seeds, "clients_own_accuracy")
-        for rule, seeds in results.by_label(results.OFFICE_RATE).items()
-    }
+    at_its_rate = results.by_label(results.OFFICE_RATE)
+    higher = on_own_images(at_its_rate)
     missing = there["FedWon"] - statistics.fmean(higher["FedWon"].values())
     yield f"FedAvg, FedBN and FedWon end {listed(below)} points below the published averages"
     yield f"FedWon with the paper's rate {missing:.1f}."
@@ -411,9 +411,9 @@ def fedwon() -> Iterator[str]:
     yield f"ends {-fall:.1f} points lower with the only seed, {apart_now:.1f} below FedWon"
     yield f"Batch norm with 0.01 is {-plain.difference:.1f} points below FedWon with 0.08 (p = {plain.p:.1g})"
     yield f"FedWon is {-plain.difference:.1f} points above batch norm and {against.difference:.1f} below FedBN"
-    times = [run.summary["seconds"] / 60 for seeds in results.by_label(results.OFFICE_RATE).values() for run in seeds]
-    yield f"{min(times):.0f} to {max(times):.0f} minutes a run on a core with other work; [settings, summaries"
-    *minutes, longest = sorted(run.summary["seconds"] / 60 for seeds in office.values() for run in seeds)
+    shortest, *_, longest = minutes_of(at_its_rate)
+    yield f"{shortest:.0f} to {longest:.0f} minutes a run on a core with other work; [settings, summaries"
+    *minutes, longest = minutes_of(office)
     yield f"{minutes[0]:.0f} to {minutes[-1]:.0f} minutes a run on a core with other work, and {longest:.0f} for FedAvg"
     two = {run.label: 100 * run.summary["clients_own_accuracy"] for run in results.read("fedwon/batch2/report.json")}
     normed = [two[rule] for rule in ("FedAvg", "FedBN", "SiloBN", "Standalone")]
