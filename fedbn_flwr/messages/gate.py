@@ -248,7 +248,8 @@ def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dic
     read = {node: reply.records[name] for node, reply in found.items() if name in reply.records}
     votes = Counter(frozenset(arrays) for arrays in read.values() if arrays.keys() <= like.keys())
     keys = max(votes, key=lambda keys: (votes[keys], len(keys)), default=frozenset(like))
-    problems |= {node: problem for node, arrays in read.items() if (problem := fault(arrays, like, keys)) is not None}
+    faults = {node: fault(arrays, like, keys) or overflow(arrays, {}) for node, arrays in read.items()}
+    problems |= {node: problem for node, problem in faults.items() if problem is not None}
     return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
 
 
@@ -271,9 +272,10 @@ def fault_problems(arrays: Mapping[int, Arrays], sent: Arrays) -> dict[int, str]
 
 
 def overflow(arrays: Arrays, sent: Arrays) -> str | None:
-    """The reason why a strategy that squares the clients' changes cannot use a reply, or None.
+    """The reason why a strategy that squares or sums the clients' changes cannot use a reply, or None.
 
-    Flower's optimisers and robust strategies do: from one infinite square FedYogi's model is never finite again.
+    Flower's optimisers and robust strategies square them, Scaffold adds them up over the rounds: from one infinite
+    value on, the model is never finite again.
     """
     for key, value in arrays.items():
         if value.dtype.kind != "f" or not value.size:
@@ -282,7 +284,7 @@ def overflow(arrays: Arrays, sent: Arrays) -> str | None:
             change = value - sent[key] if key in sent and sent[key].shape == value.shape else value
         most, limit = float(np.abs(change).max()), math.sqrt(np.finfo(value.dtype).max) / 10
         if not most <= limit:
-            return f"{key!r} changed by up to {most:.2g}; expected at most {limit:.2g}, whose squares can be added"
+            return f"{key!r} changed by up to {most:.2g}; expected at most {limit:.2g}, so that squares can be added"
     return None
 
 
