@@ -556,6 +556,42 @@ def fixbn_accuracy(rounds: int, files: Sequence[str], figures: Mapping[str, floa
     return (*columns, *(["published, 640 rounds"] if figures else [])), rows
 
 
+def raw_files(page: str) -> Callable[[], Table]:
+    """The raw files in a page's folder, their runs, and the environments whose names begin with that of the file."""
+
+    def table() -> Table:
+        files = sorted((RESULTS / page).rglob("*.json"))
+        environments = [file for file in files if file.name.endswith(ENVIRONMENT)]
+        data = [file for file in files if file not in environments]
+        of: dict[Path, list[str]] = {file: [] for file in data}
+        for file in environments:
+            name, beside = file.name.removesuffix(ENVIRONMENT), [each for each in data if each.parent == file.parent]
+            named = [each for each in beside if name.startswith(each.stem)]
+            raw = max(named, key=lambda each: len(each.stem), default=file.with_name("report.json"))
+            part = name.removeprefix(raw.stem).strip("-") or "environment"
+            commit = json.loads(file.read_text(encoding="utf-8"))["commit"]
+            of[raw].append(f"[{part}]({file.relative_to(RESULTS)}), {commit[:8]}")
+        rows: list[Row] = []
+        for file, found in of.items():
+            name = str(file.relative_to(RESULTS))
+            labels: dict[str, list[str]] = {}  # by seeds
+            for label, runs in by_label(name).items():
+                seeds = ", ".join(map(str, sorted({run.settings["seed"] for run in runs})))
+                labels.setdefault(seeds, []).append(label)
+            # The labels of many rows would fill the table, and contain commas.
+            listed = "; ".join(
+                f"{', '.join(each) if len(each) < 8 else f'all {len(each)} rows'}: {seeds}"
+                for seeds, each in labels.items()
+            )
+            rows.append((f"[{file.relative_to(RESULTS / page)}]({name})", listed, "; ".join(found) or "-"))
+        return ("raw file", "runs and their seeds", "environments and commits"), rows
+
+    return table
+
+
+ENVIRONMENT = "environment.json"
+
+
 def fixbn_lenet_rate() -> Table:
     """FixBN continued from its last models, at its last learning rate and at a tenth of it."""
     last = by_seed(by_label(*LENET)["FixBN"])
@@ -820,6 +856,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedwon office answer": fedwon_verdict("Office-Caltech-10, AlexNet"),
     "results fedwon office rates": fedwon_office_rates,
     "results fixbn frozen": fixbn_frozen,
+    **{f"files {page}": raw_files(page) for page in ("fedwon", "fixbn")},
     "results network latency": latency,
     "results network nodes": nodes,
     "results network slower": slower,
