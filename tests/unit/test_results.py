@@ -412,7 +412,7 @@ def fedwon() -> Iterator[str]:
     yield f"Batch norm with 0.01 is {-plain.difference:.1f} points below FedWon with 0.08 (p = {plain.p:.1g})"
     yield f"FedWon is {-plain.difference:.1f} points above batch norm and {against.difference:.1f} below FedBN"
     shortest, *_, longest = minutes_of(at_its_rate)
-    yield f"{shortest:.0f} to {longest:.0f} minutes a run on a core with other work; [settings, summaries"
+    yield f"{shortest:.0f} to {longest:.0f} minutes a run on a core with other work. The environment is"
     *minutes, longest = minutes_of(office)
     yield f"{minutes[0]:.0f} to {minutes[-1]:.0f} minutes a run on a core with other work, and {longest:.0f} for FedAvg"
     two = {run.label: 100 * run.summary["clients_own_accuracy"] for run in results.read("fedwon/batch2/report.json")}
