@@ -532,7 +532,7 @@ def fixbn_one_step() -> Table:
 TABLE1 = ("fixbn/table1.json", "fixbn/table1-seed1.json", "fixbn/table1-seeds.json")
 LENET = ("fixbn/lenet.json", "fixbn/lenet-seeds.json")
 WHOLE = tuple(f"fixbn/table4-16px{part}.json" for part in ("", "-seed2", "-seed3", "-seed4", "-GN"))
-FULL = ("fixbn/table4.json",)
+FULL = ("fixbn/table4.json", "fixbn/table4-seed1.json")
 SIXTEEN = ("fedtan/table2-16px.json",)
 QUARTER = ("fixbn/report.json", "fixbn/seeds/report.json")
 
