@@ -197,8 +197,8 @@ def fixbn() -> Iterator[str]:
     falls = [each[1] - each[-1] for each in full["BN"]]
     yield f"Batch norm ends {listed(falls)} points below its accuracy of round 330"
     assert max(each[-1] for each in full["BN"]) < table4["BN"]
-    lower = [full[rule][0][-1] - full[rule][1][-1] for rule in ("BN", "FixBN")]
-    yield f"With seed 1 both end lower, batch norm by {lower[0]:.1f} and FixBN by {lower[1]:.1f} points"
+    apart = [full[rule][0][-1] - full[rule][1][-1] for rule in ("BN", "FixBN")]
+    yield f"With seed 1 both end lower, batch norm by {apart[0]:.1f} and FixBN by {apart[1]:.1f} points"
     first, second = full["FixBN"]
     assert max(second) == second[(510 - 320) // 10]
     yield f"FixBN falls from {max(second):.1f} % in round 510 to {second[-1]:.1f} %; with seed 0 it ends"
