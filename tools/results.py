@@ -570,7 +570,7 @@ def raw_files(page: str) -> Callable[[], Table]:
             raw = max(named, key=lambda each: len(each.stem), default=file.with_name("report.json"))
             part = name.removeprefix(raw.stem).strip("-") or "environment"
             commit = json.loads(file.read_text(encoding="utf-8"))["commit"]
-            of[raw].append(f"[{part}]({file.relative_to(RESULTS)}), {commit[:8]}")
+            of[raw].append(f"[{part}]({file.relative_to(RESULTS)}), {commit[:8]}{commit[40:]}")  # with `-changed`
         rows: list[Row] = []
         for file, found in of.items():
             name = str(file.relative_to(RESULTS))

@@ -179,38 +179,39 @@ def fixbn() -> Iterator[str]:
     yield f"With group norm both places end within {max(abs(gn_low), abs(gn_high)):.1f} points of each other"
     yield f"ends {bn_low:.0f} and {bn_high:.0f} points below the centralised one (published: 46), with each seed"
     assert min(lost["BN", 0.02] + lost["BN", 0.2]) > 37
-    full = {
-        rule: [[100 * run.after(number) for number in range(320, 641, 10)] for run in runs]
-        for rule, runs in results.by_label(*results.FULL).items()
-    }
-    ahead = [
-        [one - other for one, other in zip(*pair, strict=True)] for pair in zip(full["FixBN"], full["BN"], strict=True)
-    ]
-    ends = [each[-1] for each in ahead]
+    full, small = (
+        {
+            rule: {run.settings["seed"]: [100 * run.after(number) for number in range(320, 641, 10)] for run in runs}
+            for rule, runs in results.by_label(*files).items()
+        }
+        for files in (results.FULL, results.WHOLE)
+    )
+    ahead, ahead_small = (
+        {
+            number: [one - other for one, other in zip(frozen, curves["BN"][number], strict=True)]
+            for number, frozen in curves["FixBN"].items()
+        }
+        for curves in (full, small)
+    )
+    normed = list(full["BN"].values())
+    ends = [each[-1] for each in ahead.values()]
     yield f"FixBN ends [{statistics.mean(ends):.1f} points above batch norm](#all-rounds-images-of-32-pixels)"
     yield f"({listed(ends)} with two seeds; published"
-    assert [each[0] for each in ahead] == [0, 0]
-    yield f"when both have {listed([each[0] for each in full['BN']])} %. It is above BN in each evaluation after that"
-    assert min(value for each in ahead for value in each[1:]) > 0
-    late = [value for each in ahead for value in each[(490 - 320) // 10 :]]
+    assert [each[0] for each in ahead.values()] == [0, 0]
+    yield f"when both have {listed([each[0] for each in normed])} %. It is above BN in each evaluation after that"
+    assert min(value for each in ahead.values() for value in each[1:]) > 0
+    late = [value for each in ahead.values() for value in each[(490 - 320) // 10 :]]
     yield f"from round 490 on, at the smallest rate, by {min(late):.0f} to {max(late):.0f} points"
-    falls = [each[1] - each[-1] for each in full["BN"]]
+    falls = [each[1] - each[-1] for each in normed]
     yield f"Batch norm ends {listed(falls)} points below its accuracy of round 330"
-    assert max(each[-1] for each in full["BN"]) < table4["BN"]
+    assert max(each[-1] for each in normed) < table4["BN"]
     apart = [full[rule][0][-1] - full[rule][1][-1] for rule in ("BN", "FixBN")]
     yield f"With seed 1 both end lower, batch norm by {apart[0]:.1f} and FixBN by {apart[1]:.1f} points"
-    first, second = full["FixBN"]
+    first, second = full["FixBN"].values()
     assert max(second) == second[(510 - 320) // 10]
     yield f"FixBN falls from {max(second):.1f} % in round 510 to {second[-1]:.1f} %; with seed 0 it ends"
     yield f"with seed 0 it ends {max(first) - first[-1]:.1f} points below its best"
-    small = {
-        rule: {run.settings["seed"]: [100 * run.after(number) for number in range(320, 641, 10)] for run in runs}
-        for rule, runs in results.by_label(*results.WHOLE).items()
-    }
-    ahead = {
-        number: [one - other for one, other in zip(frozen, small["BN"][number], strict=True)]
-        for number, frozen in small["FixBN"].items()
-    }
+    ahead = ahead_small
     assert {each[0] for each in ahead.values()} == {0}
     ends = [{number: curve[-1] for number, curve in small[rule].items()} for rule in ("FixBN", "BN")]
     test = paired(*ends)
