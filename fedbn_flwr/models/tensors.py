@@ -113,7 +113,7 @@ class ModelTensors:
         self._hidden = [key for key in self._places if key not in state]
         # The initial values without the weights, which are in nearly all messages: they would take memory for nothing.
         kept = [key for key in self._places if build and self.roles.get(key) is not Role.WEIGHTS]
-        self._initial = {key: value.clone() for key, value in zip(kept, self._now(kept), strict=True)}
+        self._initial = {key: value.detach().clone() for key, value in zip(kept, self._now(kept), strict=True)}
 
     @property
     def device(self) -> torch.device:

@@ -60,7 +60,12 @@ def federate(strategy: Any, device: torch.device, rounds: int = 3, **how: Any) -
     torch.manual_seed(0)
     model = build_model("resnet20", 10, "bn")
     first = pack(initial_arrays(model))
-    models, data = [ModelTensors(copy.deepcopy(model).to(device)) for _ in range(3)], images(device)
+    data = images(device)
+
+    def build() -> nn.Module:
+        return copy.deepcopy(model).to(device)
+
+    models = [ModelTensors(build(), build=build) for _ in range(3)]
 
     def make_client(context: Context) -> BNClient:
         client = int(context.node_config["partition-id"])

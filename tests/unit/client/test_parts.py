@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from fedbn_flwr.messages.arrays import FlatArrays
 from fedbn_flwr.models.tensors import ModelTensors, copied, initial_arrays
@@ -53,3 +54,11 @@ def test_the_values_of_a_single_tensor_are_a_copy() -> None:
     before = taken["weight"].copy()
     nn.init.constant_(model.weight, 9)
     np.testing.assert_array_equal(taken["weight"], before)
+
+
+def test_initial_values_keep_no_autograd_graph() -> None:
+    """PyTorch would use nodes of that graph again, on the stream of their creation, and recording on a GPU failed."""
+    parts = ModelTensors(net(), build=net)
+    for parameter in parts.model.parameters():
+        get_gradient_edge(parameter).node.metadata["used before"] = True
+        assert not get_gradient_edge(parameter).node.metadata
