@@ -436,7 +436,7 @@ def fedwon_whole(item: str, averaged: str = "published") -> Callable[[], Table]:
     """The accuracies of all runs, the best average on own images first."""
 
     def whole() -> Table:
-        runs, figures = by_label(FEDWON[item][0]), fedwon_averages(item)
+        runs, figures = by_label(*FEDWON[item][0]), fedwon_averages(item)
         order = sorted(runs, key=lambda rule: -statistics.mean(by_seed(runs[rule], "clients_own_accuracy").values()))
         columns = {**fedwon_columns(item), averaged: lambda each: str(figures[each[0].label])}
         return table("run", {label: runs[label] for label in order}, columns)
@@ -459,7 +459,7 @@ OFFICE_RATE = "fedwon/office/rate.json"
 def fedwon_office_rates() -> Table:
     """FedWon and its rivals at 0.01 and at 0.08, the paper's rate for FedWon."""
     item = "Office-Caltech-10, AlexNet"
-    low, high = by_label(FEDWON[item][0]), by_label(OFFICE_RATE)
+    low, high = by_label(*FEDWON[item][0]), by_label(OFFICE_RATE)
     rows = {f"{rule}, {rate}": runs[rule] for rule in high for rate, runs in ((0.01, low), (0.08, high))}
     return table("run", rows, fedwon_columns(item))
 
@@ -483,8 +483,8 @@ def fedwon_falling() -> Table:
 DIGITS = {"MNIST": "mnist", "USPS": "usps", "MNIST-M": "mnist_m"}
 OFFICE = {"Amazon": "amazon", "Caltech": "caltech", "DSLR": "dslr", "Webcam": "webcam"}
 FEDWON = {
-    "Digits-Five": ("fedwon/digits/report.json", DIGITS),
-    "Office-Caltech-10, AlexNet": ("fedwon/office/report.json", OFFICE),
+    "Digits-Five": (("fedwon/digits/report.json",), DIGITS),
+    "Office-Caltech-10, AlexNet": (("fedwon/office/report.json", "fedwon/office/gpu.json"), OFFICE),
 }
 
 
@@ -532,7 +532,7 @@ def fixbn_one_step() -> Table:
 TABLE1 = ("fixbn/table1.json", "fixbn/table1-seed1.json", "fixbn/table1-seeds.json")
 LENET = ("fixbn/lenet.json", "fixbn/lenet-seeds.json")
 WHOLE = tuple(f"fixbn/table4-16px{part}.json" for part in ("", "-seed2", "-seed3", "-seed4", "-GN"))
-FULL = ("fixbn/table4.json", "fixbn/table4-seed1.json")
+FULL = ("fixbn/table4.json", "fixbn/table4-seed1.json", "fixbn/table4-GN.json")
 SIXTEEN = ("fedtan/table2-16px.json",)
 QUARTER = ("fixbn/report.json", "fixbn/seeds/report.json")
 
@@ -674,7 +674,7 @@ def fixbn_verdict() -> Table:
         found = {label: by_seed(runs) for label, runs in by_label(*files).items()}
         return verdict(budget, {f"{a} - {b}{more}": (found[a], found[b], figures[a] - figures[b]) for a, b in pairs})
 
-    columns, full = compared("100 %", FULL, pairs[:1])
+    columns, full = compared("100 %", FULL, pairs)
     _, whole = compared("100 %", WHOLE, pairs, ", 16 pixels")
     others = [(rule, "BN") for rule in ("GN+WS", "IN", "LN", "Fixup")]
     _, quarter = compared("25 %", QUARTER, pairs + others)
@@ -691,7 +691,7 @@ def fedtan_verdict() -> Table:
 
 def fedwon_verdict(item: str) -> Callable[[], Table]:
     def whole() -> Table:
-        runs, figures = by_label(FEDWON[item][0]), fedwon_averages(item)
+        runs, figures = by_label(*FEDWON[item][0]), fedwon_averages(item)
         found = {rule: by_seed(each, "clients_own_accuracy") for rule, each in runs.items()}
         compared = [("FedWon", rule) for rule in runs if rule != "FedWon"]
         compared += [("FedBN", "FedAvg")] if item.startswith("Office") else []
@@ -705,7 +705,7 @@ OFFICE_IMAGES = {"Amazon": 180, "Caltech": 220, "DSLR": 27, "Webcam": 56}  # of 
 
 def office_differences(one: str, other: str) -> dict[str, list[float]]:
     """By domain, as mean over the domains, over those but DSLR, and over the images; a value for each seed."""
-    runs, own = by_label(FEDWON["Office-Caltech-10, AlexNet"][0]), "clients_own_accuracy"
+    runs, own = by_label(*FEDWON["Office-Caltech-10, AlexNet"][0]), "clients_own_accuracy"
     by_domain = {
         name: {rule: by_seed(runs[rule], f"{own}_{key}") for rule in (one, other)} for name, key in OFFICE.items()
     }

@@ -211,6 +211,14 @@ def fixbn() -> Iterator[str]:
     assert max(second) == second[(510 - 320) // 10]
     yield f"FixBN falls from {max(second):.1f} % in round 510 to {second[-1]:.1f} %; with seed 0 it ends"
     yield f"with seed 0 it ends {max(first) - first[-1]:.1f} points below its best"
+    (group,) = results.by_label(*results.FULL)["GN"]
+    ended = 100 * group.summary["accuracy"]
+    yield f"Group norm, with seed 0 only, ends at {ended:.1f} % (published {table4['GN']:.1f})"
+    yield f"{ended - normed[0][-1]:.1f} points above batch norm and {first[-1] - ended:.1f} below FixBN"
+    assert normed[1][-1] < ended < second[-1]
+    best = max(range(10, 641, 10), key=group.after)
+    yield f"and {100 * group.after(best) - ended:.1f} below its best, of round {best}"
+    yield f"also with recorded passes, {group.summary['seconds'] / 60:.0f} minutes"
     ahead = ahead_small
     assert {each[0] for each in ahead.values()} == {0}
     ends = [{number: curve[-1] for number, curve in small[rule].items()} for rule in ("FixBN", "BN")]
@@ -405,6 +413,18 @@ def fedwon() -> Iterator[str]:
     assert min(results.corrected([paired(end[one], end[other]) for one, other in pairs])) > 0.05
     apart = [end["FedBN"][seed] - each for seed, each in end["FedWon"].items()]
     yield f"FedBN is {listed(apart)} points above FedWon with the three seeds"
+    on_gpu = results.by_label("fedwon/office/gpu.json")
+    first = {rule: seeds[0] for rule, seeds in (end | on_own_images(on_gpu)).items()}
+    over = {rule: [first[each] - first[rule] for each in ("FixBN", "SiloBN")] for rule in first}
+    yield f"FixBN and SiloBN, with seed 0 only, end {listed(over['FedWon'])} points above FedWon with this seed"
+    assert {round(there["FedWon"] - there[rule]) for rule in ("FixBN", "SiloBN")} == {10}
+    yield f"With this seed they are {-min(over['FedBN']):.1f} points below FedBN and {listed(over['FedAvg'])} above"
+    assert f"{first['FedProx'] - first['FedAvg']:.1f}" == "0.0"
+    own_data, layer = (first["FedWon"] - first[rule] for rule in ("Standalone", "FedAvg+LN"))
+    yield f"FedProx as FedAvg, Standalone {own_data:.1f} and layer norm {layer:.1f} below FedWon"
+    widest = max(max(seeds.values()) - min(seeds.values()) for seeds in end.values())
+    yield f"By their seeds the other rules differ by up to {widest:.0f} points"
+    assert {f"{minutes:.0f}" for minutes in minutes_of(on_gpu)} == {"6"}
     dslr = {rule: results.by_seed(seeds, "clients_own_accuracy_dslr") for rule, seeds in office.items()}
     images = sorted(27 * (dslr["FedWon"][seed] - each) / 100 for seed, each in dslr["FedAvg"].items())
     yield f"on DSLR, the smallest test set, by {listed(images, 0)} of its 27 images"
