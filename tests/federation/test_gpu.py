@@ -49,6 +49,20 @@ def _float64() -> Iterator[None]:
     Normaliser.cache_clear()
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+    """The recordings that a test makes."""
+    found: list[Recording] = []
+
+    class Counted(Recording):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            found.append(self)
+
+    monkeypatch.setattr(graphs, "Recording", Counted)
+    return found
+
+
 def images(device: torch.device) -> Examples:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (60, 3, 16, 16), dtype=torch.uint8, generator=generator)
@@ -120,15 +134,7 @@ def test_bfloat16_goes_where_float32_goes() -> None:
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.filterwarnings("default")  # of PyTorch about itself
 @pytest.mark.parametrize("rule", RULES)
-def test_recorded_training_is_plain_training(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Recording] = []
-
-    class Counted(Recording):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            made.append(self)
-
-    monkeypatch.setattr(graphs, "Recording", Counted)
+def test_recorded_training_is_plain_training(rule: str, made: list[Recording]) -> None:
     plain, recorded = (federate(RULES[rule](), GPU, 2, compile=compile) for compile in (False, True))
     close(plain, recorded, 1e-9)
     # One for all clients and rounds, and another one of frozen layers; FedTAN's three clients have a model each.
@@ -201,7 +207,9 @@ def test_the_host_waits_for_no_step(momentum: float) -> None:
 
 @pytest.mark.filterwarnings("default")  # of PyTorch about itself
 @pytest.mark.parametrize("name", ["ours/label-skew", "fixbn/table4", "fixbn/tableH", "fedtan/table2", "fedbs/mnist"])
-def test_every_run_finishes_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_finishes_on_a_gpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: list[Recording]
+) -> None:
     on_cpu = smoke.changes
     more = {"engine": {"workers": 0, "device": "cuda"}, "train.compile": True}
     monkeypatch.setattr(smoke, "changes", lambda run: on_cpu(run) | more)
@@ -210,6 +218,7 @@ def test_every_run_finishes_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pyt
     found = [json.loads(file.read_text()) for file in tmp_path.rglob("summary.json")]
     assert len(found) == number + 1
     assert all(each["status"] == "finished" and each["device"].startswith("cuda") for each in found)
+    assert made
     assert not uncompiled
 
 
