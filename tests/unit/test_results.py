@@ -825,6 +825,8 @@ def which_strategy() -> Iterator[str]:
     yield f"{skewed['FixBN']} %, batch norm {lower['FedAvg+BN']} % at the same rates, five seeds ([MNIST]"
     full, small, lenet = (accuracies(*files) for files in (results.FULL, results.WHOLE, results.LENET))
     yield f"all rounds of the paper: {full['FixBN']} %, batch norm {full['BN']} %, two seeds ([CIFAR-10]"
+    first = {rule: results.by_seed(runs)[0] for rule, runs in results.by_label(*results.FULL).items()}
+    yield "; GN {GN:.1f} %, FixBN {FixBN:.1f} %, batch norm {BN:.1f} %, one seed, all rounds".format(**first)
     yield f"and {small['FixBN']} %, batch norm {small['BN']} %, five seeds ([at 16 pixels]"
     assert {len(results.by_label(*results.WHOLE)[rule]) for rule in ("FixBN", "BN")} == {5}
     yield f"GN {lenet['GN']} %, FixBN {lenet['FixBN']} %, batch norm {lenet['BN']} %, five seeds ([LeNet]"
@@ -848,7 +850,8 @@ def which_strategy() -> Iterator[str]:
     whole, single = (accuracies("fedwon/office/report.json", key=key) for key in ("accuracy", "clients_own_accuracy"))
     own_rate = accuracies(results.OFFICE_RATE)["FedWon"]
     yield f"62: GN {whole['FedAvg+GN']}, batch norm {whole['FedAvg']} %, and FedWon {own_rate} % with a rate"
-    group = f"one model with group norm {single['FedAvg+GN']} % ([objects]"
+    only = accuracies("fedwon/office/gpu.json", key="clients_own_accuracy")["Standalone"]
+    group = f"one model with group norm {single['FedAvg+GN']} %, own data only {only} % with one seed ([objects]"
     yield f"FedBN {single['FedBN']}, batch norm {single['FedAvg']}, {group}"
     more = accuracies("domains/seeds.json")
     near = [float(more[rule]) for rule in ("FedAvg+GN", "FedAvg+LN", "FixBN", "FedAvg+BN")]
