@@ -438,7 +438,9 @@ def fedwon() -> Iterator[str]:
     yield f"FedAvg, FedBN and FedWon end {listed(below)} points below the published averages"
     yield f"FedWon with the paper's rate {missing:.1f}."
     assert {rule: len(seeds) for rule, seeds in higher.items()} == {"FedWon": 3, "FedBN": 1, "FedAvg": 1}
-    rise, (fall,), (drop,) = ([each - end[rule][seed] for seed, each in seeds.items()] for rule, seeds in higher.items())
+    rise, (fall,), (drop,) = (
+        [each - end[rule][seed] for seed, each in seeds.items()] for rule, seeds in higher.items()
+    )
     chance, mean = paired(higher["FedWon"], end["FedWon"]).p, statistics.fmean(higher["FedWon"].values())
     yield f"ends {min(rise):.1f} to {max(rise):.1f} points higher on own images (three seeds, p = {chance:.1g})"
     yield f"(three seeds, p = {chance:.1g}), at {mean:.1f} %"
