@@ -307,7 +307,8 @@ class BNClient(NumPyClient):
     def _seeded(self, purpose: str, server_round: int, loader: object = None) -> AbstractContextManager[None]:
         """Random numbers as functions of purpose, round and client, also those of a DataLoader's own generator."""
         seed = seeding.seed_for(self.seed, purpose, server_round, self._number)
-        for owner in (loader, getattr(loader, "sampler", None)):
+        batches = getattr(loader, "batch_sampler", None)
+        for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
             if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
         return seeding.streams(seed, self._parts.device)

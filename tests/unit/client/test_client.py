@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key
@@ -631,8 +631,17 @@ def sent_by(client: BNClient) -> dict[str, np.ndarray]:
     return {key: value.numpy().copy() for key, value in client.model.state_dict().items() if "num_b" not in key}
 
 
-def test_the_order_of_a_loader_with_a_generator_of_its_own_is_that_of_the_round() -> None:
-    client = BNClient(small(), shuffled(), steps=1)
+def by_a_batch_sampler() -> DataLoader[Any]:
+    data: Any = shuffled().dataset
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(5))
+    return DataLoader(data, batch_sampler=BatchSampler(sampler, 8, drop_last=False))
+
+
+@pytest.mark.parametrize("make", [shuffled, by_a_batch_sampler])
+def test_the_order_of_a_loader_with_a_generator_of_its_own_is_that_of_the_round(
+    make: Callable[[], DataLoader[Any]],
+) -> None:
+    client = BNClient(small(), make(), steps=1)
     arrays = sent_by(client)
     first, second = (client.train_round(arrays, {"server-round": number}) for number in (1, 2))
     again = client.train_round(arrays, {"server-round": 1})
