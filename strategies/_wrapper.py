@@ -81,7 +81,11 @@ class Wrapper(Rule):
     ) -> Iterable[Message]:
         round = self._begins(server_round, arrays, config, grid)
         keys, records = self._additions(round)
-        messages = self._inside.configure_train(server_round, arrays, ConfigRecord({**round.config, **keys}), grid)
+        given = {**round.config, **keys}
+        passed = ConfigRecord(given)
+        messages = self._inside.configure_train(server_round, arrays, passed, grid)
+        # It may change the config of this round and all later ones, as in Flower's tutorial: config["lr"] *= 0.5
+        config.update({key: value for key, value in passed.items() if given.get(key) != value})
         # A wrapped FedTAN has completed its exchanges here: only the last messages of its round carry the records.
         if not records:
             return messages

@@ -296,6 +296,38 @@ def test_a_start_that_extends_flower_s_is_called(federation: Federations) -> Non
         np.testing.assert_array_equal(unpack(extended.arrays)[key], value)
 
 
+def with_falling_rate(cls: type[Strategy]) -> Any:
+    """A strategy that halves the rate every 2 rounds, as that of Flower's tutorial does every 5."""
+
+    class Falling(cls):  # type: ignore[misc, valid-type]
+        def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any) -> Any:
+            if server_round % 2 == 0:
+                config["lr"] *= 0.5  # type: ignore[operator]
+            return super().configure_train(server_round, arrays, config, grid)
+
+    return Falling
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: with_falling_rate(flower.FedAdagrad)(),
+        lambda: MeanStatistics(with_falling_rate(flower.FedAdagrad)()),
+        lambda: FixBN(MeanStatistics(with_falling_rate(flower.FedAdagrad)()), freeze_round=2),
+        lambda: GlobalMomentum(FixBN(with_falling_rate(FedAvg)(), freeze_round=2)),
+        lambda: flower.DifferentialPrivacyServerSideFixedClipping(
+            FixBN(with_falling_rate(FedAvg)(), freeze_round=2), 0.0, 1e6, 2
+        ),
+    ],
+)
+def test_a_rate_that_a_wrapped_strategy_changes_stays_changed(federation: Federations, make: Any) -> None:
+    fed = federation((8, 12), momentum=0.9)
+    grid = RecordingGrid(fed.app(), 2)
+    make().start(grid, whole(fed), num_rounds=5, train_config=ConfigRecord({"lr": 0.4}))
+    rates = [message.config["lr"] for message in grid.sent if message.kind == "train"]
+    assert rates[::2] == [0.4, 0.2, 0.2, 0.1, 0.1]
+
+
 def with_start(cls: type[Strategy]) -> Any:
     """A strategy derived from one of this project, with a start that writes down what it receives."""
 
