@@ -139,7 +139,8 @@ def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
 def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
     others = [type(layer).__name__ for layer in norm_layers(model).values() if not isinstance(layer, _BatchNorm)]
     other = next(iter(others), "")
-    needs_bn = rule.traits.min_batch and not exchanged_layers(model.train())
+    model.train()
+    needs_bn = rule.traits.min_batch and not exchanged_layers(model)
     refuse(
         {
             f"evaluate.statistics is 'reestimated', which measures inputs of batch norms, but {run.model.name!r} with "
@@ -178,7 +179,8 @@ def _try_one_example(parts: Parts) -> None:
     inputs = each(lambda part: part.to(parts.device), parts.shape.blank(1))
     try:
         with torch.no_grad(), seeding.streams(0, parts.device):
-            parts.model.train()(inputs)
+            parts.model.train()
+            parts.model(inputs)
     except Exception as error:
         if ONE_VALUE in str(error):  # clients report other errors
             size = parts.run.train.batch_size
@@ -270,10 +272,12 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
     tried = [each(lambda part: part.to(device), dataset.blank(2))]
     if run.data.crop is not None:
         tried.insert(0, tried[0].new_zeros(2, dataset.channels, run.data.crop, run.data.crop))
+    model.eval()
     for inputs in tried:
-        _try_examples(run, model.eval(), dataset, inputs)
+        _try_examples(run, model, dataset, inputs)
     try:
-        copied = copy.deepcopy(model).train()
+        copied = copy.deepcopy(model)
+        copied.train()
     except Exception:  # a module of the user; clients try it
         return
     with seeding.streams(0, device):  # dropout draws

@@ -83,7 +83,8 @@ class ModelTensors:
     ) -> None:
         """Clients that use the model one after another begin with the values of a new model, which `build` makes."""
         check_tensors(model)
-        self.model = model.train() if device is None else model.train().to(device)
+        model.train()  # one of the user's may return nothing
+        self.model = model if device is None else model.to(device)
         self.roles, self._build = roles(model), build
         # Which client used the model last, in which run; None while it has the values of one that no longer uses it.
         self.use: dict[str, Any] = vars(model).setdefault("_fedbn_use", {"client": None})

@@ -32,7 +32,8 @@ def reestimate(
     statistics do not change; static batch norm, which tracks none, is measured too. The result does not depend on the
     number of threads.
     """
-    model = copy.deepcopy(model).eval()  # the caller's stays as it is
+    model = copy.deepcopy(model)  # the caller's stays as it is
+    model.eval()
     layers = batch_norms(model, "a measurement of statistics")
     names = {layer: name for name, layer in reversed(layers.items())}  # a layer that is used twice: its first name
     found = threading.local()  # the moments of the batch that this thread has

@@ -427,6 +427,24 @@ class Plain(Auxiliary):
         return logits
 
 
+class Quiet(Plain):
+    """Its `train` returns nothing."""
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+
+
+def test_an_experiment_takes_a_network_whose_train_returns_nothing(tmp_path: Path) -> None:
+    ends = []
+    for name in ("Plain", "Quiet"):
+        model, strategy = {"name": f"{__name__}:{name}"}, {"name": "FedTAN", "min_batch": 1}
+        result = run(EXPERIMENT, model=model, strategy=strategy, rounds=2, out=tmp_path / name, progress=False)
+        ends.append(load_file(result.folder / "model.safetensors"))
+        assert not result.model().training
+    plain, quiet = ends
+    assert all(quiet[key].tobytes() == value.tobytes() for key, value in plain.items())
+
+
 def of_the_first(outputs: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
     if isinstance(outputs, Tensor):
         return nn.functional.cross_entropy(outputs, labels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -43,6 +44,13 @@ class FrozenBack(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.head(self.back(inputs))
         return logits
+
+
+class WithoutReturn(FrozenBack):
+    """Its `train` returns nothing, as that of many published networks; PyTorch's `eval` returns what it does."""
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
 
 
 class Running(nn.Module):
@@ -86,7 +94,7 @@ def check_rounds(client: BNClient, twin: nn.Module, data: Batches) -> None:
             torch.testing.assert_close(torch.from_numpy(state[key].copy()), value, rtol=1e-12, atol=1e-12, msg=key)
 
 
-@pytest.mark.parametrize("make", [FrozenBack, Running])
+@pytest.mark.parametrize("make", [FrozenBack, WithoutReturn, Running])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_round_is_that_of_a_plain_loop(make: type[nn.Module], shared: bool) -> None:
     torch.manual_seed(0)
@@ -94,7 +102,9 @@ def test_a_round_is_that_of_a_plain_loop(make: type[nn.Module], shared: bool) ->
     twin = copy.deepcopy(model)
     tensors = ModelTensors(model, build=lambda: make().double()) if shared else model
     check_rounds(BNClient(tensors, data, data, lr=0.1), twin, data)
-    if make is FrozenBack:
+    if issubclass(make, FrozenBack):
+        statistics = BNClient(model, data).statistics_round({}, {"server-round": 1}).arrays
+        assert np.abs(statistics["back.1.running_mean"]).sum() > 0
         assert model.state_dict()["back.1.running_mean"].abs().sum() == 0
     else:
         assert model.state_dict()["running_mean"].abs().sum() > 0
