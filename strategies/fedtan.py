@@ -32,7 +32,7 @@ from fedbn_flwr.exchange import carriers
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, exchanged_layers
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import normalised, weighted_mean
+from fedbn_flwr.messages.aggregate import total_weight, weighted_mean
 from fedbn_flwr.norms.roles import Role
 
 from ._rule import Round, Traits, require_norm
@@ -156,12 +156,13 @@ def algorithm_3(
     relative = [size / sizes[0] for size in sizes]
     p = bounded([*weights])
     q = bounded([weight * size for weight, size in zip(weights, relative, strict=True)])
-    r = sizes[0] * (math.fsum(q) / math.fsum(p))
+    total = total_weight(q)
+    r = sizes[0] * (total / math.fsum(p))
     numbers = sum(each.values for each in contributions), r
     if kind != "moments":
         return Agreement(weighted_mean(tensors, p if kind == "gradients" else q), *numbers)
     mus, variances = ([each[name].astype(np.float64) for each in tensors] for name in ("mean", "var"))
-    shares = normalised(q)
+    shares = [weight / total for weight in q]
     mu = sum(q_i * mu_i for q_i, mu_i in zip(shares, mus, strict=True))
     var = sum(q_i * (var_i + (mu_i - mu) ** 2) for q_i, mu_i, var_i in zip(shares, mus, variances, strict=True))
     agreed = {"mean": np.asarray(mu), "var": np.asarray(var)}

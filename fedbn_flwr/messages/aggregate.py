@@ -20,12 +20,6 @@ Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 
 
-def normalised(weights: Sequence[float]) -> list[float]:
-    """The weights divided by their sum; negative, infinite and all-zero weights are errors."""
-    total = total_weight(weights)
-    return [weight / total for weight in weights]
-
-
 def total_weight(weights: Sequence[float]) -> float:
     """The sum of the weights; negative, infinite and all-zero weights are errors."""
     if wrong := [weight for weight in weights if not math.isfinite(weight) or weight < 0]:

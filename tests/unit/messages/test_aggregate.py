@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from fedbn_flwr.messages.aggregate import cast, fault, normalised, weighted_mean
+from fedbn_flwr.messages.aggregate import cast, fault, total_weight, weighted_mean
 from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
 from fedbn_flwr.messages.gate import MOST_EXAMPLES
 
@@ -106,7 +106,7 @@ def test_weights_are_free_of_scale(scale: int) -> None:
 )
 def test_meaningless_weights_are_refused(weights: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        normalised(weights)
+        total_weight(weights)
 
 
 def test_a_weight_for_each_reply_or_an_error() -> None:
