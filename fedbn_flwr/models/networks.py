@@ -6,7 +6,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -83,11 +82,8 @@ class ResNet20(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(in_channels, 16, 3, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(16)
-        self.stages = nn.Sequential(
-            *(_BasicBlock(16, 16) for _ in range(3)),
-            *(_BasicBlock(16 if i == 0 else 32, 32, stride=2 if i == 0 else 1) for i in range(3)),
-            *(_BasicBlock(32 if i == 0 else 64, 64, stride=2 if i == 0 else 1) for i in range(3)),
-        )
+        channels = (16, 16, 16, 16, 32, 32, 32, 64, 64, 64)  # before, between and after the blocks
+        self.stages = nn.Sequential(*map(_BasicBlock, channels[:-1], channels[1:]))
         self.classify = nn.Linear(64, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -100,26 +96,23 @@ class ResNet20(nn.Module):
 
 
 class _BasicBlock(ResidualBlock):
-    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+    """Halves the sides if there are more channels."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.added = outputs - inputs
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=2 if self.added else 1, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.stride = stride
-        self.added = outputs - inputs
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
-        return F.relu(y + self._shortcut(x))
-
-    def _shortcut(self, x: Tensor) -> Tensor:
-        """Option A: every second pixel, and channels of zeros before and after."""
-        if self.stride == 1 and not self.added:
-            return x
-        half = self.added // 2
-        return torch.nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, half, self.added - half))
+        if self.added:  # option A: every second pixel, and channels of zeros before and after
+            half = self.added // 2
+            x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, half, self.added - half))
+        return F.relu(y + x)
 
 
 # --- plain convolutional networks of the papers, with batch norm after each convolution ---

@@ -42,18 +42,18 @@ def by_the_paper(model: nn.Module, x: Tensor, m: int) -> Tensor:
     stem, fc = ("conv", "classify") if ours else ("conv1", "fc")
     x = F.relu(F.conv2d(x, at[f"{stem}.weight"], padding=1) + at["bn.bias" if ours else "bn1.bias"])
     for name, block in blocks_of(model):
-        y = x
+        y, stride = x, block.conv1.stride if ours else block.stride
         for i in range(1, m + 1):
             weight = at[f"{name}conv{i}.weight"]
             strided = i == m - 1 if m == 3 else i == 1
             y = y + at[f"{name}conv{i}.input_bias"]
-            y = F.conv2d(y, weight, stride=block.stride if strided else 1, padding=weight.shape[-1] // 2)
+            y = F.conv2d(y, weight, stride=stride if strided else 1, padding=weight.shape[-1] // 2)
             if i < m:
                 y = F.relu(y + at[f"{name}bn{i}.bias"])
         y = y * at[f"{name}bn{m}.weight"] + at[f"{name}bn{m}.bias"]
         if f"{name}downsample.0.weight" in at:
             x = x + at[f"{name}downsample.0.input_bias"]
-            x = F.conv2d(x, at[f"{name}downsample.0.weight"], stride=block.stride)
+            x = F.conv2d(x, at[f"{name}downsample.0.weight"], stride=stride)
         elif y.shape != x.shape:  # option A
             extra = (y.shape[1] - x.shape[1]) // 2
             x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, extra, extra))
