@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -44,7 +44,7 @@ from fedbn_flwr.messages.gate import (
     refused,
 )
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -349,7 +349,14 @@ class Leaf(Rule):
 
     def limited(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
         """The replies, none of whose updates is larger than the bounds allow."""
-        return replies
+        if self.bounds is None:
+            return replies
+        arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
+        sent = unpack(round.arrays)
+        # Apart: the distance of what a client keeps from the clients' mean is no update.
+        for some in filter(None, split_by_role(sent, roles(sent), {*self.traits.kept})):
+            arrays = self.bounds.updated(arrays, some, f"round {round.number}")
+        return [replace(reply, arrays=values) for reply, values in zip(replies, arrays, strict=True)]
 
     def arrived(self, replies: Iterable[Message]) -> Iterable[Message]:
         """The replies of the round, before they are read."""
@@ -377,8 +384,15 @@ class Leaf(Rule):
         return None
 
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
-        """The reasons to refuse replies that show only beside those of the other clients, by node."""
-        return {}
+        """The reasons to refuse replies that show only beside those of the other clients, by node.
+
+        Statistics must be within the bounds.
+        """
+        if self.bounds is None or not found:
+            return {}
+        nodes, cohort = list(found), [reply.arrays for reply in found.values()]
+        keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS]
+        return {nodes[i]: reason for i, reason in self.bounds.outliers(cohort, keys).items()}
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         messages = gate(replies)

@@ -13,7 +13,6 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Never
 
 import numpy as np
@@ -28,9 +27,9 @@ from fedbn_flwr.errors import LOG
 from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
-from fedbn_flwr.messages.arrays import record_of, unpack
+from fedbn_flwr.messages.arrays import record_of
 from fedbn_flwr.messages.gate import Reply, common_metrics, gate, metrics_of, number_problem, partition_of
-from fedbn_flwr.norms.roles import Role, roles, split_by_role
+from fedbn_flwr.norms.roles import roles, split_by_role
 
 from ._rule import Leaf, Round, refuse_bounds, unknown_argument
 
@@ -162,24 +161,6 @@ class FedAvg(Leaf, FlowerFedAvg):
         unsent = self.traits.unsent
         expected = [key for key, role in roles(sent).items() if role not in unsent] if unsent else None
         return number_problem(reply.metrics, self.weighted_by_key) or fault(reply.arrays, sent, expected)
-
-    def limited(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
-        if self.bounds is None:
-            return replies
-        arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
-        sent = unpack(round.arrays)
-        # Apart: the distance of what a client keeps from the clients' mean is no update.
-        for some in filter(None, split_by_role(sent, roles(sent), {*self.traits.kept})):
-            arrays = self.bounds.updated(arrays, some, f"round {round.number}")
-        return [replace(reply, arrays=values) for reply, values in zip(replies, arrays, strict=True)]
-
-    def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
-        """Statistics must be within the bounds."""
-        if self.bounds is None or not found:
-            return {}
-        nodes, cohort = list(found), [reply.arrays for reply in found.values()]
-        keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS]
-        return {nodes[i]: reason for i, reason in self.bounds.outliers(cohort, keys).items()}
 
     def unfit(self, model: Arrays, sent: Arrays) -> str | None:
         """Also for what a model of Flower's strategies may have: another dtype, and negative variances."""
