@@ -312,7 +312,7 @@ class Leaf(Rule):
     min_train_nodes: int = 1  # usable replies that a round needs
     compares: bool = True  # whether a reply may be refused for what the other clients sent
     hidden: frozenset[Role] = frozenset()  # what a strategy that is not a rule does not see of the model
-    asked: Collection[int] = ()  # the nodes that received the model in this round
+    asked: Sequence[int] = ()  # the nodes that received the model in this round
     used: Collection[int] = ()  # the nodes whose replies are in the last mean, of training or of evaluation
 
     def __init__(self) -> None:

@@ -114,7 +114,7 @@ class FedTAN(FedAvg):
         return self._carrier.run(
             lambda ask: carriers.run_exchanges(
                 ask,
-                [message.metadata.dst_node_id for message in messages],
+                self.asked,
                 f"round {server_round}",
                 self.agree,
                 self.admit,

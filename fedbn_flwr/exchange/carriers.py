@@ -138,9 +138,9 @@ def run_exchanges(
     agree: Agree,
     admit: Admit,
     *,
-    outliers: Outliers | None = None,
-    report: Report | None = None,
-    per_layer: int = 2,
+    outliers: Outliers | None,
+    report: Report,
+    per_layer: int,
 ) -> ExchangesDone:
     """All exchanges of a round, `per_layer` for each batch norm; `what` is the round's name in messages."""
     agreement: Agreement | None = None
@@ -163,9 +163,8 @@ def run_exchanges(
         first = found[nodes[0]]
         agreement, remaining = agree(exchange, [found[node] for node in nodes]), first.remaining
         done[first.kind] += 1
-        if report is not None:
-            way = "backward" if first.kind == "gradients" else "forward"
-            report(f"{way} pass, layers", done[first.kind], (step + remaining) // per_layer)
+        way = "backward" if first.kind == "gradients" else "forward"
+        report(f"{way} pass, layers", done[first.kind], (step + remaining) // per_layer)
     assert agreement is not None
     return ExchangesDone(list(nodes), step, agreement)
 

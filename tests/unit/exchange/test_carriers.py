@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-untyped]
 
+from fedbn_flwr.engines.base import Capabilities
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.exchange.carriers import ExchangesDone, problem, run_exchanges
 from fedbn_flwr.exchange.codec import Agreement, Contribution
@@ -49,7 +50,10 @@ def mean(value: float, *, remaining: int, partition: int, **changes: Any) -> Con
 
 def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[ExchangesDone, Scripted, dict[int, str]]:
     carrier, admission = Scripted(script), Admission()
-    done = run_exchanges(carrier.ask, list(script), "round 3", FedTAN().agree, admission)
+    agree, report = FedTAN().agree, Capabilities().report
+    done = run_exchanges(
+        carrier.ask, list(script), "round 3", agree, admission, outliers=None, report=report, per_layer=2
+    )
     return done, carrier, admission.reasons
 
 
