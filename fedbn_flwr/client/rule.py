@@ -94,15 +94,14 @@ _OURS = {key: str(where) for key, where in BY_KEY.items()}
 
 def rule_of(key: str) -> type[ClientRule]:
     """The client rule that a key of `BY_KEY` selects."""
-    if isinstance(where := BY_KEY[key], str):
-        BY_KEY[key] = pkgutil.resolve_name(where)  # and its other keys, when its module is imported
-    return BY_KEY[key]  # type: ignore[return-value]
+    where = BY_KEY[key]  # the rule itself as soon as its module is imported
+    return pkgutil.resolve_name(where) if isinstance(where, str) else where
 
 
 def known_keys() -> dict[str, Key]:
     """Every config key that a BNClient supports; this imports all strategies."""
     importlib.import_module("fedbn_flwr.strategies._names")
     for key in [*BY_KEY]:
-        rule_of(key)
+        rule_of(key)  # of an extension, whose module has more keys
     of_mods = {key: extensions.part("client_mods", key).keys[key] for key in extensions.declared("client_mods")}
     return protocol.RUN_KEYS | {key: rule_of(key).keys[key] for key in BY_KEY} | of_mods
