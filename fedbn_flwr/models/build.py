@@ -101,7 +101,16 @@ def build_model(
     make = load("model.name", name) if own else MODELS[name]
     given = accepted(make, {**offered, "num_outputs": num_classes} if own else {**offered, "stem": stem})
     if not own and shape is not None:
-        _check_shape(name, shape, num_tokens)
+        if num_tokens is not None:
+            raise SettingsError(
+                f"model.name={name!r} takes numbers, but these inputs are tokens; use module:callable, a network with "
+                "an embedding, which gets num_tokens"
+            )
+        if len(shape) != 3 and "input_shape" not in given:
+            raise SettingsError(
+                f"model.name={name!r} takes images, [channels, height, width], but these inputs have the shape "
+                f"{list(shape)}; use mlp, for series [channels, time] cnn1d, or module:callable"
+            )
     if stem != "auto" and "stem" not in given:
         choice = ", ".join(key for key, build in MODELS.items() if accepted(build, {"stem": stem}))
         raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
@@ -123,20 +132,6 @@ def build_model(
     if weights is not None and not has_batch_norm:
         load_weights(model, state, str(weights))
     return model
-
-
-def _check_shape(name: str, shape: tuple[int, ...], num_tokens: int | None) -> None:
-    """Refuse a network of images for other inputs."""
-    if num_tokens is not None:
-        raise SettingsError(
-            f"model.name={name!r} takes numbers, but these inputs are tokens; use module:callable, a network with an "
-            "embedding, which gets num_tokens"
-        )
-    if len(shape) != 3 and not accepted(MODELS[name], {"input_shape": shape}):
-        raise SettingsError(
-            f"model.name={name!r} takes images, [channels, height, width], but these inputs have the shape "
-            f"{list(shape)}; use mlp, for series [channels, time] cnn1d, or module:callable"
-        )
 
 
 # --- pretrained weights ---
