@@ -438,8 +438,7 @@ class Leaf(Rule):
             except MessageError as error:
                 problems.append((node, str(error)))
         if self.compares:
-            metrics = {node: found.metrics for node, found in usable.items()}
-            problems += {**odd_metrics(metrics), **compare(usable)}.items()
+            problems += {**odd_metrics(usable), **compare(usable)}.items()
         left = self.admit(what, answered, problems, asked)
         reasons = {**dict(problems), **self.learn(answered)}
         self.refused = [

@@ -64,7 +64,7 @@ class HeteroBN(FedAvg):
             return number_problem(reply.metrics, self.weighted_by_key) or other
 
         def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
-            problems = fault_problems({node: reply.arrays for node, reply in found.items()}, {})
+            problems = fault_problems(found, {})
             left = {node: reply for node, reply in found.items() if node not in problems}
             return problems | self.compare(left, {})
 

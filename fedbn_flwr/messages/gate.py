@@ -186,19 +186,19 @@ def metrics_of(content: RecordDict) -> MetricRecord:
     return records[0]
 
 
-def odd_metrics(found: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+def odd_metrics(found: Mapping[int, Reply]) -> dict[int, str]:
     """The reasons to refuse replies with a metric of another form than that of most clients, by node.
 
     A form is one number, a list of them, or one number out of range: some ClientApps report percentages, or equal
     weights as numbers of examples, but then most clients do.
     """
     problems: dict[int, str] = {}
-    for key in dict.fromkeys(key for metrics in found.values() for key in metrics):
-        forms = {node: _form(key, metrics) for node, metrics in found.items() if key in metrics}
+    for key in dict.fromkeys(key for reply in found.values() for key in reply.metrics):
+        forms = {node: _form(key, reply.metrics) for node, reply in found.items() if key in reply.metrics}
         counts = Counter(forms.values())
         most = min(counts, key=lambda form: (-counts[form], form))  # of equally frequent forms one number
         problems |= {
-            node: f"its metric {shown(key)} is {shown(found[node][key])}, that of other clients is {most[1]}"
+            node: f"its metric {shown(key)} is {shown(found[node].metrics[key])}, that of other clients is {most[1]}"
             for node, form in forms.items()
             if form != most and (form[0], most[0]) != (0, 1)  # a percentage may be below 1
         }
@@ -253,7 +253,7 @@ def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dic
     return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
 
 
-def fault_problems(arrays: Mapping[int, Arrays], sent: Arrays) -> dict[int, str]:
+def fault_problems(found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
     """The reasons why the arrays of replies are unusable, by node, where the server does not know what to expect.
 
     It expects the keys, shapes and dtypes that most replies have; of equally frequent ones those of `sent`, the arrays
@@ -263,12 +263,12 @@ def fault_problems(arrays: Mapping[int, Arrays], sent: Arrays) -> dict[int, str]
     def form(values: Arrays) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
         return tuple(sorted((key, value.dtype.str, value.shape) for key, value in values.items()))
 
-    forms = {node: form(values) for node, values in arrays.items()}
+    forms = {node: form(reply.arrays) for node, reply in found.items()}
     votes, of_sent = Counter(forms.values()), form(sent)
     most = max(votes, key=lambda each: (votes[each], each == of_sent, len(each), each), default=())
-    like = next((values for node, values in arrays.items() if forms[node] == most), {})
-    found = {node: fault(values, like) for node, values in arrays.items()}
-    return {node: problem for node, problem in found.items() if problem is not None}
+    like = next((reply.arrays for node, reply in found.items() if forms[node] == most), {})
+    faults = {node: fault(reply.arrays, like) for node, reply in found.items()}
+    return {node: problem for node, problem in faults.items() if problem is not None}
 
 
 def overflow(arrays: Arrays, sent: Arrays) -> str | None:

@@ -17,7 +17,7 @@ from fedbn_flwr import LocalGrid
 from fedbn_flwr.client.app import ClientFailed
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, read_npy, unpack
-from fedbn_flwr.messages.gate import gate, odd_metrics, one_line
+from fedbn_flwr.messages.gate import Reply, gate, odd_metrics, one_line
 from fedbn_flwr.strategies import FedAvg
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -185,7 +185,8 @@ def test_a_partition_in_a_config_is_a_whole_number() -> None:
 
 
 def odd(*metrics: dict[str, Any]) -> list[bool]:
-    found = odd_metrics({node: MetricRecord({"num-examples": 8, **each}) for node, each in enumerate(metrics)})
+    replies = [Reply({}, {"num-examples": 8, **each}, {}, reply()) for each in metrics]
+    found = odd_metrics(dict(enumerate(replies)))
     return [node in found for node in range(len(metrics))]
 
 
