@@ -38,26 +38,22 @@ _EXCHANGES = "exchanges"  # the round's model and agreed tensors, in the client'
 _ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round, with the agreed numbers
 
 
-class _Thread(threading.Thread):
-    """Runs one session after the other.
+_Tasks = queue.SimpleQueue[Callable[[], Any]]  # of a thread, which runs one session after the other
 
-    A new thread would make again what belongs to a thread: OpenMP's threads, cuDNN's plans of convolutions, and the
-    settings of PyTorch's compiler.
-    """
+# The threads without a session. A new thread would make again what belongs to a thread: OpenMP's threads, cuDNN's plans
+# of convolutions, and the settings of PyTorch's compiler.
+_idle: list[_Tasks] = []
 
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.start()
 
-    def run(self) -> None:
+def _new_thread() -> _Tasks:
+    tasks = _Tasks()
+
+    def run() -> None:
         while True:
-            task = self.tasks.get()
-            task()
-            del task  # with the session's client, which must not stay in memory until the next one
+            tasks.get()()  # no variable: the session's client must not stay in memory until the next one
 
-
-_idle: list[_Thread] = []
+    threading.Thread(target=run, daemon=True).start()
+    return tasks
 
 
 class Session:
@@ -76,7 +72,7 @@ class Session:
         Seconds that a parked round waits for its next message.
     """
 
-    _thread: _Thread
+    _tasks: _Tasks  # of its thread
 
     def __init__(
         self,
@@ -105,13 +101,13 @@ class Session:
         # the caller's state is saved before the round continues and sets its own.
         with seeding.kept():
             if answer is None:
-                self._thread = _idle.pop() if _idle else _Thread()
-                self._thread.tasks.put(functools.partial(self._run, torch.get_num_threads()))
+                self._tasks = _idle.pop() if _idle else _new_thread()
+                self._tasks.put(functools.partial(self._run, torch.get_num_threads()))
             else:
                 self.step += 1
                 self._answers.put(answer)
             if (contribution := self._contributions.get()) is None:
-                _idle.append(self._thread)
+                _idle.append(self._tasks)
         return contribution
 
     def abandon(self) -> None:
@@ -120,7 +116,7 @@ class Session:
         with seeding.kept(), suppress(queue.Empty):
             self._answers.put(None)
             if self._contributions.get(timeout=self._patience) is None:  # unless the user's code continues
-                _idle.append(self._thread)
+                _idle.append(self._tasks)
 
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)  # a setting of the thread
@@ -176,9 +172,9 @@ os.register_at_fork(after_in_child=_forget_threads)
 def _end() -> None:
     """A thread that is still inside PyTorch when Python ends would abort the process; one that waits would not."""
     parked_rounds.clear()
-    for thread in _idle:
+    for tasks in _idle:
         waits = threading.Event()
-        thread.tasks.put(waits.set)
+        tasks.put(waits.set)
         waits.wait(1)
 
 
