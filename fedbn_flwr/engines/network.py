@@ -70,8 +70,9 @@ class PollingGrid(GridAround):
             restarted = {node for node in before.keys() & now.keys() if before[node] != now[node]}
             # Only after that check: a reply that a node sent before its restart counts.
             for reply in list(self.inner.pull_messages(list(asked))) if asked else []:
-                if reply.metadata.reply_to_message_id in asked:
-                    new.append(_from_node(reply, asked.pop(reply.metadata.reply_to_message_id)))
+                if (message := asked.pop(reply.metadata.reply_to_message_id, None)) is not None:
+                    by_superlink = reply.has_error() and reply.metadata.src_node_id == SUPERLINK_NODE_ID
+                    new.append(Message(reply.error, reply_to=message) if by_superlink else reply)
             for key, message in list(asked.items()):
                 if message.metadata.dst_node_id in restarted:
                     error = Error(ErrorCode.NODE_UNAVAILABLE, "its SuperNode was restarted and has lost the message")
@@ -96,9 +97,3 @@ class PollingGrid(GridAround):
     def _activations(self) -> dict[int, str]:
         """When each connected node was last started, by the SuperLink's clock; empty if unknown."""
         return {node.node_id: node.last_activated_at for node in self.inner.get_nodes() if node.last_activated_at}
-
-
-def _from_node(reply: Message, message: Message) -> Message:
-    if reply.has_error() and reply.metadata.src_node_id == SUPERLINK_NODE_ID:
-        return Message(reply.error, reply_to=message)
-    return reply
