@@ -213,15 +213,16 @@ class BNClient(NumPyClient):
         records = {} if extras is None else extras
         records["arrays"] = arrays
         try:
-            return self._round(config, LocalRound(config, records, self, exchange), wanted)
+            return self._round(LocalRound(config, records, self, exchange), wanted)
         except BaseException:
             self._parts.load(before)
             raise
 
-    def _round(self, config: Config, local: LocalRound, wanted: Iterable[type[ClientRule]]) -> Update:
+    def _round(self, local: LocalRound, wanted: Iterable[type[ClientRule]]) -> Update:
         """The result of a round that begins with the loaded model."""
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
-        loss, first_batch = self._trained(config, rules)
+        loss, first_batch = self._trained(local, rules)
+        config = local.config
         sent, returned = set(local.records["arrays"]), frozenset[Role]()
         if protocol.RETURN in config:  # a round of FedAvg does not execute the module
             returned = protocol.roles_of(config, protocol.RETURN, frozenset(Role))
@@ -313,11 +314,13 @@ class BNClient(NumPyClient):
                 generator.manual_seed(seed)
         return seeding.streams(seed, self._parts.device)
 
-    def _trained(self, config: Config, rules: Sequence[ClientRule]) -> tuple[float, int]:
+    def _trained(self, local: LocalRound, rules: Sequence[ClientRule]) -> tuple[float, int]:
         """Train the model that is loaded; the mean loss, and the size of the first batch."""
-        server_round = int(config.get(protocol.ROUND, 1))
+        server_round = int(local.config.get(protocol.ROUND, 1))
         # The server scales the rate after the round in which its strategy switched.
-        lr = (self.lr(server_round) if callable(self.lr) else self.lr) * float(config.get(protocol.LR_FACTOR, 1.0))
+        lr = (self.lr(server_round) if callable(self.lr) else self.lr) * float(
+            local.config.get(protocol.LR_FACTOR, 1.0)
+        )
         not_begun = iter(rules)
 
         def begin() -> None:
@@ -330,11 +333,9 @@ class BNClient(NumPyClient):
             stack.enter_context(self._seeded("model", server_round, self.train_data))
             for rule in rules:
                 stack.enter_context(rule.around())
-            optimizer = self._optimizer(self._parts.trained, lr)
-            for rule in rules:
-                rule.local.optimizer = optimizer
+            local.optimizer = self._optimizer(self._parts.trained, lr)
             if self.clip is not None:
-                parameters = list(optimizer.parameters.values())
+                parameters = list(local.optimizer.parameters.values())
                 adjust.append(functools.partial(nn.utils.clip_grad_norm_, parameters, self.clip))
             gradient: Gradient = functools.partial(backpropagate, precision=self.precision)
             if self.compile:
@@ -344,7 +345,7 @@ class BNClient(NumPyClient):
             trained = train(
                 self.model,
                 ((each(_channels_last, inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
-                optimizer,
+                local.optimizer,
                 self.loss,
                 device=self._parts.device,
                 adjust=adjust,
