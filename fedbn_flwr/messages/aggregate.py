@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from fedbn_flwr.cores import cores
 from fedbn_flwr.norms.roles import Role, is_variance, roles
 
+from .arrays import Arrays as Arrays
 from .arrays import FlatArrays, Layout
 
 Array = NDArray[Any]
-Arrays = Mapping[str, Array]
 
 
 def total_weight(weights: Sequence[float]) -> float:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from fedbn_flwr.errors import MessageError
 
-Values = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class FlatArrays(Mapping[str, NDArray[Any]]):
     def __len__(self) -> int:
         return len(self.layout.places)
 
-    def __or__(self, other: Values) -> dict[str, NDArray[Any]]:
+    def __or__(self, other: Arrays) -> dict[str, NDArray[Any]]:
         return {**self, **other}
 
-    def __ror__(self, other: Values) -> dict[str, NDArray[Any]]:
+    def __ror__(self, other: Arrays) -> dict[str, NDArray[Any]]:
         return {**other, **self}
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # the methods of Mapping would compare the arrays
@@ -142,13 +142,13 @@ def configs_in(content: RecordDict) -> dict[str, ConfigRecord]:
     return {name: record for name, record in content.items() if isinstance(record, ConfigRecord)}
 
 
-def pack(arrays: Values) -> FlowerRecord:
+def pack(arrays: Arrays) -> FlowerRecord:
     """An ArrayRecord with copies of these arrays; FlatArrays are not copied."""
     made = {key: Array(block, key) for block in blocks(arrays) for key in block.layout.places}
     return ArrayRecord({key: made[key] for key in arrays})
 
 
-def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
+def unpack(arrays: Mapping[str, FlowerArray]) -> Arrays:
     """The arrays of a record as they were declared, which callers must not change; MessageError names another key."""
     places = [getattr(array, "place", None) for array in arrays.values()]
     if places and places[0] is not None:
@@ -158,7 +158,7 @@ def unpack(arrays: Mapping[str, FlowerArray]) -> Values:
     return {key: array.value if isinstance(array, Array) else _read(key, array) for key, array in arrays.items()}
 
 
-def size_of(*records: Values) -> tuple[int, int]:
+def size_of(*records: Arrays) -> tuple[int, int]:
     """The number of elements of all arrays of records, and of their bytes, without names and headers."""
     values: list[NDArray[Any]] = []
     for arrays in records:
@@ -171,7 +171,7 @@ def record_of(arrays: Mapping[str, FlowerArray]) -> FlowerRecord:
     return pack(unpack(arrays))
 
 
-def blocks(values: Values) -> list[FlatArrays]:
+def blocks(values: Arrays) -> list[FlatArrays]:
     """Copies of the arrays, those of one dtype in a block."""
     if isinstance(values, FlatArrays):
         return [values]
