@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from fedbn_flwr.experiment.registry import STRATEGIES, arguments, build_strategy, class_of, in_a_line
+from fedbn_flwr.experiment.registry import arguments, build_strategy, class_of, in_a_line
 from fedbn_flwr.strategies import Traits, as_rule
 
 
@@ -29,12 +29,12 @@ class Description:
 
 def describe(name: str) -> Description:
     cls = class_of(name)
-    common = set(arguments(STRATEGIES["FedAvg"]))
+    common = set(arguments(class_of("FedAvg")))
     meanings = _documented(getattr(cls, "inner", None) or object) | _documented(cls)
     own = [
         Argument(key, parameter.default, meanings.get(key, ""))
         for key, parameter in arguments(cls).items()
-        if key not in common or cls is STRATEGIES["FedAvg"]
+        if key not in common or name == "FedAvg"
     ]
     return Description(
         does=in_a_line(name),

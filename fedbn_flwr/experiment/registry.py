@@ -9,7 +9,6 @@ value.
 from __future__ import annotations
 
 import inspect
-from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -21,7 +20,7 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr import named
 from fedbn_flwr.declared import check, declarations
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.extensions import declared, part
+from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.strategies import MeanStatistics, Rule, Wrapper, _names, as_rule
 
@@ -91,20 +90,14 @@ _OF_FLOWER: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Registry(UserDict[str, Any]):
-    """The strategies by name: those of this package, and those of extensions, which are imported when they are used."""
-
-    def __getitem__(self, name: str) -> Any:
-        return part("strategies", name) if self.data[name] is None else self.data[name]
-
-
-STRATEGIES = Registry(
-    {
-        name: value
+# The names of this package's strategies, and of those of extensions, which are imported when they are used.
+STRATEGIES = (
+    *(
+        name
         for name, value in vars(_names).items()
         if isinstance(value, type) and issubclass(value, Rule) and value not in (Rule, Wrapper)
-    }
-    | dict.fromkeys(declared("strategies"))
+    ),
+    *declared("strategies"),
 )
 
 # An experiment file cannot set these: they are objects or functions, or `**options`, which has no value of its own.
@@ -115,7 +108,8 @@ _NOT_IN_FILES = {
 
 
 def class_of(name: str) -> type[Strategy]:
-    return STRATEGIES[name] if name in STRATEGIES else FLOWER[name].strategy
+    strategy: type[Strategy] = getattr(_names, name) if name in STRATEGIES else FLOWER[name].strategy
+    return strategy
 
 
 def arguments(strategy: type[Strategy]) -> dict[str, inspect.Parameter]:

@@ -23,7 +23,7 @@ from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles, run
 from fedbn_flwr.client.layerwise import parked_rounds
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, rule_of
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.experiment.registry import STRATEGIES
+from fedbn_flwr.experiment.registry import class_of
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.models.tensors import ModelTensors
@@ -115,7 +115,7 @@ def test_a_client_without_the_client_rule_refuses_the_message(federation: Federa
 
 @pytest.mark.parametrize("name", declared("strategies"))
 def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(name: str, fed_nova: Any) -> None:
-    around: Any = STRATEGIES[name]
+    around: Any = class_of(name)
     with pytest.raises(SettingsError, match=r"FedNova has problem\(\) of its own, which may use the replies of single"):
         around(fed_nova())
     with pytest.raises(SettingsError, match="FedNova has problem"):
@@ -267,7 +267,7 @@ class FromMixin(Largest, FedAvg):
 @pytest.mark.parametrize("name", declared("strategies"))
 @pytest.mark.parametrize(("rule", "hook"), [(Equal, "weights"), (FromMixin, "combine")])
 def test_weights_of_its_own_and_hooks_of_a_mixin_need_the_single_replies(name: str, rule: Any, hook: str) -> None:
-    around: Any = STRATEGIES[name]
+    around: Any = class_of(name)
     with pytest.raises(SettingsError, match=rf"{rule.__name__} has {hook}\(\) of its own"):
         around(rule())
 
@@ -286,7 +286,7 @@ class InheritsWeights(Equal):
 
 @pytest.mark.parametrize("name", declared("strategies"))
 def test_what_a_base_declares_holds_but_not_for_its_weights(name: str) -> None:
-    around: Any = STRATEGIES[name]
+    around: Any = class_of(name)
     around(Inherits())
     with pytest.raises(SettingsError, match=r"InheritsWeights has weights\(\) of its own"):
         around(FixBN(InheritsWeights(), freeze_round=1))
