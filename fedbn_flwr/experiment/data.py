@@ -60,12 +60,6 @@ def forget_data() -> None:
     _shares.cache_clear()
 
 
-def loaded_data(data: Data, device: str) -> tuple[str, DataSet] | None:
-    """What to pass on to other processes; None if it is too large for that."""
-    dataset = load_data(data, device)
-    return (examples_of(data), dataset) if dataset.nbytes <= data.memory * 2**30 else None
-
-
 def receive(examples: str, device: str, dataset: DataSet) -> None:
     """Use these examples of another process instead of loading them."""
     _received[examples, device] = dataset

@@ -33,7 +33,7 @@ from torch import Tensor
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.errors import RunFailed, UserError
-from fedbn_flwr.experiment.data import loaded_data, receive
+from fedbn_flwr.experiment.data import examples_of, receive
 from fedbn_flwr.experiment.node import Clients, run_of
 from fedbn_flwr.experiment.parts import Parts, choose_device
 from fedbn_flwr.experiment.ray_settings import START, set_ray_defaults
@@ -92,7 +92,7 @@ def _gpus(engine: Engine) -> float:
 class Sent(Clients):
     """An experiment's clients with the data and the code that they need, in the form in which it is sent to actors."""
 
-    sent: list[tuple[str, Any]] = field(default_factory=list)  # data sets, with their place in the object store
+    sent: dict[str, Any] = field(default_factory=dict)  # the places of data sets in the object store
     main: dict[str, Any] = field(default_factory=dict)  # parts that a script or a notebook defines
 
     def modules(self) -> list[str]:
@@ -106,13 +106,13 @@ class Sent(Clients):
         return [name.partition(":")[0] for name in names if not name.startswith("__main__:")]
 
     def send_data(self, parts: Parts) -> None:
-        if parts.dataset is None:
+        data, dataset = parts.run.data, parts.dataset
+        if dataset is None or dataset.nbytes > data.memory * 2**30:  # too large: each machine reads its files
             return
-        loaded = loaded_data(parts.run.data, str(parts.device))
-        if loaded is not None and all(loaded[0] != other for other, _ in self.sent):
+        if (examples := examples_of(data)) not in self.sent:
             # As NumPy arrays, which the actors of a machine read without a copy.
             ray.util.register_serializer(Tensor, serializer=Tensor.numpy, deserializer=torch.from_numpy)
-            self.sent.append((loaded[0], ray.put(loaded[1].to(torch.device("cpu")))))
+            self.sent[examples] = ray.put(dataset.to(torch.device("cpu")))
             ray.util.deregister_serializer(Tensor)
 
     def __call__(self, context: Context, config: Mapping[str, Any]) -> BNClient:
@@ -120,7 +120,7 @@ class Sent(Clients):
         for name, part in self.main.items():
             setattr(sys.modules["__main__"], name, part)
         device = str(choose_device(run_of(self.experiment, config).engine.device))
-        for examples, place in self.sent:
+        for examples, place in self.sent.items():
             _receive(examples, device, place)
         return super().__call__(context, config)
 
