@@ -32,11 +32,8 @@ def add(commands: Commands) -> None:
 def report(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.results.folder import default_out
     from fedbn_flwr.results.report.tables import Form
-    from fedbn_flwr.results.report.write import write_html, write_report
+    from fedbn_flwr.results.report.write import write_report
 
     form = Form(tuple(filter(None, arguments.columns.split(","))), arguments.baseline)
     out = arguments.out or default_out("report")
-    if arguments.html:
-        print(write_html(arguments.folders, out if out.suffix == ".html" else out / "report.html", form))
-    else:
-        print(write_report(arguments.folders, out, form))
+    print(write_report(arguments.folders, out, form, only_page=arguments.html))

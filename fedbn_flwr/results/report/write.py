@@ -53,39 +53,36 @@ _NOTE = (
 )
 
 
-def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT) -> str:
+def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT, *, only_page: bool = False) -> str:
     """Write a report on the runs in `folders` into the folder `out`.
 
     report.md has the tables, report.csv the first one without rounding, report.json settings, summary and curve of each
     run, and report.html everything in one page. Pictures are PNG and SVG: `report` the curves, `sweep` the values of
     sweeps, `clients` a box plot of clients. Without matplotlib there are none; the text names the extra. Returns the
     tables as text, and the paths of report.md, report.png and report.html.
+
+    With `only_page` only the page is written; `out` may then be its file, ending in .html.
     """
     every = group(find_runs(folders))
     rows, found, notices = choose(every), tables(every, form), notes(every)
     shown, missing = _pictures(rows)
-    for name, picture in shown.items():
-        for ending in ("png", "svg"):
-            picture.write(out / f"{name}.{ending}")
-    lines = [*found, differing_settings(rows)]
-    parts = [(f"{name}:\n\n" if name else "") + as_markdown(cells) for name, cells in lines if cells]
-    sentences = (f"{in_markdown(note)}\n" for note in (set_up(rows), *notices))
-    images = (f"![{name}]({name}.png)\n" for name in shown)
-    _write(out / "report.md", "\n".join([*sentences, *parts, *images]))
-    _write(out / "report.csv", as_csv(rows, form))
-    _write(out / "report.json", to_json([_figures(run, row in rows) for row in every for run in row.runs]) + "\n")
-    _write(out / "report.html", page(every, form, shown))
-    text = "\n\n".join([*notices, tables_as_text(found)])
-    plot = f"plot:  {out / 'report.png'}\n" if shown else ""
-    return f"{text}{missing}\n\ntable: {out / 'report.md'}\n{plot}page:  {out / 'report.html'}"
-
-
-def write_html(folders: Sequence[Path], file: Path, form: Form = DEFAULT) -> str:
-    """Write only the page of a report; returns the tables as text, and the path of the page."""
-    every = group(find_runs(folders))
-    shown, missing = _pictures(choose(every))
+    file = out if only_page and out.suffix == ".html" else out / "report.html"
+    paths = {"page": file}
+    if not only_page:
+        for name, picture in shown.items():
+            for ending in ("png", "svg"):
+                picture.write(out / f"{name}.{ending}")
+        lines = [*found, differing_settings(rows)]
+        parts = [(f"{name}:\n\n" if name else "") + as_markdown(cells) for name, cells in lines if cells]
+        sentences = (f"{in_markdown(note)}\n" for note in (set_up(rows), *notices))
+        images = (f"![{name}]({name}.png)\n" for name in shown)
+        _write(out / "report.md", "\n".join([*sentences, *parts, *images]))
+        _write(out / "report.csv", as_csv(rows, form))
+        _write(out / "report.json", to_json([_figures(run, row in rows) for row in every for run in row.runs]) + "\n")
+        paths = {"table": out / "report.md", **({"plot": out / "report.png"} if shown else {}), **paths}
     _write(file, page(every, form, shown))
-    return "\n\n".join([*notes(every), f"{tables_as_text(tables(every, form))}{missing}", f"page:  {file}"])
+    written = "\n".join(f"{what + ':':6} {path}" for what, path in paths.items())
+    return "\n\n".join([*notices, tables_as_text(found) + missing, written])
 
 
 def _write(file: Path, text: str) -> None:

@@ -33,7 +33,7 @@ from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.results.read.runs import find_runs, read_state
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import DEFAULT
-from fedbn_flwr.results.report.write import page, write_html
+from fedbn_flwr.results.report.write import page, write_report
 from fedbn_flwr.results.yaml_text import LENGTH, dump_yaml, parse_yaml
 from tests.support.fuzz import cases, changed, check_refusal, damaged
 from tests.support.hostile import kept_log
@@ -195,7 +195,7 @@ def carry_out_with(folder: RunFolder, more: str, kind: str, who: Sequence[int], 
             settings = prepared.run.model_dump(mode="json")
             run_one(item, grid, folder, Reporter(), folder.begin(settings))
         check_folder(folder.path)
-    write_html([folder.path], folder.path / "page.html")
+    write_report([folder.path], folder.path / "page.html", only_page=True)
 
 
 # Each example takes a second, most of it for the pictures. Those that are named here are tried too.

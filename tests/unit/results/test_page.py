@@ -17,7 +17,7 @@ from fedbn_flwr.results.report.curves import POINTS, Measure, curve, measures, t
 from fedbn_flwr.results.report.pictures import plot
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import as_markdown, as_text, table
-from fedbn_flwr.results.report.write import write_html, write_report
+from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import TRAFFIC, write_run
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -60,7 +60,7 @@ class Page(HTMLParser):
 
 def page_of(folder: Path) -> Page:
     file = folder / "page.html"
-    write_html([folder], file)
+    write_report([folder], file, only_page=True)
     return Page(file)
 
 
@@ -287,7 +287,7 @@ def test_ten_thousand_rounds_of_twenty_runs_fit_in_a_page(tmp_path: Path) -> Non
         folder.mkdir()
         (folder / "history.jsonl").symlink_to(tmp_path / "0" / "history.jsonl")
         (folder / "summary.json").write_text(text.replace('"label": "0"', f'"label": "{number}"'))
-    write_html([tmp_path], tmp_path / "page.html")
+    write_report([tmp_path], tmp_path / "page.html", only_page=True)
     assert (tmp_path / "page.html").stat().st_size < 10e6
     labels = Page(tmp_path / "page.html").texts["bdi"]
     assert {str(number) for number in range(20)} <= set(labels)

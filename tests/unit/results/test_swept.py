@@ -13,7 +13,7 @@ from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.rows import Row, choose, group, sweeps
 from fedbn_flwr.results.report.tables import published, sweep_table, tables
-from fedbn_flwr.results.report.write import write_html, write_report
+from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -180,7 +180,7 @@ def test_the_report_and_the_page_have_a_plot_of_the_sweep(tmp_path: Path) -> Non
     assert "](sweep.png)" in page.read_text()
     with Image.open(tmp_path / "out" / "sweep.png") as picture:
         assert picture.width > 500
-    write_html([tmp_path], tmp_path / "page.html")
+    write_report([tmp_path], tmp_path / "page.html", only_page=True)
     assert "<title>BN, 100: 60.00% ± 14.14</title>" in (tmp_path / "page.html").read_text()
     plain = tmp_path / "plain"
     write_run(plain / "run", "FedAvg")
