@@ -92,9 +92,8 @@ class Measure:
         return max(0, min(4, 4 - size), min(2 - size, 8))
 
 
-def measures(histories: Iterable[Sequence[Mapping[str, Any]]]) -> list[Measure]:
-    """All measures of the runs: those of the global model first, those of single domains after all others."""
-    lines = (line for history in histories for line in history)
+def measures(lines: Iterable[Mapping[str, Any]]) -> list[Measure]:
+    """All measures in these lines of histories: of the global model first, of single domains after all others."""
     keys = dict.fromkeys(key for line in lines for key, value in line.items() if type(value) in (int, float))
     found = [Measure.of(key) for key in keys if key not in _NO_MEASURES]
     return sorted(found, key=lambda measure: (", domain " in measure.title, measure.key.startswith(_OF_OTHERS)))

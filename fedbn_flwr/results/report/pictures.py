@@ -75,7 +75,7 @@ def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = Non
     """
     from .figure import Plot
 
-    keys = [each.key for each in measures(run.lines for run in runs_of(rows))]
+    keys = [each.key for each in measures(line for run in runs_of(rows) for line in run.lines)]
     for kind, given, known in (("measure", measure, keys), ("axis", axis, AXES)):
         if given is not None and given not in known:
             raise UserError(f"the plot has no {kind} {given!r}; {did_you_mean(given, known)}")

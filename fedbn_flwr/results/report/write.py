@@ -160,7 +160,7 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
     """The section, the name and the pictures of each measure and partition."""
     first = headline(runs_of(rows))
     lines = [line for row in rows for run in row.counted for line in run.lines]
-    for measure in measures([lines]):
+    for measure in measures(lines):
         axis = "seconds" if measure.key in (first, f"clients_own_{first}") else "round"  # others are in the plot
         values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
         scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)

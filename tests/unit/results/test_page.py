@@ -117,7 +117,7 @@ def test_measures_are_named_in_words(key: str, title: str, fraction: bool) -> No
 
 
 def test_traffic_and_seconds_are_no_measures() -> None:
-    keys = [measure.key for measure in measures([history(2, mean_iou=0.1, accuracy_sea=0.5)])]
+    keys = [measure.key for measure in measures(history(2, mean_iou=0.1, accuracy_sea=0.5))]
     assert keys == ["accuracy", "mean_iou", "accuracy_sea"]
 
 
