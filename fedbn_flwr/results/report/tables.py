@@ -247,22 +247,16 @@ def _figure_of(row: Row, measure: Measure) -> str:
 
 
 def candidates_tables(rows: Sequence[Row]) -> list[Table]:
-    """All candidates of `tune`, by the main figure of their task."""
-    found, chosen = candidates(rows), choose(rows)
-    mains = dict.fromkeys(row.first.summary.of_task.main for row in found)
-    return [
-        _candidates([row for row in found if row.first.summary.of_task.main == main], chosen, main) for main in mains
-    ]
-
-
-def _candidates(found: Sequence[Row], chosen: Sequence[Row], main: str) -> Table:
-    measure, word = Measure.of(main), title_of(main)
-    lines: Lines = [("run", f"validation {word}", f"test {word}", "seeds", "chosen")]
-    for row in found:
-        values = validation(row)
+    """All candidates of `tune`, in a table for each main figure of their tasks."""
+    chosen, found = choose(rows), dict[str, Lines]()
+    for row in candidates(rows):
+        values, measure = validation(row), Measure.of(row.first.summary.of_task.main)
+        title = f"candidates: the best is chosen by the {measure.title} on held-out training examples, mean over seeds"
+        head = ("run", f"validation {measure.title}", f"test {measure.title}", "seeds", "chosen")
+        lines = found.setdefault(title, [head])
         mark = "chosen" if values and row in chosen else ""
         lines.append((row.label, as_measured(measure, values), _figure_of(row, measure), repetitions(row), mark))
-    return f"candidates: the best is chosen by the {word} on held-out training examples, mean over seeds", lines
+    return list(found.items())
 
 
 def published(rows: Sequence[Row]) -> Lines:
