@@ -138,12 +138,6 @@ def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -
     return moments_from(found)
 
 
-def agreed_before(folder: RunFolder) -> Moments:
-    """The moments with which the run of a folder began."""
-    known = folder.model_description()["normalise"]
-    return tuple(known["mean"]), tuple(known["std"])
-
-
 def _sums_in(reply: Message, columns: int) -> Sums:
     """The sums of a site's reply; MessageError if they are not those of any values."""
     arrays = unpack(arrays_of(reply.content))

@@ -52,7 +52,7 @@ from ..node import Clients
 from ..parts import Parts, choose_device, counts_of
 from ..prepare import check_partition, prepare
 from ..settings import Experiment, Settings
-from .cohort import agree, agreed_before, check_nodes, restore_clients
+from .cohort import agree, check_nodes, restore_clients
 from .side_by_side import failed_because, jobs_of, side_by_side
 
 
@@ -79,7 +79,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
             progress.message(", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items())))
         if run.data.normalise == "moments" and (prepared.dataset is None or nodes.own_data):
-            moments = agree(ledger, prepared, nodes, running.identity) if snapshot is None else agreed_before(folder)
+            moments = agree(ledger, prepared, nodes, running.identity) if snapshot is None else folder.moments()
             prepared.use_moments(moments)
             means, deviations = map(list, moments)
             identity = {**running.identity, protocol.MEANS: means, protocol.DEVIATIONS: deviations}

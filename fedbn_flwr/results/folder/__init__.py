@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from flwr.app import RecordDict
 
+from fedbn_flwr.data import Moments
 from fedbn_flwr.errors import SettingsError, StorageError, UserError, log_once
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
@@ -258,6 +259,11 @@ class RunFolder:
         if (found := self.read("model.json")) is None:
             raise UserError(f"{str(self.path)!r} has no model.json")
         return found
+
+    def moments(self) -> Moments:
+        """By which the run normalises examples."""
+        known = self.model_description()["normalise"]
+        return tuple(known["mean"]), tuple(known["std"])
 
     def write_promises(self, promises: Mapping[str, float]) -> None:
         write_store(self.path / "promises", [("promises", json.dumps(dict(promises)).encode())])

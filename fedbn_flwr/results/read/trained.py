@@ -65,9 +65,8 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
 
 
 def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
-    moments = folder.model_description()["normalise"]
-    known = tuple(moments["mean"]), tuple(moments["std"])
-    return lambda inputs: Normaliser(known, main(inputs).device)(inputs)
+    moments = folder.moments()
+    return lambda inputs: Normaliser(moments, main(inputs).device)(inputs)
 
 
 def _build(description: Mapping[str, Any], state: Mapping[str, Tensor], file: Path) -> nn.Module:
