@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from fedbn_flwr.errors import UserError, log_once
 
@@ -128,7 +128,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
 
 # A running run whose process has not written for long is silent: it was killed, or its round takes very long.
 State = Literal["running", "silent", "finished", "interrupted", "failed"]
-STATES: tuple[State, ...] = ("running", "silent", "finished", "interrupted", "failed")
+STATES: tuple[State, ...] = get_args(State)
 
 _SILENT = 600.0  # seconds without a new round, at least
 _ROUNDS = 5  # of the longest round's time
