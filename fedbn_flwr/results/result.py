@@ -64,8 +64,7 @@ class Result(Run):
         """
         from .read.trained import global_model, personal_model
 
-        folder = self.files
-        return global_model(folder, file) if client is None else personal_model(folder, client)
+        return global_model(self.files, file) if client is None else personal_model(self.files, client)
 
     def normalise(self) -> Callable[[Any], Any]:
         """The normalisation of the model's inputs: a function of inputs with pixel values from 0 to 1."""

@@ -86,7 +86,7 @@ class Track(Listener):
             while (call := self._calls.get()) is not None:
                 call(session)
         except Exception as error:
-            self._warn(" ".join(f"{type(error).__name__}: {error}".split()))
+            self._warn(named.in_a_line(error))
 
     def _warn(self, reason: str) -> None:
         text = "%s: tracking by %s ended: %s; the run folder has all figures"
