@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fedbn_flwr.commands.common import Commands, add_command, parse_pairs
-
-if TYPE_CHECKING:
-    from .needs import Check
 
 
 def add(commands: Commands) -> None:
@@ -39,59 +35,48 @@ def add(commands: Commands) -> None:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    counts = {"ok": 0, "warning": 0, "FAILED": 0}
-    for found in _checks(arguments):
-        counts[found.status] += 1
-        cure = f"\n         {'':16}   -> {found.cure}" if found.cure else ""
-        print(f"{found.status.ljust(7)}  {found.name.ljust(18)} {found.found}{cure}", flush=True)
-    print(f"\n{counts['ok']} ok, {counts['warning']} warnings, {counts['FAILED']} failed")
-    return 1 if counts["FAILED"] else 0
-
-
-def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     from fedbn_flwr.experiment.file.layers import load_experiment
 
-    from .needs import (
-        asked,
-        check_authority,
-        check_data,
-        check_gpu,
-        check_key,
-        check_node_config,
-        check_server,
-        check_state,
-        check_versions,
-    )
+    from . import needs
 
     experiment = load_experiment(arguments.experiment, arguments.overrides) if arguments.experiment else None
     node = parse_pairs([arguments.node_config or ""], "--node-config")
     key, ca, address = arguments.auth_supernode_private_key, arguments.root_certificates, arguments.superlink
     folder = Path(str(node.get("state", ""))).expanduser()
-    checks: list[tuple[str, Iterable[Check], str]] = [  # name, answers, cure
-        ("versions", check_versions(), "pip install fedbn-flwr"),
-        (
+    answers = itertools.chain(
+        needs.asked("versions", needs.check_versions(), "pip install fedbn-flwr"),
+        needs.asked(
             "key",
-            check_key(key, insecure=arguments.insecure) if key else (),
+            needs.check_key(key, insecure=arguments.insecure) if key else (),
             "copy the site's folder from deploy/keys, for this user",
         ),
-        ("root certificate", check_authority(ca) if ca else (), "copy ca.crt from the server's deploy/keys"),
-        (
+        needs.asked(
+            "root certificate",
+            needs.check_authority(ca) if ca else (),
+            "copy ca.crt from the server's deploy/keys",
+        ),
+        needs.asked(
             "server",
-            check_server(address, ca, insecure=arguments.insecure) if address else (),
+            needs.check_server(address, ca, insecure=arguments.insecure) if address else (),
             "correct the root certificate first",
         ),
-        ("node config", check_node_config(node), "correct --node-config"),
-        (
+        needs.asked("node config", needs.check_node_config(node), "correct --node-config"),
+        needs.asked(
             "state folder",
-            check_state(folder) if "state" in node else (),
+            needs.check_state(folder) if "state" in node else (),
             "create it, for the user who runs the ClientApp (uid 49999 in the containers)",
         ),
-        (
+        needs.asked(
             "data",
-            check_data(experiment, node) if experiment is not None or "data-path" in node else (),
+            needs.check_data(experiment, node) if experiment is not None or "data-path" in node else (),
             "correct the data, the node config or the experiment",
         ),
-        ("GPU", check_gpu(experiment), "install PyTorch for CUDA, or set engine.device to auto"),
-    ]
-    for name, answers, cure in checks:
-        yield from asked(name, answers, cure)
+        needs.asked("GPU", needs.check_gpu(experiment), "install PyTorch for CUDA, or set engine.device to auto"),
+    )
+    counts = {"ok": 0, "warning": 0, "FAILED": 0}
+    for found in answers:
+        counts[found.status] += 1
+        cure = f"\n         {'':16}   -> {found.cure}" if found.cure else ""
+        print(f"{found.status.ljust(7)}  {found.name.ljust(18)} {found.found}{cure}", flush=True)
+    print(f"\n{counts['ok']} ok, {counts['warning']} warnings, {counts['FAILED']} failed")
+    return 1 if counts["FAILED"] else 0
