@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.filesize import decimal
 from torch import Tensor
 
 from fedbn_flwr.data.partitions import Options
 from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.clients import PartitionCounts
+from fedbn_flwr.results.report.tables import as_text, partition_table
+from fedbn_flwr.results.text import columns_in_words
 
 from .data import examples_of, load_data, shares_of
 from .file.layers import Setting, settings_of
@@ -76,3 +80,48 @@ def _parts_of(prepared: Parts) -> dict[str, Part]:
         )
         for role, found in by_role.items()
     }
+
+
+# --- as text ------------------------------------------------------------------
+
+
+def pages(
+    experiment: Experiment, runs: Sequence[ExplainedRun], partitions: Sequence[PartitionCounts], *, every: bool
+) -> list[str]:
+    """What `fedbn explain` prints; `every`: the settings with default values too."""
+    first, *others = runs
+    shared = [each for each in first.settings if all(each in other.settings for other in others)]
+    found = [f"{experiment.name}: {experiment.description}" if experiment.description else experiment.name]
+    found.append(_settings("settings", shared, every))
+    if others:
+        for run in runs:
+            found.append(_settings(f"run {run.label}", [each for each in run.settings if each not in shared], True))
+    found += [f"data {partition_table(each)}" for each in partitions]
+    found += dict.fromkeys("\n".join(columns_in_words(run.columns)) for run in runs if run.columns)
+    found += dict.fromkeys(as_text(_model(run)) for run in runs)
+    return found + [as_text(_traffic(run)) for run in runs]
+
+
+def _settings(title: str, settings: Sequence[Setting], every: bool) -> str:
+    shown = [each for each in settings if every or each.origin != "default"]
+    values = [each.value if isinstance(each.value, str) else json.dumps(each.value) for each in shown]
+    rows = [(each.key, value, each.origin) for each, value in zip(shown, values, strict=True)]
+    hidden = len(settings) - len(shown)
+    rest = f"\n... and {hidden} with default values (--all)" if hidden else ""
+    return as_text([(title, "value", "given in"), *rows]) + rest
+
+
+def _model(run: ExplainedRun) -> list[tuple[str, ...]]:
+    values = {each.key: each.value for each in run.settings}
+    rows = [(role, str(part.arrays), f"{part.values:,}", decimal(part.bytes)) for role, part in run.model.items()]
+    title = f"model {values['model.name']}, {values['model.norm']}"
+    return [(title, "arrays", "values", "size"), *rows]
+
+
+def _traffic(run: ExplainedRun) -> list[tuple[str, ...]]:
+    """What a client receives and sends in a round, by role of the arrays."""
+    rows: list[tuple[str, ...]] = [(f"run {run.label}, a round", "size", "arrays")]
+    for title, sent in (("a client receives", run.down), ("a client sends", run.up)):
+        size = sum(part.bytes for role, part in run.model.items() if role in sent)
+        rows.append((title, decimal(size), ", ".join(sent) or "none"))
+    return rows
