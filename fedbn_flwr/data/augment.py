@@ -6,7 +6,6 @@ torchvision's transforms work image by image; these process a batch on its devic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a resized crop: share of the im
 
 def random_resized_crop(images: Tensor, targets: Value, generator: torch.Generator) -> tuple[Tensor, Value]:
     """Cut each image to a random box, and enlarge it to its size."""
-    size = images.shape[2:]
     draw = torch.rand((4, len(images), 10), generator=generator, dtype=torch.float64)
-    return crop_and_resize(images, resized_crop_boxes(draw, *size), size), targets
+    return crop_and_resize(images, resized_crop_boxes(draw, *images.shape[2:])), targets
 
 
 def random_cut(images: Tensor, targets: Any, generator: torch.Generator, *, side: int) -> tuple[Tensor, Tensor]:
@@ -59,25 +57,22 @@ def resized_crop_boxes(
     return torch.where(fits.any(1, keepdim=True), torch.stack([top, left, tall, wide], 1), whole)
 
 
-def crop_and_resize(images: Tensor, boxes: Tensor, size: Sequence[int]) -> Tensor:
-    """Cut each image [N, C, H, W] to its box and enlarge it (bilinear) to `size`.
-
-    A box must not be larger than `size`: shrinking would need smoothing first.
-    """
-    _, _, height, width = images.shape
+def crop_and_resize(images: Tensor, boxes: Tensor) -> Tensor:
+    """Cut each image [N, C, H, W] to its box and enlarge it (bilinear) to its size."""
+    height, width = images.shape[2:]
     top, left, tall, wide = boxes.float().unbind(1)
 
-    def places(start: Tensor, length: Tensor, count: int, whole: int) -> Tensor:
+    def places(start: Tensor, length: Tensor, count: int) -> Tensor:
         """The source coordinate of each output pixel, never outside the box: [N, count], -1 to 1."""
         steps = torch.arange(count, dtype=torch.float32) + 0.5
         inside = (steps * (length[:, None] / count) - 0.5).clamp(min=0)
-        return (2 * (start[:, None] + inside.minimum(length[:, None] - 1.0)) + 1) / whole - 1
+        return (2 * (start[:, None] + inside.minimum(length[:, None] - 1.0)) + 1) / count - 1
 
-    rows = places(top, tall, size[0], height).to(images.device, non_blocking=True)
-    columns = places(left, wide, size[1], width).to(images.device, non_blocking=True)
+    rows = places(top, tall, height).to(images.device, non_blocking=True)
+    columns = places(left, wide, width).to(images.device, non_blocking=True)
     grid = torch.stack(
-        [columns[:, None, :].expand(-1, size[0], -1), rows[:, :, None].expand(-1, -1, size[1])], dim=3
-    )  # [N, h, w, (x, y)]
+        [columns[:, None, :].expand(-1, height, -1), rows[:, :, None].expand(-1, -1, width)], dim=3
+    )  # [N, H, W, (x, y)]
     resized = torch.nn.functional.grid_sample(
         images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False
     )

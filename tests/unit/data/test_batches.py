@@ -25,7 +25,7 @@ def draws(count: int, seed: int) -> torch.Tensor:
 def test_resized_crop_equals_torchvision_image_by_image(shape: tuple[int, int, int]) -> None:
     images = torch.randint(0, 256, (40, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     boxes = resized_crop_boxes(draws(40, 5), *shape[1:])
-    found = crop_and_resize(images, boxes, shape[1:])
+    found = crop_and_resize(images, boxes)
     assert found.dtype == torch.uint8
     assert len({tuple(box) for box in boxes.tolist()}) > 30, "each image has a box of its own"
     for image, mine, box in zip(images, found, boxes.int().tolist(), strict=True):
