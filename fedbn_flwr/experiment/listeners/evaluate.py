@@ -26,7 +26,7 @@ from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import number_of
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.statistics import reestimate
-from fedbn_flwr.results.folder.clients import is_count, spread
+from fedbn_flwr.results.folder.clients import by_metric, is_count, spread
 from fedbn_flwr.tasks import goodness
 
 from ..data import rows_by_domain
@@ -186,7 +186,7 @@ def renamed(figures: Mapping[str, float], named: Callable[[str], str]) -> dict[s
 
 def own_means(clients: ByClient) -> dict[str, float]:
     """Means over the clients' own test examples, with equal weights, over the clients that have some (of a domain)."""
-    metrics = {name: each for name, each in by_metric(clients).items() if name.startswith("own_")}
+    metrics = {name: each.values() for name, each in by_metric(clients).items() if name.startswith("own_")}
     return {name: statistics.fmean(each) for name, each in metrics.items() if not is_count(name)}
 
 
@@ -209,14 +209,6 @@ def spreads(clients: ByClient) -> dict[str, float]:
     for name, each in metrics.items():
         # A metric of a single domain exists only on own test examples.
         if name.removeprefix("own_") in metrics and not is_count(name):
-            measured = spread(each, name)
+            measured = spread([*each.values()], name)
             found |= {f"{name}_std": measured.deviation, f"{name}_worst_tenth": measured.worst_tenth}
-    return found
-
-
-def by_metric(clients: Mapping[int, Mapping[str, float]]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for metrics in clients.values():
-        for name, value in metrics.items():
-            found.setdefault(name, []).append(value)
     return found

@@ -53,11 +53,15 @@ def is_count(metric: str) -> bool:
     return _EXAMPLES.match(metric) is not None
 
 
+def by_metric(clients: Mapping[Any, Mapping[str, float]]) -> dict[str, dict[Any, float]]:
+    """Each metric's values by client; some clients may lack one."""
+    metrics = dict.fromkeys(metric for values in clients.values() for metric in values)
+    return {name: {client: each[name] for client, each in clients.items() if name in each} for name in metrics}
+
+
 def last_values(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Each metric's values by client, from the last round in which it was measured; some clients may lack one."""
+    """Each metric's values by client, from the last round in which it was measured."""
     found: dict[str, dict[str, float]] = {}
     for line in lines:
-        clients = line["clients"].items()
-        for metric in dict.fromkeys(metric for _, metrics in clients for metric in metrics):
-            found[metric] = {client: metrics[metric] for client, metrics in clients if metric in metrics}
+        found |= by_metric(line["clients"])
     return found
