@@ -214,7 +214,7 @@ def _chosen(
     group = next((name for name in ([source.group] if source.group else named("group")) if name in train), None)
     label = source.label or named("label")
     if not label:
-        label = _only(source, columns, "label", "ClassLabel", (*source.inputs, domain or "domain"))
+        label = _only(source, columns, "label", "ClassLabel", (*source.inputs, domain or "domain"), is_table=is_table)
     inputs = source.inputs or named("inputs")
     if not inputs and not any(column.kind == "Image" for name, column in train.items() if name not in label):
         others = [name for name in train if name not in (*label, domain, group) and not _INDEX.fullmatch(name)]
@@ -223,7 +223,7 @@ def _chosen(
             if name not in inputs and train[name].kind.endswith("string"):
                 check_texts(source, name, train[name].read())
     if not inputs:
-        inputs = _only(source, columns, "inputs", "Image", label)
+        inputs = _only(source, columns, "inputs", "Image", label, is_table=is_table)
     used = [("inputs", column) for column in inputs] + [("label", column) for column in label]
     more = [("domain", domain), *(("categories", column) for column in source.categories)]
     for key, column in (*used, *more):
@@ -252,12 +252,13 @@ def _uses(
     }
 
 
-def _only(source: Source, columns: Columns, key: str, kind: str, skipped: Sequence[str | None]) -> Names:
+def _only(
+    source: Source, columns: Columns, key: str, kind: str, skipped: Sequence[str | None], *, is_table: bool
+) -> Names:
     """The only column of this type."""
     train = columns["train"]
     found = [name for name, column in train.items() if column.kind == kind and name not in skipped]
     if len(found) != 1:
-        is_table = all(column.kind != "array" for column in train.values())
         what = f"columns of type {kind}" if is_table else f"arrays {ARRAYS[key]!r}"
         raise DataError(
             f"{source.name!r} has {len(found) or 'no'} {what}; name one with data.{key}. Its columns: "
