@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -21,7 +20,6 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.evaluation import name_of as metric_name
-from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.network import PollingGrid, poll_often
@@ -49,11 +47,11 @@ from ..listeners.progress import Progress, Reporter, WatchedGrid
 from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.track import Track
 from ..node import Clients
-from ..parts import Parts, choose_device, counts_of
+from ..parts import Parts, counts_of
 from ..prepare import check_partition, prepare
-from ..settings import Experiment, Settings
+from ..settings import Experiment
 from .cohort import agree, check_nodes, restore_clients
-from .side_by_side import failed_because, jobs_of, side_by_side
+from .side_by_side import failed_because, jobs_of, side_by_side, workers_of
 
 
 def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:
@@ -268,22 +266,6 @@ def run_experiment(
             check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
     return Outcome(report, failures)
-
-
-def workers_of(run: Settings) -> int:
-    """The number of worker processes on this machine."""
-    # A pool of threads does not survive a fork, and the process of one of several runs can have none of its own.
-    if run.engine.threads > 1 or multiprocessing.current_process().daemon:
-        return 0
-    on_gpu = choose_device(run.engine.device).type == "cuda"
-    if run.engine.workers == "auto":
-        return cores() if cores() > 1 and not on_gpu else 0
-    if on_gpu and run.engine.workers:
-        raise SettingsError(
-            f"engine.workers is {run.engine.workers}, but processes of the local engine cannot use a GPU; give 0, or "
-            "engine.name ray with gpus_per_client, for instance 0.25"
-        )
-    return run.engine.workers
 
 
 def carry_out(

@@ -42,6 +42,22 @@ def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
     return max(1, min(jobs, unfinished))
 
 
+def workers_of(run: Settings) -> int:
+    """The number of worker processes on this machine."""
+    # A pool of threads does not survive a fork, and the process of one of several runs can have none of its own.
+    if run.engine.threads > 1 or multiprocessing.current_process().daemon:
+        return 0
+    on_gpu = choose_device(run.engine.device).type == "cuda"
+    if run.engine.workers == "auto":
+        return cores() if cores() > 1 and not on_gpu else 0
+    if on_gpu and run.engine.workers:
+        raise SettingsError(
+            f"engine.workers is {run.engine.workers}, but processes of the local engine cannot use a GPU; give 0, or "
+            "engine.name ray with gpus_per_client, for instance 0.25"
+        )
+    return run.engine.workers
+
+
 def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress: Progress) -> dict[int, str]:
     """Carry out the runs at these places of the experiment; returns the reason of each that failed.
 

@@ -15,6 +15,7 @@ import fedbn_flwr
 import fedbn_flwr.experiment.file.content as experiment_content
 import fedbn_flwr.experiment.prepare as experiment_prepare
 import fedbn_flwr.experiment.run.loop as experiment_run
+import fedbn_flwr.experiment.run.side_by_side as side_by_side
 from fedbn_flwr import cli
 from fedbn_flwr.errors import MissingPackage, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
@@ -104,8 +105,8 @@ def test_ray_needs_its_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_on_a_gpu_this_process_trains_and_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment_run, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(side_by_side, "choose_device", lambda name: torch.device("cuda"))
     auto, four = (load_experiment("demo", [f"engine.workers={each}"]).runs[0] for each in ("auto", 4))
-    assert experiment_run.workers_of(auto) == 0
+    assert side_by_side.workers_of(auto) == 0
     with pytest.raises(SettingsError, match=r"engine\.workers is 4.* cannot use a GPU; give 0, or engine\.name ray"):
-        experiment_run.workers_of(four)
+        side_by_side.workers_of(four)
