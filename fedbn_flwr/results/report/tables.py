@@ -236,8 +236,7 @@ def sweep_table(sweep: Sweep) -> Table:
     """A column for each value."""
     lines: Lines = [(sweep.key, *sweep.values)]
     for label, line in sweep.lines.items():
-        found = (line.get(word) for word in sweep.values)
-        cells = ("-" if row is None else _figure_of(row, sweep.measure) for row in found)
+        cells = (_figure_of(line[word], sweep.measure) if word in line else "-" for word in sweep.values)
         lines.append((label, *cells))
     return ", ".join(filter(None, (f"{sweep.measure.title} by {sweep.key}", sweep.title))), lines
 
@@ -282,10 +281,8 @@ def published(rows: Sequence[Row]) -> Lines:
 
 def differing_settings(rows: Sequence[Row]) -> Table:
     """The settings that differ between rows; without lines if none do."""
-    settings = [row.first.settings for row in rows]
-    different = differing(settings)
-    cells = [[str(each.get(key, "-")) for key in different] for each in settings]
-    lines = [(row.label, *line) for row, line in zip(rows, cells, strict=True)]
+    different = differing([row.first.settings for row in rows])
+    lines = [(row.label, *(str(row.first.settings.get(key, "-")) for key in different)) for row in rows]
     return "settings that differ", [("run", *different), *lines] if different else []
 
 
