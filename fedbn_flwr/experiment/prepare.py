@@ -159,18 +159,18 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
 def check_partition(parts: Parts) -> None:
     """Refuse clients with so few examples that they would not exchange the statistics of their batches, or all fail."""
     run, least = parts.run, parts.rule.traits.min_batch
-    clients = enumerate(parts.partition)
-    sizes = {client: len(hold_out(part, run.evaluate.validation, run.seed, client)[0]) for client, part in clients}
+    share = run.evaluate.validation
+    sizes = [len(hold_out(part, share, run.seed, client)[0]) for client, part in enumerate(parts.partition)]
     is_frozen = any(rule.memory.switch_round == 1 for rule in parts.rule.chain)  # FixBN with freeze_round 0
-    if min(run.train.batch_size, max(sizes.values())) == 1 and not least and not is_frozen:
+    if min(run.train.batch_size, max(sizes)) == 1 and not least and not is_frozen:
         _try_one_example(parts)
-    if small := [f"{client} ({size})" for client, size in sizes.items() if size < least]:
+    if small := [f"{client} ({size})" for client, size in enumerate(sizes) if size < least]:
         raise SettingsError(
             f"{len(small)} of {len(sizes)} clients have fewer than {least} training examples with seed {run.seed}: "
             f"{', '.join(small[:5])}{', ...' if len(small) > 5 else ''}; with strategy "
             f"{strategy_name(run.strategy)} they refuse to exchange the statistics of so small batches, because these "
             "reveal the examples; change clients or data.partition, or allow it with strategy.min_batch: "
-            f"{min(sizes.values())}"
+            f"{min(sizes)}"
         )
 
 
