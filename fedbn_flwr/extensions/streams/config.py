@@ -49,18 +49,18 @@ class ExchangeConfig:
     def listens_on(self) -> str:
         if self.listen:
             return self.listen
-        host, port = split_address(self.address)
+        host, _, port = self.address.rpartition(":")
         return self.address if is_loopback(host) else f"0.0.0.0:{port}"
 
     def prepare(self) -> None:
         """Raise SettingsError if exchanges would be unsafe or impossible."""
         for name, value in (("ADDRESS", self.address), ("LISTEN", self.listens_on)):
-            host, port = split_address(value)
+            host, _, port = value.rpartition(":")
             if not host or not (port.isdecimal() and len(port) < 6 and int(port) < 2**16):
                 raise SettingsError(f"{PREFIX}{name} is {value!r}; expected HOST:PORT")
         if bool(self.certificate) != bool(self.key):
             raise SettingsError(f"{PREFIX}CERTIFICATE and {PREFIX}KEY must both be set; only one is")
-        local = all(is_loopback(split_address(value)[0]) for value in (self.address, self.listens_on))
+        local = all(is_loopback(value.rpartition(":")[0]) for value in (self.address, self.listens_on))
         if not (self.certificate or local):
             raise SettingsError(
                 f"{PREFIX}ADDRESS is {self.address!r}, not on this machine, and there is no certificate: set "
@@ -89,11 +89,6 @@ def service() -> MakeCarrier | None:
     config.prepare()
     # By name: the module imports this one.
     return functools.partial(pkgutil.resolve_name(f"{__package__}.server:StreamCarrier"), config)
-
-
-def split_address(address: str) -> tuple[str, str]:
-    host, _, port = address.rpartition(":")
-    return host, port
 
 
 def is_loopback(host: str) -> bool:

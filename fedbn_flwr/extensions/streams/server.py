@@ -42,7 +42,7 @@ from .client import (
     from_bytes,
     to_bytes,
 )
-from .config import ExchangeConfig, split_address
+from .config import ExchangeConfig
 
 _JOIN_SECONDS = 60  # to close the service after the last reply has arrived
 
@@ -180,7 +180,7 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._server = grpc.server(_Threads(), handlers=[self], options=options)
         port = self._bound(settings, time.monotonic() + bind_seconds)
         self._server.start()
-        host, wanted = split_address(settings.address)
+        host, _, wanted = settings.address.rpartition(":")
         self.address = f"{host}:{port}" if wanted == "0" else settings.address
 
     def _bound(self, settings: ExchangeConfig, end: float) -> int:
