@@ -90,6 +90,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"{hint}known: {', '.join(names)}"
 
 
+def few(words: Iterable[str], most: int, between: str = ", ") -> str:
+    """The first words, and how many follow."""
+    known = list(words)
+    return between.join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")
+
+
 _LIBRARIES = tuple(
     os.path.join(path, "")
     for path in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), os.path.dirname(__file__))

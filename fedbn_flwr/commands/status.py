@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedbn_flwr.errors import few
 from fedbn_flwr.results.text import duration, printable, shorten
 from fedbn_flwr.storage import to_json
 from fedbn_flwr.tasks import title_of
@@ -44,8 +45,7 @@ def status(arguments: argparse.Namespace) -> None:
     folders = arguments.folders or [default_folder()]
     states = {path: read_state(path) for path in find_folders(folders)}
     if damaged := [printable(str(path)) for path, state in states.items() if state is None]:
-        named = ", ".join(damaged[:5]) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
-        print(f"not shown, because the files are damaged or not of a run: {named}", file=sys.stderr)
+        print(f"not shown, because the files are damaged or not of a run: {few(damaged, 5)}", file=sys.stderr)
     found = sorted((state for state in states.values() if state is not None), key=lambda state: -state.changed)
     if arguments.json:
         print(to_json([_as_json(state) for state in found], indent=2))

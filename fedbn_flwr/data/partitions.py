@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, create_model
 from torch import Tensor
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import DataError, few
 from fedbn_flwr.schema import Positive, Section
 
 from .dataset import Groups
@@ -245,10 +245,9 @@ def natural(rows: Rows, clients: int, seed: int) -> Parts:
     """All examples with one value in the column `data.group`, for instance a site; one client for each value."""
     found = rows.by_group()
     if len(found) != clients:
-        few = ", ".join(list(found)[:5]) + (", ..." if len(found) > 5 else "")
         raise DataError(
-            f"data.partition (natural): the column of data.group has {len(found)} values ({few}), but clients is "
-            f"{clients}; set clients={len(found)}"
+            f"data.partition (natural): the column of data.group has {len(found)} values ({few(found, 5)}), but "
+            f"clients is {clients}; set clients={len(found)}"
         )
     return list(found.values())
 
@@ -270,10 +269,9 @@ def partition(
     own = named.is_name(kind)
     parts = _own(kind, rows, clients, seed, options) if own else KINDS[kind].assign(rows, clients, seed, **options)
     if empty := [str(i) for i, part in enumerate(parts) if len(part) == 0]:
-        shown = ", ".join(empty[:8]) + (", ..." if len(empty) > 8 else "")
         raise DataError(
-            f"data.partition ({kind}) leaves {len(empty)} of {clients} clients without examples (clients {shown}); "
-            "use fewer clients, more classes per client, a larger alpha, or another seed"
+            f"data.partition ({kind}) leaves {len(empty)} of {clients} clients without examples (clients "
+            f"{few(empty, 8)}); use fewer clients, more classes per client, a larger alpha, or another seed"
         )
     lost = np.setdiff1d(np.arange(len(labels)), np.concatenate(parts))
     if len(lost) and not own and not options.get("examples"):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.batch import Value
-from fedbn_flwr.errors import DataError, SettingsError, did_you_mean
+from fedbn_flwr.errors import DataError, SettingsError, did_you_mean, few
 from fedbn_flwr.tasks import (
     BINARY,
     CLASSIFICATION,
@@ -199,8 +199,7 @@ def _counts(wrong: Tensor, names: Sequence[str], key: str) -> str:
     """The columns with such values, and the numbers of these."""
     counts = wrong.sum(0) if names else wrong.sum().reshape(1)
     found = zip(names or (key or "inputs",), counts.tolist(), strict=True)
-    some = [f"{name} ({number})" for name, number in found if number]
-    return ", ".join([*some[:8], "..."] if len(some) > 8 else some)
+    return few((f"{name} ({number})" for name, number in found if number), 8)
 
 
 # --- images -------------------------------------------------------------------
@@ -296,7 +295,7 @@ def _classes(
             raise DataError(
                 f"{name} has class numbers in {column!r} that leave out some from 0 to the largest; set data.classes, "
                 "the number of classes, if these data lack some, or give the labels as texts if these are all",
-                f": found {', '.join(map(str, some[:12]))}{', ...' if len(some) > 12 else ''}",
+                f": found {few(map(str, some), 12)}",
             )
         known = known or tuple(map(str, range(source.classes or int(rows.max()) + 1)))
         if not 0 <= int(rows.min()) <= int(rows.max()) < len(known):

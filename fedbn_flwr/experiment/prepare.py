@@ -19,7 +19,7 @@ from fedbn_flwr.client.training import ONE_VALUE, check_optimizer
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.data.partitions import hold_out
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import SettingsError, few
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
@@ -167,7 +167,7 @@ def check_partition(parts: Parts) -> None:
     if small := [f"{client} ({size})" for client, size in enumerate(sizes) if size < least]:
         raise SettingsError(
             f"{len(small)} of {len(sizes)} clients have fewer than {least} training examples with seed {run.seed}: "
-            f"{', '.join(small[:5])}{', ...' if len(small) > 5 else ''}; with strategy "
+            f"{few(small, 5)}; with strategy "
             f"{strategy_name(run.strategy)} they refuse to exchange the statistics of so small batches, because these "
             "reveal the examples; change clients or data.partition, or allow it with strategy.min_batch: "
             f"{min(sizes)}"

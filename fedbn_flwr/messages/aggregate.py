@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbn_flwr.cores import cores
+from fedbn_flwr.errors import few
 from fedbn_flwr.norms.roles import Role, is_variance, roles
 
 from .arrays import Arrays as Arrays
@@ -114,9 +115,9 @@ def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -
             return None  # the common case; the checks below find the first fault
     wanted = set(like if expected is None else expected)
     if missing := sorted(wanted - set(arrays)):
-        return f"the reply lacks {_some(missing)}"
+        return f"the reply lacks {few(map(repr, missing), 3)}"
     if extra := sorted(set(arrays) - wanted):
-        return f"the reply has {_some(extra)}, which the server did not request"
+        return f"the reply has {few(map(repr, extra), 3)}, which the server did not request"
     for key, value in arrays.items():
         if value.shape != like[key].shape:
             return f"{key!r} has shape {value.shape}, the server's has {like[key].shape}"
@@ -171,8 +172,3 @@ def _places(where: Layout) -> NDArray[np.intp]:
     """The indices of the running variances in a block."""
     places = [np.arange(where.places[key].start, where.places[key].stop) for key in _variances(where.places)]
     return np.concatenate([np.empty(0, np.intp), *places])
-
-
-def _some(keys: Sequence[str]) -> str:
-    shown = ", ".join(repr(key) for key in keys[:3])
-    return shown if len(keys) <= 3 else f"{shown} and {len(keys) - 3} more"

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.moments import ROWS, Sums, moments_from, totals
 from fedbn_flwr.engines.base import GridAround, wait_for_nodes
-from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError
+from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, few
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import fault
 from fedbn_flwr.messages.arrays import metrics_in, unpack
@@ -176,10 +176,9 @@ def restore_clients(
         if client in folders and folders[client] < last
     ]
     if lost:
-        more = f" (and {len(lost) - 3} more)" if len(lost) > 3 else ""
         raise SettingsError(
             f"{str(folder.path)!r} cannot be resumed here: {strategy_name(prepared.run.strategy)} needs its "
-            f"clients' state ({needed}), but {'; '.join(sorted(lost)[:3])}{more}. Resume it on the local "
+            f"clients' state ({needed}), but {few(sorted(lost), 3, '; ')}. Resume it on the local "
             "engine if it began there, or give each node a folder before a run begins: --node-config "
             "\"state='/srv/fedbn-state'\""
         )

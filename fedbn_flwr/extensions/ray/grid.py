@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from fedbn_flwr.engines.local import LocalGrid, Nodes, identify
 from fedbn_flwr.engines.worker import NodeWorker, Then, keep_freed_memory
-from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.errors import RunFailed, few
 from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
 from fedbn_flwr.named import in_a_line
 
@@ -55,7 +55,7 @@ def cluster_text() -> str:
         f"GPU {node['Resources'].get('GPU', 0):g})"
         for node in machines()
     ]
-    return ", ".join(each[:8]) + (f" and {len(each) - 8} more" if len(each) > 8 else "") or "none"
+    return few(each, 8) or "none"
 
 
 class RayGrid(LocalGrid):

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from fedbn_flwr.errors import UserError, log_once
+from fedbn_flwr.errors import UserError, few, log_once
 
 from ..folder import RunFolder, deciding, find_folders, flat_settings
 from ..folder.clients import last_values
@@ -172,4 +172,4 @@ def stopped_runs(out: Path) -> str:
         for state in states
         if state.status != "finished"
     ]
-    return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
+    return few(words, 5)
