@@ -149,17 +149,15 @@ def client_batches(
     dataset: DataSet,
     indices: Tensor,
     client: int,
-    normalise: Normalise | None = None,
-    *,
-    batch_size: int | None = None,
+    normalise: Normalise,
 ) -> ClientBatches:
     """A client's training batches, with the augmentations of the settings."""
     parts = run.data.augment or ()
     return ClientBatches(
         dataset.train,
         indices,
-        normalise or normalisation_of(run, dataset),
-        batch_size=batch_size or run.train.batch_size,
+        normalise,
+        batch_size=run.train.batch_size,
         client=client,
         seed=run.seed,
         augment=[name_in(part) for part in parts if not named.is_name(name_in(part))],
@@ -170,10 +168,10 @@ def client_batches(
 
 
 def try_data(run: Settings, dataset: DataSet, indices: Tensor) -> None:
-    """Take a batch of two examples twice: what the user's own parts do wrong is reported before training."""
+    """Take the first batch of two examples twice: what the user's parts do wrong is reported before training."""
     if not (own := [name for name in map(name_in, run.data.augment or ()) if named.is_name(name)]):
         return
-    batches = client_batches(run, dataset, indices[:2], client=0, batch_size=2)
+    batches = client_batches(run, dataset, indices[:2], 0, normalisation_of(run, dataset))
     (first, _), (second, _) = (next(iter(batches.epoch(1, 0))) for _ in range(2))
     if any(not a.equal(b) for a, b in zip(tensors(first), tensors(second), strict=True)):
         raise SettingsError(
