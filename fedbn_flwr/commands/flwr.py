@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import tomllib
 from pathlib import Path
@@ -49,6 +50,12 @@ def _project(app: Path) -> dict[str, Any]:
     return project
 
 
+def _pair(key: str, value: Any) -> str:
+    """A key with its value in TOML, as in --run-config."""
+    is_literal = isinstance(value, str) and value.isprintable() and "'" not in value
+    return f"{key}='{value}'" if is_literal else f"{key}={json.dumps(value)}"
+
+
 def flwr(arguments: argparse.Namespace) -> int:
     from fedbn_flwr.results.folder import RunFolder, out_folder
     from fedbn_flwr.results.folder.summary import time_stamp
@@ -61,7 +68,7 @@ def flwr(arguments: argparse.Namespace) -> int:
     given = parse_pairs(arguments.federation_config, "--federation-config")
     federation = {key.replace("_", "-"): value for key, value in given.items()}  # Flower accepts both
     check_federation(federation)
-    out, more = None, ""
+    out: Path | None = None
     folders: list[RunFolder] = []
     if project["project"]["name"] == "fedbn-flwr":
         from fedbn_flwr.experiment.file.layers import from_run_config
@@ -82,16 +89,15 @@ def flwr(arguments: argparse.Namespace) -> int:
         out = out_folder(experiment.name, config.get("out"), resume=resume).resolve()
         prepare(experiment, own_data=True)
         folders = open_folders(experiment, out, resume=resume)
-        more = " ".join(["resume=true"] * ("resume" not in run_config) + [f"out='{out}'"] * ("out" not in run_config))
         run_config["out"] = str(out)  # Flower's processes run in another folder
         federation = {"num-supernodes": clients, **federation} if federation else federation_config(clients)
     began = time_stamp()
     stop = signal.default_int_handler  # as Ctrl-C: the run's processes are ended, too
     ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     before = {number: signal.signal(number, stop) for number in ours}  # nohup ignores SIGHUP
-    words = ["run", arguments.app, *(w for text in arguments.run_config for w in ("--run-config", text))]
-    words += [w for text in arguments.federation_config for w in ("--federation-config", text)]
-    with continued_by(out, "flwr", *words, *["--run-config", more] * bool(more)):
+    words = [w for text in arguments.federation_config for w in ("--federation-config", text)]
+    pairs = " ".join(_pair(key, value) for key, value in {**run_config, "resume": True}.items())
+    with continued_by(out, "flwr", "run", arguments.app, *words, "--run-config", pairs):
         try:
             run_app(app, run_config, federation or {"client-resources-num-cpus": 1})
         except RunFailed as error:

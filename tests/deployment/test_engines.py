@@ -125,7 +125,7 @@ def test_a_stopped_flwr_run_is_interrupted_and_leaves_no_process(sent: int, app:
         return
     summary = json.loads((tmp_path / "out" / "FixBN" / "summary.json").read_text())
     assert (summary["status"], summary.get("error")) == ("interrupted", None)
-    words = ["fedbn", "flwr", "run", str(app), "--run-config", run_config, "--run-config", "resume=true"]
+    words = ["fedbn", "flwr", "run", str(app), "--run-config", f"{run_config} resume=true"]
     assert f"FixBN stopped after round {summary['rounds']} of 10000; continue with: {shlex.join(words)}\n" in (
         output.read_text()
     )

@@ -14,6 +14,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.commands import simulation
+from fedbn_flwr.commands.common import parse_pairs
 from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.results.folder import RunFolder
@@ -102,6 +103,28 @@ def test_out_of_another_flower_app_is_its_own(
     found = run.summary()
     assert found is not None
     assert found.status == "running"
+
+
+@pytest.mark.parametrize("given", ["pairs", "a file"])
+def test_the_command_that_continues_a_flower_run_resumes_it(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flower takes pairs or one TOML file, not both."""
+    out, file = tmp_path / "it's out", tmp_path / "config.toml"
+    pairs = f"experiment='quick' set='clients=4' out=\"{out}\" resume=false"
+    file.write_text(pairs.replace("' ", "'\n").replace('" ', '"\n'), encoding="utf-8")
+
+    def stopped(*_: object) -> None:
+        write_run(out / "FixBN", "FixBN", status="running", config={"rounds": 10})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulation, "run_app", stopped)
+    words = ["flwr", "run", str(ROOT), "--run-config", pairs if given == "pairs" else str(file)]
+    assert cli.main(words) == 130
+    shown = shlex.split(capsys.readouterr().err.partition("continue with: ")[2].splitlines()[0])
+    assert shown[:-1] == ["fedbn", *words[:-1]]
+    expected = {"experiment": "quick", "set": "clients=4", "out": str(out), "resume": True}
+    assert parse_pairs(shown[-1:], "--run-config") == expected
 
 
 @pytest.mark.parametrize(
