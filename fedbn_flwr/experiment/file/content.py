@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.named import path_of
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.yaml_text import LENGTH, parse_yaml
 
@@ -24,8 +25,8 @@ def shipped_experiments() -> dict[str, Path]:
 def read_content(source: str) -> tuple[Any, str]:
     """The parsed content of an experiment, with the settings of the one that it extends, and its name."""
     if "\n" in source or source.lstrip().startswith("{"):
-        return extended(parse_yaml(source), Path()), "experiment"
-    path, name = _file(source, Path())
+        return extended(parse_yaml(source), path_of("")), "experiment"
+    path, name = _file(source, path_of(""))
     return extended(_content(path), path.parent), name
 
 

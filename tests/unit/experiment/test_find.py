@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedbn_flwr import named
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.content import merge, read_content
 from fedbn_flwr.experiment.file.layers import (
@@ -44,6 +45,18 @@ def test_a_file_that_is_not_a_mapping_is_refused() -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read the experiment .*absent\.yaml.*No such file"):
         load_experiment(str(tmp_path / "absent.yaml"))
+
+
+def test_a_relative_file_begins_where_the_command_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text("rounds: 7\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(SettingsError, match=r"cannot read the experiment 'mine\.yaml'"):
+        load_experiment("mine.yaml")
+    monkeypatch.setenv(named.FOLDER, str(tmp_path))  # as in Flower's processes, which run in a folder of their own
+    for source in ("mine.yaml", "{extends: mine.yaml}"):
+        (run,) = from_run_config({"experiment": source}).runs
+        assert run.rounds == 7
 
 
 # --- extends ---
