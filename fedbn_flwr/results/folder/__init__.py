@@ -167,8 +167,8 @@ class RunFolder:
             found = parse_yaml(text, most=math.inf)  # `dump_yaml` writes more characters than it was given
             if not isinstance(found, dict) or not found:
                 raise ValueError("it has no settings")
-            sections = ("engine", "evaluate", "published", "cell", "data")
-            check(found, dict.fromkeys(sections, dict[str, Any] | None))
+            sections = dict.fromkeys(("published", "cell", "data"), dict[str, Any] | None)
+            check(found, {**sections, "engine": dict[str, Any], "evaluate": dict[str, Any]})
         except ValueError as error:
             raise damaged(file, str(error)) from None
         return found

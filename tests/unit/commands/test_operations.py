@@ -96,3 +96,12 @@ def test_the_commands_of_the_page_succeed(runs: Path, monkeypatch: pytest.Monkey
     assert left(folder) == before
     table = PAGE.split("| status | meaning |")[1].split("\n\n")[0]
     assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == STATES
+
+
+@pytest.mark.parametrize("key", ["engine", "evaluate"])
+def test_a_section_without_settings_is_damage(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", "run", config={"rounds": 10, key: None})
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "report")]) == 2
+    assert f"config.yaml': {key} is None; expected a valid dictionary" in capsys.readouterr().err
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert "the files are damaged" in capsys.readouterr().err
