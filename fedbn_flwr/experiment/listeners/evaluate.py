@@ -48,9 +48,8 @@ class Evaluate(Listener):
         self.rule = prepared.rule
         only_by_clients = bool(self.rule.traits.kept) or not run.evaluate.server
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
-        self.task, self.metrics = prepared.task, prepared.metrics
-        self.loss = plain_loss(run, self.task)
-        self.names = (*self.task.figures, *map(evaluation.name_of, self.metrics))
+        self.loss = plain_loss(run, prepared.task)
+        self.names = (*prepared.task.figures, *map(evaluation.name_of, prepared.metrics))
 
     def on_round(self, running: Running, at: Round) -> Round:
         if not at.is_evaluated:
@@ -90,7 +89,7 @@ class Evaluate(Listener):
             held = batches(dataset.train, indices=self.prepared.held_out)
             self._load(model, held, queried)
             measured = self._measure(held)
-            keys = measured.keys() & {"loss", self.task.main}
+            keys = measured.keys() & {"loss", self.prepared.task.main}
             line |= {f"validation_{key}": measured[key] for key in sorted(keys, reverse=True)}
         if self.threads > 1:  # the workers need the memory now, and a model is built in less time than it evaluates
             self.prepared.release()
@@ -110,7 +109,7 @@ class Evaluate(Listener):
         means = {name_of(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
         figures = {**means, **own_means(values), **spreads(values)}
         by_clients = {f"clients_{name}": value for name, value in figures.items() if not name.startswith("validation_")}
-        return values, by_clients | validation_means(values, self.task.main)
+        return values, by_clients | validation_means(values, self.prepared.task.main)
 
     def _load(self, arrays: ArrayRecord, examples: TestBatches, queried: bool) -> str:
         """Load the global model to evaluate it on `examples`; returns the statistics that its batch norms use."""
@@ -127,9 +126,9 @@ class Evaluate(Listener):
         return "model" if all(norm.running_mean is not None for norm in norms) else "batch"
 
     def _measure(self, examples: TestBatches) -> dict[str, Any]:
-        model, device = self.prepared.model, self.prepared.device
+        of = self.prepared
         figures = evaluation.evaluate(
-            model, examples, self.loss, device, self.metrics, task=self.task, threads=self.threads
+            of.model, examples, self.loss, of.device, of.metrics, task=of.task, threads=self.threads
         )
         return {key.replace("-", "_"): value for key, value in figures.items() if key != protocol.NUM_EXAMPLES}
 
