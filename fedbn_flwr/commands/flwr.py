@@ -52,8 +52,13 @@ def _project(app: Path) -> dict[str, Any]:
 
 def _pair(key: str, value: Any) -> str:
     """A key with its value in TOML, as in --run-config."""
-    is_literal = isinstance(value, str) and value.isprintable() and "'" not in value
-    return f"{key}='{value}'" if is_literal else f"{key}={json.dumps(value)}"
+    if not isinstance(value, str):
+        return f"{key}={json.dumps(value)}"
+    if value.isprintable() and "'" not in value:
+        return f"{key}='{value}'"
+    # Flower takes the next quotation mark for the end of the text, escaped or not.
+    text = "\\u0022".join(json.dumps(part, ensure_ascii=False)[1:-1] for part in value.split('"'))
+    return f'{key}="{text}"'
 
 
 def flwr(arguments: argparse.Namespace) -> int:

@@ -112,7 +112,8 @@ def test_the_command_that_continues_a_flower_run_resumes_it(
     """Flower takes pairs or one TOML file, not both."""
     out, file = tmp_path / "it's out", tmp_path / "config.toml"
     pairs = f"experiment='quick' set='clients=4' out=\"{out}\" resume=false"
-    file.write_text(pairs.replace("' ", "'\n").replace('" ', '"\n'), encoding="utf-8")
+    text = 'extends: quick  # it\'s "quick", \\\\ and \U0001f600\n' if given == "a file" else "quick"
+    file.write_text(f"experiment = '''{text}'''\nset = \"clients=4\"\nout = \"{out}\"\n", encoding="utf-8")
 
     def stopped(*_: object) -> None:
         write_run(out / "FixBN", "FixBN", status="running", config={"rounds": 10})
@@ -123,7 +124,7 @@ def test_the_command_that_continues_a_flower_run_resumes_it(
     assert cli.main(words) == 130
     shown = shlex.split(capsys.readouterr().err.partition("continue with: ")[2].splitlines()[0])
     assert shown[:-1] == ["fedbn", *words[:-1]]
-    expected = {"experiment": "quick", "set": "clients=4", "out": str(out), "resume": True}
+    expected = {"experiment": text, "set": "clients=4", "out": str(out), "resume": True}
     assert parse_pairs(shown[-1:], "--run-config") == expected
 
 
