@@ -127,6 +127,18 @@ def test_a_run_does_not_begin_with_a_wrong_partition(name: str) -> None:
     assert f"node {BAD + 1}" in str(found.error) or str([2, BAD + 1]) in str(found.error)
 
 
+def test_dynamics_are_of_the_arrays_that_the_strategy_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's arrays are those of the only record beside the ones that the strategy requested."""
+
+    def spoil(content: RecordDict) -> None:
+        content["other"] = content.pop("arrays")
+
+    monkeypatch.setitem(RULES, "Scaffold, dynamics", ["strategy={name: Scaffold}", "evaluate.dynamics=true"])
+    found = train("Scaffold, dynamics", "train", spoil, whole=True)
+    assert (found.sent, found.error) == (2, None)
+    assert found.model == train("Scaffold, dynamics", "train", None, whole=True, honest=True).model
+
+
 # --- strategies that are called without `start` ---
 
 

@@ -51,8 +51,12 @@ class Dynamics(Listener):
         if before := self._before:
             self._before = now = statistics_in(unpack(at.arrays))
             if at.is_evaluated:
-                replies = {str(number_of(each)): read_reply(each).arrays for each in sorted(at.replies, key=number_of)}
-                clients = {key: distances(statistics_in(arrays), now, DEVIATION) for key, arrays in replies.items()}
+                records = running.prepared.rule.traits.records
+                replies = {
+                    str(number_of(each)): read_reply(each, records=records)
+                    for each in sorted(at.replies, key=number_of)
+                }
+                clients = {key: distances(statistics_in(each.arrays), now, DEVIATION) for key, each in replies.items()}
                 line = {"round": at.number, "layers": distances(before, now, DRIFT), "clients": clients}
                 running.folder.add_line("norms.jsonl", line)
         return replace(at, replies=())
