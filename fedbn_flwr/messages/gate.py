@@ -36,6 +36,7 @@ from .arrays import arrays_in, configs_in, held, metrics_in, record_of, unpack
 MOST_EXAMPLES = 2**31
 _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
 _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits; -2**63 has no opposite
+_MOST_METRICS, _LONGEST_NAME = 1000, 1000  # each is in every line of a run's files, and a column of its tables
 _TEXT_LIMIT = 2000  # bytes of a reason
 # Also after the name of a test set.
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES, protocol.EXCHANGES_LEFT)
@@ -87,11 +88,15 @@ def _passed(reply: Message) -> Message:
 
 
 def _check_metrics(metrics: MetricRecord) -> None:
+    if len(metrics) > _MOST_METRICS:
+        raise MessageError(f"it has {len(metrics)} metrics; expected at most {_MOST_METRICS}")
     for key, value in metrics.items():
+        if len(key) > _LONGEST_NAME:
+            raise MessageError(f"its metric {shown(key)} has a name of {len(key)} characters; expected {_LONGEST_NAME}")
         if key in (protocol.PARTITION, protocol.STATE_ROUND):
             _check_whole(key, value)
             continue
-        is_count, expected = key.endswith(_COUNTS), "a finite number (the client diverged?)"
+        is_count, expected = _named(key).endswith(_COUNTS), "a finite number (the client diverged?)"
         numbers: Any = [value]
         if is_count:
             expected = "a number from 0 to 2**31"
@@ -99,6 +104,11 @@ def _check_metrics(metrics: MetricRecord) -> None:
             numbers, expected = value, "finite numbers"
         if not all(map(_is_number, numbers)) or (is_count and not 0 <= numbers[0] <= MOST_EXAMPLES):
             raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected {expected}")
+
+
+def _named(key: str) -> str:
+    """The name of a metric: the files of a run have one for `own-accuracy` and `own_accuracy`."""
+    return key.replace("_", "-")
 
 
 def _is_number(value: object) -> bool:
@@ -193,12 +203,13 @@ def odd_metrics(found: Mapping[int, Reply]) -> dict[int, str]:
     weights as numbers of examples, but then most clients do.
     """
     problems: dict[int, str] = {}
-    for key in dict.fromkeys(key for reply in found.values() for key in reply.metrics):
-        forms = {node: _form(key, reply.metrics) for node, reply in found.items() if key in reply.metrics}
+    metrics = {node: {_named(key): value for key, value in reply.metrics.items()} for node, reply in found.items()}
+    for key in dict.fromkeys(key for each in metrics.values() for key in each):
+        forms = {node: _form(key, each) for node, each in metrics.items() if key in each}
         counts = Counter(forms.values())
         most = min(counts, key=lambda form: (-counts[form], form))  # of equally frequent forms one number
         problems |= {
-            node: f"its metric {shown(key)} is {shown(found[node].metrics[key])}, that of other clients is {most[1]}"
+            node: f"its metric {shown(key)} is {shown(metrics[node][key])}, that of other clients is {most[1]}"
             for node, form in forms.items()
             if form != most and (form[0], most[0]) != (0, 1)  # a percentage may be below 1
         }

@@ -139,6 +139,22 @@ def test_dynamics_are_of_the_arrays_that_the_strategy_read(monkeypatch: pytest.M
     assert found.model == train("Scaffold, dynamics", "train", None, whole=True, honest=True).model
 
 
+def test_a_negative_number_of_validation_examples_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would make the sum of all clients' numbers zero."""
+    monkeypatch.setitem(RULES, "validation", ["strategy={name: FedAvg}", "evaluate.validation=0.2"])
+    honest = train("validation", "evaluate", None, whole=True, honest=True)
+    of_others = [each["validation_examples"] for n, each in honest.lines[-1]["clients"].items() if int(n) != BAD]
+
+    def spoil(content: RecordDict) -> None:
+        (metrics,) = metrics_in(content).values()
+        del metrics["validation-num-examples"]
+        metrics["validation-num_examples"] = -sum(of_others)
+
+    found = train("validation", "evaluate", spoil, whole=True)
+    assert found.error is None
+    assert len(found.naming([BAD + 1])) == found.sent == 2
+
+
 # --- strategies that are called without `start` ---
 
 

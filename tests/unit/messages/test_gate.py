@@ -201,6 +201,21 @@ def test_a_metric_has_the_form_that_most_replies_have() -> None:
     )
 
 
+def test_metrics_that_the_files_name_alike_are_checked_alike() -> None:
+    assert odd({"own_accuracy": 7.0}, {"own-accuracy": 0.5}, {"own-accuracy": 0.25}) == [True, False, False]
+    assert reasons([reply(**{"validation-num_examples": -8})]) == [
+        "its metric 'validation-num_examples' is -8, expected a number from 0 to 2**31"
+    ]
+
+
+def test_a_reply_has_a_limited_number_of_metrics_with_short_names() -> None:
+    assert reasons([reply(**{f"own@{number}-accuracy": 0.5 for number in range(999)})]) == [None]
+    assert reasons([reply(**{f"own@{number}-accuracy": 0.5 for number in range(1000)})]) == [
+        "it has 1001 metrics; expected at most 1000"
+    ]
+    assert "has a name of 1001 characters; expected 1000" in str(reasons([reply(**{"x" * 1001: 0.5})])[0])
+
+
 def test_shares_are_at_most_one_unless_most_clients_report_percentages() -> None:
     def of(*values: float) -> list[bool]:
         return odd(*({"own-accuracy": value} for value in values))
