@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import re
 import sys
@@ -24,6 +25,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # closed: `fedbn ... >&-`
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows what it lacks as \u2026
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         arguments = _parsed(argv)
         code = int(arguments.command(arguments) or 0)

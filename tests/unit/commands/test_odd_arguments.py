@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -75,6 +76,15 @@ def test_standard_output_may_be_closed(monkeypatch: pytest.MonkeyPatch, capsys: 
             assert cli.main(words) == code
             sys.stdout.close()
     assert "did you mean 'demo'" in capsys.readouterr().err
+
+
+def test_standard_output_may_lack_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "größe.yaml"
+    file.write_text("clients: 3\nruns: {straße: {seed: 1}}\n", encoding="utf-8")
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii"))  # as with PYTHONIOENCODING=ascii
+    assert cli.main(["explain", str(file)]) == 0
+    assert b"stra\\xdfe" in shown.getvalue()
 
 
 def test_out_of_another_flower_app_is_its_own(
