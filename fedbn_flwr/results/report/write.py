@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # of report.json, with the figures
 _CLIENTS = 100  # bars of a picture
+_CURVES = 100  # of the page, each of which takes a quarter of a second
 _NOTE = (
     '<p class="note">Figures are those of the last evaluated round; "best" is the best round on the test examples. '
     'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": of those that finished. A MiB '
@@ -160,7 +161,7 @@ def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
     """The section, the name and the pictures of each measure and partition."""
     first = headline(runs_of(rows))
     lines = [line for row in rows for run in row.counted for line in run.lines]
-    for measure in measures(lines):
+    for measure in measures(lines)[:_CURVES]:
         axis = "seconds" if measure.key in (first, f"clients_own_{first}") else "round"  # others are in the plot
         values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
         scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)

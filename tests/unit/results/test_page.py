@@ -263,6 +263,17 @@ def test_plots_find_no_formula_in_a_label(hostile: Path) -> None:
 # --- files ----------------------------------------------------------------------
 
 
+def test_the_page_has_a_limited_number_of_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of single domains, whose number clients decide, are the last ones."""
+    monkeypatch.setattr("fedbn_flwr.results.report.write._CURVES", 2)
+    domains = {f"clients_own_accuracy_{number}": 0.5 for number in range(3)}
+    write_run(tmp_path / "one", "one", lines=[{**domains, "accuracy": 0.5, "loss": 1.0}])
+    write_report([tmp_path], tmp_path / "page.html", only_page=True)
+    named = page_of(tmp_path).texts["summary"]
+    assert named[:2] == ["accuracy", "loss"]
+    assert not [name for name in named if "domain" in name]
+
+
 def test_only_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", "FedAvg")
     assert cli.main(["report", "--html", str(tmp_path / "run"), "--out", str(tmp_path / "new" / "page.html")]) == 0
