@@ -271,7 +271,10 @@ class RunFolder:
     def promises(self) -> dict[str, float]:
         """What the strategy has spent with the rounds begun; empty if none was."""
         file = self.path / "promises"
-        found: dict[str, float] = json.loads(read_store(file)["promises"]) if file.exists() else {}
+        store = read_store(file) if file.exists() else {"promises": b"{}"}
+        if "promises" not in store:  # the file is whole, but another one, such as the checkpoint
+            raise damaged(file, f"it has the entries {', '.join(store)[:200]}")
+        found: dict[str, float] = json.loads(store["promises"])
         return found
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import RecordDict
 
-from fedbn_flwr.errors import SettingsError, StorageError
+from fedbn_flwr.errors import SettingsError, StorageError, UserError
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.results.folder import RunFolder
@@ -120,3 +120,12 @@ def test_a_run_folder_is_written_by_one_process(tmp_path: Path) -> None:
         pass
     with folder.locked():
         pass
+
+
+def test_another_store_in_place_of_the_promises_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_promises({"total": 1.5})
+    assert folder.promises() == {"total": 1.5}
+    CheckpointFile(tmp_path / "promises").write(snapshot(3), [])
+    with pytest.raises(UserError, match=r"promises': it has the entries state, model"):
+        folder.promises()
