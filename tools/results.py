@@ -464,6 +464,19 @@ def fedwon_office_rates() -> Table:
     return table("run", rows, fedwon_columns(item))
 
 
+OFFICE_FALLING = "fedwon/office/falling.json"
+
+
+def fedwon_office_falling() -> Table:
+    """FedAvg with FixBN's rate, which falls at the freeze, on the seeds that ran with it."""
+    item = "Office-Caltech-10, AlexNet"
+    runs, falling = by_label(*FEDWON[item][0]), by_label(OFFICE_FALLING)["FedAvg"]
+    seeds = {run.settings["seed"] for run in falling}
+    stays, frozen = ([run for run in runs[rule] if run.settings["seed"] in seeds] for rule in ("FedAvg", "FixBN"))
+    rows = {"FedAvg, rate stays": stays, "FedAvg, rate falls": falling, "FixBN, rate falls": frozen}
+    return table("run", rows, fedwon_columns(item))
+
+
 FALLING = ("fedwon/digits/falling.json", "fedwon/digits/falling-fedavg.json")
 
 
@@ -484,7 +497,7 @@ DIGITS = {"MNIST": "mnist", "USPS": "usps", "MNIST-M": "mnist_m"}
 OFFICE = {"Amazon": "amazon", "Caltech": "caltech", "DSLR": "dslr", "Webcam": "webcam"}
 FEDWON = {
     "Digits-Five": (("fedwon/digits/report.json",), DIGITS),
-    "Office-Caltech-10, AlexNet": (("fedwon/office/report.json", "fedwon/office/gpu.json"), OFFICE),
+    "Office-Caltech-10, AlexNet": (tuple(f"fedwon/office/{file}.json" for file in ("report", "gpu", "seeds")), OFFICE),
 }
 
 
@@ -727,7 +740,7 @@ def office_differences(one: str, other: str) -> dict[str, list[float]]:
 
 def fedwon_domains() -> Table:
     rows: list[Row] = []
-    for one, other in (("FedWon", "FedAvg"), ("FedBN", "FedAvg"), ("FedBN", "FedWon")):
+    for one, other in (("FedWon", "FedAvg"), ("FixBN", "FedAvg"), ("FedBN", "FedAvg"), ("FedBN", "FedWon")):
         found = office_differences(one, other)
         rows.append((f"{one} - {other}", *(mean(values) for values in found.values())))
     return ("difference, points", *found), rows
@@ -855,6 +868,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results fedwon office domains": fedwon_domains,
     "results fedwon office answer": fedwon_verdict("Office-Caltech-10, AlexNet"),
     "results fedwon office rates": fedwon_office_rates,
+    "results fedwon office falling": fedwon_office_falling,
     "results fixbn frozen": fixbn_frozen,
     **{f"files {page}": raw_files(page) for page in ("fedwon", "fixbn")},
     "results network latency": latency,
