@@ -8,7 +8,7 @@ from typing import Any
 
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.experiment.file.layers import load_experiment, read_experiment
-from fedbn_flwr.experiment.registry import STRATEGIES, arguments
+from fedbn_flwr.experiment.registry import STRATEGIES, arguments, class_of
 from fedbn_flwr.experiment.settings import Experiment, Settings
 from fedbn_flwr.named import is_name
 
@@ -62,7 +62,7 @@ def strategy(spec: Mapping[str, Any], clients: int) -> dict[str, Any]:
                 found[key] = min(value, clients)
             elif key in ("fraction_train", "fraction_evaluate"):
                 found[key] = max(value, min(1.0, 2 / clients))
-    if spec["name"] in STRATEGIES and "min_batch" in arguments(STRATEGIES[spec["name"]]):
+    if spec["name"] in STRATEGIES and "min_batch" in arguments(class_of(spec["name"])):
         found["min_batch"] = 1  # the statistics of a small batch reveal no example of anyone
     if isinstance(base := spec.get("base"), Mapping):
         found["base"] = strategy(base, clients)

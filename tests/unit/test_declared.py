@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from fedbn_flwr.declared import checked, declarations
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.registry import STRATEGIES
+from fedbn_flwr.experiment.registry import STRATEGIES, class_of
 from fedbn_flwr.strategies import FedAvg
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def test_a_name_that_only_type_checkers_import_ends_no_call() -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_annotations_of_every_strategy_can_be_read(name: str) -> None:
-    for cls in STRATEGIES[name].__mro__:
+    for cls in class_of(name).__mro__:
         init = vars(cls).get("__init__")
         if cls.__module__.startswith("fedbn_flwr.") and init is not None:
             others = {"self", "strategy", "options"}

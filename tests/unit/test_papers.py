@@ -9,7 +9,7 @@ import pytest
 
 from fedbn_flwr.client import rule
 from fedbn_flwr.client.rule import ClientRule
-from fedbn_flwr.experiment.registry import STRATEGIES
+from fedbn_flwr.experiment.registry import STRATEGIES, class_of
 from tests.support.command import PATIENCE, ROOT
 
 
@@ -20,7 +20,7 @@ def ours() -> set[type[ClientRule]]:
 
 def test_every_client_rule_stands_with_its_strategy() -> None:
     """In the same module; an extension has a module for each half."""
-    modules = {cls.__module__ for cls in STRATEGIES.values()}
+    modules = {class_of(name).__module__ for name in STRATEGIES}
     for found in ours():
         assert found.__module__ in modules or ".extensions." in found.__module__, found
 
