@@ -228,8 +228,10 @@ class Foreign(Leaf):
         """Also reset what an earlier run with this object left in it, such as moments of a server optimiser."""
         super().begin(num_rounds, arrays)
         with suppress(ValueError):  # it cannot be saved
-            self._first = self._first or state_of(self)
-            restore(self, self._first)
+            if self._first is None:
+                self._first = state_of(self)
+            else:  # by copies, so not in a first run: a list among them may be the caller's
+                restore(self, self._first)
 
     def notes(self) -> Mapping[str, Any]:
         return {} if self.seed is None else {"strategy_of_flower": str(self)}

@@ -296,6 +296,28 @@ def test_a_start_that_extends_flower_s_is_called(federation: Federations) -> Non
         np.testing.assert_array_equal(unpack(extended.arrays)[key], value)
 
 
+class Logged(flower.FedAdam):
+    """It appends to a list of its caller."""
+
+    def __init__(self, log: list[float]) -> None:
+        super().__init__()
+        self.log = log
+
+    def aggregate_evaluate(self, server_round: int, replies: Any) -> Any:
+        metrics = super().aggregate_evaluate(server_round, replies)
+        self.log.append(float(metrics["loss"]))  # type: ignore[index, arg-type]
+        return metrics
+
+
+def test_a_wrapped_strategy_keeps_the_objects_that_it_was_given(federation: Federations) -> None:
+    fed, log = federation((8, 12)), list[float]()
+    wrapped = FixBN(MeanStatistics(Logged(log)), freeze_round=1)
+    result = wrapped.start(fed.grid(), whole(fed), num_rounds=2)
+    assert log == [metrics["loss"] for metrics in result.evaluate_metrics_clientapp.values()]
+    again = wrapped.start(fed.grid(), whole(fed), num_rounds=2)
+    assert again.evaluate_metrics_clientapp == result.evaluate_metrics_clientapp, "it begins with an empty log again"
+
+
 def with_falling_rate(cls: type[Strategy]) -> Any:
     """A strategy that halves the rate every 2 rounds, as that of Flower's tutorial does every 5."""
 
