@@ -871,8 +871,8 @@ def which_strategy() -> Iterator[str]:
     one_model = f"GN {whole['FedAvg+GN']}, batch norm {whole['FedAvg']} %, and FedWon {own_rate} % with a rate"
     yield f"62: FixBN {whole['FixBN']}, {one_model}"
     one_model = f"FixBN {single['FixBN']}, with group norm {single['FedAvg+GN']}, with batch norm {single['FedAvg']} %"
-    alone = f"own data only {single['Standalone']} % with one seed ([objects]"
-    yield f"FedBN {single['FedBN']}, SiloBN {single['SiloBN']}, one model with {one_model}, {alone}"
+    own_data = f"own data only {single['Standalone']} % with one seed ([objects]"
+    yield f"FedBN {single['FedBN']}, SiloBN {single['SiloBN']}, one model with {one_model}, {own_data}"
     more = accuracies("domains/seeds.json")
     near = [float(more[rule]) for rule in ("FedAvg+GN", "FedAvg+LN", "FixBN", "FedAvg+BN")]
     assert max(near) - min(near) < 1
