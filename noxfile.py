@@ -28,11 +28,13 @@ def check(session: nox.Session) -> None:
     run(session, "mypy")
     run(session, "python", "tools/prose.py")
     run(session, "python", "tools/tables.py", "--check")
+    run(session, "python", "tools/address.py", "--check")
     session.env["NO_MKDOCS_2_WARNING"] = "1"
     run(session, "mkdocs", "build", "--strict")
     workflows = map(str, Path(".github/workflows").glob("*.yml"))
     run(session, "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
     run(session, "check-jsonschema", "--builtin-schema", "vendor.citation-file-format", "CITATION.cff")
+    run(session, "check-jsonschema", "--builtin-schema", "vendor.dependabot", ".github/dependabot.yml")
     run(session, "zizmor", "--offline", "--quiet", ".github/workflows")
 
 

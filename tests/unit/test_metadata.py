@@ -5,9 +5,11 @@ from __future__ import annotations
 import tomllib
 
 import pytest
+import yaml
 from flwr.cli.build import get_filtered_fab_paths
 from flwr.cli.config_utils import load_and_validate
 from flwr.supercore.fab_format_version import normalize_and_validate_fab_format
+from packaging.requirements import Requirement
 
 import fedbn_flwr
 from tests.support.command import ROOT
@@ -16,7 +18,25 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_the_version_is_that_of_pyproject() -> None:
-    assert fedbn_flwr.__version__ == PROJECT["project"]["version"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert fedbn_flwr.__version__ == PROJECT["project"]["version"] == citation["version"]
+
+
+def test_the_constraints_pin_what_the_extra_run_installs_and_name_no_index() -> None:
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert "://" not in text
+    assert "--" not in "".join(line for line in text.splitlines() if not line.startswith("#"))
+    pinned: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            (pin,) = Requirement(line).specifier
+            pinned.setdefault(Requirement(line).name, []).append(pin.version)
+    extras = PROJECT["project"]["optional-dependencies"]
+    for asked in map(
+        Requirement, [*PROJECT["project"]["dependencies"], *extras["run"], *extras["data"], *extras["report"]]
+    ):
+        if asked.name != PROJECT["project"]["name"]:
+            assert all(asked.specifier.contains(version) for version in pinned[asked.name]), asked
 
 
 def test_flowers_hub_accepts_the_metadata() -> None:
