@@ -120,6 +120,11 @@ def described(error: BaseException, *, to_server: bool = False, own_data: bool =
     return found
 
 
+def install(extra: str = "") -> str:
+    """How to install this project: it is on no package index, where anyone else may register its name."""
+    return f"pip install 'PATH/TO/CLONE{f'[{extra}]' if extra else ''}', with the path of your clone of fedbn-flwr"
+
+
 @contextmanager
 def needs(extra: str, what: str) -> Iterator[None]:
     """Around imports of packages that only this extra installs: `what` names the feature that uses them."""
@@ -127,5 +132,5 @@ def needs(extra: str, what: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise MissingPackage(
-            f"{what} needs the package {error.name!r}, which is not installed: pip install 'fedbn-flwr[{extra}]'"
+            f"{what} needs the package {error.name!r}, which is not installed: {install(extra)}"
         ) from error

@@ -30,7 +30,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.errors import FedbnError, MissingPackage, RunFailed, described
+from fedbn_flwr.errors import FedbnError, MissingPackage, RunFailed, described, install
 from fedbn_flwr.messages.gate import shown
 from fedbn_flwr.messages.protocol import COHORT_QUERY
 
@@ -44,8 +44,7 @@ if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses th
 _FLOWER = ("1.41", "1.42")
 if not (_found := importlib.metadata.version("flwr")).startswith(tuple(f"{each}." for each in _FLOWER)):
     raise MissingPackage(
-        f"the local engine uses internals of Flower {' and '.join(_FLOWER)}, found {_found}: "
-        "pip install 'fedbn-flwr[run]'; "
+        f"the local engine uses internals of Flower {' and '.join(_FLOWER)}, found {_found}: {install('run')}; "
         "strategies and clients work with other versions"
     )
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from fedbn_flwr.engines import local
+from fedbn_flwr.errors import install
 from tests.support.command import PATIENCE, ROOT, environment
 
 # Makes `import NAME` fail as if the package were not installed, then runs the command.
@@ -34,7 +35,7 @@ def test_a_missing_package(package: str, arguments: tuple[str, ...], extra: str,
     words = [word.format(folder=tmp_path) for word in arguments]
     done = fedbn_without(package, *words, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
-    reason = f"needs the package '{package}[a-z.]*', which is not installed: pip install 'fedbn-flwr\\[{extra}\\]'"
+    reason = f"needs the package '{package}[a-z.]*', which is not installed: {re.escape(install(extra))}"
     assert re.fullmatch(f"fedbn: error: [^(]+ {reason}\n", done.stderr), done.stderr
 
 
@@ -85,9 +86,7 @@ def test_a_run_without_matplotlib_has_a_table_and_a_page(tmp_path: Path) -> None
     done = fedbn_without("matplotlib", "run", *experiment, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("no plots"))
-    assert line == (
-        "no plots: a plot needs the package 'matplotlib', which is not installed: pip install 'fedbn-flwr[report]'"
-    )
+    assert line == f"no plots: a plot needs the package 'matplotlib', which is not installed: {install('report')}"
     names = {file.name for file in (tmp_path / "out").rglob("*.*")}
     assert names >= {"report.md", "report.html", "report.json", "norms.jsonl", "model.safetensors"}
     assert not any(name.endswith((".png", ".svg")) for name in names)
@@ -99,7 +98,8 @@ def test_the_local_engine_names_the_version_of_flower_that_it_needs(monkeypatch:
     source = Path(local.__file__).read_text(encoding="utf-8")
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "1.38.0" if name == "flwr" else version(name))
-    with pytest.raises(
-        ImportError, match=r"internals of Flower 1\.41 and 1\.42, found 1\.38\.0: pip install 'fedbn-flwr\[run\]'"
-    ):
+    advice = (
+        r"pip install 'PATH/TO/CLONE\[run\]', with the path of your clone of fedbn-flwr; strategies and clients work"
+    )
+    with pytest.raises(ImportError, match=rf"internals of Flower 1\.41 and 1\.42, found 1\.38\.0: {advice}"):
         exec(compile(source, local.__file__, "exec"), {"__name__": local.__name__, "__package__": local.__package__})

@@ -7,6 +7,7 @@ import itertools
 from pathlib import Path
 
 from fedbn_flwr.commands.common import Commands, add_command, parse_pairs
+from fedbn_flwr.errors import install
 
 
 def add(commands: Commands) -> None:
@@ -44,7 +45,7 @@ def check(arguments: argparse.Namespace) -> int:
     key, ca, address = arguments.auth_supernode_private_key, arguments.root_certificates, arguments.superlink
     folder = Path(str(node.get("state", ""))).expanduser()
     answers = itertools.chain(
-        needs.asked("versions", needs.check_versions(), "pip install fedbn-flwr"),
+        needs.asked("versions", needs.check_versions(), install()),
         needs.asked(
             "key",
             needs.check_key(key, insecure=arguments.insecure) if key else (),

@@ -160,7 +160,9 @@ def test_a_simulation_under_nohup_ignores_the_end_of_its_terminal(
 
 def test_a_simulation_without_ray_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
-    with pytest.raises(MissingPackage, match=r"Flower's simulation needs .*'ray'.*: pip install 'fedbn-flwr\[run\]'"):
+    with pytest.raises(
+        MissingPackage, match=r"Flower's simulation needs .*'ray'.*: pip install 'PATH/TO/CLONE\[run\]'"
+    ):
         simulation.run_app(tmp_path, {}, {})
 
 

@@ -227,7 +227,7 @@ def test_deeplab_s_last_convolution_is_not_standardised() -> None:
 @pytest.mark.parametrize("encoder", ["mobilenet_v2", "resnet50"])
 def test_without_the_extra_deeplab_says_how_to_install_it(encoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "segmentation_models_pytorch", None)  # as if it were not installed
-    with pytest.raises(MissingPackage, match=r"needs the package .*_pytorch.*pip install 'fedbn-flwr\[segment"):
+    with pytest.raises(MissingPackage, match=r"needs the package .*_pytorch.*pip install 'PATH/TO/CLONE\[segment"):
         build_model(f"deeplabv3plus_{encoder}", 19)
 
 
