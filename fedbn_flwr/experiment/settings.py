@@ -390,8 +390,9 @@ class Evaluate(Section):
     server: bool = Field(
         default=True,
         description=(
-            "`false`: the server has no data and reports the clients' means on their test examples; needs "
-            "`data.classes`, `data.channels` and `data.size` ([Deployment](deployment.md#data-at-each-site))"
+            "`false`: the server has no data and reports the clients' means on their test examples; needs the classes "
+            "and the shape of the inputs, such as `data: {classes: 10, channels: 3, size: 32}` "
+            "([Deployment](deployment.md#data-at-each-site))"
         ),
     )
     statistics: Literal["model", "reestimated"] = Field(

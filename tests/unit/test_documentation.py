@@ -1,0 +1,116 @@
+"""What the documentation says about installing, commands, versions and files of this project is so."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from fedbn_flwr.cli import parser
+from fedbn_flwr.errors import MessageError
+from fedbn_flwr.exchange.step import check_batch
+from fedbn_flwr.experiment.data import shape_without_data
+from fedbn_flwr.experiment.settings import Evaluate, Settings
+from tests.support.command import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = ("apps", "benchmarks", "deploy", "docs", "examples", "fedbn_flwr", "strategies", "tests", "tools", ".github")
+TEXTS = (".py", ".md", ".txt", ".yml", ".yaml", ".toml", ".sh", ".ipynb", ".html", "")
+CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """The files that users read or that print what they read, but not what the changelog has of earlier versions."""
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*")]
+    for file in [*ROOT.iterdir(), *files]:
+        if file.is_file() and file.suffix in TEXTS and file.name != "CHANGELOG.md" and "__pycache__" not in file.parts:
+            yield file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
+
+
+def test_nothing_installs_the_project_from_an_index_where_it_is_not() -> None:
+    """Another package could have its name there. A wheel is a file."""
+    from_index = re.compile(r"\binstall(?: -\S+)* ['\"]?fedbn[-_]flwr(?!\S*whl)")
+    assert [name for name, text in texts() if from_index.search(text)] == []
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Pairs of a page and its code; raw outputs have their commands in comments."""
+    for page in PAGES:
+        yield page.name, "\n".join(CODE.findall(page.read_text(encoding="utf-8")))
+    for output in sorted((ROOT / "docs" / "results").rglob("*.txt")):
+        yield output.name, "\n".join(re.findall(r"^# .*", output.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def test_commands_named_in_the_documentation_exist() -> None:
+    (known,) = (action.choices for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    measured = importlib.import_module("benchmarks.speed.__main__").BENCHMARKS  # mypy knows it by another name
+    unknown = set()
+    for name, code in commands():
+        unknown |= {(name, f"fedbn {word}") for word in re.findall(r"\bfedbn ([a-z]+)", code) if word not in known}
+        for module in re.findall(r"\bpython3? -m ([\w.]+)", code):
+            if importlib.util.find_spec(module) is None:
+                unknown.add((name, module))
+        for benchmarks in re.findall(r"\bbenchmarks\.speed((?: [a-z]+)*)", code):
+            unknown |= {(name, word) for word in benchmarks.split() if word not in measured}
+        for script in re.findall(r"\bpython ((?:benchmarks|deploy|examples|tools)/\S+\.py)", code):
+            if not (ROOT / script).is_file():
+                unknown.add((name, script))
+    assert unknown == set()
+
+
+def test_links_of_the_pages_exist_in_the_repository() -> None:
+    missing = {
+        (page.name, link)
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", CODE.sub("", page.read_text(encoding="utf-8")))
+        if not (page.parent / link).exists()
+    }
+    assert missing == set()
+
+
+def test_no_page_repeats_the_version() -> None:
+    """`test_metadata.py` compares its two places, pyproject.toml and the package."""
+    assert [page.name for page in PAGES if re.search(r"fedbn[-_]flwr\W{0,3}\d", page.read_text(encoding="utf-8"))] == []
+
+
+def test_the_readme_configures_the_superlink_that_it_names() -> None:
+    def superlinks(page: str) -> list[dict[str, object]]:
+        blocks = re.findall(r"```toml\n(\[superlink.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+        return [tomllib.loads(block)["superlink"] for block in blocks]
+
+    (configured,) = superlinks("README.md")
+    assert re.findall(r"flwr run \. (\w+)", (ROOT / "README.md").read_text(encoding="utf-8")) == [*configured]
+    assert superlinks("docs/deployment.md") == [configured]
+
+
+def test_an_error_that_the_faq_explains_has_the_text_of_its_heading() -> None:
+    headings = re.findall(r"^## (.*)", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
+    (heading,) = (each for each in headings if "refuses to exchange" in each)
+    with pytest.raises(MessageError, match=heading):
+        check_batch(16, allowed=32, own=32)
+
+
+def test_a_server_without_data_needs_what_the_meaning_of_its_key_gives() -> None:
+    meaning = str(Evaluate.model_fields["server"].description)
+    (data,) = re.findall(r"`(data: \{.*?\})`", meaning)
+    run = Settings.model_validate({**yaml.safe_load(data), "evaluate": {"server": False}})
+    assert shape_without_data(run).classes == 10
+
+
+def test_pages_call_a_strategy_a_strategy() -> None:
+    """`docs/glossary.md`; a client rule is the client's half of one, and the rules of a firewall are rules."""
+    found = set()
+    for page in PAGES:
+        text = re.sub(
+            r"<!-- table: experiments -->.*?<!-- end -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
+        )
+        for line in CODE.sub("", text).splitlines():
+            if re.search(r"\brules?\b", re.sub(r"client rules?|the rules for incoming", "", line), re.IGNORECASE):
+                found.add((page.name, line))
+    assert found == set()
