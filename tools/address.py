@@ -1,8 +1,8 @@
 """Writes the repository's address wherever it belongs; `--check` only reports the files that are not current.
 
 The one place to fill in is `Repository` under `[project.urls]` in pyproject.toml. Everything else follows from it: the
-other links there, badges and clone commands, CITATION.cff, SECURITY.md and mkdocs.yml. Each is a block between a comment
-with `address: NAME` and one with `address end`. As long as there is no address, the blocks have none.
+other links there, badges and clone commands, CITATION.cff, SECURITY.md and mkdocs.yml. Each is a block between a
+comment with `address: NAME` and one with `address end`. As long as there is no address, the blocks have none.
 """
 
 from __future__ import annotations
