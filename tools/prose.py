@@ -1,8 +1,7 @@
 """Checks the project's prose against a list of words to avoid: `python tools/prose.py [PATH ...]`.
 
 Prose is the text of Markdown files outside of code, the comments and strings of Python (with docstrings and error
-messages), and the comments of YAML, TOML and shell files. `prose_baseline.txt` has the number of hits that each top
-folder may have: more are an error, and `--update` lowers numbers that are too high.
+messages), and the comments of YAML, TOML and shell files.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 WORDS = Path(__file__).with_name("prose.txt")
-BASELINE = Path(__file__).with_name("prose_baseline.txt")
 
 
 class Hit(NamedTuple):
@@ -81,29 +78,11 @@ def project_files() -> list[Path]:
     return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
-def folder(file: Path) -> str:
-    return file.relative_to(ROOT).parts[0] if file.parent != ROOT else "."
-
-
-def read_baseline() -> Counter[str]:
-    lines = BASELINE.read_text(encoding="utf-8").splitlines() if BASELINE.exists() else []
-    return Counter({name: int(count) for count, name in (line.split(maxsplit=1) for line in lines)})
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", type=Path, help="show all hits of these files")
-    parser.add_argument("--update", action="store_true", help="lower the baseline to the number of hits")
+    parser.add_argument("paths", nargs="*", type=Path, help="files to check instead of the whole project")
     arguments = parser.parse_args()
-    if arguments.paths:
-        hits = check(file.resolve() for file in arguments.paths)
-    else:
-        found = check(project_files())
-        counts, allowed = Counter(folder(hit.file) for hit in found), read_baseline()
-        if arguments.update:
-            lower = allowed & counts if BASELINE.exists() else counts
-            BASELINE.write_text("".join(f"{lower[name]} {name}\n" for name in sorted(lower)), encoding="utf-8")
-        hits = [hit for hit in found if counts[folder(hit.file)] > allowed[folder(hit.file)]]
+    hits = check([file.resolve() for file in arguments.paths] or project_files())
     for hit in hits:
         shown = hit.file.relative_to(ROOT) if hit.file.is_relative_to(ROOT) else hit.file
         print(f"{shown}:{hit.line}: {hit.found!r}: {hit.instead}")

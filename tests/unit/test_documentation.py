@@ -26,10 +26,10 @@ CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """The files that users read or that print what they read, but not what the changelog has of earlier versions."""
+    """The files that users read or that print what they read."""
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*")]
     for file in [*ROOT.iterdir(), *files]:
-        if file.is_file() and file.suffix in TEXTS and file.name != "CHANGELOG.md" and "__pycache__" not in file.parts:
+        if file.is_file() and file.suffix in TEXTS and "__pycache__" not in file.parts:
             yield file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
 
 
