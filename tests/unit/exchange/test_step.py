@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fedbn_flwr import build_model
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.exchange.step import LayerwiseStep, count_calls
+from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, count_calls
 from fedbn_flwr.messages.aggregate import Array
 from tests.support.cohort import alone, run_cohort
 
@@ -147,6 +148,36 @@ def test_channels_last_changes_only_the_last_bits() -> None:
     last = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in batches]
     _, found, _ = cohort_gradients(model, last, [1.0, 1.0])
     assert worst(found, plain) < 1e-10
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_what_clients_send_equals_what_they_agree_on_if_their_data_are_equal(equal: bool) -> None:
+    """FedTAN paper, Property 1: then no exchange is needed. With other data all statistics and gradients differ."""
+    model, batches, _ = clients_of("resnet20", [6, 6, 6])
+    batches = batches[:1] * 3 if equal else batches
+    copies, gaps = [copy.deepcopy(model) for _ in batches], list[float]()
+
+    def noted(exchange: Exchange, own: Contribution) -> Agreement:
+        agreed = exchange(own)
+        for key, value in agreed.tensors.items():
+            gaps.append(float(np.abs(own.tensors[key] - value).max() / np.abs(value).max()))
+        return agreed
+
+    works = [
+        lambda exchange, m=m, x=x, y=y: LayerwiseStep(functools.partial(noted, exchange))(m, x, y, F.cross_entropy)
+        for m, (x, y) in zip(copies, batches, strict=True)
+    ]
+    run_cohort(works, [1.0] * 3)
+    assert len(gaps) == 3 * 19 * 4, "clients, layers; mean and variance, forward and backward"
+    assert max(gaps) < 1e-10 if equal else min(gaps) > 0.01
+
+
+def test_a_step_of_federated_averaging_on_equal_data_is_that_of_all_data() -> None:
+    """Footnote 2."""
+    model, batches, _ = clients_of("resnet20", [6])
+    alone = copy.deepcopy(model)
+    F.cross_entropy(alone(batches[0][0]), batches[0][1]).backward()
+    assert worst(gradients(alone), gradients(union_twin(model, batches * 3))) < 1e-10
 
 
 def test_plain_federated_gradient_is_far_from_the_union() -> None:
