@@ -339,13 +339,14 @@ def partition_table(partition: PartitionCounts) -> str:
 
 
 def as_measured(measure: Measure, values: Sequence[float], digits: int | None = None) -> str:
-    """The mean, and the standard deviation if values differ."""
+    """The mean, and the standard deviation: of counts such as rounds only if they differ."""
     if not values:
         return "-"
     digits = measure.digits(values) if digits is None else digits
     scaled = [value * measure.scale for value in values]
     spread = deviation(scaled)
-    return f"{mean(scaled):,.{digits}f}{measure.unit}" + (f" ± {spread:,.{digits}f}" if spread else "")
+    shown = spread if measure.is_fraction else spread or None
+    return f"{mean(scaled):,.{digits}f}{measure.unit}" + ("" if shown is None else f" ± {shown:,.{digits}f}")
 
 
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:

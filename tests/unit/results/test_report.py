@@ -160,6 +160,12 @@ def test_a_deviation_is_of_finite_values(values: list[float], text: str) -> None
     assert as_measured(Measure("x", "x", places=2), values) == text
 
 
+def test_fractions_of_several_seeds_have_a_deviation_and_counts_if_they_differ() -> None:
+    accuracy, rounds = Measure.of("accuracy"), Measure.of("rounds")
+    assert [as_measured(accuracy, [0.5] * seeds) for seeds in (1, 5)] == ["50.00%", "50.00% ± 0.00"]
+    assert [as_measured(rounds, [100, end]) for end in (100, 102)] == ["100", "101 ± 1"]
+
+
 def test_a_metric_of_the_user_may_be_infinite(tmp_path: Path) -> None:
     known = {"published": {"odd": [1.0, 0.5], "dice": [0.5, 0.1], "source": "Paper"}}
     for steps in (1, 2):
@@ -259,7 +265,7 @@ def test_a_column_that_a_seed_lacks_has_no_figure(tmp_path: Path) -> None:
     (tmp_path / "0" / "clients.jsonl").write_text(json.dumps(clients) + "\n")
     rows = group(find_runs([tmp_path]))
     heads, *lines = table(rows)
-    assert [line[heads.index("clients' accuracy")] for line in lines] == ["-", "40.00%"]
+    assert [line[heads.index("clients' accuracy")] for line in lines] == ["-", "40.00% ± 0.00"]
     assert domain_tables(rows)[0][1:] == [("B", "10.00%", "-", "-")]
     assert client_table(rows)[1:] == [], "its other seed has no clients"
 
