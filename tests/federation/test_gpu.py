@@ -223,7 +223,7 @@ def test_every_run_finishes_on_a_gpu(
 
 
 def test_an_experiment_says_what_it_used(tmp_path: Path) -> None:
-    changes = ["rounds=2", "train.steps=4", "engine.device=cuda", "train.precision=bfloat16"]
+    changes = ["rounds=2", "seeds=[0]", "train.steps=4", "engine.device=cuda", "train.precision=bfloat16"]
     carry_out(load_experiment("demo", changes), tmp_path, resume=False)
     summaries = [json.loads(file.read_text()) for file in tmp_path.rglob("summary.json")]
     assert summaries

@@ -891,14 +891,6 @@ BASELINE = "demo/small-batches.json"  # the centralised run of the demo with a c
 
 def readme() -> Iterator[str]:
     yield f"[{-gain_of_fedbs(after=0).difference:.1f} points below FedAvg](docs/results/fedbs.md) over 60 rounds"
-    demo = accuracies("demo/report.json")
-    yield f"federated averaging with batch norm ends at {demo['FedAvg+BN']} %"
-    yield f"with group norm at {demo['FedAvg+GN']} %, FixBN at {demo['FixBN']} %, FedTAN at {demo['FedTAN']} %"
-    yield f"training on all data in one place at {demo['Centralised']} %"
-=======
-    more, chance = gain_of_fedbs()
-    where = "above FedAvg where they hardly differed, with one seed and five"
-    yield f"([0.1 and {more} points](docs/results/fedbs.md) {where}, {chance})"
     means = accuracies("demo/report.json")
     yield f"federated averaging with batch norm ends at {means['FedAvg+BN']} %"
     yield f"with group norm at {means['FedAvg+GN']} %, FixBN at {means['FixBN']} %, FedTAN at {means['FedTAN']} %"

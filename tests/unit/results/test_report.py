@@ -266,7 +266,7 @@ def test_a_column_that_a_seed_lacks_has_no_figure(tmp_path: Path) -> None:
     rows = group(find_runs([tmp_path]))
     heads, *lines = table(rows)
     assert [line[heads.index("clients' accuracy")] for line in lines] == ["-", "40.00% ± 0.00"]
-    assert domain_tables(rows)[0][1:] == [("B", "10.00%", "-", "-")]
+    assert domain_tables(rows)[0][1:] == [("B", "10.00% ± 0.00", "-", "-")]
     assert client_table(rows)[1:] == [], "its other seed has no clients"
 
 
