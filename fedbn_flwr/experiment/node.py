@@ -189,7 +189,7 @@ class ClientParts(OfRun):
         return made
 
     def tests(self, normalise: Normalise) -> dict[str, TestBatches]:
-        """The test sets: all test examples, the client's own, its own of each domain, and what it holds out."""
+        """The test sets: all test examples, the client's own, its own or all of each domain, and what it holds out."""
         dataset, own, held = self.dataset, self.part[1], self.split[1]
         size = self.run.evaluate.batch_size
         test = functools.partial(TestBatches, dataset.test, normalise, size)
@@ -197,6 +197,8 @@ class ClientParts(OfRun):
         for domain, rows in rows_by_domain(dataset).items():
             if len(both := own[torch.isin(own, rows)]):
                 tests[f"{protocol.OWN}@{domain}"] = test(both)
+            if self.run.evaluate.domains:
+                tests[f"@{domain}"] = test(rows)
         if len(held):
             tests[protocol.VALIDATION] = TestBatches(dataset.train, normalise, size, held)
         return tests

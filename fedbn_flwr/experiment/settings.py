@@ -387,6 +387,13 @@ class Evaluate(Section):
             "`Standalone`, which personalise, and if the server does not evaluate"
         ),
     )
+    domains: bool = Field(
+        default=False,
+        description=(
+            "clients that evaluate test their models on the test examples of every domain, not only of their own: "
+            "[`accuracy_DOMAIN`](clients.md#values-of-each-client)"
+        ),
+    )
     server: bool = Field(
         default=True,
         description=(
@@ -438,6 +445,8 @@ class Evaluate(Section):
         return {
             f"metrics has {unknown!r}; {did_you_mean(str(unknown), METRICS)}, or module:function": unknown is not None,
             "server and clients are both false; one of them must evaluate": not self.server and self.clients is False,
+            "domains is true, which is for clients that evaluate, but clients is false; leave one out": self.domains
+            and self.clients is False,
             "statistics is 'reestimated', which needs the server's test examples, but server is false": not self.server
             and self.statistics == "reestimated",
         }

@@ -158,10 +158,11 @@ class Best(Listener):
 
 
 def name_of(key: str) -> str:
-    """`own-accuracy` as `own_accuracy`; `own@sea-accuracy`, on own examples of one domain, as `own_accuracy_sea`."""
+    """`own-accuracy` as `own_accuracy`; of one domain `own@sea-accuracy`, on own examples, as `own_accuracy_sea`, and
+    `@sea-accuracy`, on all, as `accuracy_sea`."""
     test_set, _, measure = key.partition("-")
     owner, at, domain = test_set.partition("@")
-    name = (f"{owner}-{measure}-{domain}" if at else key).replace("-", "_")
+    name = (f"{owner}-{measure}-{domain}".removeprefix("-") if at else key).replace("-", "_")
     return name.replace("num_examples", "examples")
 
 
@@ -202,11 +203,11 @@ def validation_means(clients: ByClient, main: str) -> dict[str, float]:
 
 
 def spreads(clients: ByClient) -> dict[str, float]:
-    """Deviation and worst tenth of each metric over the clients, with equal weights; not of single domains."""
+    """Deviation and worst tenth of each metric over the clients, with equal weights."""
     metrics = by_metric(clients)
     found: dict[str, float] = {}
     for name, each in metrics.items():
-        # A metric of a single domain exists only on own test examples.
+        # Without `evaluate.domains` a metric of a single domain exists only on own test examples.
         if name.removeprefix("own_") in metrics and not is_count(name):
             measured = spread([*each.values()], name)
             found |= {f"{name}_std": measured.deviation, f"{name}_worst_tenth": measured.worst_tenth}

@@ -151,7 +151,7 @@ def _best(task: Task) -> list[str]:
 
 def domain_keys(task: Task) -> tuple[str, ...]:
     """The beginnings of the keys of figures by domain, which end with the domain's name."""
-    return f"{task.main}_", f"clients_own_{task.main}_"
+    return f"{task.main}_", f"clients_{task.main}_", f"clients_own_{task.main}_"
 
 
 def is_taken(name: str, task: Task) -> bool:
