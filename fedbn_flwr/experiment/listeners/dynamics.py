@@ -10,6 +10,12 @@ scale of the layer's own output: s' = sqrt(v' + eps) is what batch norm divides 
     variance distance   root mean square over the channels of log(s^2 / s'^2)
     variance ratio      geometric mean over the channels of s^2 / s'^2
 
+The figures of a client are distances between its statistics and their mean of the round, and a spread over the rounds
+since the line before, of at least two that it took part in:
+
+    mean spread         root mean square over the channels of the deviation of m, over s'
+    variance spread     root mean square over the channels of the deviation of log(s^2)
+
 A mean distance of 1 shifts the layer's normalised outputs by one standard deviation. A variance distance of 0.1 stands
 for variances that differ by a factor of about 1.1; the ratio says in which direction.
 """
@@ -35,12 +41,15 @@ Statistics = dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]  # runni
 
 DRIFT = ("mean_drift", "variance_drift")
 DEVIATION = ("mean_deviation", "variance_deviation", "variance_ratio")
+SPREAD = ("mean_spread", "variance_spread")
 EPS = 1e-5  # PyTorch's default; the arrays do not contain a layer's own
 
 
 class Dynamics(Listener):
     def on_start(self, running: Running, at: Round) -> None:
         self._before: Statistics = {}  # of the previous round; empty if nothing is recorded
+        self._windows: dict[str, Window] = {}  # of each client, the rounds since the last line
+        self._is_whole = not at.number % running.run.evaluate.every  # resumed in between, the window lacks rounds
         if Role.STATISTICS not in running.prepared.rule.traits.unsent:
             self._before = statistics_in(unpack(at.arrays))
         if not self._before:
@@ -50,15 +59,21 @@ class Dynamics(Listener):
     def on_round(self, running: Running, at: Round) -> Round:
         if before := self._before:
             self._before = now = statistics_in(unpack(at.arrays))
+            records = running.prepared.rule.traits.records
+            found = {
+                str(number_of(each)): statistics_in(read_reply(each, records=records).arrays)
+                for each in sorted(at.replies, key=number_of)
+            }
+            for key, each in found.items():
+                self._windows.setdefault(key, Window(each)).add(each)
             if at.is_evaluated:
-                records = running.prepared.rule.traits.records
-                replies = {
-                    str(number_of(each)): read_reply(each, records=records)
-                    for each in sorted(at.replies, key=number_of)
-                }
-                clients = {key: distances(statistics_in(each.arrays), now, DEVIATION) for key, each in replies.items()}
+                clients = {key: distances(each, now, DEVIATION) for key, each in found.items()}
+                for key, layers in clients.items() if self._is_whole else ():
+                    for layer, figures in layers.items():
+                        figures |= self._windows[key].figures(layer, now[layer][1])
                 line = {"round": at.number, "layers": distances(before, now, DRIFT), "clients": clients}
                 running.folder.add_line("norms.jsonl", line)
+                self._windows, self._is_whole = {}, True
         return replace(at, replies=())
 
 
@@ -81,9 +96,34 @@ def distances(found: Statistics, overall: Statistics, names: Sequence[str]) -> d
         scaled = (mean - overall_mean) / np.sqrt(overall_var + EPS)
         ratios = np.log((var + EPS) / (overall_var + EPS))
         figures = (_rms(scaled), _rms(ratios), float(np.exp(ratios.mean())))
-        # Six digits, because a file has a number for every round, client and layer.
-        of_layers[layer] = {name: float(f"{value:.6g}") for name, value in zip(names, figures, strict=False)}
+        of_layers[layer] = {name: _short(value) for name, value in zip(names, figures, strict=False)}
     return of_layers
+
+
+class Window:
+    """How a client's statistics vary over rounds, from sums of their differences from those of the first round."""
+
+    def __init__(self, first: Statistics) -> None:
+        self.first, self.rounds = first, 0
+        self.sums = {layer: np.zeros((2, 2, len(mean))) for layer, (mean, _) in first.items()}
+
+    def add(self, found: Statistics) -> None:
+        self.rounds += 1
+        for layer, (mean, var) in found.items():
+            first_mean, first_var = self.first[layer]
+            moved = np.stack([mean - first_mean, np.log((var + EPS) / (first_var + EPS))])
+            self.sums[layer] += moved, moved * moved
+
+    def figures(self, layer: str, overall_var: NDArray[np.float64]) -> dict[str, float]:
+        """Nothing of a single round."""
+        means, squares = self.sums[layer] / self.rounds
+        means, variances = np.sqrt(np.maximum(squares - means * means, 0))
+        values = _rms(means / np.sqrt(overall_var + EPS)), _rms(variances)
+        return dict(zip(SPREAD, map(_short, values), strict=True)) if self.rounds > 1 else {}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")  # a file has a number for every round, client and layer
 
 
 def _rms(values: NDArray[np.float64]) -> float:

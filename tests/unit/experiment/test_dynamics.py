@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from fedbn_flwr.experiment.listeners.dynamics import DEVIATION, DRIFT, EPS, distances, statistics_in
+from fedbn_flwr.experiment.listeners.dynamics import DEVIATION, DRIFT, EPS, Window, distances, statistics_in
 from fedbn_flwr.models.tensors import initial_arrays
 
 Arrays = dict[str, np.ndarray]
@@ -65,6 +65,22 @@ def test_deviation_is_the_twins() -> None:
             "variance_ratio": math.exp(statistics.fmean(logs)),
         }
         assert figures == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_spread_over_rounds_is_the_twins() -> None:
+    """The deviation of the rounds' values, channel by channel, on the scale of the global statistics."""
+    rounds, overall = [model(seed) for seed in range(5)], model(9)
+    window = Window(statistics_in(rounds[0]))
+    for each in rounds:
+        window.add(statistics_in(each))
+    for layer, (_, scale) in statistics_in(overall).items():
+        mean, var = f"{layer}.running_mean", f"{layer}.running_var"
+        means, logs = [], []
+        for channel, s in enumerate(scale):
+            means.append(statistics.pstdev([float(each[mean][channel]) for each in rounds]) / math.sqrt(s + EPS))
+            logs.append(statistics.pstdev([math.log(float(each[var][channel]) + EPS) for each in rounds]))
+        expected = {"mean_spread": rms(means), "variance_spread": rms(logs)}
+        assert window.figures(layer, scale) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_client_with_four_times_the_variance_has_the_ratio_four() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
+from fedbn_flwr.experiment.listeners.dynamics import SPREAD
 from fedbn_flwr.results.folder import RunFolder
 
 EXPERIMENT = """
@@ -23,6 +24,7 @@ runs: {{one: {{strategy: {strategy}}}}}
 
 
 def run(folder: Path, *words: str, strategy: str = "{name: FedAvg}", norm: str = "bn") -> RunFolder:
+    folder.mkdir(exist_ok=True)
     file = folder / "experiment.yaml"
     file.write_text(EXPERIMENT.format(strategy=strategy, norm=norm))
     assert cli.main(["run", str(file), *words, "--out", str(folder / "out")]) == 0
@@ -47,7 +49,20 @@ def test_frozen_statistics_neither_drift_nor_deviate(tmp_path: Path) -> None:
     first, last = run(tmp_path, strategy="{name: FixBN, freeze_round: 3}").lines("norms.jsonl")
     assert first["layers"]["bn1"]["mean_drift"] > 0
     assert set(last["layers"]["bn1"].values()) == {0}
-    assert last["clients"]["2"]["bn2"] == {"mean_deviation": 0, "variance_deviation": 0, "variance_ratio": 1}
+    same = {"mean_deviation": 0, "variance_deviation": 0, "variance_ratio": 1}
+    assert {key: last["clients"]["2"]["bn2"][key] for key in same} == same
+
+
+def test_the_spread_is_over_the_rounds_since_the_line_before(tmp_path: Path) -> None:
+    """Frozen after round 2: the clients' statistics vary in rounds 1 and 2, and not in rounds 3 and 4."""
+    first, last = run(tmp_path, strategy="{name: FixBN, freeze_round: 2}").lines("norms.jsonl")
+    for line, lowest in ((first, 1e-3), (last, 0)):
+        spreads = [layer[key] for each in line["clients"].values() for layer in each.values() for key in SPREAD]
+        assert len(spreads) == 3 * 2 * 2
+        assert min(spreads) >= lowest
+        assert max(spreads) <= 1000 * lowest
+    single = run(tmp_path / "each", "evaluate.every=1")
+    assert not {*single.lines("norms.jsonl")[0]["clients"]["0"]["bn1"]} & {*SPREAD}, "of a single round"
 
 
 def test_a_resumed_run_has_the_lines_of_an_uninterrupted_one(tmp_path: Path) -> None:
