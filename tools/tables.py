@@ -206,7 +206,9 @@ def small(content: Mapping[str, Any]) -> str:
     words = []
     for key in dict.fromkeys(key for changes in (whole, *own) for key in changes):
         values = [(whole | changes)[key] for changes in own]
-        if values[0] is None:
+        if key == "only":
+            words.append(f"{len(values[0])} of {len(values)} runs")
+        elif values[0] is None:
             words += [f"no `{key}`"] if content.get(key) else []
         elif not key.startswith("evaluate."):
             same = all(value == values[0] for value in values)

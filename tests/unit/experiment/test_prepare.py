@@ -37,7 +37,7 @@ def stand_in(data: Data, device: str) -> DataSet:
     else:  # an image that is not resized has the size of its boxes
         shape = (entry.channels, *[entry.size or data.crop or 0] * 2)
     classes = data.classes or (entry.classes if entry else 10)
-    count = min(1000 * classes, 20_000)
+    count = min((entry and entry.examples) or 1000 * classes, 50_000)
     images = torch.zeros(1, *shape, dtype=torch.uint8).expand(count, *shape)
     if entry is not None and entry.ids is not None:  # segmentation data
         part, task = Examples(images, images[:, 0]), SEGMENTATION

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import pytest
 import yaml
 from torch import nn
 
+from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.expansion import condition
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.parts import learning_rate
-from fedbn_flwr.experiment.settings import Settings
+from fedbn_flwr.experiment.settings import Settings, strategy_name
 from fedbn_flwr.models.build import build_model
 from tests.support.command import ROOT
 
@@ -48,7 +49,7 @@ def fedtan(tables: Mapping[str, Any]) -> Iterator[Figure]:
                 continue
             for partition, figure in zip((IID, TWO_CLASSES), figures, strict=True):
                 yield table, name, f"{row}, {partition}", key, share(figure)
-            if table == "Table 1" and key == "accuracy":
+            if table == "Table 2":  # two classes on each client are a point of a figure
                 yield table, "fedtan/classes-per-client", f"{row}, classes_per_client=2", key, share(figures[1])
     counts = tables["setup"]["CIFAR-10"]
     with_gn, with_bn = counts["parameters with GN"], counts["parameters with GN"] + counts["statistics"]
@@ -97,7 +98,8 @@ def fixbn(tables: Mapping[str, Any]) -> Iterator[Figure]:
         yield "Table 2", "fixbn/table2", row, "accuracy", share(figure)
     for model, figures in tables["Table 3"].items():
         for row, figure in figures.items():
-            yield "Table 3", "fixbn/table3", f"{model}, {row}", "mean_iou", share(figure)
+            for lr in tables["setup"]["Table 3"]["lr"]:  # the paper does not say for which of the two
+                yield "Table 3", "fixbn/table3", f"{model}, {row}, lr={lr}", "mean_iou", share(figure)
     for row, figure in tables["Table 4"].items():
         yield "Table 4", "fixbn/table4", row, "accuracy", share(figure)
         if row in ("BN", "GN", "FixBN"):  # one point of a figure is the set-up of Table 4
@@ -180,6 +182,36 @@ def in_words(partition: Any) -> str:
     return " ".join(str(partition[key]) for key in ("kind", "alpha") if key in partition)
 
 
+def innermost(run: Settings) -> Mapping[str, Any]:
+    """The strategy that samples clients."""
+    strategy = run.strategy
+    while "base" in strategy:
+        strategy = strategy["base"]
+    return strategy
+
+
+def clients_in_a_round(run: Settings) -> float:
+    return run.clients * float(innermost(run).get("fraction_train", 1))
+
+
+def epochs_over_all_clients(run: Settings) -> float:
+    """Passes over the training examples, counted over all clients."""
+    if run.train.epochs is not None:
+        return run.rounds * run.train.epochs * clients_in_a_round(run) / run.clients
+    images = CATALOGUE[run.data.name].examples
+    assert images is not None
+    assert run.train.steps is not None
+    return run.rounds * clients_in_a_round(run) * run.train.steps * run.train.batch_size / images
+
+
+def rows_of(runs: Iterable[Settings]) -> set[str]:
+    return {run.cell.row for run in runs}
+
+
+def partitions_of(runs: Iterable[Settings]) -> list[str]:
+    return list(dict.fromkeys(run.data.partition.kind for run in runs if run.clients > 1))
+
+
 def test_the_runs_of_fixbn_have_the_set_up_of_the_paper(experiments: Mapping[str, tuple[Settings, ...]]) -> None:
     setup = PAPERS["FixBN"]["setup"]
     for run in experiments["fixbn/table4"]:
@@ -202,26 +234,95 @@ def test_the_runs_of_fixbn_have_the_set_up_of_the_paper(experiments: Mapping[str
         partitions = dict.fromkeys(in_words(run.data.partition.model_dump()) for run in experiments[name])
         assert list(partitions) == setup["partitions"]
     assert {run.rounds for run in experiments["fixbn/local-steps"]} == {setup["rounds of the second budget"]}
-    for run in experiments["fixbn/local-steps-128-epochs"]:
-        epochs = run.rounds * run.clients * (run.train.steps or 0) * run.train.batch_size / 50_000
-        assert epochs == pytest.approx(setup["epochs over all clients"], rel=0.02), "to a round of 2,500 steps"
-    assert {run.rounds for run in experiments["fixbn/dynamics"]} == {setup["rounds of the training dynamics"]}
     assert sorted({run.train.lr for run in experiments["fixbn/table1"]}) == setup["lr"]["Table 1"]
     assert {run.train.momentum for run in experiments["fixbn/table1"]} == {setup["momentum"]["Table 1"]}
     figure_j, small_images = setup["Figure J"], setup["Tiny-ImageNet"]
     runs = experiments["fixbn/batch-size"]
-    assert list(dict.fromkeys(run.cell.row for run in runs)) == figure_j["rules"]
+    assert rows_of(runs) == {*figure_j["rules"]}
     assert {(run.train.steps, run.model.norm) for run in runs} == {(figure_j["local steps"], "bn")}
-    for run in experiments["fixbn/tiny-imagenet"]:
-        part = run.strategy.get("base", run.strategy)["fraction_train"]
-        expected = (small_images["model"], small_images["clients"], small_images["share of clients"])
-        assert (run.model.name, run.clients, part) == expected
+    for run in (*experiments["fixbn/tiny-imagenet"], *experiments["fixbn/tiny-imagenet-momentum"]):
+        found = (run.model.name, run.clients, innermost(run)["fraction_train"])
+        assert found == (small_images["model"], small_images["clients"], small_images["share of clients"])
+
+
+FIXED_EPOCHS = (
+    *("local-steps-128-epochs", "momentum", "clients", "participation", "dynamics", "one-step-momentum"),
+    *("tiny-imagenet", "tiny-imagenet-momentum"),
+)
+
+
+@pytest.mark.parametrize("name", FIXED_EPOCHS)
+def test_the_figures_of_fixbn_have_its_epochs_over_all_clients(
+    experiments: Mapping[str, tuple[Settings, ...]], name: str
+) -> None:
+    setup = PAPERS["FixBN"]["setup"]
+    for run in experiments[f"fixbn/{name}"]:
+        expected = pytest.approx(setup["epochs over all clients"], rel=0.02)  # to a round of 2,500 steps
+        assert epochs_over_all_clients(run) == expected, run.label
+
+
+def test_table_2_of_fixbn_has_the_set_up_of_the_paper(experiments: Mapping[str, tuple[Settings, ...]]) -> None:
+    expected = PAPERS["FixBN"]["setup"]["Table 2"]
+    for run in experiments["fixbn/table2"]:
+        found = {
+            "clients": run.clients,
+            "share of clients": innermost(run)["fraction_train"],
+            "batch size": run.train.batch_size,
+            "lr": run.train.lr,
+            "lr falls at": list(run.train.schedule.milestones),
+            "local epochs": run.train.epochs,
+            "epochs over all clients": epochs_over_all_clients(run),
+        }
+        assert found == pytest.approx(expected)
+        ends = [learning_rate(run, number) for number in (96, 97, 192, 193, 288, 289, 320)]
+        assert ends == pytest.approx([0.1, 0.01, 0.01, 0.001, 0.001, 0.0001, 0.0001]), "of 320 rounds, every 30 %"
+
+
+def test_table_3_of_fixbn_has_the_set_up_of_the_paper(experiments: Mapping[str, tuple[Settings, ...]]) -> None:
+    expected = PAPERS["FixBN"]["setup"]["Table 3"]
+    runs = experiments["fixbn/table3"]
+    assert sorted({run.train.lr for run in runs}, reverse=True) == expected["lr"]
+    for run in runs:
+        found = {
+            "clients": run.clients,
+            "share of clients": innermost(run).get("fraction_train", 1),
+            "optimizer": run.train.optimizer,
+            "lr": expected["lr"],
+            "local epochs": run.train.epochs,
+            "freeze round": run.strategy.get("freeze_round", 0.5) * run.rounds,
+        }
+        assert found == expected
+
+
+def test_the_figures_of_fixbn_have_the_set_ups_of_the_paper(experiments: Mapping[str, tuple[Settings, ...]]) -> None:
+    setup = PAPERS["FixBN"]["setup"]
+    expected = setup["Figures 3a to c"]
+    for run in experiments["fixbn/dynamics"]:
+        assert (run.train.steps, run.train.momentum) == (expected["local steps"], expected["momentum"])
+        assert run.evaluate.dynamics
+        assert run.evaluate.every == expected["rounds of the window"], "a line is of the rounds since the one before"
+    expected = setup["Figure 1"]
+    for run in experiments["fixbn/one-step-momentum"]:
+        found = (run.train.steps, run.train.keep_momentum, run.train.momentum)
+        assert found == (expected["local steps"], expected["keeps momentum"], setup["momentum"]["others"])
+    numbers = sorted({run.clients for run in experiments["fixbn/clients"]})
+    assert [numbers[0], numbers[-1]] == setup["Figure I"]["clients"]
+    shares = sorted({innermost(run)["fraction_train"] for run in experiments["fixbn/participation"]})
+    assert [shares[0], shares[-1]] == setup["Figure I"]["share of clients"]
+    for name in ("fixbn/momentum", "fixbn/tiny-imagenet-momentum"):
+        assert sorted({run.train.steps or 0 for run in experiments[name]}) == setup["local steps"]
+        rows = rows_of(experiments[name])
+        for norm in ("BN", "GN", "FixBN"):
+            assert {f"{norm}, local momentum, E=1", f"{norm}, global momentum, E=1", f"{norm}, E=1"} <= rows
+        for run in experiments[name]:
+            assert run.train.keep_momentum == ("local" in run.cell.row)
+            assert ("GlobalMomentum" in strategy_name(run.strategy)) == ("global" in run.cell.row)
 
 
 NO_SWEEP = {
     "fedtan/table1": ["sweep=null"],
     "fedtan/table2": ["sweep=null"],
-    "fedtan/cifar100": [],
+    "fedtan/cifar100": ["sweep=null"],
 }
 
 
@@ -235,9 +336,8 @@ def rates_of(run: Settings, last: int) -> list[float]:
 def test_the_runs_of_fedtan_have_the_set_up_of_the_paper(experiments: Mapping[str, tuple[Settings, ...]]) -> None:
     setup = PAPERS["FedTAN"]["setup"]
     sweep = experiments["fedtan/classes-per-client"]
-    assert (
-        sorted({run.data.partition.model_dump()["classes_per_client"] for run in sweep}) == setup["classes on a client"]
-    )
+    classes = {run.cell.sweep["data.partition.classes_per_client"] for run in sweep if run.clients > 1}
+    assert sorted(classes) == setup["classes on a client"]
     assert {run.train.steps for run in experiments["fedtan/one-step"]} == {1}
     rules = {run.cell.row for run in experiments["fedtan/table1"]}
     assert {run.cell.row for run in experiments["fedtan/table2"]} == rules, "the curves of Figure 4"
@@ -266,7 +366,14 @@ def test_the_runs_of_fedtan_have_the_set_up_of_the_paper(experiments: Mapping[st
     assert classes - {None} == {setup["CIFAR-100"]["classes on a client"]}
     for name, count in setup["domains"]["clients"].items():
         for run in experiments[f"fedtan/{name}"]:
-            found = {"model": run.model.name, "batch size": run.train.batch_size, "lr": run.train.lr}
+            found = {
+                "model": run.model.name,
+                "batch size": run.train.batch_size,
+                "lr": run.train.lr,
+                "local steps": run.train.steps,
+                "momentum": run.train.momentum,
+                "each client is tested on every domain": run.evaluate.domains,
+            }
             assert found == {key: setup["domains"][key] for key in found}
             assert run.clients in (1, count)
     weights = {each.momentum for each in build_model("resnet20", 10).modules() if isinstance(each, nn.BatchNorm2d)}
@@ -276,6 +383,31 @@ def test_the_runs_of_fedtan_have_the_set_up_of_the_paper(experiments: Mapping[st
     parameters = sum(each.numel() for each in network.parameters())
     statistics = sum(each.numel() for each in network.buffers() if each.dim() > 0)
     assert (parameters, statistics) == (setup["MNIST"]["parameters"], setup["MNIST"]["statistics"])
+
+
+def test_the_images_of_fedtan_have_the_padding_of_its_code(experiments: Mapping[str, tuple[Settings, ...]]) -> None:
+    names = [name for name in NAMES if name.startswith("fedtan/") or name == "fixbn/table5"]
+    cropped = [run for name in names for run in experiments[name] if "crop" in (run.data.augment or ())]
+    assert {run.data.name for run in cropped} == {"cifar10", "cifar100"}
+    assert {run.data.pad for run in cropped} == {PAPERS["FedTAN"]["setup"]["padding of crops"]}
+
+
+FIGURES = {"one-step": 3, "classes-per-client": 5, "cifar100": 7, "two-stage": 11, "batch-size": 12}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_figures_of_fedtan_have_the_set_ups_of_the_paper(
+    experiments: Mapping[str, tuple[Settings, ...]], name: str
+) -> None:
+    setup, runs = PAPERS["FedTAN"]["setup"], experiments[f"fedtan/{name}"]
+    expected = setup[f"Figure {FIGURES[name]}"]
+    assert {*expected.get("strategies", ())} <= rows_of(runs)
+    assert partitions_of(runs) == expected.get("partitions", partitions_of(runs))
+    for run in runs:
+        assert run.train.steps == expected.get("local steps", setup["CIFAR-10"]["local steps"])
+        assert run.train.momentum == expected.get("momentum", 0.9)
+        assert run.train.weight_decay == expected.get("weight decay", run.train.weight_decay)
+        assert run.cell.row != "FedAvg without BN" or run.model.norm == "none"
 
 
 def test_the_figures_of_fedwon_fit_the_test_sets_of_fedbn() -> None:
@@ -292,7 +424,7 @@ def test_the_figures_of_fedwon_fit_the_test_sets_of_fedbn() -> None:
     assert (fit((192, 225, 32, 59)), fit((180, 220, 27, 56))) == (31, 9)
 
 
-def test_the_runs_of_fedwon_and_fedbs_have_the_set_up_of_the_papers(
+def test_the_runs_of_fedwon_have_the_set_up_of_the_paper(
     experiments: Mapping[str, tuple[Settings, ...]],
 ) -> None:
     setup = PAPERS["FedWon"]["setup"]
@@ -303,47 +435,58 @@ def test_the_runs_of_fedwon_and_fedbs_have_the_set_up_of_the_papers(
     for name, images in setup["images of a client"].items():
         for run in experiments[f"fedwon/{name}"]:
             assert run.data.partition.model_dump()["examples"] == images
+    assert {run.rounds for run in experiments["fedwon/domainnet"]} == {setup["rounds of DomainNet"]}
     for run in experiments["fedwon/cifar10"]:
-        part = run.strategy.get("base", run.strategy)["fraction_train"]
+        low, high = setup["lr"]
+        assert low <= run.cell.tune["train.lr"] <= high, "a rate for each strategy"
         found = {
             "clients": run.clients,
-            "share of clients": part,
+            "share of clients": innermost(run)["fraction_train"],
             "local epochs": run.train.epochs,
             "rounds": run.rounds,
         }
         assert found == setup["CIFAR-10"]
     assert {run.clients for run in experiments["fedwon/participation"]} == {50}
-    numbers = sorted({run.clients for run in experiments["fedwon/clients"]})
-    assert [numbers[0], numbers[-1]] == setup["clients of Figure 4"]
-    runs = experiments["fedwon/clients-batch-size"]
-    assert {run.clients for run in runs} == {setup["Figure 5"]["clients"]}
-    assert sorted({run.train.batch_size for run in runs}) == setup["Figure 5"]["batch size"]
+    assert sorted({run.clients for run in experiments["fedwon/clients"]}) == setup["clients of Figure 4"]
+    runs, expected = experiments["fedwon/clients-batch-size"], setup["Figure 5"]
+    assert {run.clients for run in runs} == {expected["clients"]}
+    assert {innermost(run)["fraction_train"] for run in runs} == {expected["share of clients"]}
+    assert sorted({run.train.batch_size for run in runs}) == expected["batch size"]
+    assert sorted(rows_of(runs)) == expected["strategies"]
+    for run in experiments["fedwon/statistics"]:
+        assert run.clients == len(run.data.domains) == setup["Figure 2"]["clients"]
+        assert run.evaluate.dynamics
 
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("fedbs/")])
+def test_the_runs_of_fedbs_have_the_set_up_of_the_paper(
+    experiments: Mapping[str, tuple[Settings, ...]], name: str
+) -> None:
     setup = PAPERS["FedBS"]["setup"]
-    for name in (name for name in NAMES if name.startswith("fedbs/")):
-        key = name.removeprefix("fedbs/").replace("mnist-unbalanced", "mnist").replace("local-test", "cifar10")
-        for run in experiments[name]:
-            train = run.train
-            assert (run.clients, run.rounds) == (setup["clients"], setup["rounds"][key])
-            assert run.strategy["fraction_train"] * run.clients == setup["clients in a round"]
-            assert (train.batch_size, train.lr, train.epochs) == (
-                setup["batch size"],
-                setup["lr"],
-                setup["local epochs"],
-            )
-            if run.strategy["name"] == "FedBS":
-                assert {key: run.strategy[key] for key in ("epsilon", "patience")} == setup["switch"]
-            partition = run.data.partition.model_dump()
-            network = build_model(run.model.name, 10, image_size=(32, 32) if "cifar" in run.model.name else (28, 28))
-            layers = [*network.modules()]
-            channels = [each.out_channels for each in layers if isinstance(each, nn.Conv2d)]
-            inputs = [each.in_features for each in layers if isinstance(each, nn.Linear)]
-            assert channels == setup["convolutions"][run.model.name]
-            assert inputs == setup["fully connected"][run.model.name]
-            weights = {each.momentum for each in layers if isinstance(each, nn.BatchNorm2d)}
-            assert weights == {setup["weight of new statistics"]}
-            if "unbalanced" not in name:
-                assert partition["shards_per_client"] == setup["balanced"]["shards"]
-            else:
-                assert partition["shard_size"] == setup["unbalanced"]["shard size"]
-                assert [partition["min_shards"], partition["max_shards"]] == setup["unbalanced"]["shards"]
+    key = name.removeprefix("fedbs/").replace("mnist-unbalanced", "mnist").replace("local-test", "cifar10-unbalanced")
+    for run in experiments[name]:
+        train = run.train
+        assert (run.clients, run.rounds) == (setup["clients"], setup["rounds"][key])
+        assert clients_in_a_round(run) == setup["clients in a round"]
+        assert list(run.data.augment or ()) == setup["augmentation"]
+        assert (train.batch_size, train.lr, train.epochs) == (
+            setup["batch size"],
+            setup["lr"],
+            setup["local epochs"],
+        )
+        if run.strategy["name"] == "FedBS":
+            assert {key: run.strategy[key] for key in ("epsilon", "patience")} == setup["switch"]
+        partition = run.data.partition.model_dump()
+        network = build_model(run.model.name, 10, image_size=(32, 32) if "cifar" in run.model.name else (28, 28))
+        layers = [*network.modules()]
+        channels = [each.out_channels for each in layers if isinstance(each, nn.Conv2d)]
+        inputs = [each.in_features for each in layers if isinstance(each, nn.Linear)]
+        assert channels == setup["convolutions"][run.model.name]
+        assert inputs == setup["fully connected"][run.model.name]
+        weights = {each.momentum for each in layers if isinstance(each, nn.BatchNorm2d)}
+        assert weights == {setup["weight of new statistics"]}
+        if not name.endswith(("unbalanced", "local-test")):
+            assert partition["shards_per_client"] == setup["balanced"]["shards"]
+        else:
+            assert partition["shard_size"] == setup["unbalanced"]["shard size"]
+            assert [partition["min_shards"], partition["max_shards"]] == setup["unbalanced"]["shards"]

@@ -82,7 +82,8 @@ def work(run: Settings) -> float:
     personal = (
         bool(describe(run.strategy["name"]).traits.kept) if run.evaluate.clients is None else run.evaluate.clients
     )
-    by_clients = run.clients + 1 if personal else 0  # each tests on all images, and on its own
+    # Each tests on all images, perhaps again by domain, and on its own.
+    by_clients = run.clients * (1 + run.evaluate.domains) + 1 if personal else 0
     evaluations = math.ceil(run.rounds / run.evaluate.every)
     testing = evaluations * tested * (by_server + by_clients) * FORWARD * of_an_image
     return training * CORES / min(CORES, run.clients) + testing
