@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 from described import describe
 
-from fedbn_flwr.experiment.file.content import shipped_experiments
+from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
 from fedbn_flwr.experiment.file.expansion import condition
 from fedbn_flwr.experiment.file.layers import FREE, FREE_KEYS, load_experiment
 from fedbn_flwr.experiment.settings import Settings
@@ -107,6 +107,26 @@ def differing(paper: Settings, run: Mapping[str, Any]) -> set[str]:
         if key.startswith(WITHOUT_DEFAULTS) or key in NONE_COUNTS or None not in (expected.get(key), found.get(key)):
             different.add(key)
     return different
+
+
+def coverage() -> tuple[int, int, int]:
+    """How many of the rows with published figures were measured as the paper has them, in part, and how many there are.
+
+    A row of several experiments, which has the same figures of the same table, counts once.
+    """
+    rows: dict[str, set[str]] = {}
+    for paper in yaml.safe_load(INDEX.read_text(encoding="utf-8")).values():
+        for item in paper.values():
+            figures = read_content(item["experiment"])[0].get("published") or {}
+            papers = {condition(each.cell): each for each in load_experiment(item["experiment"]).runs}
+            for label, figure in figures.items():
+                found = rows.setdefault(json.dumps(figure, sort_keys=True), set())
+                for run in itertools.chain.from_iterable(map(measured, item.get("files", []))):
+                    if run.label == label and run.finished:
+                        same = not differing(papers[label], run.settings) and "inferred" not in item
+                        found.add("whole" if same and run.settings["rounds"] == papers[label].rounds else "part")
+    whole = sum("whole" in found for found in rows.values())
+    return whole, sum(found == {"part"} for found in rows.values()), len(rows)
 
 
 def status(item: Mapping[str, Any]) -> tuple[str, str]:
@@ -847,8 +867,43 @@ def time_to_accuracy() -> Table:
     return (*columns, "with 38 exchanges"), rows
 
 
+def evidence() -> Table:
+    """What `docs/which-strategy.md` decides by: accuracies of the strategies, on the clients that it tells apart."""
+    labels = {"batch norm": ("FedAvg+BN", "FedAvg", "BN"), "group norm": ("FedAvg+GN", "GN"), "FixBN": ("FixBN",)}
+    labels |= {"FedTAN": ("FedTAN",), "FedBN": ("FedBN",), "FedWon": ("FedWon",), "own data only": ("Standalone",)}
+    digits, office = (FEDWON[item][0] for item in FEDWON)
+    one_model, own = "accuracy", "clients_own_accuracy"
+    sets: dict[str, tuple[str, tuple[str, ...], str]] = {
+        "similar data: MNIST": ("mnist.md#iid-lr-05", ("mnist/iid-lr0.5.json",), one_model),
+        "few classes: MNIST": ("mnist.md#two-classes-per-client-lr-05", (), one_model),
+        "few classes: CIFAR-10": ("fixbn.md#all-rounds-images-of-32-pixels", FULL, one_model),
+        "few classes: CIFAR-10, 16 pixels": ("fixbn.md#all-rounds-images-of-16-pixels", WHOLE, one_model),
+        "few classes: CIFAR-10, a LeNet": ("fixbn.md#a-lenet-like-network-all-rounds", LENET, one_model),
+        "few classes: CIFAR-10, 16 pixels, 20 % of the rounds": ("fedtan.md", SIXTEEN, one_model),
+        "few classes, 5 of 100 clients a round: MNIST": ("clients.md", ("clients/participation.json",), one_model),
+        "other images, 743 each: digits": ("fedwon.md#at-one-rate", digits, own),
+        "other images, 62 each: objects": ("fedwon.md#office-caltech-10-in-fedbns-protocol", office, own),
+    }
+    rows: list[Row] = []
+    for name, (link, files, key) in sets.items():
+        runs = by_label(*files) or {**by_label("mnist/noniid-lr0.5.json"), **by_label("mnist/falling-lr0.5.json")}
+        runs = without_sweep(
+            {label: each for label, each in runs.items() if "_train=" not in label or "=0.05" in label}
+        )
+        found = {
+            column: next((runs[label] for label in names if label in runs), [])
+            for column, names in labels.items()
+            if key == own or column not in ("FedBN", "own data only")  # with a model for each client
+        }
+        seeds = sorted({len(each) for each in found.values()} - {0})
+        cells = (share(key)(found[column]) if found.get(column) else "" for column in labels)
+        rows.append((f"[{name}](results/{link})", *cells, " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))))
+    return ("what clients have", *labels, "seeds"), rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "papers": papers,
+    "evidence": evidence,
     "results demo": demo,
     **{f"results mnist {file}": mnist(file) for file in ("noniid-lr0.5", "noniid-lr0.1", "iid-lr0.5")},
     "results mnist falling": mnist_falling,

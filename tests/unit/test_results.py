@@ -34,7 +34,7 @@ def test_each_table_of_a_results_page_is_generated() -> None:
         names += re.findall(r"<!-- table: (.*?) -->", text)
         by_hand = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
         assert not re.search(r"(?:^|\n\n)\|", by_hand), f"{page.name} has a table that its raw files cannot change"
-    assert sorted({*names} - {"experiments"}) == sorted([*results.TABLES, *outputs.TABLES])
+    assert sorted({*names} - {"experiments"}) == sorted({*results.TABLES, *outputs.TABLES} - {"evidence"})
 
 
 def test_each_raw_file_of_the_index_exists() -> None:
@@ -890,13 +890,9 @@ BASELINE = "demo/small-batches.json"  # the centralised run of the demo with a c
 
 
 def readme() -> Iterator[str]:
-    yield f"[{-gain_of_fedbs(after=0).difference:.1f} points below FedAvg](docs/results/fedbs.md) over 60 rounds"
-    means = accuracies("demo/report.json")
-    yield f"federated averaging with batch norm ends at {means['FedAvg+BN']} %"
-    yield f"with group norm at {means['FedAvg+GN']} %, FixBN at {means['FixBN']} %, FedTAN at {means['FedTAN']} %"
-    yield f"training on as many images in one place at {means['Centralised']} %"
+    whole, part, rows = results.coverage()
+    yield f"of {rows} published results {whole} are measured in full, {part} in part"
     assert {len(runs) for runs in results.by_label("demo/report.json").values()} == {5}
-    yield "These are means of five seeds"
 
 
 def demo() -> Iterator[str]:
@@ -926,75 +922,12 @@ def tutorial() -> Iterator[str]:
     yield f"in each round, at {found['FedTAN'].split()[0]} %"
 
 
-def which_strategy() -> Iterator[str]:
-    whole, late = (gain_of_fedbs(after=number).difference for number in (0, 40))
-    yield f"{-whole:.1f} points below `FedAvg` over all 60 rounds, {late:.1f} above it in the last 20 (five seeds"
-    skewed, alike = accuracies("mnist/noniid-lr0.5.json"), accuracies("mnist/iid-lr0.5.json", digits=2)
-    iid = {label.partition(",")[0]: float(value) for label, value in alike.items()}
-    assert 0.4 < iid["FedAvg+BN"] - iid["Centralised"] < 0.5
-    yield "within 0.5 points of centralised training ([IID]"
-    lower = accuracies("mnist/falling-lr0.5.json")
-    yield f"GN {lower['FedAvg+GN']} %, at the same rates ([MNIST]"
-    one = {rule: final(rule)[0] for rule in ("GN+WS", "FixBN", "BN")}
-    yield f"GN+WS {one['GN+WS']:.1f} %, FixBN {one['FixBN']:.1f} %, batch norm {one['BN']:.1f} %, one seed"
-    yield f"{skewed['FixBN']} %, batch norm {lower['FedAvg+BN']} % at the same rates, five seeds ([MNIST]"
-    full, small, lenet = (accuracies(*files) for files in (results.FULL, results.WHOLE, results.LENET))
-    yield f"all rounds of the paper: {full['FixBN']} %, batch norm {full['BN']} %, two seeds ([CIFAR-10]"
-    first = {rule: results.by_seed(runs)[0] for rule, runs in results.by_label(*results.FULL).items()}
-    yield "; GN {GN:.1f} %, FixBN {FixBN:.1f} %, batch norm {BN:.1f} %, one seed, all rounds".format(**first)
-    yield f"and {small['FixBN']} %, group norm {small['GN']} %, batch norm {small['BN']} %, five seeds ([at 16 pixels]"
-    assert {len(results.by_label(*results.WHOLE)[rule]) for rule in ("FixBN", "GN", "BN")} == {5}
-    yield f"GN {lenet['GN']} %, FixBN {lenet['FixBN']} %, batch norm {lenet['BN']} %, five seeds ([LeNet]"
-    limited = [skewed[f"FedTAN-II M={rounds}"] for rounds in (10, 100)]
-    yield f"{skewed['FedTAN']} and {limited[0]} to {limited[1]} %, five seeds ([MNIST]"
-    short = accuracies("fedtan/report.json")
-    yield f"FedTAN {short['FedTAN']} %, FixBN {short['FixBN']} %, one seed, 2 % of the rounds"
-    cifar = {label.partition(",")[0]: value for label, value in accuracies(*results.SIXTEEN).items()}
-    yield f"{cifar['FedTAN']} %, GN {cifar['FedAvg+GN']} %, batch norm {cifar['FedAvg+BN']} %, one or two seeds, 20 %"
-    digits, own = (accuracies("fedwon/digits/report.json", key=key) for key in ("accuracy", "clients_own_accuracy"))
-    stays, falls = (results.by_label(*files)["FedAvg"] for files in (["fedwon/digits/report.json"], results.FALLING))
-    with_falling, batch = results.share("accuracy")(falls), results.share("accuracy", unit=" %")(stays)
-    yield f"GN {digits['FedAvg+GN']}, LN {digits['FedAvg+LN']}, FixBN {digits['FixBN']}, batch norm {with_falling} with"
-    yield f"FixBN's falling rate, {batch} with the others' ([digits]"
-    ends = {rule: results.by_seed(runs) for rule, runs in results.by_label("fedwon/digits/report.json").items()}
-    pairs = [paired(ends[rule], results.by_seed(falls)) for rule in ("FedAvg+GN", "FedAvg+LN", "FixBN")]
-    chances = results.corrected(pairs)
-    assert min(chances) > 0.05
-    yield f"three seeds do not settle these differences (p = {min(chances):.1g} to {max(chances):.1g} at FixBN's rate)"
-    yield f"FedBN {own['FedBN']}, own data only {own['Standalone']}, one model with group norm {own['FedAvg+GN']} %"
-    office = results.FEDWON["Office-Caltech-10, AlexNet"][0]
-    whole, single = (accuracies(*office, key=key) for key in ("accuracy", "clients_own_accuracy"))
-    own_rate = accuracies(results.OFFICE_RATE)["FedWon"]
-    one_model = f"GN {whole['FedAvg+GN']}, batch norm {whole['FedAvg']} %, and FedWon {own_rate} % with a rate"
-    yield f"62: FixBN {whole['FixBN']}, {one_model}"
-    one_model = f"FixBN {single['FixBN']}, with group norm {single['FedAvg+GN']}, with batch norm {single['FedAvg']} %"
-    own_data = f"own data only {single['Standalone']} % with one seed ([objects]"
-    yield f"FedBN {single['FedBN']}, SiloBN {single['SiloBN']}, one model with {one_model}, {own_data}"
-    more = accuracies("domains/seeds.json")
-    near = [float(more[rule]) for rule in ("FedAvg+GN", "FedAvg+LN", "FixBN", "FedAvg+BN")]
-    assert max(near) - min(near) < 1
-    yield "7,438: within one point of one another ([digits]"
-    more = accuracies("domains/seeds.json", key="clients_own_accuracy")
-    yield f"7,438: FedBN {more['FedBN']}, own data only {more['Standalone']} % ([digits]"
-    part = {
-        label.partition(",")[0]: value
-        for label, value in accuracies("clients/participation.json").items()
-        if "=0.05" in label
-    }
-    yield f"FedTAN-II {part['FedTAN-II']}, FixBN {part['FixBN']}, GN {part['FedAvg+GN']}, batch norm"
-    yield f"batch norm {part['FedAvg+BN']} %, two seeds ([MNIST]"
-    yield f"by {iid['FedAvg+BN'] - iid['FedAvg+GN']:.1f} points with IID clients"
-    yield f"and by {float(skewed['FedAvg+GN']) - float(skewed['FedAvg+BN']):.0f} with two classes on each client"
-    late = [one - other for one, other in zip(final("FixBN"), final("BN"), strict=True)]
-    yield f"{min(late):.0f} to {max(late):.0f} points above it at the end"
-
-
 IN_RESULTS = (
     *(demo, fixbn, fedbs, fedtan, fedwon, domains, mnist, costs, clients, network),
     *(performance, secure, private, robustness, reliability, privacy),
 )
 PLACES = {page: ROOT / "docs" / "results" / f"{page.__name__}.md" for page in IN_RESULTS}
-PLACES |= {page: ROOT / "docs" / f"{page.__name__.replace('_', '-')}.md" for page in (tutorial, which_strategy)}
+PLACES |= {page: ROOT / "docs" / f"{page.__name__.replace('_', '-')}.md" for page in (tutorial,)}
 PLACES |= {readme: ROOT / "README.md", performance_guide: ROOT / "docs" / "performance.md"}
 PLACES |= {bounds: ROOT / "docs" / "robustness.md", personal: ROOT / "docs" / "strategies" / "fedbn.md"}
 
