@@ -3,32 +3,42 @@
 Each client i keeps a control variate c_i, an estimate of its gradient, and the server keeps their mean c. Local steps
 use g_i(y) + c - c_i, which corrects the drift of the clients. Clients send back the change of c_i with the model.
 
+A reply may be lost or refused, and the client does not know. So it keeps two control variates: the one that it began
+the round with, and the new one. The next message names the round of the one whose change the server has added.
+
 Choices that the paper leaves open:
 
 - c_i becomes the mean of the round's gradients. Without momentum and weight decay this equals the paper's option II,
   c_i - c + (x - y_i) / (K lr); with them it is still a gradient.
 - x is averaged by number of examples, as in FedAvg; the paper has equal weights and a server step size of 1.
 - Only parameters have control variates. Statistics of batch norm have no gradient and are averaged like the rest of x.
+- If a client has lost its c_i, the server cannot subtract it from c: c and all c_i begin at zero again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
 
 from fedbn_flwr.client.rule import ClientRule, Key
+from fedbn_flwr.errors import LOG
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
-from fedbn_flwr.messages.gate import Reply
+from fedbn_flwr.messages.gate import Reply, with_config
 from fedbn_flwr.models.tensors import copied, tensor_like
 
 from ._rule import Round, Traits
 from .fedavg import FedAvg
 
 CONTROL = "fedbn.control"
+CONTROL_ROUND = "fedbn.control-round"
 CONTROL_RECORD = "control"  # the server sends c and receives c_i+ - c_i
+CONTROL_LOST = "control-lost"  # the metric of a client that does not have the c_i that the server has added
 
 
 class Scaffold(FedAvg):
@@ -43,7 +53,7 @@ class Scaffold(FedAvg):
     @dataclass
     class Memory(FedAvg.Memory):
         control: dict[str, Array] = field(default_factory=dict)  # sum of all c_i; empty before the first round: zero
-        clients: list[int] = field(default_factory=list)  # by number, those whose c_i is in the sum
+        added: dict[int, int] = field(default_factory=dict)  # by client, the round whose c_i is in the sum
 
     memory: Memory
 
@@ -51,30 +61,58 @@ class Scaffold(FedAvg):
         connected, number = list(round.grid.get_node_ids()), self.memory.partitions
         known = {number[node] for node in connected if node in number}
         # N: clients may join, be away, or have another node id since a restart.
-        total = max(len(connected), len(known.union(self.memory.clients)), 1)
+        total = max(len(connected), len(known.union(self.memory.added)), 1)
         return {CONTROL: True, CONTROL_RECORD: {key: each / total for key, each in self.memory.control.items()}}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        messages, added = list(super().configure_train(server_round, arrays, config, grid)), self.memory.added
+        if self._round is not None and added:  # a client may be back under another node id
+            known = self.memory.partitions
+            unknown = [node for node in self.asked if node not in known and self._number(node) not in added]
+            self._ask_for_partitions(self._round, unknown)
+        return [
+            with_config(message, {CONTROL_ROUND: added.get(self._number(message.metadata.dst_node_id), 0)})
+            for message in messages
+        ]
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Line 17: N c <- N c + sum_i (c_i+ - c_i)"""
+        memory, clients = self.memory, {reply.message.metadata.src_node_id: reply for reply in replies}
+        if lost := [self._who(node) for node, reply in clients.items() if reply.metrics.get(CONTROL_LOST)]:
+            memory.control, memory.added = {}, {}
+            words = "round %d: all control variates begin at zero again, since %s lost the state with its own"
+            LOG.warning(words, round.number, ", ".join(lost))
+            return
         mean = weighted_mean((reply.records[CONTROL_RECORD] for reply in replies), [1.0] * len(replies))
-        nodes, number = (reply.message.metadata.src_node_id for reply in replies), self.memory.partitions
-        self.memory.clients = sorted({*self.memory.clients, *(number.get(node, node) for node in nodes)})
-        before, count = self.memory.control, len(replies)
-        self.memory.control = before | {
+        memory.added |= dict.fromkeys(map(self._number, clients), round.number)
+        before, count = memory.control, len(replies)
+        memory.control = before | {
             key: (before.get(key, 0.0) + count * change).astype(change.dtype) for key, change in mean.items()
         }
+
+    def _number(self, node: int) -> int:
+        """The client's number: its partition, under any node id; a number below zero if it reports none."""
+        return self.memory.partitions.get(node, ~node)
 
 
 class ScaffoldClient(ClientRule):
     """Lines 7 to 14: steps along g_i(y) + c - c_i; then c_i+ is the mean of the g_i."""
 
-    keys = {CONTROL: Key("true", "correct gradients by control variates, received and sent in the record `control`")}
+    keys = {
+        CONTROL: Key("true", "correct gradients by control variates, received and sent in the record `control`"),
+        CONTROL_ROUND: Key("int", "the client's control variate is that of this round; 0: it is zero"),
+    }
     order = -1  # before the other rules: g_i is the unchanged gradient
 
     def begin(self) -> None:
-        c, own = self.local.records.get(CONTROL_RECORD, {}), self._own()
-        parameters = self.local.optimizer.parameters.items()
-        self.corrections = {p: tensor_like(c.get(name), p) - tensor_like(own.get(name), p) for name, p in parameters}
+        self.known = int(self.local.config.get(CONTROL_ROUND, 0))  # the server has added the c_i of this round
+        self.own = self.local.client.state.load(f"{CONTROL}.{self.known}")
+        c, parameters = self.local.records.get(CONTROL_RECORD, {}), self.local.optimizer.parameters.items()
+        self.corrections = {
+            p: tensor_like(c.get(name), p) - tensor_like(self.own.get(name), p) for name, p in parameters
+        }
         self.sums = {p: torch.zeros_like(p) for _, p in parameters}
         self.steps = 0
 
@@ -87,13 +125,14 @@ class ScaffoldClient(ClientRule):
             torch._foreach_add_(found, [self.corrections[parameter] for parameter in gradients])
 
     def finish(self, metrics: dict[str, Any], records: dict[str, Arrays]) -> None:
-        before = self._own()
+        before, state = self.own, self.local.client.state
         new = copied({name: self.sums[p] / max(self.steps, 1) for name, p in self.local.optimizer.parameters.items()})
-        self.local.client.state.save(CONTROL, {**before, **new})  # parameters that are frozen now keep their c_i
+        if self.known and not before:
+            metrics[CONTROL_LOST] = 1
+        state.forget(CONTROL)
+        state.save(f"{CONTROL}.{self.known}", before)
+        # Parameters that are frozen now keep their c_i.
+        state.save(f"{CONTROL}.{self.local.config.get(protocol.ROUND, 1)}", {**before, **new})
         records[CONTROL_RECORD] = {
             name: value - before[name] if name in before else value for name, value in new.items()
         }
-
-    def _own(self) -> Arrays:
-        """c_i; zero in the first round, in which the server has no c: a stored c_i belongs to an earlier run then."""
-        return self.local.client.state.load(CONTROL) if CONTROL_RECORD in self.local.records else {}

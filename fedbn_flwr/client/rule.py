@@ -81,6 +81,7 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     "fedbn.clip": "fedbn_flwr.strategies.fedwon:FedWonClient",
     "fedbn.momentum": "fedbn_flwr.strategies.globalmomentum:GlobalMomentumClient",
     "fedbn.control": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
+    "fedbn.control-round": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
     protocol.COHORT: "fedbn_flwr.strategies.fedtan:FedTANClient",
     protocol.COHORT_BACKWARD: "fedbn_flwr.strategies.fedtan:FedTANClient",
     protocol.COHORT_MIN_BATCH: "fedbn_flwr.strategies.fedtan:FedTANClient",

@@ -334,6 +334,12 @@ def with_content(message: Message, content: RecordDict) -> Message:
     return changed
 
 
+def with_config(message: Message, more: Mapping[str, Any]) -> Message:
+    """A copy of the message with these entries in its config too."""
+    name, config = next(iter(configs_in(message.content).items()))
+    return with_content(message, RecordDict({**message.content, name: ConfigRecord({**config, **more})}))
+
+
 def with_arrays(message: Message, change: Callable[[ArrayRecord], ArrayRecord]) -> Message:
     """A copy of the message with changed arrays of the model; the original keeps its content."""
     arrays = arrays_of(message.content)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,16 +12,19 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 from torch import Tensor, nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.engines.base import GridAround
-from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, GlobalMomentum, Scaffold
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, GlobalMomentum, Scaffold, restore, state_of
+from tests.support.command import PATIENCE
 from tests.support.federations import Arrays, models_of, same
 from tests.support.fixtures import Batches, Federation
-from tests.support.records import BAD_RECORDS, between
+from tests.support.records import BAD_RECORDS, between, change_record
 
 Federations = Callable[..., Any]
 
@@ -91,6 +96,11 @@ def test_x_is_weighted_by_examples_and_c_is_not() -> None:
     assert weights(models_of(one_weight((1, 3)), strategy(), 2)) == [2.25, (3.12890625 + 3 * 2.4375) / 4]
 
 
+def held(state: NodeState, rule: Scaffold, partition: int) -> Arrays:
+    """c_i, the control variate with which a client begins its next round."""
+    return dict(state.load(f"fedbn.control.{rule.memory.added.get(partition, 0)}"))
+
+
 def by_hand(present: list[set[int]]) -> list[float]:
     """x after each round, in which only these clients take part; N = 2."""
     gradients = [lambda y: y, lambda y: 4 * (y - 4)]
@@ -143,7 +153,7 @@ def test_with_partial_participation_the_server_has_the_sum_of_all_control_variat
 
     rule = strategy(fraction_train=0.5, min_train_nodes=2)
     models_of(fed, rule, rounds, client_app(make))
-    own = [state.load("fedbn.control") for state in states.values()]
+    own = [held(state, rule, partition) for partition, state in states.items()]
     if rounds == 1:
         assert sum(bool(each) for each in own) == 2
     for key, c in rule.memory.control.items():
@@ -168,14 +178,16 @@ class Away(GridAround):
         return found
 
 
+THREE = ((1.0, 2.0), (2.0, 8.0), (1.5, 1.0))
+
+
 @pytest.mark.parametrize("rounds", [range(1, 6), range(6, 9)], ids=["joins", "is offline"])
 def test_a_client_that_is_away_for_some_rounds_does_not_change_the_optimum(rounds: range) -> None:
     """It is the sum of x s divided by the sum of x^2."""
-    cases = ((1.0, 2.0), (2.0, 8.0), (1.5, 1.0))
-    fed = one_weight((1, 1, 1), cases, lr=0.05, epochs=3)
+    fed = one_weight((1, 1, 1), THREE, lr=0.05, epochs=3)
     grid = Away(LocalGrid(fed.app(), 3), rounds)
     result = strategy().start(grid, fed.arrays(), num_rounds=300)
-    optimum = sum(x * s for x, s in cases) / sum(x**2 for x, _ in cases)
+    optimum = sum(x * s for x, s in THREE) / sum(x**2 for x, _ in THREE)
     assert unpack(result.arrays)["weight"].item() == pytest.approx(optimum, abs=1e-9)
 
 
@@ -237,7 +249,7 @@ def test_what_a_node_keeps_is_the_mean_of_its_gradients(federation: Federations)
     def look(message: RecordDict, reply: RecordDict, partition: int) -> None:
         x, y = unpack(message["arrays"]), unpack(reply["arrays"])
         c = unpack(message["control"]) if "control" in message else {}
-        after = states[partition].load("fedbn.control")
+        after = states[partition].load(f"fedbn.control.{int(message['config']['server-round'])}")
         for key, new in after.items():
             before = new - unpack(reply["control"])[key]
             expected = before - c.get(key, 0.0) + (x[key] - y[key]) / (3 * 0.25)
@@ -282,7 +294,7 @@ def test_frozen_affine_parameters_keep_their_control_variates(federation: Federa
     class Noting(Scaffold):
         def after_round(self, *given: Any) -> None:
             super().after_round(*given)
-            kept.append((dict(self.memory.control), states[0].load("fedbn.control")))
+            kept.append((dict(self.memory.control), held(states[0], self, 0)))
 
     def make(context: Context) -> BNClient:
         states[int(context.node_config["partition-id"])] = NodeState(context.state)
@@ -320,7 +332,7 @@ def test_a_client_that_does_not_repeat_its_partition_is_counted_once(federation:
     inner = fed.app()
     with LocalGrid(Silent(), 2, node_ids=[1, 101]) as grid:
         rule.start(grid, fed.arrays(), num_rounds=3)
-    assert rule.memory.clients == [0, 1]
+    assert rule.memory.added == {0: 3, 1: 3}
 
 
 def test_a_client_that_is_not_connected_keeps_its_share_of_c() -> None:
@@ -332,3 +344,213 @@ def test_a_client_that_is_not_connected_keeps_its_share_of_c() -> None:
 
     strategy().start(grid, fed.arrays(), num_rounds=6, evaluate_fn=keep)
     assert found[1:] == pytest.approx(by_hand([{0, 1}] * 2 + [{0}] * 4), rel=1e-13)
+
+
+# --- replies that the server does not use ----------------------------------------
+
+OPTIMUM = 3.2  # where the mean of the gradients w and 4 (w - 4) is zero
+LOST = [{2}, {1}, {1, 2, 3}]
+
+
+def trained_round(messages: list[Message]) -> int:
+    """The round in which these messages train; 0 for others."""
+    is_train = messages and messages[0].metadata.message_type == "train"
+    return int(messages[0].content["config"]["server-round"]) if is_train else 0
+
+
+class Losing(GridAround):
+    """Loses the replies of node 2 in some rounds, after the node has stored its new control variate."""
+
+    def __init__(self, inner: Grid, rounds: set[int]) -> None:
+        super().__init__(inner)
+        self.rounds = rounds
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        sent = list(messages)
+        replies = list(self.inner.send_and_receive(sent, timeout=timeout))
+        return list(filter(self.change, replies)) if trained_round(sent) in self.rounds else replies
+
+    def change(self, reply: Message) -> bool:
+        """Whether the reply arrives."""
+        return reply.metadata.src_node_id != 2
+
+
+class Refused(Losing):
+    """The server refuses these replies instead: no model may have infinite weights."""
+
+    def change(self, reply: Message) -> bool:
+        if reply.metadata.src_node_id == 2:
+            reply.content["arrays"] = pack({"weight": np.full((1, 1), np.inf)})
+        return True
+
+
+class Kept(Scaffold):
+    """Asserts after each round that c is the mean of the c_i with which the clients begin the next one."""
+
+    contexts: Callable[[], Mapping[int, Context]]
+
+    def after_round(self, *given: Any) -> None:
+        super().after_round(*given)
+        own = [
+            held(NodeState(context.state), self, int(context.node_config["partition-id"]))
+            for context in self.contexts().values()
+        ]
+        expected = sum(each.get("weight", np.zeros((1, 1))) for each in own)
+        np.testing.assert_allclose(self.memory.control["weight"], expected, rtol=1e-12, atol=1e-12)
+
+
+def kept(grid: LocalGrid, **options: Any) -> Kept:
+    rule = Kept(fraction_evaluate=0.0, **{"min_train_nodes": 1, "min_available_nodes": 1, **options})
+    rule.contexts = grid.contexts
+    return rule
+
+
+@pytest.mark.parametrize("rounds", LOST, ids=str)
+@pytest.mark.parametrize("losing", [Losing, Refused])
+def test_a_reply_that_the_server_does_not_use_is_as_if_its_client_had_been_absent(
+    losing: type[Losing], rounds: set[int]
+) -> None:
+    """The client's next steps are along c - c_i with the c_i that is in c, not with the one that the server never got:
+    with that one the run ends at 3.8 (round 2 lost), 0.8 (round 1) or 0.05 (three rounds).
+    """
+    fed, grid = one_weight(), one_weight().grid()
+    found = weights(models_of(fed, kept(grid), 60, grid=losing(grid, rounds)))
+    present = [{0} if number in rounds else {0, 1} for number in range(1, 61)]
+    assert found == pytest.approx(by_hand(present), rel=1e-12)
+    assert found[-1] == pytest.approx(OPTIMUM, abs=1e-6)
+
+
+def test_a_late_reply_is_as_if_its_client_had_been_absent(tmp_path: Path) -> None:
+    """The worker stores the node's state after the server has given the reply up."""
+
+    class Late(Losing):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            sent = list(messages)
+            if trained_round(sent) not in self.rounds:
+                return self.inner.send_and_receive(sent, timeout=timeout)
+            found = list(self.inner.send_and_receive(sent, timeout=3.0))
+            assert [reply.metadata.src_node_id for reply in found] == [1]
+            (tmp_path / "given up").touch()
+            return found
+
+    def make(context: Context, config: ConfigRecord) -> BNClient:
+        deadline = time.monotonic() + PATIENCE
+        while (config["server-round"], context.node_id) == (2, 2) and not (tmp_path / "given up").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return fed.make_client(context)
+
+    fed = one_weight()
+    with LocalGrid(client_app(make), 2, workers=2) as grid:
+        found = weights(models_of(fed, strategy(), 60, grid=Late(grid, {2})))
+    assert found == pytest.approx(by_hand([{0, 1}, {0}, *[{0, 1}] * 58]), rel=1e-12)
+    assert found[-1] == pytest.approx(OPTIMUM, abs=1e-6)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_run_that_is_resumed_around_a_lost_reply_equals_the_whole_one(stop: int, tmp_path: Path) -> None:
+    """The nodes have their states in folders and other ids after the stop, and the server has restored its memory."""
+    fed, rounds, x = one_weight(), {2}, one_weight().arrays()
+    before, after = strategy(), strategy()
+    run = {protocol.RUN: "a run", protocol.TOKEN: "0" * 32}
+    found, rule = [], before
+    before.begin(8, x)
+    after.begin(8, x)
+    grid: Grid = Losing(fed.grid(node_config={"state": str(tmp_path)}), rounds)
+    for number in range(1, 9):
+        config = ConfigRecord({**run, protocol.KEPT_ROUND: number - 1})
+        replies = grid.send_and_receive(rule.configure_train(number, x, config, grid))
+        arrays, _ = rule.aggregate_train(number, replies)
+        assert arrays is not None
+        x = arrays
+        found.append(float(unpack(x)["weight"].item()))
+        if number == stop:
+            restore(after, state_of(before))
+            rule = after
+            grid = Losing(
+                fed.grid(node_config={"state": str(tmp_path)}, node_ids=[1, 2] if stop == 1 else [7, 9]), rounds
+            )
+    assert found == pytest.approx(by_hand([{0, 1}, {0}, *[{0, 1}] * 6]), rel=1e-12)
+
+
+@pytest.mark.parametrize("losing", [Losing, Refused])
+def test_with_partial_participation_lost_replies_do_not_change_the_optimum(losing: type[Losing]) -> None:
+    """Two of three clients a round; the optimum is the sum of x s divided by the sum of x^2, (2 + 16 + 1.5)/7.25."""
+    fed = one_weight((1, 1, 1), THREE, lr=0.05, epochs=3)
+    grid = fed.grid()
+    rule = kept(grid, fraction_train=0.67)
+    found = weights(models_of(fed, rule, 300, grid=losing(grid, {1, 2, 5, 6, 7, 40})))
+    assert found[-1] == pytest.approx(19.5 / 7.25, abs=1e-9)
+
+
+class Beside(nn.Module):
+    """One weight, and a batch norm that is not used, whose statistics the server averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_a_reply_that_the_bounds_refuse_does_not_change_the_optimum() -> None:
+    """Its statistics are further from those of the others than `plausible` allows."""
+
+    class Implausible(Losing):
+        def change(self, reply: Message) -> bool:
+            if reply.metadata.src_node_id == 2:
+                change_record("arrays", "norm.running_mean", lambda mean: mean + 1e6)(reply.content)
+            return True
+
+    fed = one_weight((1, 1, 1), THREE, lr=0.05, epochs=3)
+    fed.model = Beside()
+    grid = fed.grid()
+    found = weights(models_of(fed, kept(grid, bounds={"plausible": 9.0}), 300, grid=Implausible(grid, {2, 3, 7})))
+    assert found[-1] == pytest.approx(19.5 / 7.25, abs=1e-9)
+
+
+def test_a_client_that_lost_its_state_does_not_change_the_optimum(flower_log: pytest.LogCaptureFixture) -> None:
+    """The server cannot subtract its c_i from c: all begin at zero again, and the log names it."""
+
+    class Forgetful(GridAround):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            sent = list(messages)
+            if trained_round(sent) == 4:
+                grid.contexts()[2].state = RecordDict()
+            return self.inner.send_and_receive(sent, timeout=timeout)
+
+    fed = one_weight()
+    grid = fed.grid()
+    found = weights(models_of(fed, strategy(), 60, grid=Forgetful(grid)))
+    assert found[-1] == pytest.approx(OPTIMUM, abs=1e-6)
+    (logged,) = [each.getMessage() for each in flower_log.records if "begin at zero again" in each.getMessage()]
+    assert logged.startswith("round 4: all control variates begin at zero again, since client 1 (node 2) lost the")
+    again = one_weight()
+    again.model.load_state_dict({"weight": torch.tensor([[found[3]]], dtype=torch.float64)})
+    assert found[4:8] == weights(models_of(again, strategy(), 4))
+
+
+def test_a_client_that_returns_under_another_node_id_keeps_its_control_variate(tmp_path: Path) -> None:
+    """As a SuperNode that was restarted. The server asks the unknown node for its partition."""
+    fed = one_weight()
+    grids = [fed.grid(node_config={"state": str(tmp_path)}, node_ids=ids) for ids in ([1, 2], [1, 77])]
+
+    class Restarted(GridAround):
+        def get_node_ids(self) -> Iterable[int]:
+            if self.rule._round is not None and self.rule._round.number == 3:
+                self.inner = grids[1]
+            return self.inner.get_node_ids()
+
+    grid = Restarted(grids[0])
+    grid.rule = strategy()
+    run = ConfigRecord({protocol.RUN: "a run", protocol.TOKEN: "0" * 32, protocol.KEPT_ROUND: 0})
+    models: list[float] = []
+
+    def keep(_: int, arrays: ArrayRecord) -> None:
+        models.append(float(unpack(arrays)["weight"].item()))
+
+    grid.rule.start(grid, fed.arrays(), num_rounds=8, train_config=run, evaluate_fn=keep)
+    assert grid.inner is grids[1]
+    assert models[1:] == pytest.approx(by_hand([{0, 1}] * 8), rel=1e-12)

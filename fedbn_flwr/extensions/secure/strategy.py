@@ -31,7 +31,7 @@ from fedbn_flwr.errors import LOG, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
-from fedbn_flwr.messages.gate import Reply, gate, read_reply, reason_of, refused, sent_model, with_content
+from fedbn_flwr.messages.gate import Reply, gate, read_reply, reason_of, refused, sent_model, with_config, with_content
 from fedbn_flwr.norms.roles import is_variance
 from fedbn_flwr.strategies import Round, Wrapper
 
@@ -213,7 +213,7 @@ class MaskedRound:
             client.WEIGHT: self.rule.chain[-1].weighted_by_key,
             client.EQUAL: protocol.join(self.rule.equal),
         }
-        return [_with_config(message, more) for message in messages if message.metadata.dst_node_id in self._shares]
+        return [with_config(message, more) for message in messages if message.metadata.dst_node_id in self._shares]
 
     def means(self, replies: Iterable[Message], whole: Arrays) -> list[Message]:
         """The mean reply from each client in the sum, and errors from the others; `whole` is the global model."""
@@ -340,12 +340,6 @@ class MaskedRound:
             f"{self._what}, secure aggregation, {stage}: {found} of {asked} clients answered, {self.threshold} are "
             f"needed to open a sum:{listed or ' no reply'}"
         )
-
-
-def _with_config(message: Message, more: Mapping[str, Any]) -> Message:
-    """A copy of the message with these entries in its config too."""
-    name, config = next(iter(configs_in(message.content).items()))
-    return with_content(message, RecordDict({**message.content, name: ConfigRecord({**config, **more})}))
 
 
 def _node_of(reply: Message) -> int:
