@@ -27,7 +27,7 @@ from torch.optim import SGD
 from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.client.training import Gradient
 from fedbn_flwr.engines.base import capabilities
-from fedbn_flwr.errors import MessageError
+from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange import carriers
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, exchanged_layers
@@ -43,7 +43,7 @@ from .fixbn import FixBN, LastFree, frozen_roles
 class FedTAN(FedAvg):
     """FedAvg whose first local step uses the gradient of the union of the clients' batches.
 
-    Accepts FedAvg's arguments too.
+    Accepts FedAvg's arguments too, except another `weighted_by_key`: p_i is the same in exchanges and models.
 
     Parameters
     ----------
@@ -78,9 +78,14 @@ class FedTAN(FedAvg):
         direct: bool = True,
         **options: Any,
     ) -> None:
-        if weights == "batch":
-            options.setdefault("weighted_by_key", protocol.BATCH_EXAMPLES)
-        super().__init__(**options)
+        key = protocol.BATCH_EXAMPLES if weights == "batch" else protocol.NUM_EXAMPLES
+        super().__init__(**{"weighted_by_key": key, **options})
+        if self.weighted_by_key != key:  # a client knows other metrics only when its round is over
+            raise SettingsError(
+                f"weighted_by_key is {self.weighted_by_key!r}, but the exchanges of {self} weight clients by {key!r}, "
+                "and the mean of the models must have the same weights; leave it out, and give weights='data' or "
+                "weights='batch'"
+            )
         self.traits = replace(self.traits, min_batch=min_batch)
         self.exchange, self.weights_by = exchange, weights
         self.exchange_timeout, self.direct = exchange_timeout, direct

@@ -293,6 +293,9 @@ def test_fedtan_ii_is_fedtan_then_frozen_statistics(federation: Federations) -> 
         (lambda: FedTAN(weights="none"), "weights is 'none'"),
         (lambda: FedTAN(min_batch=0), "min_batch is 0; expected a number of examples"),
         (lambda: FedTANII(fedtan_rounds=-1), "fedtan_rounds is -1"),
+        (lambda: FedTAN(weighted_by_key="w"), "weighted_by_key is 'w', but the exchanges of FedTAN weight .* 'num-exa"),
+        (lambda: FedTAN(weights="batch", weighted_by_key="num-examples"), "weight clients by 'batch-examples'"),
+        (lambda: FedTANII(weighted_by_key="batch-examples"), "weight clients by 'num-examples'"),
     ],
 )
 def test_wrong_arguments_are_named(make: Callable[[], Any], says: str) -> None:
