@@ -86,7 +86,7 @@ def reestimate(
 
 @contextmanager
 def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
-    """Put `model` into training mode and freeze the roles `what` of its batch norms inside the block.
+    """Put `model` into training mode, and freeze the roles `what` of its batch norms inside the block.
 
     Frozen statistics: batch norms normalise with their running mean and variance and do not update them, while
     gamma, beta and all other layers train (dropout stays on). A batch norm without statistics normalises by its batch
@@ -94,6 +94,7 @@ def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
     """
     model.train()
     layers = norm_layers(model) if what else {}
+    tracking: list[nn.Module] = []
     if Role.STATISTICS in what:
         tracking = [layer for layer in layers.values() if getattr(layer, "running_mean", None) is not None]
         if layers and not tracking:
@@ -107,5 +108,7 @@ def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
     try:
         yield
     finally:
+        for layer in tracking:
+            layer.train(model.training)
         for parameter in frozen:
             parameter.requires_grad_(True)

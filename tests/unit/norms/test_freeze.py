@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -90,6 +93,18 @@ def test_training_without_freezing_follows_training_with_it() -> None:
         pass
     with frozen_norm(model, frozenset()):
         assert one_step(model) == WEIGHTS | AFFINE | STATISTICS
+
+
+@pytest.mark.parametrize("ends", [pytest.raises(RuntimeError, match="diverged"), contextlib.nullcontext()])
+def test_batch_norms_are_in_training_mode_again_afterwards(ends: contextlib.AbstractContextManager[Any]) -> None:
+    """As `model.training` says: a pass outside the block would normalise with the frozen statistics."""
+    model = net()
+    with ends, frozen_norm(model, frozenset({Role.STATISTICS})):
+        assert not model[1].training
+        if not isinstance(ends, contextlib.nullcontext):
+            raise RuntimeError("diverged")
+    assert all(module.training for module in model.modules())
+    assert one_step(model) == WEIGHTS | AFFINE | STATISTICS
 
 
 def test_a_batch_norm_without_statistics_cannot_be_frozen() -> None:
