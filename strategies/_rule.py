@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
+from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.declared import checked
@@ -95,6 +96,9 @@ class Traits:
         return {*self.kept} != {*Role}
 
 
+# Flower's strategies for differential privacy, which wrap others.
+NOISED = tuple(kind for name, kind in vars(flower).items() if name.startswith("DifferentialPrivacy"))
+
 # Hooks that may use the replies of single clients.
 _OF_SINGLE_REPLIES = ("problem", "weights", "combine", "after_round")
 
@@ -121,6 +125,7 @@ class Rule(Strategy):
     # inside it lack). `check_composition` names these properties. A class with a hook that sees the replies of single
     # clients must declare what it lacks. One that lacks "inside" hides these replies from all who read the run.
     lacks: Mapping[str, str] = {}
+    compares: bool = True  # whether a reply may be refused for what the other clients sent
     # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an
     # experiment they are on the disk before the messages that `configure_train` returns are sent.
     promised: Collection[str] = ()
@@ -146,7 +151,10 @@ class Rule(Strategy):
     # --- the hooks ---
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        """Prepare for a run that begins with this model; raise SettingsError if the rule cannot train it."""
+        """Prepare for a run that begins with this model; raise SettingsError if the rule cannot train it.
+
+        `num_rounds` is 0 if a strategy that is not a rule has started the run: then it is not known.
+        """
         self.memory, self._rounds = self.Memory(), num_rounds
         self._inside.begin(num_rounds, arrays)
 
@@ -182,11 +190,24 @@ class Rule(Strategy):
     def _begins(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Round:
         """The round whose training is configured."""
         if server_round == 1 and protocol.RUN not in config:
-            # A strategy around this one has started the run, as Flower's for privacy do.
-            self.chain[-1].begin(0, arrays)
+            # A strategy around this one has started the run, as Flower's for privacy do, or a `start` of the user.
+            self._check_outer()
+            self.begin(self._rounds or 0, arrays)
             self._name = _drawn_name()
         self._round = Round(server_round, arrays, self._named(config), grid)
         return self._round
+
+    def _check_outer(self) -> None:
+        """Raise SettingsError if a strategy of Flower for privacy around this one would clip records of the rule."""
+        frame = inspect.currentframe() if self.traits.records else None
+        while frame is not None:  # no strategy knows the one around it
+            if isinstance(outer := frame.f_locals.get("self"), NOISED):
+                kind = type(outer).__name__
+                raise SettingsError(
+                    f"{kind} clips each record of a reply as if it were the model, and {self} inside it also sends "
+                    f"{self.traits.besides[0]}; use {self} without {kind}, or a strategy that sends only the model"
+                )
+            frame = frame.f_back
 
     def _named(self, config: ConfigRecord) -> ConfigRecord:
         """The config with the name of the run, by which clients know their state of it."""
@@ -215,8 +236,10 @@ class Rule(Strategy):
                 problems |= record_problems(found, name, sent)
             return problems
 
-        found = leaf.screen(f"round {round.number}", replies, leaf.asked, problem, compare, names)
-        return leaf.limited(round, found)
+        compared = compare if all(rule.compares for rule in self.chain) else None
+        found = leaf.screen(f"round {round.number}", replies, leaf.asked, problem, compared, names)
+        leaf.used, leaf.refused = found.nodes, found.refused
+        return leaf.limited(round, found.replies)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -295,6 +318,22 @@ def _is_own(cls: type, hook: str) -> bool:
     return hook in vars(cls) or getattr(cls, hook) not in others
 
 
+@dataclass(frozen=True)
+class Screened:
+    """The replies to the messages of a round, an evaluation or a query."""
+
+    by_node: Mapping[int, Reply]  # the usable ones, in the order of partitions
+    refused: Sequence[Message]  # the others, as errors
+
+    @property
+    def nodes(self) -> Collection[int]:
+        return self.by_node.keys()
+
+    @property
+    def replies(self) -> list[Reply]:
+        return [*self.by_node.values()]
+
+
 class Leaf(Rule):
     """The innermost rule of a chain: it chooses the clients, and knows them by their partitions."""
 
@@ -310,15 +349,14 @@ class Leaf(Rule):
     # Why a model that tracks statistics is refused, with a place for the first key of theirs; None: it is not.
     without_statistics: ClassVar[str | None] = None
     min_train_nodes: int = 1  # usable replies that a round needs
-    compares: bool = True  # whether a reply may be refused for what the other clients sent
-    hidden: frozenset[Role] = frozenset()  # what a strategy that is not a rule does not see of the model
+    hidden: frozenset[Role] = frozenset()  # in this run what a strategy that is not a rule does not see of the model
     asked: Sequence[int] = ()  # the nodes that received the model in this round
     used: Collection[int] = ()  # the nodes whose replies are in the last mean, of training or of evaluation
 
     def __init__(self) -> None:
         self.memory, self.chain = self.Memory(), (self,)
-        self.left_out: list[str] = []  # this round's unusable replies: client and reason
-        self.refused: list[Message] = []  # the same, as errors
+        self.left_out: list[str] = []  # those that are not in this round's mean: client and reason
+        self.refused: Sequence[Message] = ()  # the replies that are not in the last mean, as errors
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         if not isinstance(arrays, ArrayRecord):
@@ -330,7 +368,7 @@ class Leaf(Rule):
         tracked = [key for key, role in roles(arrays).items() if role is Role.STATISTICS]
         if tracked and self.without_statistics:
             raise SettingsError(self.without_statistics.format(tracked[0]))
-        self.memory, self._rounds = self.Memory(), num_rounds
+        self.memory, self._rounds, self.hidden = self.Memory(), num_rounds, frozenset()
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         return [float(reply.metrics[self.weighted_by_key]) for reply in replies]
@@ -405,8 +443,9 @@ class Leaf(Rule):
             return number_problem(reply.metrics, key) if self.weighs else None
 
         # A missing evaluation must not end the run, so no reply is required.
-        found = self.screen(f"round {server_round}, evaluation", messages, (), problem, records=None)
-        return self.evaluated(server_round, found, key)
+        found = self.screen(f"round {server_round}, evaluation", messages, (), problem, records=None, left_out=[])
+        self.used, self.refused = found.nodes, found.refused
+        return self.evaluated(server_round, found.replies, key)
 
     def screen(
         self,
@@ -414,12 +453,14 @@ class Leaf(Rule):
         replies: Iterable[Message],
         asked: Collection[int],
         problem: Callable[[Reply], str | None],
-        compare: Callable[[Mapping[int, Reply]], Mapping[int, str]] = lambda found: {},
+        compare: Callable[[Mapping[int, Reply]], Mapping[int, str]] | None = lambda found: {},
         records: Collection[str] | None = (),
-    ) -> list[Reply]:
-        """The replies that `problem` and `compare` do not refuse, in the order of partitions. See `admit`.
+        left_out: list[str] | None = None,
+    ) -> Screened:
+        """The replies that `problem` and `compare` do not refuse. See `admit`.
 
-        `records` are the names of additional records of arrays; None: the replies have no arrays at all.
+        With None instead of `compare` no reply is refused for what others sent. `records` are the names of additional
+        records of arrays; None: the replies have no arrays at all.
         """
         usable: dict[int, Reply] = {}
         answered: dict[int, int | None] = {}
@@ -437,17 +478,16 @@ class Leaf(Rule):
                 usable[node] = found
             except MessageError as error:
                 problems.append((node, str(error)))
-        if self.compares:
+        if compare is not None:
             problems += {**odd_metrics(usable), **compare(usable)}.items()
-        left = self.admit(what, answered, problems, asked)
+        left = self.admit(what, answered, problems, asked, left_out)
         reasons = {**dict(problems), **self.learn(answered)}
-        self.refused = [
+        errors = [
             refused(reply, reasons[node]) if reply.has_content() else reply
             for reply in messages
             if (node := reply.metadata.src_node_id) not in left
         ]
-        self.used = left
-        return [usable[node] for node in left]
+        return Screened({node: usable[node] for node in left}, errors)
 
     def admit(
         self,
@@ -455,13 +495,15 @@ class Leaf(Rule):
         answered: Mapping[int, int | None],
         refused: Sequence[tuple[int, str]],
         asked: Collection[int],
+        left_out: list[str] | None = None,
     ) -> list[int]:
         """The nodes of `answered` that are not in `refused`, in the order of partitions.
 
         `answered` maps a node to the partition that it reports, `refused` are pairs of node and reason. The log names
-        the clients left out. RunFailed lists the reasons if fewer than `min_train_nodes` of the nodes `asked` remain;
-        if none was asked, none is required.
+        the clients left out, and they are added to `left_out`, by default that of the round's training. RunFailed lists
+        them if fewer than `min_train_nodes` of the nodes `asked` remain; if none was asked, none is required.
         """
+        left_out = self.left_out if left_out is None else left_out
         moved = self.learn(answered)  # such a client counts once, whatever else it is refused for
         refused = [*(each for each in refused if each[0] not in moved), *moved.items()]
         known = self.memory.partitions
@@ -477,10 +519,10 @@ class Leaf(Rule):
             reasons += [f"{self._who(node)}: it did not answer in time" for node in silent]
         elif count > 0:  # the others have errors that name the SuperLink
             reasons.append(f"{count} of {len(asked)} clients did not answer in time")
-        self.left_out += reasons
+        left_out += reasons
         needed = max(1, min(self.min_train_nodes, len(asked))) if asked else 0
         if len(usable) < needed:
-            listed = "".join(f"\n  - {one_line(reason)}" for reason in self.left_out) or " no reply"
+            listed = "".join(f"\n  - {one_line(reason)}" for reason in left_out) or " no reply"
             raise RunFailed(
                 f"{what}: {len(usable)} of {len(asked)} clients sent a usable reply, {needed} are needed:{listed}"
             )

@@ -33,7 +33,7 @@ from fedbn_flwr.messages.gate import (
 )
 from fedbn_flwr.norms.roles import roles, split_by_role
 
-from ._rule import EvaluateFn, Leaf, Round, Rule, restore, state_of
+from ._rule import NOISED, EvaluateFn, Leaf, Round, Rule, restore, state_of
 
 
 class Wrapper(Rule):
@@ -172,12 +172,11 @@ def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
 # Strategies whose result depends on the mean of the replies only.
 _MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)
 _ROBUST = (flower.FedMedian, flower.FedTrimmedAvg, flower.Krum, flower.MultiKrum, flower.Bulyan)
-_NOISED = tuple(kind for name, kind in vars(flower).items() if name.startswith("DifferentialPrivacy"))
 _LACK = (
     ((FedOpt, flower.FedAvgM, flower.QFedAvg), "statistics", "changes statistics by steps of its optimiser"),
     ((flower.QFedAvg,), "mean", "weights the clients by the loss of each"),
     (_ROBUST, "mean", "compares the clients' models"),
-    (_NOISED, "mean", "clips the changes of the clients and adds noise"),
+    (NOISED, "mean", "clips the changes of the clients and adds noise"),
 )
 
 _NOT_SAVED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial, Strategy)
@@ -259,8 +258,7 @@ class Foreign(Leaf):
         return [with_arrays(message, whole) for message in messages] if self.hidden else messages
 
     def unusable(self, reply: Reply, sent: Arrays) -> str | None:
-        # `MeanStatistics` needs all arrays; without a comparison the form of the others is not known.
-        of_form = fault(reply.arrays, sent) if self.hidden or not self.compares else None
+        of_form = fault(reply.arrays, sent) if self.hidden else None  # `MeanStatistics` needs all arrays
         if not self.weighs:
             return of_form
         keys = filter(None, (self.weighted_by_key, self._of_some("train_loss_key")))  # QFedAvg weights by the loss too
@@ -319,7 +317,7 @@ class Foreign(Leaf):
             ]
         return self.strategy.aggregate_evaluate(server_round, [*messages, *self._errors()])
 
-    def _errors(self) -> list[Message]:
+    def _errors(self) -> Sequence[Message]:
         """The refused replies, for the strategy: Flower's only log them, and are given none.
 
         One around them (for privacy) aggregates nothing if there is an error.

@@ -63,6 +63,9 @@ class FixBN(Wrapper):
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
         given, name = self.freeze_round, self.argument
+        if not num_rounds:
+            self.memory.switch_round = given + 1 if isinstance(given, int) else None
+            return
         last = int(given * num_rounds + 1e-9) if isinstance(given, float) else given  # 0.29 * 100 is 28.999999999999996
         self.memory.switch_round = last + 1
         if last > num_rounds:

@@ -68,6 +68,6 @@ class HeteroBN(FedAvg):
             left = {node: reply for node, reply in found.items() if node not in problems}
             return problems | self.compare(left, {})
 
-        replies = self.screen(what, answers, nodes, problem, compare)
+        replies = self.screen(what, answers, nodes, problem, compare, left_out=[]).replies
         weights = self.bounded(what, self.weights(round, replies))
         return record_of({**round.arrays, **pack(weighted_mean((reply.arrays for reply in replies), weights))})

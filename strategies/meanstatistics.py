@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import SettingsError
@@ -59,7 +60,10 @@ class MeanStatistics(Wrapper):
         if statistics == "median":
             self.lacks = {**self.lacks, "mean": "takes the median of the clients' statistics"}
         self.statistics = statistics
-        self.chain[-1].hidden |= OF_NORMS
+
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        super().begin(num_rounds, arrays)
+        self.chain[-1].hidden = OF_NORMS
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)

@@ -44,6 +44,7 @@ from fedbn_flwr.strategies import (
 )
 from strategies._rule import OLD_NAMES
 from tests.support.command import ROOT, python_blocks
+from tests.support.federations import same
 from tests.support.foreign import Foreign as ForeignClient
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
 
@@ -387,6 +388,72 @@ def test_starts_of_several_wrapped_strategies_are_all_called(
     assert [message.config.get("fedbn.freeze") for message in grid.sent if message.kind == "train"][-1] == "statistics"
     assert all(message.config["fedbn.momentum"] for message in grid.sent if message.kind == "train")
     assert "Starting GlobalMomentum strategy:" in flower_log.text
+
+
+# --- our strategies inside and outside of others ------------------------------
+
+
+class Outer(Strategy):
+    """A strategy of another project around one of ours, whose rounds it starts itself."""
+
+    def __init__(self, inner: Strategy) -> None:
+        self.inner = inner
+
+    def configure_train(self, *given: Any) -> Any:
+        return self.inner.configure_train(*given)
+
+    def aggregate_train(self, *given: Any) -> Any:
+        return self.inner.aggregate_train(*given)
+
+    def configure_evaluate(self, *given: Any) -> Any:
+        return self.inner.configure_evaluate(*given)
+
+    def aggregate_evaluate(self, *given: Any) -> Any:
+        return self.inner.aggregate_evaluate(*given)
+
+    def summary(self) -> None:
+        self.inner.summary()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: GlobalMomentum(FedAvg()), lambda: FixBN(GlobalMomentum(Scaffold()), freeze_round=1)]
+)
+def test_a_second_run_inside_a_strategy_of_another_project_begins_without_the_state_of_the_first(
+    federation: Federations, make: Any
+) -> None:
+    """And so equals one that our own start() begins."""
+    fed, inner = federation((8, 12), momentum=0.9), make()
+    runs = [Outer(inner).start(fed.grid(), fed.arrays(), num_rounds=3) for _ in range(2)]
+    expected = unpack(make().start(fed.grid(), fed.arrays(), num_rounds=3).arrays)
+    assert all(same(unpack(run.arrays), expected) for run in runs)
+
+
+@pytest.mark.parametrize("kind", ["ServerSide", "ClientSide"])
+@pytest.mark.parametrize(
+    ("make", "record"),
+    [(Scaffold, "control"), (lambda: FixBN(GlobalMomentum(FedAvg()), freeze_round=1), "momentum")],
+)
+def test_flower_s_privacy_around_a_strategy_that_sends_records_is_refused_before_training(
+    federation: Federations, make: Any, record: str, kind: str
+) -> None:
+    fed, name = federation((8, 12), momentum=0.9), f"DifferentialPrivacy{kind}FixedClipping"
+    grid, inner = RecordingGrid(fed.app(), 2), make()
+    words = rf"{name} clips each record .* {inner} inside it also sends record `{record}`, .*; use {inner} without"
+    with pytest.raises(SettingsError, match=words):
+        getattr(flower, name)(inner, 0.0, 1e6, 2).start(grid, fed.arrays(), num_rounds=2)
+    assert grid.sent == []
+
+
+def test_a_strategy_that_was_wrapped_works_on_its_own_as_before(federation: Federations) -> None:
+    fed = federation((8, 12), lr=0.05)
+
+    def make() -> FixBN:
+        return FixBN(flower.FedAvg(), freeze_round=2)
+
+    base = make()
+    MeanStatistics(base).start(fed.grid(), fed.arrays(), num_rounds=3)
+    expected = unpack(make().start(fed.grid(), fed.arrays(), num_rounds=3).arrays)
+    assert same(unpack(base.start(fed.grid(), fed.arrays(), num_rounds=3).arrays), expected)
 
 
 # --- mixtures with Flower's old API -------------------------------------------

@@ -247,9 +247,10 @@ def test_evaluate_fn_receives_the_queried_statistics(federation: Federations, wr
     assert STATISTICS.isdisjoint(result.arrays)
 
 
-def answering(fed: Any, change: Callable[[int, ArrayRecord], None]) -> ClientApp:
+def answering(fed: Any, change: Callable[[int, ArrayRecord], None], inner: ClientApp | None = None) -> ClientApp:
     """The federation's app, with the statistics in its replies changed by `change(partition, arrays)`."""
-    inner, app = fed.app(), ClientApp()
+    inner, app = inner or fed.app(), ClientApp()
+    app.train()(inner)
 
     @app.query("statistics")
     def statistics(message: Message, context: Context) -> Message:
@@ -280,6 +281,33 @@ def test_a_client_whose_statistics_do_not_fit_is_left_out_by_name(
     np.testing.assert_allclose(
         found["1.running_mean"].numpy(), (sum(means) / len(means)).detach().numpy(), rtol=1e-5, atol=1e-6
     )
+
+
+def test_the_query_leaves_the_training_s_clients_as_they_are(federation: Federations) -> None:
+    """Client 2 does not train, client 0 does not answer the query."""
+    fed = federation((8, 12, 6), model=static_net)
+
+    def make(context: Context, config: ConfigRecord) -> BNClient:
+        if context.node_config["partition-id"] == 2 and trains:
+            raise OSError("its memory is full")
+        return fed.make_client(context)
+
+    def change(partition: int, arrays: ArrayRecord) -> None:
+        if partition == 0:
+            raise OSError("the disk is gone")
+
+    strategy, trains = HeteroBN(statistics="query", min_train_nodes=1), True
+    grid = fed.grid(answering(fed, change, client_app(make)))
+    strategy.begin(1, fed.arrays())
+    replies = grid.send_and_receive(strategy.configure_train(1, fed.arrays(), ConfigRecord(), grid))
+    arrays, _ = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+    before = [*strategy.used], [*strategy.left_out], [*strategy.refused]
+    assert before[0] == [1, 2]
+    assert ["its memory is full" in reason for reason in before[1]] == [True]
+    trains = False
+    assert "1.running_mean" in strategy.global_model(Round(1, arrays, {}, grid))
+    assert ([*strategy.used], [*strategy.left_out], [*strategy.refused]) == before
 
 
 def test_too_few_answers_end_the_run(federation: Federations) -> None:

@@ -495,7 +495,7 @@ class Beside(nn.Module):
         return x @ self.weight
 
 
-def test_a_reply_that_the_bounds_refuse_does_not_change_the_optimum() -> None:
+def test_a_reply_that_the_bounds_refuse_does_not_change_the_optimum(flower_log: pytest.LogCaptureFixture) -> None:
     """Its statistics are further from those of the others than `plausible` allows."""
 
     class Implausible(Losing):
@@ -508,6 +508,7 @@ def test_a_reply_that_the_bounds_refuse_does_not_change_the_optimum() -> None:
     fed.model = Beside()
     grid = fed.grid()
     found = weights(models_of(fed, kept(grid, bounds={"plausible": 9.0}), 300, grid=Implausible(grid, {2, 3, 7})))
+    assert sum("further than plausible" in each.getMessage() for each in flower_log.records) == 3
     assert found[-1] == pytest.approx(19.5 / 7.25, abs=1e-9)
 
 

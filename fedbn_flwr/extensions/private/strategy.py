@@ -31,7 +31,7 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.aggregate import Arrays, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
 from fedbn_flwr.messages.gate import Reply, arrays_of, with_content
 from fedbn_flwr.norms.roles import Role, roles
@@ -102,6 +102,7 @@ class Private(Wrapper):
 
     memory: Memory
     lacks = {"inside": "adds noise to the mean"}
+    compares = False  # what one client sends must not decide whether another one's change counts
 
     def __init__(
         self,
@@ -121,7 +122,6 @@ class Private(Wrapper):
             raise SettingsError(f"{self._inside} also sends what Private does not account for: {besides[0]}")
         if not self.traits.has_global_model:
             raise SettingsError(f"{self._inside} sends no model, so there is nothing to make private")
-        self.chain[-1].compares = False  # what one client sends must not decide whether another one's change counts
         statistics_noise = noise if statistics_noise is None else statistics_noise
         self.clips = {"weights": float(clip), "statistics": float(statistics_clip)}  # by part of a change
         self.noises = {"weights": float(noise), "statistics": float(statistics_noise)}
@@ -131,6 +131,10 @@ class Private(Wrapper):
         self._asked: _Asked | None = None
 
     # --- the hooks ---
+
+    def problem(self, round: Round, reply: Reply) -> str | None:
+        """Strategies of Flower only compare the replies' arrays with each other."""
+        return None if self._asked is None else fault(reply.arrays, unpack(round.arrays), self._asked.keys)
 
     def _accepted(self, round: Round, replies: Iterable[Message]) -> list[Reply]:
         """From every client the private mean, with the weight 1."""

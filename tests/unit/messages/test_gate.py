@@ -255,8 +255,9 @@ def test_a_client_that_is_refused_for_two_reasons_is_counted_once() -> None:
 def test_a_reply_with_another_partition_is_an_error_with_the_reason() -> None:
     rule = FedAvg(min_train_nodes=1)
     rule.learn({1: 0, 2: 1})
-    assert len(rule.screen("round 2", [reply(1), reply(2, **{"partition-id": 7})], [1, 2], lambda reply: None)) == 1
-    assert [each.error.reason for each in rule.refused] == ["its partition-id is 7, and it reported 1 before"]
+    found = rule.screen("round 2", [reply(1), reply(2, **{"partition-id": 7})], [1, 2], lambda reply: None)
+    assert [*found.nodes] == [1]
+    assert [each.error.reason for each in found.refused] == ["its partition-id is 7, and it reported 1 before"]
 
 
 def test_a_node_cannot_exclude_another_one_by_its_partition() -> None:

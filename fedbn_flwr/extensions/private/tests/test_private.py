@@ -477,20 +477,32 @@ def test_the_page_s_examples_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(prepared.rule, Private)
 
 
+class Reporting(NumPyClient):
+    """Three clients report a share and go up by 5, the others a percentage and go down."""
+
+    def __init__(self, partition: int) -> None:
+        self.of_few = partition < 3
+
+    def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
+        return [parameters[0] + (5.0 if self.of_few else -5.0)], 10, {"accuracy": 0.9 if self.of_few else 90.0}
+
+
+def reported(strategy: flower.Strategy, count: int) -> float:
+    """The weight after a round of so many clients; it was 0."""
+    app = client_app(lambda context: Reporting(context.node_config["partition-id"]))
+    result = strategy.start(LocalGrid(app, count), pack({"weight": np.zeros((1, 1))}), num_rounds=1)
+    return float(unpack(result.arrays)["weight"].item())
+
+
 def test_what_a_client_reports_does_not_decide_whether_the_change_of_another_one_counts() -> None:
-    """Three report shares, the others percentages: one client moves the sum of the changes by at most `clip`."""
-
-    class Reporting(NumPyClient):
-        def __init__(self, partition: int) -> None:
-            self.of_few = partition < 3
-
-        def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
-            return [parameters[0] + (5.0 if self.of_few else -5.0)], 10, {"accuracy": 0.9 if self.of_few else 90.0}
-
-    sums = []
-    for count in (5, 6, 7):
-        app = client_app(lambda context: Reporting(context.node_config["partition-id"]))
-        strategy = Private(FedAvg(fraction_evaluate=0.0), clip=1.0, noise=0.0)
-        result = strategy.start(LocalGrid(app, count), pack({"weight": np.zeros((1, 1))}), num_rounds=1)
-        sums.append(count * unpack(result.arrays)["weight"].item())
+    """One client moves the sum of the changes by at most `clip`."""
+    make = functools.partial(FedAvg, fraction_evaluate=0.0)
+    sums = [count * reported(Private(make(), clip=1.0, noise=0.0), count) for count in (5, 6, 7)]
     assert np.diff(sums).tolist() == pytest.approx([-1.0, -1.0])
+
+
+def test_the_wrapped_strategy_still_compares_replies_when_it_is_used_on_its_own() -> None:
+    """The two clients of five that report percentages are left out."""
+    base = FedAvg(fraction_evaluate=0.0)
+    assert reported(Private(base, **WIDE), 5) == pytest.approx(1.0)
+    assert reported(base, 5) == 5.0
