@@ -14,6 +14,7 @@ import errno
 import json
 import operator
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -96,6 +97,9 @@ def read_store(path: Path) -> dict[str, bytes]:
     try:
         with stream, ZipFile(stream) as archive:
             if archive.comment != _seal(archive):
+                of_other = re.match(rb"fedbn-store\d+(?= )", archive.comment)
+                if of_other and of_other[0] != _VERSION.encode():
+                    raise BadZipFile(f"another version of fedbn-flwr wrote it, as {of_other[0].decode()}")
                 raise BadZipFile(f"its end is {archive.comment!r:.80}")
             entries = archive.infolist()
             size = sum(entry.file_size for entry in entries)

@@ -58,6 +58,10 @@ def test_a_store_of_another_version_or_with_forged_entries_is_refused(tmp_path: 
     path.write_bytes(b"{}" + struct.pack("<QI12s", 2, zlib.crc32(b"{}"), b"fedbn-store1"))
     with pytest.raises(StorageError, match=r"s' is damaged: it is no whole fedbn-store4 \(File is not a zip file\)"):
         read_store(path)
+    write_store(path, [("a", b"1")])
+    path.write_bytes(path.read_bytes().replace(b"fedbn-store4", b"fedbn-store9"))
+    with pytest.raises(StorageError, match=r"another version of fedbn-flwr wrote it, as fedbn-store9"):
+        read_store(path)
     for kind, times, reason in (
         (zipfile.ZIP_STORED, 1, r"its end is b''"),
         (zipfile.ZIP_DEFLATED, 1, "compressed, or larger than the file"),

@@ -63,7 +63,7 @@ def default_out(name: str) -> Path:
 def out_folder(name: str, out: str | Path | None, *, resume: bool) -> Path:
     """The folder that is asked for, or a new one."""
     if resume and not out:
-        raise SettingsError("to resume runs, give their folder: --out, or out in Python and in a run config")
+        raise SettingsError("to resume runs, give their folder by --out")
     return Path(out).expanduser() if out else default_out(name)
 
 
@@ -142,9 +142,14 @@ class RunFolder:
                 f"rounds {rounds}; restore the folder from a copy, or start again with another --out"
             )
         summary = self.readable_summary()
+        session = {**environment(), "modules": sources(config), **more}
+        if done and (different := _difference(*map(_versions, ([first, *first.get("resumed", [])][-1], session)))):
+            log_once(
+                f"{self.path} continues with other code: {different}. Its later rounds need not be those of an "
+                'uninterrupted run, and it may fail (docs/deployment.md, "Upgrading")'
+            )
         self._make()
         write_text(self.path / "config.yaml", dump_yaml(dict(config)), durable=True)
-        session = {**environment(), "modules": sources(config), **more}
         content = {**(first or session), "token": secrets.token_hex(16) if saved is None else saved.token}
         if first:
             content["resumed"] = [*first.get("resumed", []), {"after_round": done, **session}]
@@ -298,6 +303,11 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     evaluate = {key: value for key, value in config.get("evaluate", {}).items() if key != "dynamics"}
     rest = {key: value for key, value in config.items() if key not in ("track", "published", "cell", "size")}
     return {**rest, "engine": engine, "evaluate": evaluate}
+
+
+def _versions(session: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the code that a session runs, from its entry in environment.json."""
+    return {**session.get("versions", {}), "commit": session.get("commit")}
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:

@@ -6,14 +6,19 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from flwr.common.constant import APP_DIR
 
 from fedbn_flwr import __version__
 from fedbn_flwr.cores import cores
 
 _PACKAGES = ("flwr", "torch", "torchvision", "ray", "numpy")
+_SECRET = re.compile(r"token|secret|passw|api.?key|credential", re.IGNORECASE)  # in the name of an option
+_HIDDEN = "***"
 
 
 def environment() -> dict[str, Any]:
@@ -26,7 +31,7 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
     return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [Path(sys.argv[0]).name, *without_secrets(sys.argv[1:])],
         "commit": _commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -39,15 +44,36 @@ def environment() -> dict[str, Any]:
     }
 
 
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """The words of a command; folders of runs are shared, and Flower starts a ServerApp with the token of its task.
+
+    A secret is the value of an option or setting that is called so, `--token X` or `--token=X`, or the password in an
+    address.
+    """
+    shown: list[str] = []
+    for word, before in zip(words, ("", *words), strict=False):
+        name, equals, _ = word.partition("=")
+        if before.startswith("-") and "=" not in before and _SECRET.search(before):
+            word = _HIDDEN
+        elif equals and _SECRET.search(name):
+            word = f"{name}={_HIDDEN}"
+        shown.append(re.sub(r"(?<=://)[^/@\s]+(?=@)", _HIDDEN, word))
+    return shown
+
+
 def _commit() -> str | None:
-    """The commit of the checkout that this code runs from, with the ending -changed if its files were changed since."""
+    """The commit of the checkout that this code runs from, with the ending -changed if its files were changed since.
+
+    In a deployment, the name of the app bundle that Flower unpacked, which ends with the beginning of its hash.
+    """
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10, check=True)
         words = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=-changed"]
         return subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):  # installed, not a checkout
-        return None
+        bundle = Path(__file__).parents[3]
+        return bundle.name if bundle.parent.name == APP_DIR else None
 
 
 def _processor() -> str:

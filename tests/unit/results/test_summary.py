@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flwr.app import RecordDict
 
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder import RunFolder, deciding
+from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.results.folder.ledger import Traffic
 from fedbn_flwr.results.folder.summary import Summary
 
@@ -112,6 +115,41 @@ def test_a_file_without_a_required_key_is_refused_by_its_name(tmp_path: Path) ->
     (tmp_path / "summary.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"summary\.json': it lacks model, seed; restore"):
         RunFolder(tmp_path).summary()
+
+
+def test_no_secret_of_the_command_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower starts a ServerApp with the token of its task, which others must not have: folders are shared."""
+    words = ["flwr-serverapp", "--insecure", "--token", "s3cret-1", "--run-id", "7", "--auth-token=s3cret-2"]
+    words += ["--superexec-auth-secret-file", "s3cret-3", "track.api_key=s3cret-4", "https://me:s3cret-5@host:1/a"]
+    monkeypatch.setattr(sys, "argv", [f"/opt/bin/{words[0]}", *words[1:]])
+    folder = RunFolder(tmp_path)
+    folder.begin({"rounds": 2})
+    folder.begin({"rounds": 2})  # resumed
+    text = (tmp_path / "environment.json").read_text()
+    assert "s3cret" not in text
+    shown = words[0], "--insecure", "--token", "***", "--run-id", "7", "--auth-token=***"
+    assert json.loads(text)["command"][:7] == [*shown]
+    assert "https://***@host:1/a" in text
+
+
+def test_a_run_continued_by_other_code_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flower_log: pytest.LogCaptureFixture
+) -> None:
+    folder, snapshot = RunFolder(tmp_path), Snapshot(1, "", RecordDict(), b"", None, {}, {})
+    folder.begin({"rounds": 2})
+    folder.add_line("history.jsonl", line(1))
+    folder.checkpoint.write(replace(snapshot, token=folder.token(), settings=deciding({"rounds": 2})), ())
+    assert folder.begin({"rounds": 2}) == 1
+    assert not flower_log.messages
+    module = sys.modules["fedbn_flwr.results.folder.environment"]  # the package has a function of this name
+    monkeypatch.setattr(module, "__version__", "99.0")
+    assert folder.begin({"rounds": 2}) == 1
+    (said,) = flower_log.messages
+    assert "continues with other code: fedbn-flwr was '" in said
+    assert "and is '99.0'" in said
+    flower_log.clear()
+    assert folder.begin({"rounds": 2}) == 1
+    assert not flower_log.messages, "the session before had this version"
 
 
 def test_environment_json_has_what_a_run_adds(tmp_path: Path) -> None:
