@@ -125,6 +125,19 @@ def install(extra: str = "") -> str:
     return f"pip install 'PATH/TO/CLONE{f'[{extra}]' if extra else ''}', with the path of your clone of fedbn-flwr"
 
 
+OF_RUN_CONFIG = "`out` in --run-config", "`resume=true` in --run-config"
+
+
+@contextmanager
+def options_as(out: str, resume: str) -> Iterator[None]:
+    """Errors advise the options `--out` and `--resume` of `fedbn run`: what they are called where the run was started."""
+    try:
+        yield
+    except FedbnError as error:
+        error.args = tuple(str(each).replace("--out", out).replace("--resume", resume) for each in error.args)
+        raise
+
+
 @contextmanager
 def needs(extra: str, what: str) -> Iterator[None]:
     """Around imports of packages that only this extra installs: `what` names the feature that uses them."""

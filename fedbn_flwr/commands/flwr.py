@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.errors import RunFailed, SettingsError, did_you_mean
+from fedbn_flwr.errors import OF_RUN_CONFIG, RunFailed, SettingsError, did_you_mean, options_as
 
 from .common import Commands, add_command, continued_by, parse_pairs
 
@@ -91,9 +91,10 @@ def flwr(arguments: argparse.Namespace) -> int:
         experiment, resume = from_run_config(config), bool(config.get("resume"))
         clients = experiment.runs[0].clients
         check_federation(federation, clients)
-        out = out_folder(experiment.name, config.get("out"), resume=resume).resolve()
-        prepare(experiment, own_data=True)
-        folders = open_folders(experiment, out, resume=resume)
+        with options_as(*OF_RUN_CONFIG):
+            out = out_folder(experiment.name, config.get("out"), resume=resume).resolve()
+            prepare(experiment, own_data=True)
+            folders = open_folders(experiment, out, resume=resume)
         run_config["out"] = str(out)  # Flower's processes run in another folder
         federation = {"num-supernodes": clients, **federation} if federation else federation_config(clients)
     began = time_stamp()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
-from fedbn_flwr.errors import SettingsError, UserError
+from fedbn_flwr.errors import SettingsError, UserError, options_as
 from fedbn_flwr.results.folder import out_folder
 from fedbn_flwr.results.result import Result, Results
 from fedbn_flwr.results.text import shorten
@@ -150,6 +150,7 @@ def _plain(key: str, value: Any) -> Any:
     return _JSON.dump_python(value, mode="json", exclude_unset=True, fallback=other)
 
 
+@options_as("out", "resume=True")
 def _carry_out(
     planned: Experiment,
     out: str | Path | None,

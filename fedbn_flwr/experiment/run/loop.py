@@ -23,7 +23,17 @@ from fedbn_flwr.client.evaluation import name_of as metric_name
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.network import PollingGrid, poll_often
-from fedbn_flwr.errors import FedbnError, MissingPackage, RunFailed, SettingsError, StorageError, UserError, needs
+from fedbn_flwr.errors import (
+    OF_RUN_CONFIG,
+    FedbnError,
+    MissingPackage,
+    RunFailed,
+    SettingsError,
+    StorageError,
+    UserError,
+    needs,
+    options_as,
+)
 from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
@@ -184,8 +194,8 @@ def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[Run
     if resume and not any(folder.config() for folder in folders):  # some runs may not have begun
         names = shorten(", ".join(folder.path.name for folder in folders), 500)
         raise SettingsError(
-            f"{str(out)!r} has no run to resume; expected one of the folders {names} in it; give the --out of the runs "
-            "(out under flwr run), or start them without resuming"
+            f"{str(out)!r} has no run to resume; expected one of the folders {names} in it; give the --out of the runs, "
+            "or start them without resuming"
         )
     for run, folder in zip(experiment.runs, folders, strict=True):
         folder.check(run.model_dump(mode="json"), resume=resume)
@@ -331,5 +341,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
         raise SettingsError(f"the runs have {sorted(counts)} clients; under flwr run all must have the same number")
     grid = poll_often(grid)
     resume = bool(run_config.get("resume"))
-    out = out_folder(experiment.name, str(run_config.get("out") or ""), resume=resume).resolve()
-    return run_experiment(experiment, lambda parts: nullcontext(grid), out, resume=resume, plain=True, own_data=True)
+    with options_as(*OF_RUN_CONFIG):
+        out = out_folder(experiment.name, str(run_config.get("out") or ""), resume=resume).resolve()
+        return run_experiment(
+            experiment, lambda parts: nullcontext(grid), out, resume=resume, plain=True, own_data=True
+        )

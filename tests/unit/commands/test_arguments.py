@@ -56,6 +56,16 @@ def test_a_flower_run_is_not_resumed_where_there_is_none(tmp_path: Path, capsys:
     assert "mistyped' has no run to resume" in refusal(capsys, "flwr", "run", str(tmp_path))
 
 
+def test_a_folder_that_holds_a_run_is_named_with_the_keys_of_a_run_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / "FixBN").mkdir(parents=True)
+    (tmp_path / "out" / "FixBN" / "config.yaml").write_text("{rounds: 5}")
+    error = refusal(capsys, "flwr", "run", str(ROOT), "--run-config", f"experiment='quick' out='{tmp_path / 'out'}'")
+    assert "holds a run already; give another `out` in --run-config, or `resume=true` in --run-config to" in error
+    assert "--out" not in error
+
+
 def test_what_the_simulation_cannot_do_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in ((["ls"], "run"), (["run", ".", "remote"], "unrecognized arguments: remote")):
         with pytest.raises(SystemExit):
