@@ -16,6 +16,7 @@ import functools
 import itertools
 import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -108,6 +109,7 @@ def _hub(source: Source, entry: Entry | None) -> Splits:
 
 def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, Entry | None]:
     """A table; tables whose names begin with the split's, here or one level below; or image files in a known layout."""
+    _check_rights(folder)
     if not folder.exists():
         raise DataError(
             f"data.name={str(folder)!r}: there is no such file or folder; give a table (.csv, .parquet, .npz), a "
@@ -141,6 +143,23 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
         # Those of one split are numbers by chance.
         found = _named(folder, source, given, {**_READERS, ".csv": functools.partial(_csv, texts=texts)})
     return _tables(found, "image", "label"), entry
+
+
+def _check_rights(name: Path, *below: Path) -> None:
+    """Refuse a path, and files below it, that this process may not read; a site's server does not see their names.
+
+    Without this, names in a folder without the right x are reported as if they were missing.
+    """
+    above = list(reversed(name.absolute().parents))
+    for path in (*above, name, *below):
+        rights = os.X_OK if path in above else os.R_OK | os.X_OK if path.is_dir() else os.R_OK
+        if path.exists() and not os.access(path, rights, effective_ids=True):
+            status = path.stat()
+            raise DataError(
+                f"data.name={str(name)!r} cannot be read by the user of this process, uid {os.geteuid()}; give this "
+                "user the right to read it and all in it, for instance by chmod -R a+rX or an access control list",
+                f": {str(path)!r} has the rights {stat.filemode(status.st_mode)} and belongs to uid {status.st_uid}",
+            )
 
 
 def _named(folder: Path, source: Source, given: Mapping[str, Any], readers: Readers) -> Splits:
@@ -181,6 +200,7 @@ def _split(folder: Path, name: str, readers: Readers) -> Any:
             f", found {', '.join(tables[suffix][0].name for suffix in kinds)}",
         )
     if kinds:
+        _check_rights(folder, *tables[kinds[0]])
         return readers[kinds[0]](folder, tables[kinds[0]])
     if not name:
         return _whole(folder)
@@ -292,10 +312,20 @@ def _pictures(folder: str | Path) -> list[str]:
     """The image files in a folder and its subfolders, sorted."""
     return sorted(
         os.path.join(where, file)
-        for where, _, files in os.walk(folder, followlinks=True)
+        for where, _, files in os.walk(folder, followlinks=True, onerror=_refused)
         for file in files
         if os.path.splitext(file)[1].lower() in PICTURES
     )
+
+
+def _refused(error: OSError) -> None:
+    """os.walk would leave out a folder that it may not list."""
+    if isinstance(error, PermissionError):
+        raise DataError(
+            f"the data have a folder that the user of this process, uid {os.geteuid()}, may not list; give this user "
+            "the right to read it and all in it",
+            f": {str(error.filename)!r}",
+        )
 
 
 def _of_classes(folder: Path) -> list[Row]:
