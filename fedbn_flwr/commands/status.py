@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
         summary="the state of runs: round, accuracy, time left",
         description=(
             "Show the state of runs from their folders, the last changed first: running, silent (its process has not "
-            "written for ten minutes and five times its longest round), finished, interrupted or failed."
+            "written for two minutes and five times its longest round), finished, interrupted or failed."
         ),
         epilog="Example: fedbn status runs, or again and again: watch -n 5 fedbn status runs",
     )
@@ -73,6 +73,7 @@ def _as_json(state: RunState) -> dict[str, object]:
         "round_seconds": last.get("seconds"),
         "seconds_left": state.seconds_left,
         "changed": state.changed,
+        "silence": state.silence or None,
         "traffic": dataclasses.asdict(summary.traffic),
         "error": summary.error,
     }
@@ -92,6 +93,6 @@ def _table(states: list[RunState]) -> str:
         rounds, ago = f"{summary.rounds}/{state.rounds}", f"{duration(max(1.0, now - state.changed))} ago"
         rows.append((str(run.folder), state.status, rounds, figure, ago, left))
     head, rule, *lines = as_text(rows).splitlines()
-    errors = [state.run.summary.error for state in states]
-    below = (f"\n  {shorten(printable(error), 110)}" if error else "" for error in errors)
+    remarks = [state.silence or state.run.summary.error for state in states]
+    below = (f"\n  {shorten(printable(remark), 110)}" if remark else "" for remark in remarks)
     return "\n".join([head, rule, *map("".join, zip(lines, below, strict=True))])

@@ -16,7 +16,7 @@ from fedbn_flwr.errors import UserError, few, log_once
 from ..folder import RunFolder, deciding, find_folders, flat_settings
 from ..folder.clients import last_values
 from ..folder.summary import Summary
-from ..text import printable
+from ..text import duration, printable
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
 State = Literal["running", "silent", "finished", "interrupted", "failed"]
 STATES: tuple[State, ...] = get_args(State)
 
-_SILENT = 600.0  # seconds without a new round, at least
+_SILENT = 120.0  # seconds without a new round, at least
 _ROUNDS = 5  # of the longest round's time
 _RECENT = 10  # rounds, for the estimate of the time left
 
@@ -141,7 +141,8 @@ class RunState:
     status: State
     rounds: int  # of the whole run
     changed: float  # when the run last wrote a line or its status, in seconds since 1970
-    seconds_left: float | None  # estimated, of a running run
+    seconds_left: float | None  # estimated, of a running run whose round is not late
+    silence: str = ""  # of a silent run, in words
 
 
 def read_state(path: Path) -> RunState | None:
@@ -156,12 +157,14 @@ def read_state(path: Path) -> RunState | None:
         timeout = float(run.config.get("engine", {}).get("timeout", 3600))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    status, left = cast(State, run.summary.status), None
-    if status == "running" and now - changed > (max(_SILENT, _ROUNDS * max(seconds)) if seconds else timeout):
-        status = "silent"
+    status, left, silence, since = cast(State, run.summary.status), None, "", now - changed
+    if status == "running" and since > (max(_SILENT, _ROUNDS * max(seconds)) if seconds else timeout):
+        status, usual = "silent", f", and its longest round took {duration(max(seconds))}" if seconds else ""
+        silence = f"nothing written for {duration(since)}{usual}: it has probably stopped, or waits for a site"
     elif status == "running" and seconds:
-        left = max(0.0, statistics.fmean(seconds[-_RECENT:]) * (rounds - run.summary.rounds) - (now - changed))
-    return RunState(run, status, rounds, changed, left)
+        estimate = statistics.fmean(seconds[-_RECENT:]) * (rounds - run.summary.rounds) - since
+        left = estimate if estimate > 0 else None
+    return RunState(run, status, rounds, changed, left, silence)
 
 
 def stopped_runs(out: Path) -> str:

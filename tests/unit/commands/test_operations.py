@@ -41,7 +41,7 @@ def runs(tmp_path: Path) -> Path:
     make_run(tmp_path / "old", "finished", days=40, rounds=3)
     make_run(tmp_path / "new", "finished", days=1, rounds=3)
     make_run(tmp_path / "stopped", "interrupted", days=40)
-    make_run(tmp_path / "now", "running", days=0)
+    make_run(tmp_path / "now", "running", days=0, rounds=1000)
     make_run(tmp_path / "killed", "running", days=50)
     return tmp_path
 
@@ -53,8 +53,8 @@ def test_status_says_which_runs_still_write(runs: Path, capsys: pytest.CaptureFi
         "old": "finished", "new": "finished", "stopped": "interrupted", "now": "running", "killed": "silent",
     }  # fmt: skip
     now = found["now"]
-    assert (now["round"], now["rounds"], now["clients"], now["clients_expected"]) == (3, 10, 3, 4)
-    assert 0 <= now["seconds_left"] <= 7 * 0.5
+    assert (now["round"], now["rounds"], now["clients"], now["clients_expected"]) == (3, 1000, 3, 4)
+    assert 0 <= now["seconds_left"] <= 997 * 0.5
     assert found["killed"]["seconds_left"] is None
 
 
@@ -64,6 +64,26 @@ def test_status_lists_the_last_changed_first(runs: Path, capsys: pytest.CaptureF
     assert head.split() == ["run", "status", "round", "accuracy", "changed", "left"]
     assert [Path(line.split()[0]).name for line in lines][:2] == ["now", "new"]
     assert lines[1].split()[1:4] == ["finished", "3/3", "0.6000"]
+
+
+@pytest.mark.parametrize(
+    ("minutes", "status", "says"),
+    [(1, "running", ""), (4, "silent", "nothing written for 4.0 min, and its longest round took 0.5 s: it has prob")],
+)
+def test_a_run_that_does_not_write_looks_stopped(
+    minutes: float, status: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rounds took half a second; after an outage of the SuperLink nobody ends the run in its folder."""
+    make_run(tmp_path / "run", "running", days=minutes / 60 / 24)
+    assert cli.main(["status", str(tmp_path)]) == 0
+    _, _, line, *more = capsys.readouterr().out.splitlines()
+    assert line.split()[1] == status
+    assert line.endswith("ago"), "no time left: the round is late"
+    assert [text.strip()[: len(says)] for text in more] == ([says] if says else [])
+    assert cli.main(["status", str(tmp_path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["seconds_left"] is None
+    assert (found["silence"] is None) == (not says)
 
 
 def test_status_names_the_folders_that_it_cannot_read(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
