@@ -130,7 +130,7 @@ OF_RUN_CONFIG = "`out` in --run-config", "`resume=true` in --run-config"
 
 @contextmanager
 def options_as(out: str, resume: str) -> Iterator[None]:
-    """Errors advise the options `--out` and `--resume` of `fedbn run`: what they are called where the run was started."""
+    """Errors advise `--out` and `--resume` of `fedbn run`; this gives their names where the run was started."""
     try:
         yield
     except FedbnError as error:

@@ -358,6 +358,10 @@ class Leaf(Rule):
         self.left_out: list[str] = []  # those that are not in this round's mean: client and reason
         self.refused: Sequence[Message] = ()  # the replies that are not in the last mean, as errors
 
+    def due(self, clients: int) -> int | None:
+        """How many of these clients train in a round if all are connected; None if the rule does not say."""
+        return None
+
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         if not isinstance(arrays, ArrayRecord):
             raise SettingsError(

@@ -135,13 +135,16 @@ class FedAvg(Leaf, FlowerFedAvg):
         nodes = self._connected(round.grid, max(self.min_available_nodes, least))
         for node in sorted(partitions.keys() - set(nodes), key=self._position):
             LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, self._who(node))
-        count = max(int(len(nodes) * fraction + 1e-9), least, 1)  # 0.29 * 100 is 28.999999999999996
+        count = _share(len(nodes), fraction, least)
         if count >= len(nodes):
             return sorted(nodes, key=self._position)
         self._ask_for_partitions(round, [node for node in nodes if node not in partitions])
         nodes.sort(key=self._position)
         random = np.random.default_rng(seeding.seed_for(self.seed, f"choose-{purpose}", round.number))
         return [nodes[i] for i in sorted(random.choice(len(nodes), size=count, replace=False))]
+
+    def due(self, clients: int) -> int:
+        return min(clients, _share(clients, self.fraction_train, self.min_train_nodes))
 
     def _connected(self, grid: Grid, needed: int) -> list[int]:
         hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
@@ -190,3 +193,7 @@ def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:
     if not any(record[key] for record in records):
         return MetricRecord()  # all weights are zero, so there is no mean
     return aggregate_metricrecords([RecordDict({"metrics": record}) for record in kept], key)
+
+
+def _share(nodes: int, fraction: float, least: int) -> int:
+    return max(int(nodes * fraction + 1e-9), least, 1)  # 0.29 * 100 is 28.999999999999996

@@ -210,7 +210,7 @@ def _evaluate(make: Make, message: Message, config: Config, context: Context) ->
 
 
 def _partition(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    own = {protocol.OWN_DATA: True} if _has_own_data(context) else {}
+    own = {protocol.OWN_DATA: "data-path" in context.node_config} if _has_own_data(context) else {}
     if config.get(protocol.READY):
         client = make()  # raises errors in the site's data or model before any training
         if own and (allowed := config.get(protocol.COHORT_MIN_BATCH)):

@@ -14,7 +14,7 @@ import safetensors.numpy
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.node import make_client
@@ -247,6 +247,60 @@ def test_sites_with_tables_train_the_model_of_a_simulation_with_all_rows(tables:
     assert described["normalise"] == simulated[1]["normalise"]
     assert len(described["normalise"]["mean"]) == 4
     assert summary["status"] == "finished"
+
+
+class Leaves(ClientApp):
+    """The app of a site, client 2, that is gone in some rounds."""
+
+    def __init__(self, gone: Sequence[int]) -> None:
+        super().__init__()
+        self.app, self.gone = client_app(make_client), gone
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        configs = message.content.config_records.values()
+        server_round = next((config["server-round"] for config in configs if "server-round" in config), 0)
+        if context.node_config["partition-id"] == 2 and server_round in self.gone:
+            raise ConnectionError("the site is gone")
+        return self.app(message, context)
+
+
+@pytest.mark.parametrize(
+    ("gone", "missing", "trained"),
+    [
+        ((), "", ("3", "3")),
+        ((2, 3), "2 of 3 clients since round 2", ("1", "1")),
+        ((2,), "fewer than 3 clients in 1 of 3 rounds", ("2", "3")),
+    ],
+)
+def test_a_report_says_whose_data_it_was_and_who_took_part(
+    gone: Sequence[int],
+    missing: str,
+    trained: tuple[str, str],
+    tables: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_config = {"experiment": json.dumps(TABLE | {"rounds": 3}), "out": str(tmp_path / "out")}
+    configs = [{"data-path": str(folder)} for folder in tables]
+    grid = LocalGrid(Leaves(gone), 3, run_config=run_config, node_config=configs)
+    printed = serve(grid, run_config).report
+    assert f"FedAvg [{missing}] " in printed if missing else "FedAvg  " in printed
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert page.startswith("experiment: own data of 3 sites, mlp, 3 clients, 3 rounds, seed 0.")
+    assert "own data of 3 sites" in (tmp_path / "out" / "report.html").read_text()
+    (summary,) = (tmp_path / "out").rglob("summary.json")
+    found = json.loads(summary.read_text())
+    assert (found["own_data_sites"], found["clients_due"]) == (3, 3)
+    assert found["clients"] == (2 if gone == (2, 3) else 3)
+    by_client = [line.split(" | ") for line in page.partition("clients that took part")[2].splitlines()[4:7]]
+    assert by_client == [
+        ["| FedAvg", "0", "40", "3", "3 |"],
+        ["| FedAvg", "1", "45", "3", "3 |"],
+        ["| FedAvg", "2", "50", trained[0], f"{trained[1]} |"],
+    ]
+    capsys.readouterr()
+    assert cli.main(["status", str(tmp_path / "out")]) == 0
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()[3:]] == ([missing] if missing else [])
 
 
 @pytest.mark.slow

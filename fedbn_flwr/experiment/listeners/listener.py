@@ -24,6 +24,7 @@ class Running:
     folder: RunFolder
     # The config keys that name the run to its clients, and those of the moments on which the sites agreed.
     identity: Mapping[str, Any]
+    sites: int = 0  # that train on data of their own
 
     @property
     def run(self) -> Settings:

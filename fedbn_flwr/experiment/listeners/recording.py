@@ -34,6 +34,7 @@ class History(Listener):
         running.folder.write_summary(self.summary)
 
     def on_messages(self, running: Running) -> None:
+        self.summary.own_data_sites = running.sites or None
         rule = running.prepared.rule
         if promises := promises_of(rule):
             running.folder.write_promises(promises)
@@ -81,6 +82,7 @@ def begin_summary(prepared: Parts) -> Summary:
         device=str(prepared.device),
         began=time_stamp(),
         accuracy_of=accuracy_of,
+        clients_due=prepared.rule.chain[-1].due(run.clients),
         metrics=tuple(name_of(metric) for metric in prepared.metrics),
         size=run.size if run.size != PAPER else None,
         task=prepared.task.name if prepared.task is not CLASSIFICATION else None,

@@ -38,7 +38,8 @@ from ..settings import Settings, strategy_name
 class Nodes:
     ids: dict[int, int]  # the node of each client
     folders: dict[int, int]  # the round of the stored state for each partition whose node has a state folder
-    own_data: bool  # at least one node has data of its own
+    own_data: bool  # at least one node has data of its own, or a domain
+    sites: int  # the nodes with data of their own
 
 
 def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], list[Message]]:
@@ -75,17 +76,18 @@ def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
     nodes, replies = _ask(grid, run, RecordDict({"config": ConfigRecord({**config, protocol.READY: True})}))
     holders: dict[int | None, list[int]] = {}  # None: nodes with their own data and no partition
     folders: dict[int, int] = {}
-    own_data = False
+    own_data, sites = False, 0
     for reply in filter(Message.has_content, replies):
         node = reply.metadata.src_node_id
         answer = next(iter(metrics_in(reply.content).values()), MetricRecord())
         holders.setdefault(partition_of(reply.content), []).append(node)
         own_data |= protocol.OWN_DATA in answer
+        sites += answer.get(protocol.OWN_DATA) == 1
         if isinstance(kept := answer.get(protocol.STATE_ROUND), int):
             folders[number_of(reply)] = kept
     refuse_nodes(failures(run, len(nodes), replies) or _wrong_numbers(holders, run.clients))
     ids = {number_of(reply): reply.metadata.src_node_id for reply in replies}
-    return Nodes(ids, folders, own_data or None in holders)
+    return Nodes(ids, folders, own_data or None in holders, sites)
 
 
 def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> list[str]:

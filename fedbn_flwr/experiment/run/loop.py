@@ -86,6 +86,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         nodes = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
         if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
             progress.message(", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items())))
+        running = replace(running, sites=nodes.sites)
         if run.data.normalise == "moments" and (prepared.dataset is None or nodes.own_data):
             moments = agree(ledger, prepared, nodes, running.identity) if snapshot is None else folder.moments()
             prepared.use_moments(moments)
@@ -194,8 +195,8 @@ def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[Run
     if resume and not any(folder.config() for folder in folders):  # some runs may not have begun
         names = shorten(", ".join(folder.path.name for folder in folders), 500)
         raise SettingsError(
-            f"{str(out)!r} has no run to resume; expected one of the folders {names} in it; give the --out of the runs, "
-            "or start them without resuming"
+            f"{str(out)!r} has no run to resume; expected one of the folders {names} in it; give the --out of the "
+            "runs, or start them without resuming"
         )
     for run, folder in zip(experiment.runs, folders, strict=True):
         folder.check(run.model_dump(mode="json"), resume=resume)

@@ -46,6 +46,11 @@ class Summary:
     size: str | None = None  # of the experiment, if not that of the file
     task: str | None = None  # if not classification
     metrics: Sequence[str] = ()  # the names of evaluate.metrics
+    own_data_sites: int | None = None  # sites that trained on data of their own, in place of data.name
+    clients_due: int | None = None  # that train in a round if none is missing; None if the strategy does not say
+    clients: int | None = None  # that trained in the last round, and in those before it since `clients_since`
+    clients_since: int | None = None
+    rounds_with_fewer_clients: int | None = None  # than are due
     rounds: int = 0
     seconds: float = 0.0  # of all rounds
     traffic: Traffic = field(default_factory=Traffic)
@@ -60,6 +65,16 @@ class Summary:
     def main(self) -> float | None:
         """The figure that runs of the task are compared by."""
         return self.figures.get(self.of_task.main)
+
+    @property
+    def missing(self) -> str:
+        """Which clients were missing, in words; empty if none was, or if it is not known."""
+        if not (self.rounds_with_fewer_clients and self.clients_due and self.clients is not None):
+            return ""
+        if self.clients < self.clients_due:
+            return f"{self.clients} of {self.clients_due} clients since round {self.clients_since}"
+        rounds = f"{self.rounds_with_fewer_clients} of {self.rounds} rounds"
+        return f"fewer than {self.clients_due} clients in {rounds}"
 
     @property
     def accuracy(self) -> float | None:
@@ -78,6 +93,12 @@ class Summary:
         """Add a round of the history."""
         self.rounds = line["round"]
         self.seconds += line["seconds"]
+        if (clients := line.get("clients")) is not None:
+            if clients != self.clients:
+                self.clients, self.clients_since = clients, self.rounds
+            if self.clients_due is not None:
+                fewer = self.rounds_with_fewer_clients or 0
+                self.rounds_with_fewer_clients = fewer + (clients < self.clients_due)
         self.traffic.add(Traffic(**{key.name: line[key.name] for key in fields(Traffic)}))
         if found := self._figures_of(line):  # of an evaluated round: those of earlier ones are not beside its own
             self.figures = {key: value for key, value in self.figures.items() if key in _best(self.of_task)}
@@ -124,7 +145,8 @@ class Summary:
 
     def of(self, history: Iterable[Mapping[str, Any]]) -> Summary:
         """The same run's summary with the figures of this history."""
-        found = replace(self, rounds=0, seconds=0.0, traffic=Traffic(), figures={})
+        counted = dict.fromkeys(("clients", "clients_since", "rounds_with_fewer_clients"))
+        found = replace(self, rounds=0, seconds=0.0, traffic=Traffic(), figures={}, **counted)
         for line in history:
             found.account(line)
         return found

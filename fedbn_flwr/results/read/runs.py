@@ -74,6 +74,13 @@ class Run:
         return flat_settings({key: value for key, value in config.items() if key not in ("name", "label", "seed")})
 
     @property
+    def data(self) -> str:
+        """What the run trained on, in words: the data set, or the sites' own data."""
+        name, sites = str(self.settings.get("data.name")), self.summary.own_data_sites or 0
+        own = f"own data of {sites} site{'s' if sites > 1 else ''}"
+        return name if not sites else own if sites == self.config.get("clients") else f"{name} and {own}"
+
+    @property
     def data_checksum(self) -> str | None:
         """That of the examples, if the server had them."""
         return (self.files.read("environment.json") or {}).get("data_checksum")

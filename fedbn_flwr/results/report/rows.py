@@ -53,9 +53,11 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The label, and marks if runs have not finished, or are not in the figures."""
+        """The label, and marks if runs have not finished, lacked clients, or are not in the figures."""
         left_out = f" ({repetitions(self)})" if len(self.counted) < len(self.runs) else ""
-        return self.label + (f" [{self.unfinished}]" if self.unfinished else "") + left_out
+        missing = dict.fromkeys(run.summary.missing for run in self.counted)
+        marks = ", ".join(filter(None, (self.unfinished, *missing)))
+        return self.label + (f" [{marks}]" if marks else "") + left_out
 
     @property
     def first(self) -> Run:

@@ -229,6 +229,22 @@ def client_table(rows: Sequence[Row]) -> Lines:
     return lines
 
 
+def participation_table(rows: Sequence[Row]) -> Lines:
+    """Each client's examples and rounds, of runs on data of sites and of those that lacked clients."""
+    lines: Lines = [("run", "client", "training examples", "rounds", "last round")]
+    for row in rows:
+        run = next((run for run in row.counted if run.summary.own_data_sites or run.summary.missing), None)
+        trained: dict[str, dict[int, Any]] = {}
+        for line in run.files.lines("clients.jsonl") if run else ():
+            for client, values in line["clients"].items():
+                if "examples" in values:
+                    trained.setdefault(client, {})[line["round"]] = values["examples"]
+        for client, examples in sorted(trained.items(), key=lambda each: int(each[0]))[:_SHOWN_CLIENTS]:
+            last = max(examples)
+            lines.append((row.label, client, f"{examples[last]:,.0f}", str(len(examples)), str(last)))
+    return lines
+
+
 # --- sweeps, candidates, published figures ---
 
 
@@ -290,7 +306,7 @@ def set_up(rows: Sequence[Row]) -> str:
     """What the runs have in common, as a caption: "quick: digits, mlp, 4 clients, 6 rounds, seeds 0, 1, 2."."""
     runs = runs_of(rows)
     names = ", ".join(dict.fromkeys(run.summary.name for run in runs))
-    settings = [run.settings for run in runs]
+    settings = [run.settings | {"data.name": run.data} for run in runs]
     common = {key: value for key, value in settings[0].items() if all(each.get(key) == value for each in settings)}
     words = {"data.name": "{}", "model.name": "{}", "clients": "{} clients", "rounds": "{} rounds"}
     seeds = sorted({run.summary.seed for run in runs})
@@ -381,6 +397,7 @@ def tables(every: Sequence[Row], form: Form = DEFAULT) -> list[Table]:
         ("", table(rows, form)),
         *(domain_table(rows, *each) for each in by_domain(rows).items()),
         ("clients with equal weights, last evaluated round", client_table(rows)),
+        ("clients that took part", participation_table(rows)),
         *map(sweep_table, sweeps(rows)),
         *candidates_tables(every),
         ("published and measured figures", published(rows)),
