@@ -24,7 +24,7 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 
-from fedbn_flwr.errors import MessageError, StorageError
+from fedbn_flwr.errors import MessageError, StorageError, UserError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
@@ -119,6 +119,28 @@ def return_to_round(config: Mapping[str, Any], context: Context) -> dict[str, in
         ) from None
     _delete_outside(folder, 0, int(config[protocol.ROUND]))
     return {protocol.STATE_ROUND: max(_rounds(folder), default=0)}
+
+
+def kept_state(folder: Path, token: str, last: int, client: int | None = None) -> tuple[int, int, RecordDict]:
+    """A client's number, and the round and the content of its state with which it evaluates round `last` of a run.
+
+    `folder` is the state folder of a site, which has one client unless several sites share it.
+    """
+    found = {int(path.name.removeprefix("client-")): path for path in folder.glob(f"*-{token}/client-*")}
+    if client is None and len(found) == 1:
+        client = next(iter(found))
+    if client is None or client not in found:
+        known = ", ".join(map(str, sorted(found)))
+        raise UserError(
+            f"{str(folder)!r} has states of the clients {known}; give the number of one"
+            if found
+            else f"{str(folder)!r} has no state of this run, which would be in a folder *-{token}; give the folder "
+            "that the node config names as state, at a site that took part in this run"
+        )
+    rounds = _rounds(found[client])
+    if (latest := max((number for number in rounds if number <= last), default=0)) == 0:
+        raise UserError(f"{str(found[client])!r} has no state of round {last} of the model or of an earlier one")
+    return client, latest, parse(read_store(rounds[latest])["state"])
 
 
 def _folder(config: Mapping[str, Any], context: Context) -> Path | None:

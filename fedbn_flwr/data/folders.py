@@ -145,6 +145,26 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     return _tables(found, "image", "label"), entry
 
 
+def open_rows(path: Path, label: Sequence[str], blank: str | float) -> tuple[Any, bool]:
+    """All rows of a table, or all images of a folder; and whether they have labels: those without get `blank`."""
+    _check_rights(path)
+    if path.is_dir():
+        return _tables({"train": [(file, str(blank)) for file in _pictures(path)]}, "image", "label")["train"], False
+    if path.suffix not in _READERS:
+        raise DataError(f"{str(path)!r}: expected a file that ends in {', '.join(_READERS)}, or a folder of images")
+    table = _READERS[path.suffix](path.parent, [path])
+    columns, number = (
+        (table, len(next(iter(table.values())))) if isinstance(table, dict) else (table.features, len(table))
+    )
+    missing = [column for column in label or ("labels",) if column not in columns]
+    if isinstance(table, dict):
+        table |= {column: np.full(number, blank) for column in missing}
+    else:
+        for column in missing:
+            table = table.add_column(column, [blank] * number)
+    return table, not missing
+
+
 def _check_rights(name: Path, *below: Path) -> None:
     """Refuse a path, and files below it, that this process may not read; a site's server does not see their names.
 

@@ -51,7 +51,9 @@ class Result(Run):
         """The names of the classes, in the order of the model's outputs; empty if the server had no data."""
         return tuple(self.files.model_description()["classes"] or ())
 
-    def model(self, client: int | None = None, *, file: str = "model.safetensors") -> nn.Module:
+    def model(
+        self, client: int | None = None, *, file: str = "model.safetensors", state: str | Path | None = None
+    ) -> nn.Module:
         """The network with its trained weights, in evaluation mode, on the CPU.
 
         Parameters
@@ -61,9 +63,13 @@ class Result(Run):
             engine. By default the global model.
         file
             The file of the run folder with the global model.
+        state
+            The state folder of a site, for its personal model; `client` only if the folder has the states of several.
         """
-        from .read.trained import global_model, personal_model
+        from .read.trained import global_model, personal_model, site_model
 
+        if state is not None:
+            return site_model(self.files, Path(state), client).network
         return global_model(self.files, file) if client is None else personal_model(self.files, client)
 
     def normalise(self) -> Callable[[Any], Any]:

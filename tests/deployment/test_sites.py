@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid, cli, client_app
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import RunFailed, SettingsError, UserError
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.loop import serve
+from fedbn_flwr.results.result import Result
 from tests.support.images import numbered, write_parquet
 from tests.support.network import Deployment, missing_tools
 
@@ -303,6 +305,72 @@ def test_a_report_says_whose_data_it_was_and_who_took_part(
     assert [line.strip() for line in capsys.readouterr().out.splitlines()[3:]] == ([missing] if missing else [])
 
 
+def predicted(capsys: pytest.CaptureFixture[str], file: Path, *words: str | Path) -> tuple[list[dict[str, str]], str]:
+    """The rows that `fedbn predict` writes, and what it prints."""
+    code = cli.main(["predict", *map(str, words), "--out", str(file)])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    with file.open(newline="") as stream:
+        return list(csv.DictReader(stream)), printed.out
+
+
+def check_models_of_sites(
+    run: Path, states: Sequence[Path], folders: Sequence[Path], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The predictions of each site's model are as often right as the run reported; others need no labels."""
+    out.mkdir()
+    reported = json.loads((run / "clients.jsonl").read_text().splitlines()[-1])["clients"]
+    result, written = Result.read(run), set()
+    with pytest.raises(UserError, match=r"the nodes store them\. At a site with a state folder: fedbn model"):
+        result.model(client=0)
+    copy = out / "copy"
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoint"))
+    capsys.readouterr()
+    for i, (state, folder) in enumerate(zip(states, folders, strict=True)):
+        words = copy, "--state", state, "--data"
+        rows, printed = predicted(capsys, out / f"{i}.csv", *words, folder)
+        right = sum(row["label"] == row["prediction"] for row in rows)
+        assert right / len(rows) == pytest.approx(reported[str(i)]["accuracy"], abs=1e-6)
+        assert printed.startswith(f"the model of client {i}: FedBN after round 2, and ")
+        assert f"accuracy {right / len(rows):.4f}: {right} of {len(rows)} labels" in printed
+        assert predicted(capsys, out / "table.csv", *words, folder / "test.csv")[0] == rows
+        with (folder / "test.csv").open(newline="") as stream:
+            unlabelled = [{key: row[key] for key in ("age", "pressure", "sex")} for row in csv.DictReader(stream)]
+        write_csv(out / "new.csv", unlabelled)
+        new, _ = predicted(capsys, out / "new-predictions.csv", *words, out / "new.csv")
+        assert new == [{key: value for key, value in row.items() if key != "label"} for row in rows]
+        sums = [sum(float(row[f"probability {name}"]) for name in ("ill", "well")) for row in rows]
+        assert sums == pytest.approx([1.0] * len(rows), abs=1e-4)
+        file = out / f"{i}.safetensors"
+        assert cli.main(["model", str(copy), "--state", str(state), "--out", str(file)]) == 0
+        arrays = safetensors.numpy.load_file(file)
+        for key, value in result.model(state=state).state_dict().items():
+            np.testing.assert_array_equal(value.numpy(), arrays[key])
+        written.add(file.read_bytes())
+        capsys.readouterr()
+    assert len(written) == 3, "each has a model of its own"
+    assert cli.main(["model", str(copy), "--state", str(out), "--out", str(out / "none")]) == 2
+    assert "has no state of this run" in capsys.readouterr().err
+
+
+FEDBN_TABLE = TABLE | {"strategy": {"name": "FedBN"}}
+
+
+def test_a_site_has_its_own_model_after_the_run(
+    tables: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = [tmp_path / f"state-{i}" for i in range(3)]
+    run_config = {"experiment": json.dumps(FEDBN_TABLE), "out": str(tmp_path / "out")}
+    pairs = zip(tables, states, strict=True)
+    configs = [{"data-path": str(folder), "state": str(state)} for folder, state in pairs]
+    grid = LocalGrid(client_app(make_client), 3, run_config=run_config, node_config=configs)
+    with grid:
+        serve(grid, run_config)
+    (summary,) = (tmp_path / "out").rglob("summary.json")
+    (summary.parent / "checkpoint").rename(tmp_path / "checkpoint")  # of the local engine, with the clients' states
+    check_models_of_sites(summary.parent, states, tables, tmp_path / "predictions", capsys)
+
+
 @pytest.mark.slow
 def test_a_deployment_of_sites_with_tables(tables: list[Path], tmp_path: Path) -> None:
     """Three real SuperNodes, each with a folder of CSV files; the same model as on the local engine."""
@@ -315,6 +383,23 @@ def test_a_deployment_of_sites_with_tables(tables: list[Path], tmp_path: Path) -
     _, described, model = run_tables(tables, tmp_path / "local", TABLE)
     assert (out / "model.safetensors").read_bytes() == model
     assert json.loads((out / "model.json").read_text())["normalise"] == described["normalise"]
+    text = (out / "environment.json").read_text()
+    assert "--token" in json.loads(text)["command"], "as Flower starts a ServerApp"
+    assert json.loads(text)["command"][json.loads(text)["command"].index("--token") + 1] == "***"
+
+
+@pytest.mark.slow
+def test_the_sites_of_a_deployment_have_their_own_models(
+    tables: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if missing_tools():
+        pytest.skip(f"not installed: {', '.join(missing_tools())}")
+    variables = {f"DATA_{i}": str(folder) for i, folder in enumerate(tables)}
+    variables |= {f"NODE_{i}": "data-path='/data'" for i in range(3)}
+    with Deployment(tmp_path / "deployment", variables=variables) as deployment:
+        out = deployment.run_app({"experiment": json.dumps(FEDBN_TABLE)})
+        states = [deployment.mounts(f"superexec-clientapp-{i}")["/state"] for i in range(3)]
+        check_models_of_sites(out, states, tables, tmp_path / "predictions", capsys)
 
 
 @pytest.mark.slow

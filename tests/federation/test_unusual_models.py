@@ -165,7 +165,7 @@ def test_a_model_trains_travels_and_is_stored(name: str, rule: str, tmp_path: Pa
     of_client = roles(model)
     statistics = {key for key, role in of_client.items() if role is Role.STATISTICS}
     assert {key for key, role in roles(before).items() if role is Role.STATISTICS} == statistics
-    RunFolder(tmp_path).write_model(after)
+    RunFolder(tmp_path).write_model(after, 1)
     stored = load_file(tmp_path / "model.safetensors")
     assert {key: value.tobytes() for key, value in stored.items()} == {k: value.tobytes() for k, value in after.items()}
 

@@ -91,7 +91,7 @@ def begin_summary(prepared: Parts) -> Summary:
 
 class Saving(Listener):
     latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last round, with the model, until they are written
-    best: ArrayRecord | None = None  # the model of the best round, until it is in the run folder
+    best: tuple[ArrayRecord, int] | None = None  # model and number of the best round, until it is in the run folder
 
     def on_start(self, running: Running, at: Round) -> None:
         # Not in each round: pydantic hides the KeyboardInterrupt of a signal.
@@ -100,7 +100,7 @@ class Saving(Listener):
     def on_round(self, running: Running, at: Round) -> Round:
         run = running.run
         self.latest = self._snapshot(running, at), at.model
-        self.best = at.model if at.is_best else self.best
+        self.best = (at.model, at.number) if at.is_best else self.best
         usual = run.engine.checkpoint_every or max(1, run.rounds // 20)
         every = 1 if promises_of(running.prepared.rule) else usual  # to repeat a round costs
         if at.number % every and not (at.is_last or at.stop):
@@ -113,7 +113,7 @@ class Saving(Listener):
         if self.latest is not None and running.grid.contexts() is None:  # the nodes store their state themselves
             self._write(running, *self.latest)
         elif self.latest is not None:  # the engine's nodes may be in the middle of a round
-            self._write_models(running.folder, self.latest[1])
+            self._write_models(running.folder, *self.latest)
 
     def _snapshot(self, running: Running, at: Round) -> Snapshot:
         strategy, unsaved = None, None
@@ -131,14 +131,15 @@ class Saving(Listener):
             settings=self.settings,
         )
 
-    def _write_models(self, folder: RunFolder, model: ArrayRecord) -> None:
-        folder.write_model(unpack(model))
+    def _write_models(self, folder: RunFolder, snapshot: Snapshot, model: ArrayRecord) -> None:
+        folder.write_model(unpack(model), snapshot.round)
         if self.best is not None:
-            folder.write_model(unpack(self.best), "model-best.safetensors")
+            best, number = self.best
+            folder.write_model(unpack(best), number, "model-best.safetensors")
             self.best = None
 
     def _write(self, running: Running, snapshot: Snapshot, model: ArrayRecord) -> None:
-        self._write_models(running.folder, model)
+        self._write_models(running.folder, snapshot, model)
         contexts = running.grid.contexts() or {}
         running.folder.write_checkpoint(snapshot, ((node, context.state) for node, context in contexts.items()))
 

@@ -143,7 +143,8 @@ class RunFolder:
             )
         summary = self.readable_summary()
         session = {**environment(), "modules": sources(config), **more}
-        if done and (different := _difference(*map(_versions, ([first, *first.get("resumed", [])][-1], session)))):
+        before = [first, *first.get("resumed", [])][-1]
+        if done and (different := _difference(_versions(before), _versions(session))):
             log_once(
                 f"{self.path} continues with other code: {different}. Its later rounds need not be those of an "
                 'uninterrupted run, and it may fail (docs/deployment.md, "Upgrading")'
@@ -252,10 +253,12 @@ class RunFolder:
         """Of the run; nodes store their state of it under this name."""
         return str((self.read("environment.json") or {})["token"])
 
-    def write_model(self, arrays: Arrays, name: str = "model.safetensors") -> None:
+    def write_model(self, arrays: Arrays, server_round: int, name: str = "model.safetensors") -> None:
+        """The model of a round, which is in the metadata of the file."""
         from safetensors.numpy import save
 
-        content = save({key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()})
+        whole = {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()}
+        content = save(whole, {"round": str(server_round)})
         with replacing(self.path / name, durable=False) as file:
             file.write_bytes(content)
 

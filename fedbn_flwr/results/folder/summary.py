@@ -145,8 +145,8 @@ class Summary:
 
     def of(self, history: Iterable[Mapping[str, Any]]) -> Summary:
         """The same run's summary with the figures of this history."""
-        counted = dict.fromkeys(("clients", "clients_since", "rounds_with_fewer_clients"))
-        found = replace(self, rounds=0, seconds=0.0, traffic=Traffic(), figures={}, **counted)
+        found = replace(self, rounds=0, seconds=0.0, traffic=Traffic(), figures={})
+        found.clients = found.clients_since = found.rounds_with_fewer_clients = None
         for line in history:
             found.account(line)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value
-from fedbn_flwr.client.node_state import OWN, NodeState
+from fedbn_flwr.client.node_state import OWN, NodeState, kept_state
 from fedbn_flwr.data.batches import Normaliser
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.errors import UserError
+from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.named import in_a_line
@@ -25,22 +27,49 @@ from ..folder.files import damaged
 
 
 def global_model(folder: RunFolder, file: str) -> nn.Module:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     description = folder.model_description()
     if not description["global"]:
         raise UserError(
             f"{str(folder.path)!r} has no global model, but each client has one, for instance model(client=0)"
         )
+    arrays, _ = _read(folder, file)
+    return _build(description, arrays, folder.path / file)
+
+
+def _read(folder: RunFolder, file: str) -> tuple[dict[str, Tensor], int]:
+    """The arrays of a model in the folder, and the round after which it was written."""
+    from safetensors import SafetensorError, safe_open
+
     path = folder.path / file
     if not path.is_file():
         files = ", ".join(sorted(each.name for each in folder.path.glob("*.safetensors"))) or "none yet"
         raise UserError(f"{str(folder.path)!r} has no {file!r}; files with models: {files}")
     try:
-        return _build(description, load_file(path), path)
-    except (SafetensorError, OSError) as error:
+        with safe_open(path, "pt") as opened:
+            arrays = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # it is no mapping
+            return arrays, int((opened.metadata() or {}).get("round", 0))
+    except (SafetensorError, OSError, ValueError) as error:
         raise damaged(path, f"it cannot be read: {error}") from None
+
+
+@dataclass(frozen=True)
+class SiteModel:
+    """The personal model of a client whose node stores its state."""
+
+    client: int
+    round: int  # of the global arrays
+    state_round: int  # of the client's own arrays, the last round up to `round` in which it trained
+    own: tuple[str, ...]  # the names of its own arrays
+    network: nn.Module
+
+
+def site_model(folder: RunFolder, state: Path, client: int | None = None) -> SiteModel:
+    """The model of a site: the global arrays of model.safetensors, and the arrays in the site's state folder."""
+    arrays, server_round = _read(folder, "model.safetensors")
+    number, state_round, records = kept_state(state.expanduser(), folder.token(), server_round, client)
+    own = NodeState(records).load(OWN)
+    network = _personal(folder.model_description(), arrays, own, number, folder.path / "model.safetensors")
+    return SiteModel(number, server_round, state_round, tuple(own), network)
 
 
 def personal_model(folder: RunFolder, client: int) -> nn.Module:
@@ -50,18 +79,28 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
     states = [state for _, state in sorted(saved, key=lambda pair: pair[0])]
     if not states:
         raise UserError(
-            f"{str(folder.path)!r} has no clients' models in a checkpoint: it has none yet, or the nodes store them"
+            f"{str(folder.path)!r} has no clients' models in a checkpoint: it has none yet, or the nodes store them. "
+            "At a site with a state folder: fedbn model, or model(state='/srv/fedbn-state')"
         )
     if not 0 <= client < len(states):  # the local engine numbers its nodes by their partitions
         raise UserError(f"there is no client {client}; the run has the clients 0 to {len(states) - 1}")
+    arrays = _tensors(unpack(arrays_in(folder.checkpoint.read().model)["arrays"]))
     own = NodeState(states[client]).load(OWN)
-    arrays = {**unpack(arrays_in(folder.checkpoint.read().model)["arrays"]), **own}
-    tensors = {key: torch.from_numpy(value.copy()) for key, value in arrays.items()}
-    model = _build(description, tensors, folder.checkpoint.path)
+    return _personal(description, arrays, own, client, folder.checkpoint.path)
+
+
+def _personal(
+    description: Mapping[str, Any], arrays: Mapping[str, Tensor], own: Arrays, client: int, file: Path
+) -> nn.Module:
+    model = _build(description, {**arrays, **_tensors(own)}, file)
     kinds = roles(model)
     if all(kinds[key] is Role.COUNTER for key in own):
         raise UserError(f"client {client} has no model of its own: it keeps no arrays, or it never trained")
     return model
+
+
+def _tensors(arrays: Arrays) -> dict[str, Tensor]:
+    return {key: torch.from_numpy(value.copy()) for key, value in arrays.items()}
 
 
 def normalisation(folder: RunFolder) -> Callable[[Value], Value]:

@@ -1,0 +1,107 @@
+"""`fedbn model` and `fedbn predict`: the model of a site after a run, and what it says of the site's data."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedbn_flwr.commands.common import Commands, add_command, loading
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fedbn_flwr.results.folder import RunFolder
+
+_RUN = (
+    "RUN is the folder of the run, or a copy of it at the site, without `checkpoint`, which has what other clients "
+    "keep on the local engine."
+)
+
+
+def add_model(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "model",
+        write,
+        summary="at a site: its personal model, from the run's model and its state",
+        description=(
+            f"Join the global model of a run with the arrays that a site keeps, such as FedBN's batch norms. {_RUN}"
+        ),
+        epilog="Example: fedbn model heart --state /srv/fedbn-state --out model-site.safetensors",
+    )
+    _add_run(parser, state_is_needed=True)
+    parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the model, in safetensors format")
+
+
+def add_predict(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "predict",
+        predict,
+        summary="predictions of a run's model, or of a site's, on data",
+        description=f"Predict by the global model of a run or, with --state, by the model of a site. {_RUN}",
+        epilog="Example: fedbn predict heart --state /srv/fedbn-state --data new.csv --out predictions.csv",
+    )
+    _add_run(parser, state_is_needed=False)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        required=True,
+        help="a table with or without labels, a folder of images, or a site's folder, for its test examples",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the predictions, a CSV file")
+
+
+def _add_run(parser: argparse.ArgumentParser, *, state_is_needed: bool) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of the run")
+    parser.add_argument(
+        "--state", type=Path, metavar="DIR", required=state_is_needed, help="the state folder of the site's node"
+    )
+    parser.add_argument(
+        "--client", type=int, metavar="N", help="the number of the client, if the folder has the states of several"
+    )
+
+
+def write(arguments: argparse.Namespace) -> None:
+    _, model = _model(arguments)
+    with loading():
+        from safetensors.torch import save
+
+        from fedbn_flwr.storage import replacing
+    content = save({key: value.contiguous() for key, value in model.state_dict().items()})
+    with replacing(arguments.out, mode=0o600) as file:  # it follows from the site's data
+        file.write_bytes(content)
+    print(f"model: {arguments.out}")
+
+
+def predict(arguments: argparse.Namespace) -> None:
+    folder, model = _model(arguments)
+    from fedbn_flwr.storage import replacing
+
+    from .predict import predictions
+
+    found = predictions(folder, model, arguments.data)
+    with replacing(arguments.out, mode=0o600) as file, file.open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows([found.columns, *found.rows])
+    print("\n".join([*found.said, f"predictions: {arguments.out}"]))
+
+
+def _model(arguments: argparse.Namespace) -> tuple[RunFolder, nn.Module]:
+    """The model that the options ask for; says what it is."""
+    with loading():
+        from fedbn_flwr.results.read.trained import site_model
+        from fedbn_flwr.results.result import Result
+
+    result = Result.read(arguments.run)
+    if arguments.state is None:
+        print(f"the global model of {result.label}")
+        return result.files, result.model()
+    found = site_model(result.files, arguments.state, arguments.client)
+    print(
+        f"the model of client {found.client}: {result.label} after round {found.round}, and {len(found.own)} arrays of "
+        f"its own, of round {found.state_round}"
+    )
+    return result.files, found.network
