@@ -36,7 +36,7 @@ repeat() {
             block = ""
         }
         /^[^ ]/ || /^  [^ ]/ { inside = 0 }
-        /^  (supernode|superexec-clientapp)-[0-9]+:/ { inside = 1; mine = /-0:/ }
+        /^  (supernode|superexec-clientapp|check)-[0-9]+:/ { inside = 1; mine = /-0:/ }
         inside { if (mine) block = block $0 "\n"; next }
         /^ +(- )?(state|site|exchange)-[0-9]+(-ca|-key)?(:.*)?$/ {
             if (/^ +(- )?[a-z]+-0/) for (i = 0; i < sites; i++) print site($0, i)

@@ -109,12 +109,51 @@ def test_only_superlink_exchange_and_dashboard_are_published_on_loopback() -> No
 
 
 @pytest.mark.parametrize("sites", [3, 5])
+def test_a_site_is_checked_in_a_container_like_its_app_s(sites: int, five_sites: Path) -> None:
+    """With the user, the limits, the data and the state of the app, and the key and the network of the node."""
+    services = read_compose(file=COMPOSE if sites == 3 else five_sites / "docker-compose.sites.yml")["services"]
+    assert sum(name.startswith("check-") for name in services) == sites
+    for i in range(sites):
+        check, app, node = (services[f"{kind}-{i}"] for kind in ("check", "superexec-clientapp", "supernode"))
+        for key in ("build", "user", "read_only", "tmpfs", "cap_drop", "security_opt", "mem_limit"):
+            assert check[key] == app[key], key
+        assert check["volumes"][:2] == app["volumes"]
+        assert check["secrets"] == node["secrets"]
+        assert check["networks"] == ["default", f"exchange-{i}"]
+        assert {word for word in node["command"] + node["entrypoint"] if word.startswith("--node-")} <= {
+            *check["entrypoint"]
+        }
+        assert check["profiles"] == ["check"]
+        assert check["restart"] == "no"
+
+
+@pytest.mark.slow
+def test_the_check_of_a_site_passes_beside_a_deployment(deployment: Deployment) -> None:
+    """The entrypoint of the compose file, with an experiment as docker compose run adds it."""
+    given = read_compose()["services"]["check-1"]
+    mounts = deployment.mounts("superexec-clientapp-1") | deployment.mounts("supernode-1")
+    words = [deployment.rewrite(word, "check-1", mounts, "check-1") for word in given["entrypoint"]]
+    code = {"PYTHONPATH": str(ROOT)} | {key: given["environment"][key] for key in ("FLWR_TELEMETRY_ENABLED",)}
+    done = subprocess.run(
+        [sys.executable, *words[1:], json.dumps(EXPERIMENT)],
+        env=deployment.environment(code, deployment.folder),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a SuperLink, with TLS" in done.stdout
+    assert f"Flower             {version('flwr')} here, {version('flwr')} at the server" in done.stdout
+    assert "0 failed" in done.stdout
+
+
+@pytest.mark.parametrize("sites", [3, 5])
 def test_an_app_reaches_only_its_own_node_and_the_server(sites: int, five_sites: Path) -> None:
     content = read_compose(file=COMPOSE if sites == 3 else five_sites / "docker-compose.sites.yml")
     services = content["services"]
     members: dict[str, set[str]] = {}
     for name, service in services.items():
-        for network in service.get("networks", ["default"]):
+        for network in service.get("networks", ["default"]) if service.get("profiles") != ["check"] else ():
             members.setdefault(network, set()).add(name)
     assert set(content["networks"]) == set(members)
     assert sum(name.startswith("superexec-clientapp") for name in services) == sites
@@ -172,7 +211,7 @@ def test_each_secret_is_one_file_for_the_services_that_name_it() -> None:
             readers.setdefault(secret["source"], []).append(name)
     assert readers.keys() == content["secrets"].keys()
     own = {"superlink-key": ["superlink"], "exchange-key": ["superexec-serverapp"]}
-    own |= {f"site-{i}-key": [f"supernode-{i}"] for i in range(3)}
+    own |= {f"site-{i}-key": [f"supernode-{i}", f"check-{i}"] for i in range(3)}
     assert {secret: names for secret, names in readers.items() if secret.endswith("-key")} == own
 
 
@@ -209,7 +248,8 @@ def test_another_number_of_sites_is_one_command(five_sites: Path) -> None:
     own, generated = read_compose()["services"], read_compose(file=five_sites / "docker-compose.sites.yml")["services"]
     for name, service in own.items():
         differs = [key for key in service if service[key] != generated[name][key]]
-        assert differs == {"superexec-serverapp": ["networks"]}.get(name, ["command"] if "supernode" in name else [])
+        of_sites = ["command"] if "supernode" in name else ["entrypoint"] if "check" in name else []
+        assert differs == {"superexec-serverapp": ["networks"]}.get(name, of_sites)
     assert (five_sites / ".env").read_text().splitlines() == [
         "FEDBN_BIND=0.0.0.0",
         "SITES=5",

@@ -31,6 +31,7 @@ def add(commands: Commands) -> None:
     tls = parser.add_mutually_exclusive_group()
     tls.add_argument("--root-certificates", type=Path, metavar="FILE", help="ca.crt (the system's certificates)")
     parser.add_argument("--auth-supernode-private-key", type=Path, metavar="FILE", help="the site's key, node.key")
+    parser.add_argument("--exchange", metavar="HOST:PORT", help="address of FedTAN's exchange service")
     parser.add_argument("--node-config", metavar="TEXT", help="as for flower-supernode: data-path, domain, state, ...")
     tls.add_argument("--insecure", action="store_true", help="the SuperLink has no TLS")
 
@@ -60,6 +61,11 @@ def check(arguments: argparse.Namespace) -> int:
             "server",
             needs.check_server(address, ca, insecure=arguments.insecure) if address else (),
             "correct the root certificate first",
+        ),
+        needs.asked(
+            "exchange service",
+            needs.check_exchange(arguments.exchange) if arguments.exchange else (),
+            "correct --exchange",
         ),
         needs.asked("node config", needs.check_node_config(node), "correct --node-config"),
         needs.asked(

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
+import json
 import platform
+import shutil
 import socket
 import ssl
 import stat
@@ -31,7 +33,7 @@ from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 from torch import Tensor
 
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.errors import FedbnError
+from fedbn_flwr.errors import FedbnError, few
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of
 from fedbn_flwr.experiment.parts import choose_device, make_model
@@ -41,6 +43,7 @@ from fedbn_flwr.results.text import columns_in_words
 from fedbn_flwr.storage import writing
 
 _TIMEOUT = 5  # seconds
+_LITTLE = 1e9  # bytes of a disk
 _SOON = 30  # days in which a certificate should be renewed
 _BEHIND = TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE  # seconds that a node's clock may be late
 _NEW_KEY = "give the file node.key that deploy/keys.sh created for this site"
@@ -100,15 +103,12 @@ def check_authority(file: Path) -> Iterator[Check]:
 
 def check_server(address: str, authority: Path | None, *, insecure: bool = False) -> Iterator[Check]:
     """Whether a SuperLink can be reached at HOST:PORT, and whether its certificate is valid for that host."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
-        raise Failed(f"the address is {address!r}", "give HOST:PORT, as fl.example.org:8000")
+    host, port = _host_and_port(address)
     if insecure:
-        connection = HTTPConnection(host, int(port), timeout=_TIMEOUT)
+        connection = HTTPConnection(host, port, timeout=_TIMEOUT)
     else:
         context = ssl.create_default_context(cafile=str(authority) if authority else None)
-        connection = HTTPSConnection(host, int(port), timeout=_TIMEOUT, context=context)
+        connection = HTTPSConnection(host, port, timeout=_TIMEOUT, context=context)
     with contextlib.closing(connection):
         try:
             connection.connect()
@@ -128,11 +128,20 @@ def check_server(address: str, authority: Path | None, *, insecure: bool = False
         yield _validity("server certificate", x509.load_der_x509_certificate(der), f"of {address}", renew)
 
 
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
+        raise Failed(f"the address is {address!r}", "give HOST:PORT, as fl.example.org:8000")
+    return host, int(port)
+
+
 def _health(address: str, connection: HTTPConnection, *, insecure: bool) -> Iterator[Check]:
     begin = time.time()
     try:
         connection.request("GET", "/health")
         answer = connection.getresponse()
+        answer.read()
         if insecure and answer.status == 400:  # of a reverse proxy that expects TLS
             raise HTTPException("status 400")
     except (OSError, HTTPException) as error:
@@ -149,6 +158,19 @@ def _health(address: str, connection: HTTPConnection, *, insecure: bool) -> Iter
     yield plain if insecure else Check("server", "ok", f"{address}: {what}")
     with contextlib.suppress(TypeError, ValueError):  # without a date
         yield _clock(begin - parsedate_to_datetime(answer.headers["Date"]).timestamp())
+    with contextlib.suppress(OSError, HTTPException, ValueError, LookupError, TypeError):  # a proxy may not offer it
+        connection.request("GET", "/openapi.json")
+        yield from _flower(str(json.load(connection.getresponse())["info"]["version"]))
+
+
+def _flower(of_server: str) -> Iterator[Check]:
+    """A SuperNode whose Flower is too old for the server's tries to connect for ever."""
+    here = importlib.metadata.version("flwr")
+    if of_server.split(".")[:2] == here.split(".")[:2]:
+        yield Check("Flower", "ok", f"{here} here, {of_server} at the server")
+    else:
+        found = f"{here} here, and {of_server} at the server: the node may never connect"
+        yield Check("Flower", "warning", found, f"install flwr=={of_server}, or the image of that version")
 
 
 def _clock(ahead: float) -> Check:
@@ -186,6 +208,22 @@ def _validity(name: str, certificate: x509.Certificate, where: str, cure: str) -
     return Check(name, "warning", found, cure) if days < _SOON else Check(name, "ok", found)
 
 
+def check_exchange(address: str) -> Iterator[Check]:
+    """Whether FedTAN's exchange service can be reached, which is open during the exchanges of a round only."""
+    host, port = _host_and_port(address)
+    try:
+        socket.create_connection((host, port), timeout=_TIMEOUT).close()
+        found = "answers"
+    except ConnectionRefusedError:
+        found = "is reached, and closed now: it is open only during FedTAN's exchanges"
+    except (socket.gaierror, UnicodeError):
+        raise Failed(f"the name {host!r} is unknown here", "check the name, and DNS at this site") from None
+    except OSError as error:
+        why = f"does not answer within {_TIMEOUT} s" if isinstance(error, TimeoutError) else str(error.strerror)
+        raise Failed(f"{address}: {why}", f"let the app's container connect to port {port}; or direct: false") from None
+    yield Check("exchange service", "ok", f"{address} {found}")
+
+
 def check_versions() -> Iterator[Check]:
     """Python's version and those of the packages on which server and sites must agree."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("fedbn-flwr", "flwr", "torch", "torchvision")]
@@ -202,7 +240,12 @@ def check_state(folder: Path) -> Iterator[Check]:
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())  # the client makes the rest
     with writing(folder):
         tempfile.TemporaryFile(dir=there).close()
-    yield Check("state folder", "ok", f"{folder}: can be written to")
+    free = shutil.disk_usage(there).free
+    found = f"{folder}: can be written to, {free / 1e9:.1f} GB free"
+    if free < _LITTLE:
+        yield Check("state folder", "warning", found, "make room: a state is as large as what the client keeps")
+    else:
+        yield Check("state folder", "ok", found)
 
 
 def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterator[Check]:
@@ -226,6 +269,9 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
         yield Check(
             "data", "warning", f"{where}: no test examples", "add a test split; the site cannot evaluate its model"
         )
+    if "data-path" in node and (absent := _classes_without_examples(dataset, train)):
+        cure = "expected of a site that lacks them; else correct the labels, or data.class_names"
+        yield Check("classes", "warning", f"{where}: no training examples of {few(absent, 10)}", cure)
     if not expected:
         return
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"))
@@ -254,6 +300,13 @@ def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
     if dataset.input_names:
         parts += columns_in_words(dataset.columns)
     return "; ".join(parts)
+
+
+def _classes_without_examples(dataset: DataSet, train: Tensor) -> list[str]:
+    if dataset.task.form != "classes" or dataset.dense:
+        return []
+    there = set(dataset.train.labels[train].cpu().long().unique().tolist())
+    return [name for number, name in enumerate(dataset.class_names) if number not in there]
 
 
 def check_gpu(experiment: Experiment | None) -> Iterator[Check]:

@@ -6,6 +6,7 @@ import csv
 import datetime
 import http.server
 import importlib.metadata
+import json
 import re
 import shutil
 import socket
@@ -72,13 +73,20 @@ def valid_until(days: float, file: Path, keys: Path) -> Path:
 
 class Healthy(http.server.BaseHTTPRequestHandler):
     late = 0.0  # seconds that the server's clock is behind this machine's
+    version = importlib.metadata.version("flwr")  # of the SuperLink
+    protocol_version = "HTTP/1.1"  # as the SuperLink's: the connection stays open
 
     def date_time_string(self, timestamp: float | None = None) -> str:
         return super().date_time_string(time.time() - self.late)
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/health" else 404)
+        body = b"{}"
+        if self.path == "/openapi.json" and self.version:
+            body = json.dumps({"info": {"title": "SuperLink API", "version": self.version}}).encode()
+        self.send_response(200 if self.path == "/health" or len(body) > 2 else 404)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -137,6 +145,55 @@ def test_the_clocks_of_site_and_server(
     if status != "ok":
         assert "rejects a node 5 s ahead or 305 s behind" in found["clock"]["found"]
         assert "NTP" in found["clock"]["cure"]
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [(Healthy.version, "ok"), ("1.36.0", "warning"), ("", None)],
+)
+def test_another_version_of_flower_at_the_server_is_named(
+    version: str,
+    status: str | None,
+    keys: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A SuperNode of 1.36 tries for ever to connect to a SuperLink of 1.41. A reverse proxy may not say the version."""
+    here = Healthy.version
+    monkeypatch.setattr(Healthy, "version", version)
+    with served(keys) as address:
+        code, found = check(capsys, "--root-certificates", keys / "ca.crt", "--superlink", address)
+    assert code == 0
+    assert (found["Flower"]["status"] if "Flower" in found else None) == status
+    if status == "warning":
+        assert found["Flower"]["found"] == f"{here} here, and 1.36.0 at the server: the node may never connect"
+        assert "flwr==1.36.0" in found["Flower"]["cure"]
+
+
+def test_the_exchange_port_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        code, found = check(capsys, "--exchange", address)
+        assert (code, found["exchange service"]["found"]) == (0, f"{address} answers")
+    code, found = check(capsys, "--exchange", address)  # between rounds
+    assert code == 0
+    assert "is reached, and closed now" in found["exchange service"]["found"]
+    code, found = check(capsys, "--exchange", "no-such-host.invalid:8001")
+    assert (code, found["exchange service"]["status"]) == (1, "FAILED")
+
+
+def test_a_full_disk_and_a_class_without_examples_are_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=500_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    node = patients(tmp_path / "site", lambda rows: rows.update(outcome=["ill"] * 40))
+    code, found = check(capsys, node[0], f"{node[1]} state='{tmp_path}'", PATIENTS)
+    assert code == 0
+    assert found["state folder"]["status"] == "warning"
+    assert "0.5 GB free" in found["state folder"]["found"]
+    assert found["classes"]["status"] == "warning"
+    assert found["classes"]["found"].endswith("no training examples of well")
 
 
 def test_every_check_is_a_line_with_its_cure(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
