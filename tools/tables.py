@@ -259,7 +259,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "names": names,
     **{
         f"command {name}": command(name)
-        for name in ("new", "explain", "run", "status", "report", "partition", "list", "check")
+        for name in ("new", "explain", "run", "status", "report", "partition", "list", "check", "model", "predict")
     },
     **MEASURED,
     **outputs.TABLES,

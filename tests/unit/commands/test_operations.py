@@ -73,7 +73,7 @@ def test_status_lists_the_last_changed_first(runs: Path, capsys: pytest.CaptureF
 def test_a_run_that_does_not_write_looks_stopped(
     minutes: float, status: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its rounds took half a second; after an outage of the SuperLink nobody ends the run in its folder."""
+    """Its rounds took half a second; after an outage of the SuperLink its status in the folder stays "running"."""
     make_run(tmp_path / "run", "running", days=minutes / 60 / 24)
     assert cli.main(["status", str(tmp_path)]) == 0
     _, _, line, *more = capsys.readouterr().out.splitlines()
