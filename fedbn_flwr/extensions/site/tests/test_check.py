@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from PIL import Image
 
-from fedbn_flwr import cli
+from fedbn_flwr import __version__, cli
 from tests.support.network import make_keys, needs_tools
 
 pytestmark = needs_tools
@@ -168,6 +168,23 @@ def test_another_version_of_flower_at_the_server_is_named(
     if status == "warning":
         assert found["Flower"]["found"] == f"{here} here, and 1.36.0 at the server: the node may never connect"
         assert "flwr==1.36.0" in found["Flower"]["cure"]
+
+
+def test_code_that_is_mounted_and_not_installed_has_a_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the container of docker-compose.yml, whose image has the dependencies only."""
+    known = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "fedbn-flwr":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    code, found = check(capsys)
+    assert code == 0
+    assert f"fedbn-flwr {__version__}, flwr {known('flwr')}" in found["versions"]["found"]
 
 
 def test_the_exchange_port_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
