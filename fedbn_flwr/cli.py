@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from . import __version__
 from .commands import explain, flwr, listing, new, partition, report, run, status
-from .errors import FedbnError, did_you_mean
+from .errors import FedbnError, RunFailed, described, did_you_mean
 from .extensions import parts
 
 COMMANDS = (new, explain, run, status, report, partition, listing, flwr)  # as in the help
@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows what it lacks as \u2026
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        arguments = _parsed(argv)
-        code = int(arguments.command(arguments) or 0)
+        code = _carried_out(_parsed(argv))
         sys.stdout.flush()  # its errors are found here, not when Python ends
         return code
     except FedbnError as error:
@@ -43,6 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `fedbn list ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except UnicodeEncodeError as error:
+        print(
+            f"fedbn: error: {error.object!a} has characters that the encoding of this locale, "
+            f"{sys.getfilesystemencoding()}, does not have; set PYTHONUTF8=1, or a locale such as C.UTF-8",
+            file=sys.stderr,
+        )
+        return 2
     except OSError as error:
         full = error.errno in _NO_SPACE
         if os.environ.get("FEDBN_DEBUG") or (error.filename is None and not full):
@@ -53,6 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _carried_out(arguments: argparse.Namespace) -> int:
+    """The exit code of the command, which code of the user does not end as if it had succeeded."""
+    try:
+        return int(arguments.command(arguments) or 0)
+    except SystemExit as error:
+        raise RunFailed(f"a part of the experiment ended the process: {described(error)}") from error
+
+
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments; key=value may also follow an option, where argparse does not expect it."""
     found = parser()
@@ -61,6 +75,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         found.error(f"unrecognized arguments: {' '.join(others)}")
     if others:
         arguments.overrides += others
+    for word in getattr(arguments, "overrides", ()):
+        word.encode()  # UnicodeEncodeError if the locale's encoding lacks a character of it
     return arguments
 
 

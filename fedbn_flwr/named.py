@@ -10,8 +10,8 @@ import functools
 import hashlib
 import importlib
 import inspect
+import operator
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,10 +37,10 @@ def path_of(given: str) -> Path:
 def load(key: str, name: str) -> Callable[..., Any]:
     """The function, class or other callable that `name` (`module:name`) refers to; `key` is the setting's key."""
     module, _, path = name.partition(":")
-    if not module or not path:
+    if not module or not all(map(str.isidentifier, path.split("."))):
         raise SettingsError(f"{key}={name!r}: expected module:callable, for instance my_parts:{key.rpartition('.')[2]}")
     here, top = path_of("").resolve(), module.partition(".")[0]
-    if top not in sys.modules and ((here / top).is_dir() or (here / f"{top}.py").is_file()):
+    if top not in sys.modules and (os.path.isdir(here / top) or os.path.isfile(here / f"{top}.py")):
         if str(here) not in sys.path:
             sys.path.insert(0, str(here))
         importlib.invalidate_caches()  # the file may be newer than Python's list of the folder
@@ -54,7 +54,7 @@ def load(key: str, name: str) -> Callable[..., Any]:
         ) from error
     _check_folder(f"{key}={name!r}", loaded, here)
     try:
-        found = pkgutil.resolve_name(name)
+        found = operator.attrgetter(path)(loaded)
     except AttributeError as error:
         known = [word for word in dir(error.obj) if not word.startswith("_") and callable(getattr(error.obj, word))]
         hint = did_you_mean(str(error.name), known)

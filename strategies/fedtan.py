@@ -205,6 +205,11 @@ class FedTANClient(ClientRule):
                 "batch norm that normalises by its batch (instance norm and frozen ones do not); use FedAvg, or a "
                 "model with batch norm"
             )
+        if not (local.client.epochs or local.client.steps):
+            raise MessageError(
+                f"{protocol.COHORT!r} asks for exchanges in the first step of a round, and this client makes no step; "
+                "expected epochs or steps above zero"
+            )
         backward = bool(config.get(protocol.COHORT_BACKWARD, True))
         if backward and not (isinstance(local.optimizer.torch, SGD) and local.client.clip is None):
             raise MessageError(

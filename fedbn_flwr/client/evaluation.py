@@ -278,7 +278,8 @@ def evaluate(
         numbers, examples = numbers + number, examples + count(targets)
     model.train(was_training)
     if not numbers:
-        raise ValueError(f"all pixels of the examples have the label {IGNORED}, which is left out")
+        ignored = f"all pixels of the examples have the label {IGNORED}, which is left out"
+        raise ValueError(ignored if examples else "there are no examples to evaluate on")
     return {"loss": float(total) / numbers, "num-examples": examples} | measurement.values()
 
 

@@ -247,7 +247,7 @@ def check_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter],
     optimizer = make_optimizer(spec, copies, 0.1, **options)
     try:
         optimizer.step()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SettingsError(f"optimizer {spec!r} cannot take a step: {type(error).__name__}: {error}") from error
 
 

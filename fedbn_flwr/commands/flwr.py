@@ -92,7 +92,7 @@ def flwr(arguments: argparse.Namespace) -> int:
         clients = experiment.runs[0].clients
         check_federation(federation, clients)
         with options_as(*OF_RUN_CONFIG):
-            out = out_folder(experiment.name, config.get("out"), resume=resume).resolve()
+            out = out_folder(experiment.name, config.get("out"), resume=resume)
             prepare(experiment, own_data=True)
             folders = open_folders(experiment, out, resume=resume)
         run_config["out"] = str(out)  # Flower's processes run in another folder

@@ -164,7 +164,7 @@ def _carry_out(
         raise SettingsError(f"node_config is for the local engine, found engine.name={first.engine.name!r}")
     if node_config is not None and not isinstance(node_config, Mapping) and len(node_config) != first.clients:
         raise SettingsError(f"node_config has {len(node_config)} entries, but there are {first.clients} clients")
-    folder = out_folder(planned.name, out, resume=resume).resolve()  # the caller may change the working directory
+    folder = out_folder(planned.name, out, resume=resume)
     resume = resume and any(each.config() for each in run_folders(planned, folder))
     with _settings_of_the_process():
         forget_data()  # files may have changed since the last run, also that of model.weights

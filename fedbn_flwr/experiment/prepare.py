@@ -219,7 +219,7 @@ def check_training(parts: Parts) -> None:
         measurement.add(outputs, targets)
         try:
             measurement.values(strict=True)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise SettingsError(
                 f"evaluate.metrics: a metric of {', '.join(map(name_of, parts.metrics))} failed for outputs "
                 f"{list(outputs.shape)} and targets {list(targets.shape)}: {type(error).__name__}: {error}"
@@ -289,7 +289,7 @@ def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inp
     try:
         with torch.set_grad_enabled(model.training):
             outputs = model(inputs)
-    except Exception as error:  # the network may be the user's
+    except (Exception, SystemExit) as error:  # the network may be the user's
         raise SettingsError(
             f"model.name={run.model.name!r} does not take the {_described(inputs)} examples of "
             f"{run.data.name!r}{mode}: {named.in_a_line(error)}"
@@ -316,7 +316,7 @@ def _try_loss(run: Settings, task: Task, outputs: Any, targets: Tensor, given: s
     asked = f"train.loss={name_in(run.train.loss or task.losses[0])!r}, given {given},"
     try:
         value: Any = plain_loss(run, task)(outputs, targets)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SettingsError(f"{asked} failed: {type(error).__name__}: {error}") from error
     if not (isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad):
         other = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

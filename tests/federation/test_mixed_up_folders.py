@@ -51,6 +51,24 @@ def test_the_checkpoint_of_another_run_is_refused(
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
 
 
+@pytest.mark.parametrize("other", ["FedProx", "again", "edited"])
+def test_the_history_of_another_run_is_refused(stopped: dict[str, Path], tmp_path: Path, other: str) -> None:
+    """Its rounds have the same numbers."""
+    shutil.copytree(stopped["Scaffold"], tmp_path / "run")
+    history = tmp_path / "run" / "history.jsonl"
+    text = history.read_text()
+    history.write_text(
+        text.replace('"clients": 3', '"clients": 2', 1)
+        if other == "edited"
+        else (stopped[other] / "history.jsonl").read_text()
+    )
+    assert history.read_text() != text
+    with pytest.raises(UserError, match=r"history.jsonl': its rounds are not those that the checkpoint follows; rest"):
+        resume(tmp_path / "run")
+    history.write_text(text + text.splitlines()[-1].replace('"round": 2', '"round": 3') + "\n")  # it was killed then
+    resume(tmp_path / "run")
+
+
 def test_the_checkpoint_of_another_seed_is_refused_by_the_command(tmp_path: Path) -> None:
     words = ["run", "{name: x, rounds: 4, clients: 2, data: {examples: 40}, train: {steps: 1}, engine: {workers: 0}}"]
     for seed in (0, 1):

@@ -112,21 +112,24 @@ def test_a_run_goes_on_when_the_reader_of_its_output_has_ended(jobs: str, tmp_pa
 
 
 def test_workers_end_with_a_server_that_was_killed(tmp_path: Path) -> None:
-    """Also one whose client still trains, since it would keep the run folder locked."""
+    """Also one whose client still trains. The run folder is free at once: workers have no copy of its lock."""
     (tmp_path / "slow.py").write_text(
-        "import time\nfrom torch.nn.functional import cross_entropy\n\n"
+        "import os, time\nfrom torch.nn.functional import cross_entropy\n\n"
         "def loss(logits, labels):\n    if logits.requires_grad and len(logits) == 16:\n"
-        "        open('begun', 'w').close()\n        time.sleep(600)\n    return cross_entropy(logits, labels)\n"
+        "        open(f'begun-{os.getpid()}', 'w').close()\n        time.sleep(600)\n"
+        "    return cross_entropy(logits, labels)\n"
     )
     (tmp_path / "experiment.yaml").write_text(EXPERIMENT)
     settings = ["only=[FedBN]", "sweep=null", "train.loss=slow:loss", "engine.workers=2"]
     words = ["run", "experiment.yaml", *settings, "--out", "out"]
     process = subprocess.Popen([*PROGRAM, *words], cwd=tmp_path, stdout=subprocess.PIPE, env=environment())
-    wait_for("a client that trains", (tmp_path / "begun").exists)
+    wait_for("a client that trains", lambda: any(tmp_path.glob("begun-*")))
     assert is_locked(tmp_path / "out" / "FedBN")
     process.kill()
     process.wait()
-    wait_for("the end of the workers", lambda: not is_locked(tmp_path / "out" / "FedBN"))
+    assert not is_locked(tmp_path / "out" / "FedBN")
+    workers = [Path("/proc", file.name.removeprefix("begun-")) for file in tmp_path.glob("begun-*")]
+    wait_for("the end of the workers", lambda: not any(worker.exists() for worker in workers))
 
 
 def is_locked(path: Path) -> bool:

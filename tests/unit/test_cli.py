@@ -19,7 +19,7 @@ from fedbn_flwr import cli
 from fedbn_flwr.experiment.registry import STRATEGIES, class_of
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.summary import Status, Summary
-from tests.support.command import PATIENCE, PROGRAM, ROOT, environment
+from tests.support.command import PATIENCE, PROGRAM, ROOT, environment, fedbn
 
 QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
 
@@ -165,6 +165,61 @@ def test_all_clients_failing_is_a_failed_run_with_their_reasons(
     summary = json.loads((out / "FixBN" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "the client diverged?" in summary["error"]
+
+
+@pytest.mark.parametrize("key", ["model.name", "data.name", "train.loss", "train.optimizer", "train.schedule.kind"])
+@pytest.mark.parametrize("name", ["os:Net()", "http://127.0.0.1:1/x"])
+def test_a_setting_that_names_no_object_is_named(key: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", QUICK, f'{key}="{name}"']) == 2
+    error = capsys.readouterr().err
+    assert f"{key}={name!r}: expected module:callable, for instance my_parts:" in error
+    assert error.count("\n") == 1
+
+
+ENDING = """
+import os, sys
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+        os.chdir("/")
+
+    def forward(self, images):
+        if WHEN:
+            sys.exit(0)
+        return self.net(images)
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "code", "message"),
+    [
+        ("len(images) == 2", 2, "model.name='ending:Net' does not take the 1x8x8 examples of 'digits': SystemExit: 0"),
+        ("len(images) > 50", 1, "a part of the experiment ended the process: SystemExit: 0 (ending.py, line 13)"),
+        ("False", 0, ""),
+    ],
+)
+def test_code_of_the_user_that_ends_the_process_or_leaves_the_folder(
+    when: str, code: int, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ending.py").write_text(ENDING.replace("WHEN", when))
+    text = "{rounds: 1, clients: 2, data: {examples: 40}, train: {steps: 1}, engine: {workers: 0, device: cpu}}"
+    done = fedbn("run", text, "model.name=ending:Net", "--out", "out", cwd=tmp_path)
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    assert [file.parent.name for file in tmp_path.glob("out/*/model.safetensors")] == ["FedAvg"] * (code == 0)
+
+
+@pytest.mark.parametrize("change", ["label=Z\u00fcrich", "runs={Z\u00fcrich: {}}", "name=Z\u00fcrich"])
+def test_a_locale_without_the_characters_of_a_label_is_named(change: str, tmp_path: Path) -> None:
+    (tmp_path / "e.yaml").write_text("{rounds: 1, label: Z\u00fcrich, data: {examples: 40}}", encoding="utf-8")
+    for words in (["run", "e.yaml", "--out", "out"], ["run", QUICK, change, "--out", "out"]):
+        done = fedbn(*words, cwd=tmp_path, LC_ALL="POSIX", PYTHONUTF8="0")
+        assert done.returncode == 2
+        assert "that the encoding of this locale, ascii, does not have; set PYTHONUTF8=1" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_run_stopped_by_ctrl_c_resumes_to_the_same_model(tmp_path: Path) -> None:

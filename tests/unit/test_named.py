@@ -93,12 +93,21 @@ def test_a_file_of_the_folder_does_not_replace_a_module_that_is_not_asked_for(wr
     assert str(Path.cwd()) in sys.path
 
 
+def test_a_file_whose_name_is_no_identifier_is_a_module(write: Write) -> None:
+    write("parts-with-hyphens", "class Nets:\n    one = dict")
+    assert named.load("model.name", "parts-with-hyphens:Nets.one") is dict
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("parts_wrong", r"train\.loss='parts_wrong': expected module:callable, for instance my_parts:loss"),
         (":one", "expected module:callable"),
         ("parts_wrong:", "expected module:callable"),
+        ("parts_wrong:one()", r"train\.loss='parts_wrong:one\(\)': expected module:callable, for instance"),
+        ("parts_wrong:one.", "expected module:callable"),
+        ("http://127.0.0.1:1/x", "expected module:callable"),
+        ("p" * 300 + ":one", "cannot import 'p+' "),
         ("no_parts:one", r"cannot import 'no_parts' .*; expected a module in '.*', in a folder of PYTHONPATH"),
         ("parts_broken:one", r"cannot import 'parts_broken' \(ModuleNotFoundError: No module named 'a_package'\)$"),
         ("parts_wrong:on", r"'parts_wrong' has no 'on'; did you mean 'one'\? known: ends, one, two"),

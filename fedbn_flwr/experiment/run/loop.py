@@ -233,7 +233,7 @@ def run_experiment(
         }
         for run, folder in zip(experiment.runs, folders, strict=True):  # of finished runs too, whose row others join
             folder.check_data(checksums.get(examples_of(run.data)))
-        progress.message(f"run folders: {out.resolve()}")
+        progress.message(f"run folders: {out}")
 
         def run_at(place: int, listener: Reporter) -> None:
             folder = folders[place]
@@ -343,7 +343,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
     grid = poll_often(grid)
     resume = bool(run_config.get("resume"))
     with options_as(*OF_RUN_CONFIG):
-        out = out_folder(experiment.name, str(run_config.get("out") or ""), resume=resume).resolve()
+        out = out_folder(experiment.name, str(run_config.get("out") or ""), resume=resume)
         return run_experiment(
             experiment, lambda parts: nullcontext(grid), out, resume=resume, plain=True, own_data=True
         )

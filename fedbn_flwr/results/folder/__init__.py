@@ -16,6 +16,7 @@ checkpoint          everything needed to resume the run, see checkpoint.py
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -64,7 +66,21 @@ def out_folder(name: str, out: str | Path | None, *, resume: bool) -> Path:
     """The folder that is asked for, or a new one."""
     if resume and not out:
         raise SettingsError("to resume runs, give their folder by --out")
-    return Path(out).expanduser() if out else default_out(name)
+    if "\0" in str(out):
+        raise SettingsError(f"out is {str(out)!r}; expected a path without the character '\\x00'")
+    return (Path(out).expanduser() if out else default_out(name)).resolve()  # a part of the user may change the folder
+
+
+_locks: set[int] = set()  # the descriptors that lock this process's run folders
+
+
+def _close_locks() -> None:
+    """In a forked process: its copies would keep the folders locked after its parent was killed."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 class RunFolder:
@@ -111,9 +127,11 @@ class RunFolder:
             ) from None
         except OSError:  # some network file systems have no locks
             pass
+        _locks.add(descriptor)
         try:
             yield
         finally:
+            _locks.remove(descriptor)
             os.close(descriptor)
 
     def _make(self) -> None:
@@ -141,6 +159,8 @@ class RunFolder:
                 f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, but history.jsonl has the "
                 f"rounds {rounds}; restore the folder from a copy, or start again with another --out"
             )
+        if saved is not None and saved.history != self._history_digest(done):
+            raise damaged(self.path / "history.jsonl", "its rounds are not those that the checkpoint follows")
         summary = self.readable_summary()
         session = {**environment(), "modules": sources(config), **more}
         before = [first, *first.get("resumed", [])][-1]
@@ -293,7 +313,12 @@ class RunFolder:
         history = self.path / "history.jsonl"
         with writing(history), history.open("rb") as stream:
             os.fsync(stream.fileno())  # its rounds must be on disk before their checkpoint is
-        self.checkpoint.write(snapshot, clients)
+        self.checkpoint.write(replace(snapshot, history=self._history_digest(snapshot.round)), clients)
+
+    def _history_digest(self, rounds: int) -> str:
+        """The SHA-256 of the first lines of history.jsonl, by which a checkpoint knows the rounds before it."""
+        lines = (self.path / "history.jsonl").read_bytes().splitlines(keepends=True)
+        return hashlib.sha256(b"".join(lines[:rounds])).hexdigest()
 
 
 # Settings of the engine that may differ when a run is resumed, because they do not affect results.
@@ -339,6 +364,18 @@ def find_folders(folders: Iterable[Path]) -> dict[Path, int]:
         if not folder.is_dir():
             raise UserError(f"{str(folder)!r} is not a folder; give run folders, or folders that contain some")
         # A subfolder may disappear during the search, or not be readable: os.walk leaves it out.
-        below = sorted(Path(where) for where, _, names in os.walk(folder) if "summary.json" in names)
+        below = sorted(Path(where) for where, names in _walk(folder) if "summary.json" in names)
         found = dict.fromkeys(below, number) | found
     return found
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """The folder and those below it, also by links, with the names of their files; each folder once."""
+    seen = set()
+    for where, below, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(where)) in seen:  # a link may lead to a folder above it
+            below.clear()
+            continue
+        seen.add(real)
+        below.sort()
+        yield where, names

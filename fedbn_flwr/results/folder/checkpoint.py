@@ -1,6 +1,7 @@
 """The checkpoint of a run: everything needed to resume it, in one file that each checkpoint replaces.
 
-state          JSON: round, token and settings of the run, and the last round in which each client trained
+state          JSON: round, token and settings of the run, a digest of its history, and the last round in which each
+               client trained
 model          the arrays that training continues from
 strategy       the strategy's state (absent if it cannot be saved)
 clients/NODE   the state of each client (absent if the nodes store it)
@@ -35,6 +36,7 @@ class Snapshot:
     unsaved: str | None = None  # the reason
     trained: Mapping[int, int] = field(default_factory=dict)  # partition -> the last round in which it trained
     settings: Mapping[str, Any] = field(default_factory=dict)  # that affect results
+    history: str = ""  # the digest of the rounds up to this one
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class CheckpointFile:
                 unsaved=None if is_saved else str(state["unsaved"]),
                 trained={int(partition): int(last) for partition, last in state["trained"].items()},
                 settings=dict(state["settings"]),
+                history=str(state["history"]),
             )
 
     def clients(self) -> Iterator[tuple[int, RecordDict]]:
@@ -89,6 +92,7 @@ def _entries(snapshot: Snapshot, clients: Iterable[tuple[int, RecordDict]]) -> I
         "unsaved": snapshot.unsaved,
         "trained": {str(partition): last for partition, last in sorted(snapshot.trained.items())},
         "settings": snapshot.settings,
+        "history": snapshot.history,
     }
     yield "state", json.dumps(state).encode()
     yield "model", dump(snapshot.model)

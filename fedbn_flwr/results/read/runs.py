@@ -118,10 +118,10 @@ def is_number(value: object) -> bool:
 def find_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs in the folders and their subfolders, in the order of the folders, and in them of the experiment file."""
     found = find_folders(folders)
-    for folder in folders:
-        if not any(path.is_relative_to(folder) for path in found):
-            raise UserError(f"{str(folder)!r} holds no run (there is no summary.json in it or its subfolders)")
     read = [(number, run) for path, number in found.items() if (run := read_run(path)) is not None]
+    for folder in folders:
+        if not any(run.folder.is_relative_to(folder) for _, run in read):
+            raise UserError(f"{str(folder)!r} holds no run (there is no summary.json in it or its subfolders)")
     runs = [run for _, run in sorted(read, key=lambda each: (each[0], *each[1].place))]
     # A copy of a folder is no other repetition. The one that was continued counts; of equal ones the first.
     states = [(run.summary.rounds, run.summary.status == "finished", -place) for place, run in enumerate(runs)]

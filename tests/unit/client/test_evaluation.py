@@ -51,6 +51,12 @@ def test_loss_and_accuracy_are_means_over_examples_whatever_the_batches() -> Non
     assert model.training
 
 
+def test_batches_without_examples_are_not_called_masked() -> None:
+    empty = [(inputs[:0], labels[:0]) for inputs, labels in some_batches()]
+    with pytest.raises(ValueError, match="there are no examples to evaluate on"):
+        evaluate(net(), empty, F.cross_entropy, CPU)
+
+
 # --- several sets ------------------------------------------------------------
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.commands.common import parse_pairs
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import from_run_config
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.results.folder import default_out
+from fedbn_flwr.results.folder import default_out, out_folder
 from tests.support.command import ROOT
 
 
@@ -103,6 +104,11 @@ def test_the_name_of_an_experiment_does_not_leave_the_folder_of_runs(monkeypatch
     monkeypatch.setenv("FEDBN_OUT", "there")
     for name in ("../../x", "/etc/x", "..", ""):
         assert default_out(name).parent == Path("there")
+
+
+def test_a_folder_for_output_is_a_path() -> None:
+    with pytest.raises(SettingsError, match=r"out is 'a\\x00b'; expected a path without the character"):
+        out_folder("name", "a\0b", resume=False)
 
 
 def test_an_unknown_data_set_is_answered_with_the_known_ones(

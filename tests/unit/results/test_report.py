@@ -319,6 +319,26 @@ def test_a_report_says_what_its_runs_have_in_common_and_where_they_differ(tmp_pa
     assert "name: digits, cnn, 4 clients, seeds 0, 2. 3 runs" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_runs_are_found_by_links_and_each_once(tmp_path: Path) -> None:
+    write_run(tmp_path / "disk" / "A", "A")
+    (tmp_path / "runs" / "deep").mkdir(parents=True)
+    (tmp_path / "runs" / "A").symlink_to(tmp_path / "disk" / "A")
+    (tmp_path / "runs" / "deep" / "up").symlink_to(tmp_path / "runs")  # without an end
+    (found,) = find_runs([tmp_path / "runs"])
+    assert found.folder == tmp_path / "runs" / "A"
+    (tmp_path / "runs" / "deep" / "all").symlink_to(tmp_path / "disk")
+    assert len(find_runs([tmp_path / "runs"])) == 1
+
+
+def test_a_summary_that_leads_nowhere_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "A").mkdir()
+    (tmp_path / "A" / "summary.json").symlink_to(tmp_path / "gone.json")
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    write_run(tmp_path / "B", "B")
+    assert [run.label for run in find_runs([tmp_path])] == ["B"]
+
+
 def test_a_copy_of_a_run_is_no_repetition(tmp_path: Path, flower_log: pytest.LogCaptureFixture) -> None:
     for seed in range(3):
         write_run(tmp_path / "a" / str(seed), "A", seed, files={"environment.json": {"token": str(seed)}})
