@@ -18,7 +18,7 @@ class Entry:
 
     title: str
     classes: int
-    channels: int
+    channels: int  # or the inputs of a table
     size: int | None  # images are resized to size x size, as in the papers; None: not resized
     examples: int | None = None  # to train on
     hub: str | None = None  # name on the Hugging Face hub
@@ -97,6 +97,15 @@ CATALOGUE: Mapping[str, Entry] = {
         size=8,
         examples=1_438,  # every fifth is a test image
         embedded=True,
+    ),
+    "heart": Entry(
+        "Heart Disease, patients of four hospitals",
+        classes=2,
+        channels=13,
+        size=None,
+        examples=486,
+        embedded=True,
+        domains=("cleveland", "hungarian", "switzerland", "va"),
     ),
     "cifar10": Entry(
         "CIFAR-10",
@@ -225,7 +234,9 @@ def describe_datasets() -> dict[str, str]:
     """One line for each value of `data.name`."""
     lines = {
         name: f"{entry.title}: {entry.classes} classes"
-        + (f", {entry.size}x{entry.size}" if entry.size else f", crops of {entry.crop}x{entry.crop}")
+        + (f", {entry.size}x{entry.size}" if entry.size else "")
+        + (f", crops of {entry.crop}x{entry.crop}" if entry.crop else "")
+        + ("" if entry.size or entry.crop else f", {entry.channels} inputs")
         + (f", domains {', '.join(entry.domains)}" if entry.domains else "")
         + f" ({_source(entry)})"
         for name, entry in CATALOGUE.items()

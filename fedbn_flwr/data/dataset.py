@@ -192,6 +192,29 @@ class DataSet(Form):
             rows.append(None if keep.all() else keep)
         return self.select(*rows)
 
+    def standardised(self) -> DataSet:
+        """With inputs of zero mean and unit deviation over the training examples of each group, or of all."""
+        inputs = self.train.inputs
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+            raise DataError(f"data.normalise is 'own', which is for numbers, but {self.name!r} has other inputs")
+        whole = (torch.zeros(len(part), dtype=torch.int64) for part in (self.train, self.test))
+        groups = self.groups or Groups((self.name,), *whole)
+        present = groups.train.unique()
+        if groups.test is None or not torch.isin(groups.test, present).all():
+            raise DataError(
+                f"data.normalise is 'own', but {self.name!r} has test examples of groups without training examples"
+            )
+        found = [moments_from([sums_of(inputs[groups.train == group])], self.input_names) for group in present]
+        mean, deviation = torch.tensor(found, dtype=torch.float64).unbind(1)  # [groups, channels]
+
+        def scaled(split: Examples, of: Tensor) -> Examples:
+            rows = torch.searchsorted(present, of)
+            form = (len(split), -1, *[1] * (inputs.ndim - 2))
+            values = (split.inputs - mean[rows].view(form)) / deviation[rows].view(form)
+            return replace(split, inputs=values.to(inputs.dtype))
+
+        return replace(self, train=scaled(self.train, groups.train), test=scaled(self.test, groups.test))
+
     def held_out(self, share: float) -> DataSet:
         """With this share of the examples as test split, in proportion of classes (or ranges), domains and groups.
 

@@ -1,4 +1,4 @@
-"""Loads a data set: the embedded digits, an entry of the catalogue, a file, a folder, a name on the Hugging Face hub,
+"""Loads a data set: one of this package, an entry of the catalogue, a file, a folder, a name on the Hugging Face hub,
 or what a callable of the user returns.
 
 A callable returns a mapping with `train` and `test` (`train` is enough if `data.test` is a share), and perhaps
@@ -55,7 +55,7 @@ def load(source: Source) -> DataSet:
 
 def _read(source: Source) -> DataSet:
     is_own = named.is_name(source.name)
-    if source.name != "digits" and not is_own:
+    if source.name not in EMBEDDED and not is_own:
         with needs("data", f"{KEY}={source.name!r}"):
             from .folders import open_splits
         splits, entry = open_splits(source, CATALOGUE.get(source.name))
@@ -65,7 +65,7 @@ def _read(source: Source) -> DataSet:
             f"data.revision is {source.revision!r}, which is for data sets of the hub, not for {source.name!r}"
         )
     parts = PARTS[:1] if source.held_out else PARTS
-    given = _returned(source, parts) if is_own else digits()
+    given = _returned(source, parts) if is_own else EMBEDDED[source.name]()
     if isinstance(given["train"], Mapping):
         for key in ("train", "test", "fit"):
             if (value := getattr(source, key)) not in (None, "stretch", source.held_out):
@@ -114,7 +114,7 @@ def _columns(where: str, split: Any) -> Mapping[str, Any]:
 
 def digits() -> Mapping[str, Any]:
     """1,797 handwritten digits of 8 by 8 pixels, in digits.json with their source; every fifth is a test image."""
-    file = json.loads(Path(__file__).with_name("digits.json").read_text(encoding="utf-8"))
+    file = _file("digits.json")
     rows = np.frombuffer(zlib.decompress(base64.b64decode(file["data"])), np.uint8).reshape(-1, 65)
     pixels = np.rint(rows[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     is_test = np.arange(len(rows)) % 5 == 4
@@ -123,6 +123,38 @@ def digits() -> Mapping[str, Any]:
         for part, of in zip(PARTS, (~is_test, is_test), strict=True)
     }
     return {**parts, "classes": range(10)}
+
+
+_CODES = {"cp": (2, 3, 4), "restecg": (1, 2)}  # kinds of chest pain and of electrocardiogram, without the first one
+
+
+def heart() -> Mapping[str, Any]:
+    """740 patients of four hospitals, in heart.json with their source.
+
+    Columns, rows and test rows are those of FLamby (Ogier du Terrail et al. 2022): eight numbers, and 0 or 1 for each
+    kind of `_CODES`.
+    """
+    file = _file("heart.json")
+    table = dict(zip(file["columns"], zip(*file["rows"], strict=True), strict=True))
+    hospitals, labels = np.array(table.pop("hospital")), np.array(table.pop("num")) > 0
+    is_test = np.array(table.pop("split")) == "test"
+    coded = {column: np.array(table.pop(column)) for column in _CODES}
+    codes = [coded[column] == kind for column, kinds in _CODES.items() for kind in kinds]
+    values = np.stack([*map(np.array, table.values()), *codes], axis=1).astype(np.float32)
+    every = {"inputs": values, "labels": labels.astype(np.int64), "domains": hospitals, "groups": hospitals}
+    parts = {
+        part: {key: column[of] for key, column in every.items()}
+        for part, of in zip(PARTS, (~is_test, is_test), strict=True)
+    }
+    return {**parts, "classes": ("healthy", "ill")}
+
+
+def _file(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return found
+
+
+EMBEDDED = {"digits": digits, "heart": heart}
 
 
 def random_images(source: Source) -> DataSet:

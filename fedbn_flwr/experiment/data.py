@@ -33,7 +33,8 @@ _received: dict[tuple[str, str], DataSet] = {}
 
 def examples_of(data: Data) -> str:
     """The settings that say which examples are loaded: runs that share them share one copy of the examples."""
-    return data.model_dump_json(include=set(Source.model_fields))
+    own = {"normalise"} if data.normalise == "own" else set()
+    return data.model_dump_json(include={*Source.model_fields, *own})
 
 
 def load_data(data: Data, device: str) -> DataSet:
@@ -46,7 +47,7 @@ def load_data(data: Data, device: str) -> DataSet:
         return received
     key = examples, device, os.getcwd()
     if (found := _kept.get(key)) is None:
-        loaded = load(data)
+        loaded = load(data).standardised() if data.normalise == "own" else load(data)
         rows_by_domain(loaded)  # checks the names
         found = _kept[key] = loaded.to(torch.device(device), most := data.memory * 2**30)
         while len(_kept) > 2 and sum(each.nbytes for each in list(_kept.values())) > most:
@@ -130,7 +131,7 @@ def normalisation_of(run: Settings, dataset: DataSet | Shape, listed: str | None
     Without the data, the mean and deviation of `data.normalise: moments` are unknown. Those of `official` belong to the
     data set `listed` of the experiment, which a site may have as files of its own.
     """
-    if run.data.normalise == "unit":
+    if run.data.normalise in ("unit", "own"):
         return (0.0,) * dataset.channels, (1.0,) * dataset.channels
     entry = CATALOGUE.get(listed or run.data.name)
     if run.data.normalise == "official" and entry is not None and entry.moments is not None:

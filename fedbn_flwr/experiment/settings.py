@@ -121,11 +121,12 @@ class Data(Source):
     crop: Positive | None = Field(
         default=None, description="segmentation: train on random crops with this many pixels per side"
     )
-    normalise: Literal["moments", "unit", "official"] | None = Field(
+    normalise: Literal["moments", "own", "unit", "official"] | None = Field(
         default=None,
         description=(
             "`official`: the published mean and standard deviation of a listed data set; `moments`: mean zero"
-            " and standard deviation one per channel over the training set; `unit`: pixel values from 0 to 1"
+            " and standard deviation one per channel over the training set; `own`: likewise over each site's own "
+            "training examples; `unit`: pixel values from 0 to 1"
         ),
     )
     augment: Augment | None = Field(
@@ -156,6 +157,8 @@ class Data(Source):
             f"normalise is 'official', but {self.name!r} has no official mean and standard deviation; use moments or "
             f"unit (official values are known for {', '.join(official)})": self.normalise == "official"
             and self.name not in official,
+            f"normalise is 'own', which is for the sites of partition natural, but partition.kind is "
+            f"{self.partition.kind!r}; use moments": self.normalise == "own" and self.partition.kind != "natural",
         }
 
 

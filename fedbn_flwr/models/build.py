@@ -14,7 +14,7 @@ from fedbn_flwr.named import accepted, in_a_line, is_name, load, path_of
 from fedbn_flwr.norms.convert import convert_norm, own_module
 from fedbn_flwr.norms.roles import Role, roles
 
-from .networks import CNN1d, ResNet20, alexnet_bn, cnn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet, mlp
+from .networks import CNN1d, ResNet20, alexnet_bn, cnn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet, linear, mlp
 from .tensors import check_tensors
 from .vision import (
     alexnet,
@@ -32,6 +32,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn": cnn,
     "lenet": lenet,
     "mlp": mlp,
+    "linear": linear,
     "cnn1d": CNN1d,
     "digits_cnn": digits_cnn,
     "fedbs_mnist": fedbs_mnist,

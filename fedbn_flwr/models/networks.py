@@ -45,6 +45,11 @@ def mlp(num_classes: int, input_shape: Sequence[int] = (1, 28, 28)) -> nn.Module
     )
 
 
+def linear(num_classes: int, input_shape: Sequence[int] = (1, 28, 28)) -> nn.Module:
+    """Logistic or linear regression: one linear layer, without batch norm."""
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), classify=nn.Linear(math.prod(input_shape), num_classes)))
+
+
 class CNN1d(nn.Module):
     """Two 1-d convolutions with batch norm, the mean over time and a linear layer, for series of any length.
 
