@@ -52,5 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     logging.getLogger("flwr").setLevel(logging.WARNING)
     keep_freed_memory()
     jobs = [] if arguments.jobs is None else ["--jobs", str(arguments.jobs)]
-    with continued_by(out, "run", arguments.experiment, *overrides, "--out", str(out), *jobs, "--resume"):
+    with continued_by(
+        out, "run", arguments.experiment, *overrides, "--out", str(arguments.out or out), *jobs, "--resume"
+    ):
         carry_out(experiment, out, resume=arguments.resume, jobs=arguments.jobs).announce()

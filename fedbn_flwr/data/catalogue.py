@@ -105,6 +105,7 @@ CATALOGUE: Mapping[str, Entry] = {
         size=None,
         examples=486,
         embedded=True,
+        domain="domains",
         domains=("cleveland", "hungarian", "switzerland", "va"),
     ),
     "cifar10": Entry(

@@ -212,7 +212,7 @@ def test_a_strategy_that_cannot_be_saved_trains_and_is_not_resumed(
 def test_a_folder_can_be_read_if_a_resume_fails_before_its_first_round(tmp_path: Path) -> None:
     session("FedAvg", tmp_path / "run", 3)
     run = RunFolder(tmp_path / "run")
-    run.checkpoint.write(dataclasses.replace(run.checkpoint.read(), round=2), ())
+    run.write_checkpoint(dataclasses.replace(run.checkpoint.read(), round=2), ())
     run.begin(run.config())
     (found,) = find_runs([tmp_path])
     assert found.summary.rounds == len(found.lines) == 2
@@ -261,7 +261,7 @@ def test_a_run_is_not_resumed_with_other_data(
     forget_data()  # as a new process
     assert cli.main([*words, "--out", "out", "--resume"]) == 2
     error = capsys.readouterr().err
-    assert "'out/FedAvg-seed0' cannot be resumed with other data: environment.json has data_checksum" in error
+    assert "out/FedAvg-seed0' cannot be resumed with other data: environment.json has data_checksum" in error
     assert re.search(r"\w{8}, and the examples that data\.name stands for now have \w{8}; restore its files", error)
     Path("data/train.csv").write_text(text)
     forget_data()

@@ -28,16 +28,19 @@ def smoke_runs(name: str) -> Iterator[Experiment]:
 
 def changes(run: Settings) -> dict[str, Any]:
     clients = min(run.clients, CLIENTS)
-    classes = CATALOGUE[run.data.name].classes
-    found = {
-        "rounds": ROUNDS,
-        "clients": clients,
+    entry = CATALOGUE[run.data.name]
+    of_images = {
         # Other partitions need some number of examples of each class, domain or shard.
         "data.partition": {"kind": "iid"},
         "data.group": None,
         "data.examples": EXAMPLES * clients,
-        "data.test_examples": max(classes, 2 * clients),
+        "data.test_examples": max(entry.classes, 2 * clients),
         "data.random": True,
+    }
+    found = {
+        **({} if entry.embedded else of_images),
+        "rounds": ROUNDS,
+        "clients": clients,
         "train.lr": 0.001,  # with statistics frozen after a few steps, larger ones diverge
         "train.batch_size": min(run.train.batch_size, BATCH),
         "train.schedule.milestones": [0.5, 0.75],

@@ -198,7 +198,7 @@ class Net(nn.Module):
     ("when", "code", "message"),
     [
         ("len(images) == 2", 2, "model.name='ending:Net' does not take the 1x8x8 examples of 'digits': SystemExit: 0"),
-        ("len(images) > 50", 1, "a part of the experiment ended the process: SystemExit: 0 (ending.py, line 13)"),
+        ("len(images) > 50", 1, "a part of the experiment ended the process: SystemExit: 0 (ending.py, line 14)"),
         ("False", 0, ""),
     ],
 )

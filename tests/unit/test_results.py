@@ -101,6 +101,7 @@ def test_the_baseline_of_the_demo_sees_as_many_images_as_the_clients() -> None:
         ("demo", "demo/report.json"),
         ("ours/clients", "clients/clients.json"),
         ("ours/participation", "clients/participation.json"),
+        ("ours/heart", "heart/report.json"),
     ],
 )
 def test_a_page_s_command_carries_out_its_runs(experiment: str, file: str) -> None:
@@ -570,6 +571,28 @@ def domains() -> Iterator[str]:
     yield f"all strategies with one model are within {max(one_model) - min(one_model):.1f} points of one another"
 
 
+def heart() -> Iterator[str]:
+    runs, changed = results.by_label("heart/report.json"), results.by_label("heart/differences.json")
+    figures = results.published("FLamby", "Heart Disease")
+    pooled, (mean, deviation) = results.share("accuracy")(runs["Pooled"]), figures["Pooled"]["all"]
+    yield f"are scaled alike: {pooled} % here, {mean:.1f} ± {deviation:.1f} % in FLamby"
+    rows = {label.partition(" ")[0]: each for label, each in (runs | changed).items() if label != "Pooled"}
+    apart = []
+    for label, each in rows.items():
+        key = "clients_own_accuracy" if label == "Local" else "accuracy"
+        for hospital, (expected, spread) in figures[label].items():
+            found = [100 * run.summary[f"{key}_{hospital}"] for run in each]
+            apart.append(abs(statistics.fmean(found) - expected) / max(spread, statistics.pstdev(found)))
+    assert max(apart) < 2
+    assert sum(each < 1 for each in apart) > len(apart) / 2
+    yield "within two standard deviations over seeds and mostly within one"
+    powers = [number + 1 for number in (1, 15)]
+    ratios = [(1 - 0.9**power) / (1 - 0.999**power) ** 0.5 for power in powers]
+    assert [round(each) for each in ratios] == [4, 6]
+    assert max((1 - 0.9**power) / (1 - 0.999**power) ** 0.5 for power in range(2, 17)) < 7
+    yield "its steps are four to seven times as large"
+
+
 def mnist() -> Iterator[str]:
     def after(file: str, label: str, number: int) -> float:
         return 100 * statistics.mean(run.after(number) for run in results.by_label(file)[label])
@@ -923,7 +946,7 @@ def tutorial() -> Iterator[str]:
 
 
 IN_RESULTS = (
-    *(demo, fixbn, fedbs, fedtan, fedwon, domains, mnist, costs, clients, network),
+    *(demo, fixbn, fedbs, fedtan, fedwon, domains, heart, mnist, costs, clients, network),
     *(performance, secure, private, robustness, reliability, privacy),
 )
 PLACES = {page: ROOT / "docs" / "results" / f"{page.__name__}.md" for page in IN_RESULTS}

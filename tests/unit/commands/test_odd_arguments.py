@@ -55,7 +55,7 @@ def test_a_folder_for_runs_that_cannot_be_used_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", "quick", "--out", LONG]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"fedbn: error: '{LONG}/FixBN/config.yaml' cannot be read")
+    assert error.startswith(f"fedbn: error: '{tmp_path / LONG}/FixBN/config.yaml' cannot be read")
     assert error.endswith(": File name too long\n")
     assert error.count("\n") == 1
 

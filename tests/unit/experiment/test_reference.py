@@ -154,12 +154,20 @@ def fedwon(tables: Mapping[str, Any]) -> Iterator[Figure]:
                 yield table, "fedwon/participation", label, f"accuracy_{domain}", share(figure)
 
 
+def flamby(tables: Mapping[str, Any]) -> Iterator[Figure]:
+    for row, figures in tables["Heart Disease"].items():
+        for place, figure in figures.items():
+            of = "clients_own_accuracy" if row == "Local" else "accuracy"
+            key = of if place == "all" else f"{of}_{place}"
+            yield "Heart Disease", "ours/heart", row, key, share(figure)
+
+
 def test_each_published_figure_is_in_a_file_and_no_file_has_another(
     experiments: Mapping[str, tuple[Settings, ...]],
 ) -> None:
     expected: dict[tuple[str, str, str], Any] = {}
     tables = set()
-    for paper, figures in (("FedTAN", fedtan), ("FixBN", fixbn), ("FedWon", fedwon)):
+    for paper, figures in (("FedTAN", fedtan), ("FixBN", fixbn), ("FedWon", fedwon), ("FLamby", flamby)):
         for table, name, label, key, figure in figures(PAPERS[paper]):
             assert (name, label, key) not in expected
             expected[name, label, key] = (figure, f"{paper}, {table}")

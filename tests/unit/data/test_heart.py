@@ -1,0 +1,129 @@
+"""Patients of four hospitals, part of the package, and inputs that each site scales by its own training examples."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+
+from fedbn_flwr.data.catalogue import CATALOGUE
+from fedbn_flwr.data.dataset import Groups
+from fedbn_flwr.data.examples import main
+from fedbn_flwr.data.load import load
+from fedbn_flwr.data.source import Source
+from fedbn_flwr.errors import DataError, FedbnError
+from fedbn_flwr.experiment.data import load_data, shares_of
+from fedbn_flwr.experiment.node import ClientParts
+from fedbn_flwr.experiment.settings import Data, Settings
+from tests.support.experiments import read
+
+HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+CODES = {2: (2, 3, 4), 6: (1, 2)}  # columns of the source's files, and their values but the first
+
+
+def test_the_hospitals_have_the_rows_of_flamby() -> None:
+    """Ogier du Terrail et al. 2022, table of Fed-Heart-Disease; one row of all, by the source's file."""
+    heart, entry = load(Source(name="heart")), CATALOGUE["heart"]
+    assert (heart.classes, heart.shape, len(heart.train)) == (entry.classes, (entry.channels,), entry.examples)
+    assert heart.groups is not None
+    assert heart.domains is not None
+    assert heart.groups.test is not None
+    assert heart.groups.names == heart.domains.names == entry.domains == HOSPITALS
+    assert torch.bincount(heart.groups.train).tolist() == [199, 172, 30, 85]
+    assert torch.bincount(heart.groups.test).tolist() == [104, 89, 16, 45]
+    rows = torch.cat([main(heart.train.inputs), main(heart.test.inputs)]).tolist()
+    # 63,1,1,145,233,1,2,150,0,2.3,... : typical angina is the first kind, hypertrophy the last electrocardiogram.
+    assert [63, 1, 145, 233, 1, 150, 0, pytest.approx(2.3), 0, 0, 0, 0, 1] in rows
+
+
+def test_its_rows_are_those_of_the_source_split_as_by_flamby(shared_data: Path) -> None:
+    from sklearn.model_selection import train_test_split
+
+    if not (folder := shared_data / "heart_disease").is_dir():
+        pytest.skip("no heart_disease/ in the folder of real data sets")
+    heart = load(Source(name="heart"))
+    assert heart.groups is not None
+    assert heart.groups.test is not None
+    for number, hospital in enumerate(HOSPITALS):
+        with (folder / f"processed.{hospital}.data").open() as file:
+            every = [row[:10] + row[13:] for row in csv.reader(file) if row]
+        rows = np.array([row for row in every if "?" not in row], dtype=np.float64)
+        ill = rows[:, -1] > 0
+        stratify = ill if min(np.bincount(ill, minlength=2)) > 2 else None
+        split = train_test_split(
+            np.arange(len(rows)), test_size=1 - 0.66, train_size=0.66, random_state=43, shuffle=True, stratify=stratify
+        )
+        coded = [rows[:, column] == value for column, values in CODES.items() for value in values]
+        inputs = np.column_stack([*(rows[:, i] for i in range(10) if i not in CODES), *coded]).astype(np.float32)
+        of_split = (heart.train, heart.groups.train), (heart.test, heart.groups.test)
+        for chosen, (part, groups) in zip(split, of_split, strict=True):
+            here = np.sort(chosen)
+            assert main(part.inputs)[groups == number].tolist() == inputs[here].tolist()
+            assert part.labels[groups == number].tolist() == ill[here].tolist()
+
+
+# --- data.normalise: own -------------------------------------------------------
+
+
+def test_each_site_s_training_inputs_have_mean_zero_and_deviation_one() -> None:
+    data = read("{clients: 4, data: {name: heart, normalise: own, partition: {kind: natural}}}").data
+    raw, own = load(data), load_data(data, "cpu")
+    for part, rows in enumerate(shares_of(data, 4, 0, "cpu")[0]):
+        before, values = main(raw.train.inputs)[rows].double(), main(own.train.inputs)[rows].double()
+        constant = before.amin(0) == before.amax(0)
+        assert values.mean(0).abs().max() < 1e-6
+        assert (values.std(0, correction=0) - 1)[~constant].abs().max() < 1e-6
+        assert not values[:, constant].any()
+        assert bool(constant.any()) == (part == 2)  # no cholesterol in Switzerland
+        test = shares_of(data, 4, 0, "cpu")[1][part]
+        deviation = before.std(0, correction=0).where(~constant, 1)
+        expected = (main(raw.test.inputs)[test].double() - before.mean(0)) / deviation
+        assert main(own.test.inputs)[test].numpy() == pytest.approx(expected.numpy(), abs=1e-5)
+    assert load_data(data.model_copy(update={"normalise": "unit"}), "cpu").train.inputs is not own.train.inputs
+
+
+def test_channels_of_series_are_scaled_over_time() -> None:
+    heart = load(Source(name="heart"))
+    series = main(heart.train.inputs)[:, :12].reshape(-1, 3, 4)
+    tests = main(heart.test.inputs)[:, :12].reshape(-1, 3, 4)
+    own = replace(heart, train=replace(heart.train, inputs=series), test=replace(heart.test, inputs=tests))
+    assert own.groups is not None
+    values = main(own.standardised().train.inputs)[own.groups.train == 0]
+    assert values.double().mean((0, 2)).abs().max() < 1e-6
+    assert values.double().std((0, 2), correction=0).numpy() == pytest.approx(np.ones(3), abs=1e-6)
+
+
+def test_a_site_with_a_file_of_its_own_scales_by_its_rows(tmp_path: Path) -> None:
+    for part, values in (("train", [1.0, 3.0] * 20), ("test", [5.0] * 4)):
+        lines = [f"{value},{i % 2}" for i, value in enumerate(values)]
+        (tmp_path / f"{part}.csv").write_text("\n".join(["value,label", *lines]))
+    run: Settings = read("{clients: 4, data: {name: heart, label: label, normalise: own, partition: {kind: natural}}}")
+    parts = ClientParts.of(run, Context(1, 0, {"data-path": str(tmp_path), "partition-id": 0}, RecordDict(), {}))
+    assert main(parts.dataset.train.inputs).unique().tolist() == [-1, 1]
+    assert main(parts.dataset.test.inputs).unique().tolist() == [3]
+    assert not parts.sends_sums
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "heart"}, r"'own', which is for the sites of partition natural, but partition.kind is 'iid'"),
+        ({"name": "digits", "partition": {"kind": "natural"}}, "'own', which is for numbers, but 'digits' has other"),
+    ],
+)
+def test_data_without_sites_or_numbers_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises((FedbnError, ValueError), match=message):
+        load_data(Data(normalise="own", **settings), "cpu")
+
+
+def test_test_examples_of_a_site_without_training_examples_are_refused() -> None:
+    heart = load(Source(name="heart"))
+    assert heart.groups is not None
+    groups = Groups(heart.groups.names, heart.groups.train.clamp(max=2), heart.groups.test)
+    with pytest.raises(DataError, match="test examples of groups without training examples"):
+        replace(heart, groups=groups).standardised()
