@@ -210,7 +210,7 @@ class DataSet(Form):
         def scaled(split: Examples, of: Tensor) -> Examples:
             rows = torch.searchsorted(present, of)
             form = (len(split), -1, *[1] * (inputs.ndim - 2))
-            values = (split.inputs - mean[rows].view(form)) / deviation[rows].view(form)
+            values = (main(split.inputs) - mean[rows].view(form)) / deviation[rows].view(form)
             return replace(split, inputs=values.to(inputs.dtype))
 
         return replace(self, train=scaled(self.train, groups.train), test=scaled(self.test, groups.test))

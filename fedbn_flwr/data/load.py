@@ -141,7 +141,12 @@ def heart() -> Mapping[str, Any]:
     coded = {column: np.array(table.pop(column)) for column in _CODES}
     codes = [coded[column] == kind for column, kinds in _CODES.items() for kind in kinds]
     values = np.stack([*map(np.array, table.values()), *codes], axis=1).astype(np.float32)
-    every = {"inputs": values, "labels": labels.astype(np.int64), "domains": hospitals, "groups": hospitals}
+    every: dict[str, np.ndarray] = {
+        "inputs": values,
+        "labels": labels.astype(np.int64),
+        "domains": hospitals,
+        "groups": hospitals,
+    }
     parts = {
         part: {key: column[of] for key, column in every.items()}
         for part, of in zip(PARTS, (~is_test, is_test), strict=True)

@@ -109,7 +109,7 @@ def test_processes_and_a_resumed_run_use_the_same_draws(tmp_path: Path) -> None:
         ("model.norm=my_parts:shapes", "model.norm='my_parts:shapes' returned a dict; expected a torch.nn.Module"),
         ("data={name: digits, options: {count: 3}}", "options.count is an argument of a data set module:callable"),
         ("data.augment=[blur]", "'blur' is not an augmentation; known: crop, flip, resized_crop, rotate, or module"),
-        ("data.normalise=moment", "data.normalise is 'moment': expected 'moments', 'unit' or 'official'"),
+        ("data.normalise=moment", "data.normalise is 'moment': expected 'moments', 'own', 'unit' or 'official'"),
     ],
 )
 def test_a_wrong_part_is_one_message_before_a_folder_is_made(
