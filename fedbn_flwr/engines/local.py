@@ -184,7 +184,7 @@ class LocalGrid(Capabilities, Grid):
     def _make_workers(self, nodes: Nodes, count: int) -> Sequence[NodeWorker]:
         """Workers, not started, that each serve a copy of `nodes`."""
         if nodes.threads != 1:
-            # A forked process inherits OpenMP's record of a thread pool without its threads, and would wait for them.
+            # One core for each; how many clients train at once is `workers`.
             raise ValueError(f"threads is {nodes.threads}; worker processes train with one, or give workers=0")
         return [Worker(nodes) for _ in range(count)]
 

@@ -1,7 +1,10 @@
 """What serves nodes beside the server's process, one job at a time: for the local engine, a forked process.
 
 A forked process shares the memory of its parent. Where the parent has other threads, as in a notebook, a lock that one
-of them holds at the fork stays locked in the new process: a worker that does not start is forked again.
+of them holds at the fork stays locked in the new process: a worker that does not start is forked again. Its first
+thread also inherits OpenMP's record of a pool of threads, which the fork did not copy: parallel arithmetic in it would
+wait for them forever, for instance after a network calls `torch.set_num_threads(4)`. OpenMP has a pool for each thread
+that begins parallel arithmetic, so a worker does its jobs in a new thread, whose pool is its own.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -230,8 +234,13 @@ def _serve(nodes: object, end: socket.socket) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
         channel.send(problem)
-        while True:
-            _serve_next(nodes, channel)
+        with ThreadPoolExecutor(1, "jobs") as thread:
+            thread.submit(_serve_all, nodes, channel).result()
+
+
+def _serve_all(nodes: object, channel: Channel) -> None:
+    while True:
+        _serve_next(nodes, channel)
 
 
 def _serve_next(nodes: object, channel: Channel) -> None:

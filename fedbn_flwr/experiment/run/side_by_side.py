@@ -44,7 +44,7 @@ def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
 
 def workers_of(run: Settings) -> int:
     """The number of worker processes on this machine."""
-    # A pool of threads does not survive a fork, and the process of one of several runs can have none of its own.
+    # A worker trains with one thread, and the process of one of several runs cannot have workers of its own.
     if run.engine.threads > 1 or multiprocessing.current_process().daemon:
         return 0
     on_gpu = choose_device(run.engine.device).type == "cuda"
@@ -118,7 +118,7 @@ class _Run:
 
     def carry_out(self) -> BaseException | None:
         """Returns what ended the run: None if it is finished."""
-        torch.set_num_threads(1)  # a forked process has no pool of threads
+        torch.set_num_threads(1)  # the other cores are for the other runs
         try:
             self.call(self.place, Reporter(self._send, lambda: bool(self.stop.value)))
         except (FedbnError, KeyboardInterrupt) as error:

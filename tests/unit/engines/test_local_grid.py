@@ -409,22 +409,30 @@ def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch)
     assert multiprocessing.active_children() == []
 
 
-def test_workers_train_after_this_process_used_several_threads() -> None:
-    """A fork after parallel arithmetic inherits a pool of threads without the threads, and must not wait for them."""
+@pytest.mark.parametrize("threads", [None, 4])
+def test_workers_train_after_this_process_used_several_threads(threads: int | None) -> None:
+    """A fork after parallel arithmetic inherits a pool of threads without the threads, and must not wait for them.
+
+    Some networks set their own number of threads, as for another device.
+    """
 
     def convolve() -> None:
         image = torch.randn(8, 8, 32, 32, requires_grad=True)
         torch.relu(torch.nn.functional.conv2d(image, torch.randn(8, 8, 3, 3))).sum().backward()
 
     def train(message: Message, context: Context) -> Message:
+        began_with = torch.get_num_threads()
+        if threads is not None:
+            torch.set_num_threads(threads)
         convolve()
-        return answer(message, done=1)
+        return answer(message, began_with=began_with, used=torch.get_num_threads())
 
     torch.set_num_threads(2)
     convolve()
     with LocalGrid(app_of(train), 1, workers=1) as grid:
-        replies = list(grid.send_and_receive([to(1)], timeout=10))
-    assert metrics(replies, "done") == [1], "it did not answer within ten seconds"
+        replies = [*grid.send_and_receive([to(1)], timeout=60), *grid.send_and_receive([to(1)], timeout=60)]
+    assert metrics(replies, "began_with") == [1, 1], "it did not answer within a minute"
+    assert metrics(replies, "used") == [threads or 1] * 2
 
 
 @pytest.mark.parametrize("workers", [0, 2])
