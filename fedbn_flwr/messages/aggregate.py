@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,10 +12,9 @@ from numpy.typing import NDArray
 
 from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import few
-from fedbn_flwr.norms.roles import Role, is_variance, roles
 
 from .arrays import Arrays as Arrays
-from .arrays import FlatArrays, Layout
+from .arrays import FlatArrays, variance_keys
 
 Array = NDArray[Any]
 
@@ -139,9 +137,9 @@ def is_finite(value: Array) -> bool:
 
 def negative_variance(arrays: Arrays) -> str | None:
     """The key and the smallest value of the first running variance with negative values, or None."""
-    if isinstance(arrays, FlatArrays) and not (arrays.flat[_places(arrays.layout)] < 0).any():
+    if isinstance(arrays, FlatArrays) and not (arrays.flat[arrays.layout.variances] < 0).any():
         return None
-    for key in _variances(arrays):
+    for key in variance_keys(arrays):
         if (arrays[key] < 0).any():
             return f"{key!r} has negative values ({arrays[key].min():g})"
     return None
@@ -160,15 +158,3 @@ def initial_fault(arrays: Arrays) -> str | None:
     if negative := negative_variance(arrays):
         return f"{negative}. If it is no variance, rename it and the running_mean beside it"
     return None
-
-
-def _variances(keys: Mapping[str, Any]) -> list[str]:
-    """The keys of running variances: other arrays whose names end like theirs have no running_mean beside them."""
-    return [key for key, role in roles(keys).items() if role is Role.STATISTICS and is_variance(key)]
-
-
-@functools.lru_cache(maxsize=256)
-def _places(where: Layout) -> NDArray[np.intp]:
-    """The indices of the running variances in a block."""
-    places = [np.arange(where.places[key].start, where.places[key].stop) for key in _variances(where.places)]
-    return np.concatenate([np.empty(0, np.intp), *places])

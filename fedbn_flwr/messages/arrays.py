@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from flwr.app import Array as FlowerArray
@@ -25,6 +26,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from fedbn_flwr.errors import MessageError
+from fedbn_flwr.norms.roles import Role, is_variance, roles
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -39,17 +41,34 @@ class Layout:
     size: int
     name: str  # the dtype's; NumPy formats it again on each access
 
+    @functools.cached_property
+    def variances(self) -> NDArray[np.intp]:
+        """The indices of the running variances in the block."""
+        places = [np.arange(self.places[key].start, self.places[key].stop) for key in variance_keys(self.places)]
+        return np.concatenate([np.empty(0, np.intp), *places])
+
     def __reduce__(self) -> tuple[Any, ...]:
         return layout_of, (self.dtype.str, tuple(self.shapes), tuple(self.shapes.values()))
 
 
-@functools.lru_cache(maxsize=256)
+# A layout is kept as long as a block uses it, as the server's model does: the keys of a reply may be of any length.
+_LAYOUTS: WeakValueDictionary[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]], Layout] = WeakValueDictionary()
+
+
 def layout_of(dtype: str, keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Layout:
+    if (found := _LAYOUTS.get((dtype, keys, shapes))) is not None:
+        return found
     places, end = {}, 0
     for key, shape in zip(keys, shapes, strict=True):
         places[key] = slice(end, end + math.prod(shape))
         end = places[key].stop
-    return Layout(np.dtype(dtype), dict(zip(keys, shapes, strict=True)), places, end, str(np.dtype(dtype)))
+    made = Layout(np.dtype(dtype), dict(zip(keys, shapes, strict=True)), places, end, str(np.dtype(dtype)))
+    return _LAYOUTS.setdefault((dtype, keys, shapes), made)
+
+
+def variance_keys(keys: Mapping[str, Any]) -> list[str]:
+    """The keys of running variances: other arrays whose names end like theirs have no running_mean beside them."""
+    return [key for key, role in roles(keys).items() if role is Role.STATISTICS and is_variance(key)]
 
 
 class FlatArrays(Mapping[str, NDArray[Any]]):

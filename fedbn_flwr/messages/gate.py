@@ -37,6 +37,7 @@ MOST_EXAMPLES = 2**31
 _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
 _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits; -2**63 has no opposite
 _MOST_METRICS, _LONGEST_NAME = 1000, 1000  # each is in every line of a run's files, and a column of its tables
+_MOST_BYTES = 1 << 18  # of names and numbers; of 1,000 metrics, or lists with a number for each of 30,000 classes
 _TEXT_LIMIT = 2000  # bytes of a reason
 # Also after the name of a test set.
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES, protocol.EXCHANGES_LEFT)
@@ -90,6 +91,9 @@ def _passed(reply: Message) -> Message:
 def _check_metrics(metrics: MetricRecord) -> None:
     if len(metrics) > _MOST_METRICS:
         raise MessageError(f"it has {len(metrics)} metrics; expected at most {_MOST_METRICS}")
+    size = sum(len(key.encode()) + 8 * (len(value) if isinstance(value, list) else 1) for key, value in metrics.items())
+    if size > _MOST_BYTES:
+        raise MessageError(f"its metrics have {size:,} bytes of names and numbers; expected at most {_MOST_BYTES:,}")
     for key, value in metrics.items():
         if len(key) > _LONGEST_NAME:
             raise MessageError(f"its metric {shown(key)} has a name of {len(key)} characters; expected {_LONGEST_NAME}")

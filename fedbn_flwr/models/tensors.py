@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -242,7 +243,11 @@ def copied(tensors: Mapping[str, Tensor]) -> Arrays:
         return {key: np.array(as_array(value), order="C") for key, value in zip(tensors, values, strict=True)}
     # That of a single tensor is not a copy.
     block = as_array(_flatten_dense_tensors(values) if len(values) > 1 else values[0].flatten().clone())
-    return FlatArrays(layout_of(block.dtype.str, tuple(tensors), tuple([tuple(each.shape) for each in values])), block)
+    shapes = tuple([tuple(each.shape) for each in values])
+    return FlatArrays(_own_layout(block.dtype.str, tuple(tensors), shapes), block)
+
+
+_own_layout = functools.lru_cache(maxsize=256)(layout_of)  # kept between the messages of a client
 
 
 def tensor_like(value: np.ndarray | None, parameter: nn.Parameter) -> Tensor:

@@ -46,9 +46,14 @@ def roles(arrays_or_module: Mapping[str, Any] | nn.Module) -> dict[str, Role]:
     is a batch norm.
     """
     if isinstance(arrays_or_module, Mapping):
-        return dict(_of_keys(tuple(arrays_or_module)))  # a copy: the caller may change it
+        keys = tuple(arrays_or_module)
+        find = _of_keys if sum(map(len, keys)) <= _CACHED else _of_keys.__wrapped__
+        return dict(find(keys))  # a copy: the caller may change it
     norms = {f"{name}." if name else "" for name in norm_layers(arrays_or_module)}
     return _of_layers(arrays_or_module.state_dict(), norms)
+
+
+_CACHED = 1 << 20  # characters; the keys of a reply may be of any length
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import pickle
+import tracemalloc
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,7 +20,7 @@ from fedbn_flwr.client.app import ClientFailed
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, read_npy, unpack
 from fedbn_flwr.messages.gate import Reply, gate, odd_metrics, one_line
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import FedAvg, Round
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -214,6 +216,48 @@ def test_a_reply_has_a_limited_number_of_metrics_with_short_names() -> None:
         "it has 1001 metrics; expected at most 1000"
     ]
     assert "has a name of 1001 characters; expected 1000" in str(reasons([reply(**{"x" * 1001: 0.5})])[0])
+
+
+def test_a_reply_has_a_limited_size_of_metrics() -> None:
+    """Each is a line of the run's files: 990 names of 980 characters would be a megabyte for each round and client."""
+    given = {"num-examples": 8, **{f"{number:0980}": 0.5 for number in range(990)}}
+    size = len("num-examples") + 8 + 990 * (980 + 8)
+    assert reasons([reply(**given)]) == [
+        f"its metrics have {size:,} bytes of names and numbers; expected at most 262,144"
+    ]
+    of_classes = [0.5] * 21_841
+    assert reasons([reply(recalls=of_classes)]) == [None], "ImageNet's 21,841 classes"
+    assert "bytes of names and numbers" in str(reasons([reply(recalls=of_classes, precisions=of_classes)])[0])
+
+
+def test_the_keys_of_replies_do_not_stay_in_memory() -> None:
+    """A client that is refused could otherwise fill the server's memory by new keys in each round."""
+    rule = FedAvg(min_train_nodes=1)
+    arrays = pack({"w": WEIGHT})
+
+    def other_keys(number: int) -> Message:
+        values = {"w": WEIGHT} | {f"{number}-{key}" + "x" * 1000: WEIGHT for key in range(100)}
+        record = ArrayRecord({key: Array(value) for key, value in values.items()})
+        return from_node(2, RecordDict({"arrays": record, "metrics": MetricRecord({"num-examples": 8})}))
+
+    def rounds(numbers: Iterable[int]) -> int:
+        for number in numbers:
+            rule.begin(1, arrays)
+            rule.asked, rule.left_out = [1, 2], []
+            rule._round = Round(number, arrays, {}, LocalGrid(ClientApp(), 1))
+            rule.aggregate_train(number, [reply(1), other_keys(number)])
+            assert len(rule.left_out) == 1
+            assert "which the server did not request" in rule.left_out[0]
+        rule.refused, rule._round = [], None
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = rounds(range(2))
+        assert rounds(range(2, 12)) - before < 100_000, "ten replies have a million bytes of keys"
+    finally:
+        tracemalloc.stop()
 
 
 def test_shares_are_at_most_one_unless_most_clients_report_percentages() -> None:
