@@ -30,8 +30,8 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, initial_fault, is_finite
-from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
+from fedbn_flwr.messages.aggregate import Arrays, absurd, initial_fault, is_finite, large_value
+from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack, variance_keys
 from fedbn_flwr.messages.gate import (
     Reply,
     gate,
@@ -428,13 +428,16 @@ class Leaf(Rule):
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         """The reasons to refuse replies that show only beside those of the other clients, by node.
 
-        Statistics must be within the bounds.
+        Values must not be absurd, and statistics within the bounds.
         """
-        if self.bounds is None or not found:
+        if not found:
             return {}
         nodes, cohort = list(found), [reply.arrays for reply in found.values()]
-        keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS]
-        return {nodes[i]: reason for i, reason in self.bounds.outliers(cohort, keys).items()}
+        problems = absurd(cohort, sent, variance_keys(cohort[0]))
+        if self.bounds is not None:
+            keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS]
+            problems |= self.bounds.outliers(cohort, keys)
+        return {nodes[i]: reason for i, reason in problems.items()}
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         messages = gate(replies)
@@ -527,9 +530,10 @@ class Leaf(Rule):
         needed = max(1, min(self.min_train_nodes, len(asked))) if asked else 0
         if len(usable) < needed:
             listed = "".join(f"\n  - {one_line(reason)}" for reason in left_out) or " no reply"
-            raise RunFailed(
-                f"{what}: {len(usable)} of {len(asked)} clients sent a usable reply, {needed} are needed:{listed}"
-            )
+            few = f"{what}: {len(usable)} of {len(asked)} clients sent a usable reply, {needed} are needed"
+            large = None if self._round is None else large_value(unpack(self._round.arrays))
+            cause = "" if large is None else f"; they received a model with {large}: it diverged, or a reply was false"
+            raise RunFailed(f"{few}{cause}:{listed}")
         for reason in reasons:
             LOG.warning("%s: left out %s", what, one_line(reason))
         return sorted(usable, key=self._position)

@@ -272,7 +272,8 @@ class Foreign(Leaf):
         # Krum may choose a reply without examples, and would divide by their sum.
         empty = [node for node, weight in weights.items() if not weight] if any(weights.values()) else []
         problems = dict.fromkeys(empty, f"its {self.weighted_by_key} is 0")
-        return problems | fault_problems(found, sent)
+        problems |= fault_problems(found, sent)
+        return problems | super().compare({node: each for node, each in found.items() if node not in problems}, sent)
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         if not self.weighs and any(number_problem(reply.metrics, self.weighted_by_key) for reply in replies):

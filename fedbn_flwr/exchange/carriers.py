@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.extensions import parts
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.aggregate import Arrays, absurd
 from fedbn_flwr.messages.arrays import configs_in, pack
 from fedbn_flwr.messages.gate import gate, reason_of, sent_model
 
@@ -100,7 +100,7 @@ class ByMessages:
         return self._messages(MessageType.TRAIN, done.nodes, done.steps, done.agreement)
 
     def finish(self, replies: Iterable[Message]) -> tuple[list[Message], Sequence[int]]:
-        return list(replies), self._left
+        return gate(replies), self._left
 
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
         if agreement is not None and self._pass_on is not None:
@@ -153,10 +153,11 @@ def run_exchanges(
         refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
         refused |= problems(found, remaining)
         usable = [node for node in found if node not in refused]
+        tensors = [found[node].tensors for node in usable]
+        far = absurd(tensors, {}, () if usable and found[usable[0]].kind == "gradients" else ("var",))
         if usable and outliers is not None:
-            tensors = [found[node].tensors for node in usable]
-            far = outliers(tensors, sorted(tensors[0]))
-            refused |= {usable[i]: f"{found[usable[i]].kind}: {reason}" for i, reason in far.items()}
+            far |= outliers(tensors, sorted(tensors[0]))
+        refused |= {usable[i]: f"{found[usable[i]].kind}: {reason}" for i, reason in far.items()}
         if step == 1 or len(usable) < len(nodes) or refused:  # otherwise all stay, and are in order
             partitions = {node: each.partition for node, each in found.items()}
             nodes = admit(exchange, partitions, list(refused.items()), nodes)

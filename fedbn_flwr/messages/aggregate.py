@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -143,6 +143,63 @@ def negative_variance(arrays: Arrays) -> str | None:
         if (arrays[key] < 0).any():
             return f"{key!r} has negative values ({arrays[key].min():g})"
     return None
+
+
+_TIMES = 1000
+# Above it, training fails: the gradient of a squared error of two layers has products of three weights.
+_HUGE = float(np.finfo(np.float32).max) ** (1 / 3)  # 7e12
+
+
+def absurd(cohort: Sequence[Arrays], sent: Arrays, squares: Collection[str]) -> dict[int, str]:
+    """The replies with values that training cannot make if it makes ordinary ones elsewhere, by position, with reasons.
+
+    In one of its arrays such a reply has a value above 7e12 (in `squares`, such as variances, above its square), and
+    its largest change, from `sent` or from zero, is more than 1,000 times the median of the other replies' changes.
+
+    The second condition alone is met by honest replies: where the others make no step or have frozen the array, any
+    change is infinitely larger; one client may have data of other units; and where training diverges on some clients,
+    their changes have been 2.5 million times as large. The first is not: the largest value of such a run was 1.9e9,
+    that of all others 4.9e4 [statistics included], and a client that passes 7e12 is about to send NaN, for which it is
+    left out too. The first alone may be met where values have large units for all clients, whose changes are alike.
+    With fewer than three replies there is no majority to compare with.
+    """
+    found: dict[int, str] = {}
+    for i, arrays in enumerate(cohort) if len(cohort) > 2 else ():
+        if largest_of(arrays) <= _HUGE:
+            continue  # the common case
+        for key, value in arrays.items():
+            size = largest_of({key: value})
+            if size <= (_HUGE**2 if key in squares else _HUGE):
+                continue
+            changes = [_largest_change(each[key], sent.get(key)) for each in cohort]
+            middle = float(np.median([*changes[:i], *changes[i + 1 :]]))
+            if changes[i] > _TIMES * middle:
+                found[i] = (
+                    f"{key!r} changed by up to {changes[i]:.2g}, in the median of the other clients by {middle:.2g}; "
+                    f"expected at most {_TIMES:,} times that for values as large"
+                )
+                break
+    return found
+
+
+def largest_of(arrays: Arrays) -> float:
+    """The largest absolute value of the floats."""
+    values = [arrays.flat] if isinstance(arrays, FlatArrays) else arrays.values()
+    floats = [value for value in values if value.dtype.kind == "f" and value.size]
+    return max((max(-float(value.min()), float(value.max())) for value in floats), default=0.0)
+
+
+def large_value(model: Arrays) -> str | None:
+    """The largest value of a model, if it may be why training fails: above a million, or a variance of such values."""
+    sizes = {key: largest_of({key: value}) for key, value in model.items()}
+    squares = variance_keys(model)
+    large = [key for key, size in sizes.items() if size > (1e12 if key in squares else 1e6)]
+    most = max(large, key=sizes.__getitem__, default=None)
+    return None if most is None else f"values of up to {sizes[most]:.2g} ({most!r})"
+
+
+def _largest_change(value: Array, sent: Array | None) -> float:
+    return float(np.abs(value.astype(np.float64) - (0.0 if sent is None else sent)).max(initial=0.0))
 
 
 def initial_fault(arrays: Arrays) -> str | None:

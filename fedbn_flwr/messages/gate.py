@@ -30,7 +30,7 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 from fedbn_flwr.tasks import SHARES
 
 from . import protocol
-from .aggregate import Arrays, fault
+from .aggregate import Arrays, absurd, fault
 from .arrays import arrays_in, configs_in, held, metrics_in, record_of, unpack
 
 MOST_EXAMPLES = 2**31
@@ -265,6 +265,9 @@ def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dic
     keys = max(votes, key=lambda keys: (votes[keys], len(keys)), default=frozenset(like))
     faults = {node: fault(arrays, like, keys) or overflow(arrays, {}) for node, arrays in read.items()}
     problems |= {node: problem for node, problem in faults.items() if problem is not None}
+    left = [node for node in read if node not in problems]
+    far = absurd([read[node] for node in left], {}, ())
+    problems |= {left[i]: problem for i, problem in far.items()}
     return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
 
 

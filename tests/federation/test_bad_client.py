@@ -7,17 +7,21 @@ Half of the attacks are tried on one rule each; nightly, every attack is tried o
 from __future__ import annotations
 
 import functools
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
 
+from fedbn_flwr import LocalGrid
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import metrics_in, pack, unpack
+from fedbn_flwr.messages import gate, protocol
+from fedbn_flwr.messages.arrays import arrays_in, metrics_in, pack, unpack
+from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.strategies import FedAvg, FixBN, MeanStatistics
 from tests.support.attacks import BAD, Attack, Hostile, Spoil, all_attacks
 from tests.support.federations import Arrays, same
@@ -93,6 +97,52 @@ def test_every_attack_on_every_rule_with_files(rule: str) -> None:
     assert faults(list(cases([rule])), whole=True) == []
 
 
+def of_parts(part: str, value: float) -> Spoil:
+    """This value in all arrays of a part of the model, or in the record of a strategy."""
+
+    def spoil(content: RecordDict) -> None:
+        name = next(name for name in arrays_in(content) if (name == "arrays") != (part == "record"))
+        values, of = dict(unpack(content[name])), roles(unpack(content["arrays"]))  # type: ignore[arg-type]
+        keys = [key for key in values if part in ("record", of[key], key.rpartition(".")[2])]
+        assert keys
+        content[name] = pack(values | {key: np.full_like(values[key], value) for key in keys})
+
+    return spoil
+
+
+ABSURD = [("weights", 1e18), ("affine", -1e18), ("running_mean", 1e18), ("running_var", 1e37), ("record", 1e18)]
+
+
+@pytest.mark.parametrize("rule", ["FedAvg", "FixBN", "Scaffold", "GlobalMomentum", "FedTAN", "Flower's FedAdam"])
+@pytest.mark.parametrize(("part", "value"), ABSURD)
+def test_an_absurd_reply_is_left_out_without_bounds(rule: str, part: str, value: float) -> None:
+    """Finite values with which no client can train in the next round; only the comparison with others shows them."""
+    if part == "record" and rule not in ("Scaffold", "GlobalMomentum"):
+        pytest.skip("it has no record")
+    assert faults([(rule, "train", Attack(f"{part} {value:g}", of_parts(part, value)))]) == []
+
+
+def test_the_reason_has_the_key_and_the_other_clients_change() -> None:
+    found = train("FedAvg", "train", of_parts("running_var", 1e37), whole=False)
+    line = found.naming([BAD + 1])[0]
+    assert re.search(
+        r"left out client 2 \(node 3\): '.*running_var' changed by up to 1e\+37, in the median of the other clients by "
+        r"0\.\d+; expected at most 1,000 times that for values as large",
+        line,
+    ), line
+
+
+def test_the_error_of_a_round_names_the_largest_value_of_the_model(federation: Federations) -> None:
+    """Otherwise each client would seem to have diverged by itself."""
+    fed = federation((4, 5), batches=1)
+    arrays = dict(unpack(fed.arrays()))
+    key = next(iter(arrays))
+    arrays[key] = np.full_like(arrays[key], -1e30)
+    match = rf"round 1: 0 of 2 .* received a model with values of up to 1e\+30 \('{re.escape(key)}'\): it diverged"
+    with LocalGrid(fed.app(), 2) as grid, pytest.raises(RunFailed, match=match):
+        FedAvg().start(grid, pack(arrays), num_rounds=1)
+
+
 def answered(**metrics: Any) -> Spoil:
     def spoil(content: RecordDict) -> None:
         ((name, record),) = metrics_in(content).items()
@@ -104,6 +154,20 @@ def answered(**metrics: Any) -> Spoil:
 def without_metrics(content: RecordDict) -> None:
     for name in metrics_in(content):
         del content[name]
+
+
+@pytest.mark.parametrize("rule", ["FedAvg", "FedTAN", "Flower's FedAdam"])
+def test_each_reply_is_checked_once(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, times = gate._passed, Counter[str]()
+
+    def counted(reply: Message) -> Message:
+        times[reply.metadata.reply_to_message_id] += 1
+        return passed(reply)
+
+    monkeypatch.setattr(gate, "_passed", counted)
+    assert train(rule, "train", None, whole=True, honest=True).error is None
+    assert len(times) > 3 * 2 * 5, "three rounds of training and evaluation on five clients, and queries"
+    assert {*times.values()} == {1}
 
 
 PARTITION_ANSWERS: dict[str, Spoil] = {

@@ -11,14 +11,25 @@ import pytest
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.experiment.settings import Experiment
+from fedbn_flwr.messages import aggregate
+from tests.support.hostile import kept_log
 from tests.support.smoke import smoke_runs
 
 LARGE = ("alexnet_bn", "resnet18", "deeplabv3plus_resnet50")
 
 
+@pytest.fixture(autouse=True)
+def _smaller_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No honest client comes within a millionth of the size, or a tenth of the factor, of a reply that is left out."""
+    monkeypatch.setattr(aggregate, "_HUGE", aggregate._HUGE / 1e6)
+    monkeypatch.setattr(aggregate, "_TIMES", aggregate._TIMES / 10)
+
+
 def check(experiment: Experiment, out: Path) -> None:
     (run,) = experiment.runs
-    carry_out(experiment, out, resume=False, quiet=True)
+    with kept_log() as log:
+        carry_out(experiment, out, resume=False, quiet=True)
+    assert [line for line in log if "left out" in line] == [], run.label
     (file,) = out.rglob("summary.json")
     summary = json.loads(file.read_text())
     assert (summary["status"], summary["rounds"]) == ("finished", 2), run.label

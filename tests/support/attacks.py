@@ -132,8 +132,9 @@ CHANGED: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "infinite": (lambda a: with_first(a, np.inf), REFUSED),
     "minus infinite": (lambda a: with_first(a, -np.inf), REFUSED),
     "a million times": (lambda a: a * np.float32(1e6), LIE),
-    "1e30": (lambda a: np.full_like(a, 1e30), LIE),
-    "3e38": (lambda a: np.full_like(a, 3e38), LIE),
+    "1e18": (lambda a: np.full_like(a, 1e18), REFUSED),
+    "1e30": (lambda a: np.full_like(a, 1e30), REFUSED),
+    "3e38": (lambda a: np.full_like(a, 3e38), REFUSED),
     "denormal": (lambda a: np.full_like(a, 1e-45), LIE),
     "sign": (lambda a: -np.abs(a) - 1, LIE),
     "noise": (lambda a: np.random.default_rng(0).normal(size=a.shape).astype(a.dtype), LIE),
@@ -222,7 +223,8 @@ def on_arrays(where: str) -> list[Attack]:
         found = [attack for attack in found if attack.name.startswith("array") or attack.name.endswith(SHORT)]
     if where == "variance":
         found += [Attack("array, negative variance", by_array(where, value_as(lambda a: -np.abs(a) - 1)), REFUSED)]
-        found = [attack for attack in found if attack.name != "array, sign"]
+        # Features of 1e9 have variances of 1e18.
+        found = [attack for attack in found if attack.name not in ("array, sign", "array, 1e18")]
     return [
         Attack(f"{where}: {attack.name}", attack.spoil, attack.verdict, with_arrays(where, attack)) for attack in found
     ]

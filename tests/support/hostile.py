@@ -83,6 +83,8 @@ UNREAD = {
     ("Private", "records, empty metrics"),
     ("Standalone", "records, empty arrays"),
 }
+# The server must not compare single replies with others.
+UNCOMPARED = re.compile(r"^Private .* array, (1e18|1e30|3e38)$")
 EXCHANGING = [name for name in RULES if "FedTAN" in name or name == "FedAvgGlobalStats"]
 
 # The libraries' own words must not reach a log.
@@ -268,6 +270,7 @@ def judge(rule: str, kind: str, attack: Attack, whole: bool) -> tuple[str, list[
     else:
         fate = LIE
     verdict = EITHER if (rule, attack.name) in UNREAD else attack.verdict
+    verdict = LIE if UNCOMPARED.search(f"{rule} {attack.name}") else verdict
     allowed = {REFUSED: {REFUSED}, HARMLESS: {HARMLESS}, EITHER: {REFUSED, HARMLESS}, LIE: {REFUSED, HARMLESS, LIE}}
     if fate not in allowed[verdict] and not (fate.startswith("refused,") and wrong):
         wrong.append(f"it is {fate}, expected {verdict}")

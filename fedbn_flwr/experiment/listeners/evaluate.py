@@ -23,7 +23,7 @@ from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in, unpack
-from fedbn_flwr.messages.gate import number_of
+from fedbn_flwr.messages.gate import gate, number_of
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder.clients import by_metric, is_count, spread
@@ -100,7 +100,7 @@ class Evaluate(Listener):
         """The values of each client, and the figures of all."""
         config = ConfigRecord(dict(running.identity))
         messages = self.rule.configure_evaluate(at.number, at.arrays, config, running.grid)
-        replies = list(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
+        replies = gate(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
         if not replies:
             return {}, {}
         metrics = self.rule.aggregate_evaluate(at.number, replies)

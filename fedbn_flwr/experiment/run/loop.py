@@ -38,7 +38,7 @@ from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
-from fedbn_flwr.messages.gate import number_of
+from fedbn_flwr.messages.gate import gate, number_of
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder, out_folder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
@@ -139,7 +139,7 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
     messages = list(rule.configure_train(number, before.arrays, config, running.grid))
     for listener in listeners:
         listener.on_messages(running)
-    replies = list(running.grid.send_and_receive(messages, timeout=run.engine.timeout))
+    replies = gate(running.grid.send_and_receive(messages, timeout=run.engine.timeout))
     found, metrics = rule.aggregate_train(number, replies)
     arrays = before.arrays if found is None else found
     used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.chain[-1].used]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from fedbn_flwr.messages.aggregate import cast, fault, total_weight, weighted_mean
+from fedbn_flwr.messages.aggregate import absurd, cast, fault, total_weight, weighted_mean
 from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
 from fedbn_flwr.messages.gate import MOST_EXAMPLES
 
@@ -50,6 +52,63 @@ def test_dtype_and_shape_are_kept(dtype: type, shape: tuple[int, ...]) -> None:
     assert mean.shape == shape
     expected = {"b": True, "i": 1}.get(np.dtype(dtype).kind, 0.75)
     assert (mean == expected).all()
+
+
+# --- values that training cannot make ---
+
+SENT = {"w": np.array([1.0, -2.0], np.float32), "bn.running_var": np.array([1.0], np.float32)}
+
+
+def left_out(*values: float, key: str = "w", sent: Mapping[str, Any] = SENT) -> list[int]:
+    """Of replies in which the last element of an array has these values."""
+    cohort = []
+    for value in values:
+        changed = sent[key].copy()
+        changed[-1] = value
+        cohort.append({**sent, key: changed})
+    return sorted(absurd(cohort, sent, {"bn.running_var"}))
+
+
+def test_a_value_beyond_training_is_absurd_beside_ordinary_ones() -> None:
+    assert left_out(-1.9, -2.1, 1e18) == [2]
+    assert left_out(-1.9, -1e18, -2.1, 1e30, -2.2) == [1, 3], "two of five"
+    assert left_out(-2.0, -2.0, 1e13) == [2], "the others made no step"
+    assert left_out(0.9, 1.1, 1e37, key="bn.running_var") == [2]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (-1.9, 1e18),  # which of the two is wrong is not known
+        (-2.0, -2.0, -1.9),  # one of three made steps
+        (-1.9, -2.1, 1.9e9),  # the largest value of a run that diverged
+        (-1.9, -2.1, 6e12),
+        (1e13, 2e13, 9e15),  # a regression in small units
+    ],
+)
+def test_an_honest_value_is_not_absurd(values: Sequence[float]) -> None:
+    assert left_out(*values) == []
+
+
+def test_variances_of_raw_features_are_not_absurd() -> None:
+    """One client has the feature in millions, another one as time in milliseconds."""
+    assert left_out(1.0, 1.0, 1e12, 3e24, key="bn.running_var") == []
+
+
+def test_a_large_constant_of_the_model_is_not_absurd() -> None:
+    """For instance a mask that is a persistent buffer."""
+    assert left_out(-1.9, -2.1, -2.2, sent={"mask": np.full(3, -1e30, np.float32), **SENT}) == []
+    counts = {"n": np.array([2**60]), **SENT}
+    assert absurd([counts, SENT | {"n": np.array([0])}, SENT | {"n": np.array([0])}], SENT, ()) == {}, "integers"
+
+
+def test_a_block_of_arrays_is_compared_like_a_dict() -> None:
+    blocks = [unpack(pack(SENT | {"w": np.array([1.0, value], np.float32)})) for value in (-1.9, -2.1, 1e18)]
+    assert all(isinstance(block, FlatArrays) for block in blocks)
+    assert absurd(blocks, unpack(pack(SENT)), ()) == {
+        2: "'w' changed by up to 1e+18, in the median of the other clients by 0.1; "
+        "expected at most 1,000 times that for values as large"
+    }
 
 
 def test_ten_equal_counters_of_16_stay_16() -> None:
