@@ -31,7 +31,7 @@ from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, absurd, initial_fault, is_finite, large_value
-from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack, variance_keys
+from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import (
     Reply,
     gate,
@@ -433,7 +433,7 @@ class Leaf(Rule):
         if not found:
             return {}
         nodes, cohort = list(found), [reply.arrays for reply in found.values()]
-        problems = absurd(cohort, sent, variance_keys(cohort[0]))
+        problems = absurd(cohort, sent)
         if self.bounds is not None:
             keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS]
             problems |= self.bounds.outliers(cohort, keys)

@@ -150,23 +150,25 @@ _TIMES = 1000
 _HUGE = float(np.finfo(np.float32).max) ** (1 / 3)  # 7e12
 
 
-def absurd(cohort: Sequence[Arrays], sent: Arrays, squares: Collection[str]) -> dict[int, str]:
+def absurd(cohort: Sequence[Arrays], sent: Arrays, squares: Collection[str] | None = None) -> dict[int, str]:
     """The replies with values that training cannot make if it makes ordinary ones elsewhere, by position, with reasons.
 
-    In one of its arrays such a reply has a value above 7e12 (in `squares`, such as variances, above its square), and
-    its largest change, from `sent` or from zero, is more than 1,000 times the median of the other replies' changes.
+    In one of its arrays such a reply has a value above 7e12 (in `squares`, by default running variances, above the
+    square of that), and its largest change, from `sent` or from zero, is more than 1,000 times the median of the other
+    replies' changes.
 
-    The second condition alone is met by honest replies: where the others make no step or have frozen the array, any
-    change is infinitely larger; one client may have data of other units; and where training diverges on some clients,
-    their changes have been 2.5 million times as large. The first is not: the largest value of such a run was 1.9e9,
-    that of all others 4.9e4 [statistics included], and a client that passes 7e12 is about to send NaN, for which it is
-    left out too. The first alone may be met where values have large units for all clients, whose changes are alike.
+    Honest replies can have such a change: where the others make no step or have frozen the array, any change is
+    infinitely larger; one client may have data of other units; and where training diverges on some clients, their
+    changes have been 2.5 million times as large. But they do not have such values: features of up to 1e12 have
+    variances of up to 1e24, the largest weight of a run that diverged was 1.9e9, and a client that passes 7e12 is about
+    to send NaN, for which it is left out too. If all clients had such values, their changes would be alike.
     With fewer than three replies there is no majority to compare with.
     """
     found: dict[int, str] = {}
     for i, arrays in enumerate(cohort) if len(cohort) > 2 else ():
         if largest_of(arrays) <= _HUGE:
             continue  # the common case
+        squares = variance_keys(arrays) if squares is None else squares
         for key, value in arrays.items():
             size = largest_of({key: value})
             if size <= (_HUGE**2 if key in squares else _HUGE):

@@ -266,7 +266,7 @@ def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dic
     faults = {node: fault(arrays, like, keys) or overflow(arrays, {}) for node, arrays in read.items()}
     problems |= {node: problem for node, problem in faults.items() if problem is not None}
     left = [node for node in read if node not in problems]
-    far = absurd([read[node] for node in left], {}, ())
+    far = absurd([read[node] for node in left], {})
     problems |= {left[i]: problem for i, problem in far.items()}
     return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
 
