@@ -54,3 +54,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    """What a shell completes: without the imports of this file."""
+    return [*__all__, "__version__"]

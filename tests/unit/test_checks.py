@@ -25,6 +25,8 @@ def test_every_promised_name_can_be_imported() -> None:
     assert sorted(set(fedbn_flwr.__all__)) == sorted(fedbn_flwr.__all__)
     for name in fedbn_flwr.__all__:
         assert getattr(fedbn_flwr, name) is not None
+    assert {*fedbn_flwr.__all__} <= {*dir(fedbn_flwr)}, "a shell completes them"
+    assert {"annotations", "Any", "importlib"}.isdisjoint(dir(fedbn_flwr))
     assert set(STRATEGIES) == {
         "FedAvg", "FedProx", "Scaffold", "FedBN", "SiloBN", "FedBS", "FixBN", "FedTAN", "FedTANII",
         "FedAvgGlobalStats", "HeteroBN", "FedWon", "GlobalMomentum", "MeanStatistics", "Standalone",
