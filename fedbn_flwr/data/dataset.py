@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from typing import Any
 
@@ -37,9 +40,9 @@ class Groups:
 
     @classmethod
     def of(cls, name: str, values: Mapping[str, Sequence[Any]], wanted: Sequence[str] = ()) -> Groups:
-        """Groups by the values of the splits as texts: those that are wanted, in this order, or all, sorted."""
+        """Groups by the values of the splits as texts: those that are wanted, in this order, or all, `in_order`."""
         texts = {part: list(map(str, some)) for part, some in values.items()}
-        known = sorted({text for some in texts.values() for text in some})
+        known = in_order({text for some in texts.values() for text in some})
         if unknown := [name for name in wanted if name not in known]:
             hint = did_you_mean(unknown[0], known)
             raise DataError(f"data.domains: {unknown[0]!r} is not a domain of {name!r}", f"; {hint}")
@@ -50,6 +53,18 @@ class Groups:
     def select(self, train: Tensor | None, test: Tensor | None) -> Groups:
         kept = self.test if test is None or self.test is None else self.test[test]
         return replace(self, train=self.train if train is None else self.train[train], test=kept)
+
+
+def in_order(texts: Collection[str]) -> list[str]:
+    """Numbers by their value; other texts as a person sorts them, `site2` before `site10`."""
+    with suppress(InvalidOperation):  # one of them is no number
+        return sorted(texts, key=lambda text: (Decimal(text), text))
+
+    def parts(text: str) -> list[Any]:
+        words = re.split(r"(\d+)", text)  # digits at the odd places; a longer number is a greater one
+        return [(len(word.lstrip("0")), word.lstrip("0")) if i % 2 else word for i, word in enumerate(words)]
+
+    return sorted(texts, key=lambda text: (parts(text), text))
 
 
 def numbers(values: Sequence[str], names: Sequence[str]) -> Tensor:

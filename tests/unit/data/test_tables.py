@@ -16,7 +16,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes
 
 from fedbn_flwr.batch import first
 from fedbn_flwr.data.batches import TestBatches
-from fedbn_flwr.data.dataset import DataSet, fewer
+from fedbn_flwr.data.dataset import DataSet, fewer, in_order
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.moments import moments_from, sums_of
 from fedbn_flwr.data.partitions import partition, share_test
@@ -116,7 +116,7 @@ def test_labels_and_groups_that_are_texts_in_one_split_are_texts_in_both(tmp_pat
     assert data.train.labels.tolist() == [0, 3, 4, 1, 2]
     assert data.test.labels.tolist() == [3, 0, 2, 2]
     assert data.groups is not None
-    assert data.groups.names == ("01", "02", "1", "2", "A")
+    assert data.groups.names == ("01", "1", "02", "2", "A"), "by the numbers in them"
     frame.assign(x=["1", "?", "2", "3"]).to_csv(tmp_path / "test.csv", index=False)
     with pytest.raises(DataError, match="1 of 4 values of the column 'x' are no numbers"):
         load(source)
@@ -424,6 +424,36 @@ def test_a_group_is_a_client_and_is_tested_on_its_own_rows(tables: Path) -> None
         shares_of(data.model_copy(update={"group": None}), 4, 0, "cpu")
     with pytest.raises(SettingsError, match=r"data\.group is 'hospital'; expected the column"):
         shares_of(data.model_copy(update={"group": "hospital"}), 4, 0, "cpu")
+
+
+@pytest.mark.parametrize(
+    "sites",
+    [
+        [*range(1, 12)],
+        [-2, -1, 0.5, 1.25, 10],
+        ["2", "10", "x1"],
+        ["site1", "site2", "site10", "site10b", "ward 3"],
+        ["1a", "01b", "2a"],
+    ],
+)
+def test_clients_are_in_the_order_of_the_numbers_in_their_sites_names(sites: list[Any], tmp_path: Path) -> None:
+    """As texts, site 10 would be client 1."""
+    rows = [site for site in sites for _ in range(4)]
+    columns = {"x": range(len(rows)), "y": [0, 1] * (len(rows) // 2), "site": rows}
+    pd.DataFrame(columns).sample(frac=1, random_state=0).to_csv(tmp_path / "t.csv", index=False)
+    data = Data(name=str(tmp_path / "t.csv"), label="y", group="site", test=0.25, partition={"kind": "natural"})
+    parts, _ = shares_of(data, len(sites), 0, "cpu")
+    groups = opened(tmp_path / "t.csv", label="y", group="site", test=0.25).groups
+    assert [{groups.names[place] for place in groups.train[part].tolist()} for part in parts] == [
+        {str(float(site)) if 0.5 in sites else str(site)} for site in sites
+    ]
+
+
+def test_the_order_of_groups_is_total() -> None:
+    """Otherwise it would depend on the order of a set, which differs between processes."""
+    for names in (["1", "01", "1.0"], ["a1", "a01"], ["a" + "1" * 5000, "a2"], ["nan", "2", "10"]):
+        assert {tuple(in_order(each)) for each in itertools.permutations(names)} == {tuple(in_order(names))}
+    assert in_order(["a" + "1" * 5000, "a2"])[0] == "a2"
 
 
 def test_a_group_is_tested_on_rows_of_classes_that_it_does_not_train_on_too(tmp_path: Path) -> None:
