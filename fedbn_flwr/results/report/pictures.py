@@ -91,7 +91,7 @@ def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = Non
     places += [[prefix] * len(axes) for prefix in domains]
     heights = [4.2] * len(keys) + [2.8] * len(domains)
     figure = Plot(figsize=(15, 0.5 + sum(heights)))
-    note = " Band: ± one standard deviation over seeds." if len(rows) < len(runs_of(rows)) else ""
+    note = " Band: ± one standard deviation over seeds." if any(_has_band(row, len(rows)) for row in rows) else ""
     figure.suptitle(in_plot(set_up(rows) + note, 150), fontsize="medium")
     panels = figure.subplot_mosaic(places, height_ratios=heights)
     handles: dict[str, Any] = {}
@@ -137,7 +137,7 @@ def _curves(panel: Any, shown: Mapping[int, Row], rows: int, key: str, axis: str
             markersize=5,
             markevery=(number * step // rows % max(1, len(places)), step),
         )
-        if rows <= _MOST_BANDS and len(found[0]) > 1:
+        if _has_band(row, rows):
             spread = [measure.scale * statistics.stdev(values) for values in found]
             low, high = ([a + sign * b for a, b in zip(means, spread, strict=True)] for sign in (-1, 1))
             panel.fill_between(places, low, high, color=_style(number)["color"], alpha=0.15, lw=0)
@@ -148,6 +148,11 @@ def _curves(panel: Any, shown: Mapping[int, Row], rows: int, key: str, axis: str
     if axis not in ("mib", "seconds"):
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     return handles
+
+
+def _has_band(row: Row, rows: int) -> bool:
+    """Whether the deviation over its runs is drawn in a picture of so many rows."""
+    return rows <= _MOST_BANDS and len(row.counted) > 1
 
 
 def _side_by_side(

@@ -91,6 +91,16 @@ def test_a_row_without_a_global_model_is_in_the_panels_of_the_clients_only(tmp_p
         assert [len(panel.get_lines()) for panel in panels if panel.get_xlabel() == "rounds"] == counts
 
 
+@pytest.mark.parametrize(("labels", "bands"), [("ABCDEFGH", 8), ("ABCDEFGHI", 0)])
+def test_the_title_speaks_of_bands_only_where_they_are_drawn(tmp_path: Path, labels: str, bands: int) -> None:
+    for label in labels:
+        for seed in (0, 1):
+            write_run(tmp_path / f"{label}{seed}", label, seed, accuracy=0.5 + seed / 10)
+    picture = plot(group(find_runs([tmp_path])))
+    assert len(picture.axes[0].collections) == bands
+    assert ("Band: ±" in picture.get_suptitle()) == bool(bands)
+
+
 def test_an_average_is_of_all_domains_or_there_is_none(tmp_path: Path) -> None:
     write_run(tmp_path / "all", "all", accuracy_sea=0.5, accuracy_farm=0.7)
     write_run(tmp_path / "some", "some", accuracy_sea=0.4)
