@@ -106,8 +106,8 @@ class BNClient(NumPyClient):
     loss
         A function of what the model returns and the targets: the mean loss over the examples of a batch. By default
         that of the task, else the cross entropy of the logits, perhaps those in `outputs.logits`; for a segmentation
-        model it is the mean over the pixels whose label is not 255. `fedbn_flwr.client.losses` has others, and label
-        smoothing and class weights.
+        model it is the mean over the pixels whose label is not 255, and masks may be [N, H, W] or [N, 1, H, W].
+        `fedbn_flwr.client.losses` has others, and label smoothing and class weights.
     eval_loss
         The loss that evaluation reports; by default `loss`.
     metrics

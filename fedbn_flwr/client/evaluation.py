@@ -19,7 +19,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, SEGMENTATION, SEVERAL, Task
 
-from .losses import aligned, fit, logits_of
+from .losses import aligned, fit, logits_of, without_channel
 from .training import Batch, Loss
 
 # A name, or a function of the model's outputs and the targets of all examples, on the CPU.
@@ -29,21 +29,41 @@ Metric = str | Callable[[Any, Any], float]
 def answers(task: Task, outputs: Any, targets: Any) -> tuple[Tensor, Tensor] | None:
     """Outputs and targets as the task's figures need them; None if the user's model and loss have others.
 
-    Of classes they are logits [N, C, ...] and numbers of classes [N, ...], one logit z of a binary task being (0, z);
-    of labels and numbers both are [N, K].
+    Of classes they are logits [N, C, ...] and numbers of classes [N, ...], which may be given as [N, 1, ...], one logit
+    z of a binary task being (0, z); of labels and numbers both are [N, K].
     """
     outputs = logits_of(outputs)
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor) and task.form):
         return None
     if task.form == "classes" and task.name != "binary":
+        targets = without_channel(outputs, targets)
         of_classes = outputs.ndim >= 2 and outputs.shape[1] > 1 and not targets.is_floating_point()
         return (outputs, targets) if of_classes and targets.shape == outputs.shape[:1] + outputs.shape[2:] else None
     if not fit(outputs, targets):
         return None
     outputs, targets = (tensor.reshape(len(tensor), -1) for tensor in aligned(outputs, targets))
     if task.name == "binary":
+        if outputs.shape[1] != 1:  # yes or no for each pixel
+            return None
         return torch.cat([torch.zeros_like(outputs), outputs], 1), targets[:, 0].long()
     return outputs, targets
+
+
+def _needed(task: Task) -> str:
+    """What outputs and targets must be for the task's figures, in words."""
+    if not task.form:
+        return (
+            "a task, such as binary, multilabel or regression, since targets that are no whole numbers do not show it"
+        )
+    if task.name == "binary":
+        return "one logit and one target for each example"
+    if task.form != "classes":
+        return "a number for each target"
+    return "logits [N, C, ...] of at least two classes, and whole numbers [N, ...] or [N, 1, ...]"
+
+
+def _found(value: Any) -> str:
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 # --- from counts ---
@@ -180,14 +200,23 @@ class Measurement:
         self.metrics: dict[str, Metric] = {  # by their keys in messages
             name_of(metric).replace("_", "-"): metric for metric in (*task.figures, *metrics)
         }
+        self._named = [metric for metric in metrics if not callable(metric)]
         self._by_class = not _RATIOS.keys().isdisjoint(self.metrics.values())
         self._needs_all = any(callable(metric) or metric in _OF_ALL for metric in self.metrics.values())
         self._counts: list[Counts | None] = []
         self._examples: list[tuple[Any, Any]] = []
 
     def add(self, outputs: Any, targets: Any) -> Counts | None:
-        """Add a batch; returns its counts, None if there are none of such outputs and targets."""
+        """Add a batch; returns its counts, None if there are none of such outputs and targets.
+
+        The task's figures are then left out, while a metric that was asked for by name raises an error.
+        """
         found = answers(self.task, outputs, targets)
+        if found is None and self._named:
+            raise SettingsError(
+                f"metric {self._named[0]!r} cannot be computed: the model returned {_found(logits_of(outputs))}, and "
+                f"the targets are {_found(targets)}; expected {_needed(self.task)}; or give a function as metric"
+            )
         countable = found if self.task.form != "numbers" else None
         self._counts.append(countable and counts_of(self.task, *countable, by_class=self._by_class))
         if self._needs_all:
@@ -254,8 +283,8 @@ def evaluate(
     Without a task it is classification or segmentation if targets are whole numbers, else only the loss and functions
     of the user are reported. Of a segmentation model, whose logits are [N, C, H, W], the loss is a mean over the pixels
     whose label is not 255. A figure that the examples do not define is left out, and so are the task's if outputs or
-    targets have another form (a tuple, one logit). The result does not depend on the number of threads, each of which
-    has a batch in memory.
+    targets have another form (a tuple, one logit); a name among `metrics` then raises SettingsError. The result does
+    not depend on the number of threads, each of which has a batch in memory.
     """
     batches = iter(batches)
     if (first := next(batches, None)) is None:
@@ -286,4 +315,4 @@ def evaluate(
 def _of_whole_numbers(targets: Value) -> Task:
     if isinstance(targets, Mapping) or targets.is_floating_point() or targets.dtype is torch.bool:
         return SEVERAL
-    return SEGMENTATION if targets.ndim > 1 else CLASSIFICATION
+    return SEGMENTATION if targets.shape[1:].numel() > 1 else CLASSIFICATION

@@ -28,7 +28,7 @@ def cross_entropy(
     """The sum of (weighted) losses over a batch, divided by the number of examples.
 
     For a segmentation model it is divided by the number of pixels whose label is not 255. For examples, 255 is an
-    ordinary class: ImageNet has a thousand.
+    ordinary class: ImageNet has a thousand. Class numbers may have a channel of their own, [N, 1, ...].
 
     torch.nn.CrossEntropyLoss divides by the sum of the examples' weights instead. Then the weights of a batch with
     one class have no effect, and the mean over a data set depends on how it is divided into batches; FedTAN and
@@ -45,7 +45,12 @@ def cross_entropy(
             "the targets are floating-point numbers, and the cross entropy needs class numbers; set the task "
             "(regression, binary, multilabel), or give a loss of your own"
         )
-    dense = logits.ndim > 2
+    targets, dense = without_channel(logits, targets), logits.ndim > 2
+    if targets.shape not in (logits.shape, logits.shape[:1] + logits.shape[2:]):
+        raise SettingsError(
+            f"the model returned {list(logits.shape)} for targets {list(targets.shape)}; the cross entropy needs "
+            "logits [N, C, ...] and class numbers [N, ...] or [N, 1, ...]"
+        )
     if not (dense or label_smoothing) and weight is None:
         return F.cross_entropy(logits, targets)
     if weight is not None:
@@ -56,6 +61,12 @@ def cross_entropy(
     )
     # All pixels of a crop may be ignored.
     return total / ((targets != IGNORED).sum().clamp(min=1) if dense else len(targets))
+
+
+def without_channel(logits: Tensor, targets: Tensor) -> Tensor:
+    """Class numbers [N, 1, ...] for logits [N, C, ...], such as MONAI's masks, as [N, ...]; other targets as they are."""
+    has_channel = targets.ndim == logits.ndim > 1 and targets.shape[1] == 1 and not targets.is_floating_point()
+    return targets[:, 0] if has_channel else targets
 
 
 def binary_cross_entropy(

@@ -38,8 +38,13 @@ def test_it_is_the_sum_of_weighted_losses_over_the_number_of_images(smoothing: f
     [
         ({"out": torch.zeros(2, 3)}, torch.zeros(2, dtype=torch.int64), "the model returned a dict, and"),
         (torch.zeros(2, 3), torch.zeros(2), "the targets are floating-point numbers, and"),
+        (
+            torch.zeros(2, 3, 4, 4), torch.zeros(2, 1, 8, 8, dtype=torch.int64),
+            r"the model returned \[2, 3, 4, 4\] for targets \[2, 8, 8\]; .* class numbers \[N, ...\] or \[N, 1, ...\]",
+        ),
+        (torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.int64), r"for targets \[2, 2\]"),
     ],
-)
+)  # fmt: skip
 def test_what_it_cannot_compare_is_named(outputs: Any, targets: Tensor, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         cross_entropy(outputs, targets)

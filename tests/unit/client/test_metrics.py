@@ -324,6 +324,62 @@ def test_figures_of_other_tasks_are_scikit_learn_s_for_any_batches_and_threads(
     assert {key: whole[key] for key in found} == found, "to the last bit"
 
 
+@pytest.mark.parametrize("own_loss", [False, True])
+@pytest.mark.parametrize("shape", [(4, 3), (4,), ()])
+def test_class_numbers_with_a_channel_of_their_own_are_those_without(shape: tuple[int, ...], own_loss: bool) -> None:
+    """MONAI's masks are [N, 1, H, W], and MedMNIST's labels [N, 1]; a loss of the user gets them as they are."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        assert targets.shape == (6, 1, *shape)
+        return F.cross_entropy(logits, targets[:, 0])
+
+    logits = torch.randn(6, 3, *shape, generator=torch.Generator().manual_seed(0))
+    masks = torch.arange(6 * math.prod(shape)).reshape(6, *shape) % 3
+    plain = BNClient(Given(), [], [(logits, masks)], metrics=["dice"]).evaluate_round({}, {})
+    batch = (logits, masks[:, None])
+    for task in ("segmentation" if shape else "classification", None):
+        client = BNClient(Given(), [], [batch], metrics=["dice"], task=task, loss=loss if own_loss else None)
+        assert client.evaluate_round({}, {}) == pytest.approx(plain, rel=1e-6)
+    if not shape:
+        assert plain["dice"] == pytest.approx(theirs.f1_score(masks, logits.argmax(1), average="macro"), rel=1e-12)
+
+
+PIXELS = torch.zeros(2, 4, 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("task", "outputs", "targets", "words"),
+    [
+        (
+            "segmentation", torch.zeros(2, 3, 4, 4), torch.zeros(2, 1, 4, 4),
+            r"metric 'dice' cannot be computed: the model returned \[2, 3, 4, 4\] of torch.float32, and the targets "
+            r"are \[2, 1, 4, 4\] of torch.float32; expected logits .* and whole numbers \[N, ...\] or \[N, 1, ...\]",
+        ),
+        ("segmentation", torch.zeros(2, 1, 4, 4), PIXELS, r"returned \[2, 1, 4, 4\].* at least two classes"),
+        ("segmentation", (torch.zeros(2, 3, 4, 4),), PIXELS, "returned a tuple"),
+        ("binary", torch.zeros(2, 1, 4, 4), torch.zeros(2, 1, 4, 4), "one logit and one target for each example"),
+        ("multilabel", torch.zeros(2, 3), torch.zeros(2, 4), "a number for each target"),
+        (None, torch.zeros(2), torch.zeros(2), "expected a task, such as binary"),
+    ],
+)  # fmt: skip
+def test_a_named_metric_that_cannot_be_computed_is_an_error(
+    task: str | None, outputs: Any, targets: Tensor, words: str
+) -> None:
+    class Fixed(nn.Module):
+        def forward(self, inputs: Tensor) -> Any:
+            return outputs
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return torch.zeros(())
+
+    for metric in ("dice", "accuracy"):
+        client = BNClient(Fixed(), [], [(targets, targets)], task=task, loss=loss, metrics=[metric])
+        with pytest.raises(SettingsError, match=words.replace("dice", metric)):
+            client.evaluate_round({}, {})
+    without = BNClient(Fixed(), [], [(targets, targets)], task=task, loss=loss)
+    assert without.evaluate_round({}, {}) == {"loss": 0, "num-examples": 2}, "no metric was asked for"
+
+
 def test_without_metrics_a_task_has_its_own_figures() -> None:
     cases: dict[str, tuple[Tensor, Tensor]] = {
         "binary": (NOISE[:, 0], LABELS[:, 0]), "multilabel": (NOISE, LABELS), "regression": (NOISE, NUMBERS),
