@@ -64,7 +64,7 @@ def cross_entropy(
 
 
 def without_channel(logits: Tensor, targets: Tensor) -> Tensor:
-    """Class numbers [N, 1, ...] for logits [N, C, ...], such as MONAI's masks, as [N, ...]; other targets as they are."""
+    """Class numbers [N, 1, ...] for logits [N, C, ...], as MONAI's masks are, as [N, ...]; others as they are."""
     has_channel = targets.ndim == logits.ndim > 1 and targets.shape[1] == 1 and not targets.is_floating_point()
     return targets[:, 0] if has_channel else targets
 

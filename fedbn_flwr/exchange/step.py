@@ -105,7 +105,9 @@ class LayerwiseStep:
         check_batch(self._batch, allowed=self.allowed, own=self.own)  # before anything is sent
         self._left = count_calls(model, inputs) * ((1 if self.fused else 2) + self.backward)
         with replaced_forward(model, self._normalise):
-            loss = loss_fn(model(inputs), targets)
+            outputs = model(inputs)
+        with replaced_forward(model, _called_by_loss):
+            loss = loss_fn(outputs, targets)
         # Otherwise one thread of autograd for each GPU would run the backward passes of all clients there.
         with replaced_forward(model, _computed_again), torch.autograd.set_multithreading_enabled(False):
             loss.backward()
@@ -194,6 +196,13 @@ class _CohortNorm(torch.autograd.Function):
         return d_y, d_gamma, d_beta, None, None
 
 
+def _called_by_loss(layer: _BatchNorm, y: Tensor) -> Tensor:
+    raise MessageError(
+        f"FedTAN's step cannot train with a loss that itself calls a batch norm of the model ({layer}), because only "
+        "those that the model's forward calls are exchanged; expected a forward that returns all that the loss needs"
+    )
+
+
 def _computed_again(layer: _BatchNorm, y: Tensor) -> Tensor:
     raise MessageError(
         "FedTAN's step cannot train a model whose backward pass computes batch norms again (activation checkpointing, "
@@ -253,9 +262,9 @@ def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], T
 
 @torch.no_grad()
 def count_calls(model: nn.Module, inputs: Value) -> int:
-    """The number of calls of training batch norms in a forward pass, of two examples; the model remembers it.
+    """The number of calls of training batch norms in a forward pass; the model remembers it, and nothing else changes.
 
-    It changes nothing else.
+    The pass is that of the whole batch: of a graph, the first nodes without the others are not an input.
     """
     case = each(lambda tensor: tensor.shape[1:], inputs), [*exchanged_layers(model)]
     if (known := getattr(model, "_batch_norm_calls", None)) is not None and known[0] == case:
@@ -271,7 +280,7 @@ def count_calls(model: nn.Module, inputs: Value) -> int:
         return y
 
     with seeding.kept(), replaced_forward(model, counted):
-        model(each(lambda tensor: tensor[:2], inputs))
+        model(inputs)
     for table, name, buffer, before in buffers:
         table[name] = buffer.copy_(before)
     model._batch_norm_calls = case, calls  # type: ignore[assignment]

@@ -269,6 +269,51 @@ def test_the_backward_pass_waits_in_the_thread_that_called_it() -> None:
     assert seen == {(threading.get_ident(), False)}
 
 
+class GraphNet(nn.Module):
+    """Each node adds the features of its neighbours; `edges` [2, E] are pairs of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.classify = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
+
+    def forward(self, graph: dict[str, Tensor]) -> Tensor:
+        x = F.relu(self.norm(self.first(graph["x"])))
+        start, end = graph["edges"]
+        y: Tensor = self.classify(x.index_add(0, end, x[start]))
+        return y
+
+
+def test_the_nodes_of_a_graph_are_the_examples_of_its_batch() -> None:
+    """Its edges have another number of rows, so no part of the nodes is a graph."""
+    torch.manual_seed(0)
+    model, nodes = GraphNet().double(), 6
+    graphs = [
+        {"x": torch.randn(nodes, 3, dtype=torch.float64) + i, "edges": torch.randint(0, nodes, (2, 9 + i))}
+        for i in range(2)
+    ]
+    labels = [torch.randint(0, 5, (nodes,)) for _ in graphs]
+    _, mean, exchanges = cohort_gradients(model, list(zip(graphs, labels, strict=True)), [1.0, 1.0])
+    assert exchanges == 2
+    union = {
+        "x": torch.cat([graph["x"] for graph in graphs]),
+        "edges": torch.cat([graph["edges"] + nodes * i for i, graph in enumerate(graphs)], 1),
+    }
+    twin = copy.deepcopy(model)
+    F.cross_entropy(twin(union), torch.cat(labels)).backward()
+    assert worst(mean, gradients(twin)) < 1e-12
+
+
+def test_a_loss_that_calls_batch_norm_is_an_error() -> None:
+    model, (batch,), _ = clients_of("used twice", [4])
+
+    def consistency(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) + (model(batch[0].flip(3)) - outputs).square().mean()
+
+    with pytest.raises(MessageError, match=r"a loss that itself calls a batch norm of the model \(BatchNorm2d\(4,"):
+        LayerwiseStep(alone)(model, *batch, consistency)
+    assert "forward" not in vars(model.norm)
+
+
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "paper"])
 def test_statistics_in_float32_are_accurate_if_the_mean_is_much_larger_than_the_deviation(fused: bool) -> None:
     """The variance is a mean of squared deviations: the difference of two means of squares would lose all digits."""
