@@ -10,7 +10,8 @@ batch norm's gamma, which its name does not show.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +38,7 @@ _ROLES = {
     **dict.fromkeys((MEAN, VARIANCE), Role.STATISTICS),
     "num_batches_tracked": Role.COUNTER,
 }
+_COMPUTED = re.compile(r"((?:.*?\.)?)parametrizations\.(\w+)\..+")  # as torch.nn.utils.parametrize calls its entries
 
 
 def roles(arrays_or_module: Mapping[str, Any] | nn.Module) -> dict[str, Role]:
@@ -63,11 +65,20 @@ def _of_keys(keys: tuple[str, ...]) -> dict[str, Role]:
 
 
 def _of_layers(keys: Iterable[str], norms: set[str]) -> dict[str, Role]:
-    named = {key: key.rpartition(".")[2] for key in keys}
-    return {
-        key: _ROLES.get(name, Role.WEIGHTS) if key.removesuffix(name) in norms else Role.WEIGHTS
-        for key, name in named.items()
-    }
+    return {key: next((_ROLES[name] for layer, name in _places(key) if layer in norms), Role.WEIGHTS) for key in keys}
+
+
+def _places(key: str) -> Iterator[tuple[str, str]]:
+    """The prefixes of the layers that the entry of this key may belong to, and the name in _ROLES that it then has.
+
+    What computes gamma or beta has its role: `bn.parametrizations.weight.original`, and `bn.weight_orig` or
+    `bn.weight_g` of pruning and weight norm.
+    """
+    layer, dot, name = key.rpartition(".")
+    found = [(layer + dot, name), (layer + dot, name.partition("_")[0])]
+    if computed := _COMPUTED.fullmatch(key):
+        found.append((computed[1], computed[2]))
+    return (each for each in found if each[1] in _ROLES)
 
 
 def layers(keys: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from torch import nn
 from fedbn_flwr.batch import each, map_batches
 from fedbn_flwr.errors import MessageError
 
-from .roles import AFFINE, MEAN, VARIANCE, Role, batch_norms, norm_layers
+from .roles import MEAN, VARIANCE, Role, batch_norms, norm_layers, roles
 from .variants import MaskedBatchNorm1d, real_values
 
 
@@ -101,8 +101,9 @@ def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
             raise MessageError(f"cannot freeze the statistics of batch norm {next(iter(layers))!r}: it tracks none")
         for layer in tracking:
             layer.eval()
-    own = [layer._parameters.get(name) for layer in layers.values() for name in AFFINE if Role.AFFINE in what]
-    frozen = [parameter for parameter in own if parameter is not None and parameter.requires_grad]
+    of = roles(model) if Role.AFFINE in what else {}
+    own = [each for key, each in model.named_parameters(remove_duplicate=False) if of.get(key) is Role.AFFINE]
+    frozen = [parameter for parameter in own if parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:

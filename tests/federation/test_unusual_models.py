@@ -121,6 +121,7 @@ TRAIN: dict[str, Callable[[], nn.Module]] = {
     "tracked instance norm and batch norm": lambda: nn.Sequential(tracked_first(), *net()[1:]),
     "data parallel": lambda: nn.DataParallel(net()),
     MIXED: lambda: nn.Sequential(net()[0], nn.BatchNorm2d(4, track_running_stats=False), *net()[1:]),
+    "computed gamma": lambda: net(lambda: nn.utils.parametrizations.weight_norm(nn.BatchNorm2d(4))),
     "sync batch norm": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(net()),
     "channels last": lambda: net().to(memory_format=torch.channels_last),  # type: ignore[call-overload]
 }

@@ -79,6 +79,18 @@ def test_requires_grad_is_restored_afterwards() -> None:
     assert not model[1].bias.requires_grad
 
 
+def test_a_gamma_that_is_computed_is_frozen_too() -> None:
+    model = net()
+    nn.utils.parametrizations.weight_norm(model[1])
+    before = model[1].weight.clone()
+    with frozen_norm(model, frozenset({Role.AFFINE})):
+        one_step(model)
+    assert model[1].weight.equal(before)
+    with frozen_norm(model, frozenset()):
+        one_step(model)
+    assert not model[1].weight.equal(before)
+
+
 def test_requires_grad_is_restored_after_an_error() -> None:
     model = net()
     with pytest.raises(RuntimeError, match="diverged"), frozen_norm(model, frozenset({Role.AFFINE})):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from fedbn_flwr import Role, build_model
 from fedbn_flwr.norms.roles import roles, split_by_role
@@ -24,6 +26,58 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "no affine": lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, affine=False)),
     "instance norm that tracks": lambda: nn.Sequential(nn.InstanceNorm2d(2, affine=True, track_running_stats=True)),
 }
+
+
+class Doubled(nn.Module):
+    """A parametrisation with a parameter and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+def parametrised(module: Any, *names: str) -> Any:
+    for name in names:
+        nn.utils.parametrize.register_parametrization(module, name, Doubled())
+    return module
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda norm: parametrised(norm, "weight", "bias"),
+        lambda norm: nn.utils.parametrizations.weight_norm(norm, "weight"),
+        lambda norm: prune.l1_unstructured(norm, "weight", 1),
+        pytest.param(nn.utils.weight_norm, marks=pytest.mark.filterwarnings("ignore::FutureWarning")),
+        lambda norm: nn.Sequential(parametrised(norm, "weight")),
+    ],
+)
+def test_what_computes_gamma_and_beta_is_affine(compute: Callable[[nn.Module], nn.Module]) -> None:
+    """A convolution's weights that are computed in the same way stay weights."""
+    model = nn.Sequential(parametrised(nn.Conv1d(2, 3, 1), "weight"), compute(nn.BatchNorm1d(3)), nn.PReLU())
+    tracked = {"running_mean": Role.STATISTICS, "running_var": Role.STATISTICS, "num_batches_tracked": Role.COUNTER}
+    state = model.state_dict()
+    expected = {
+        key: tracked.get(key.rpartition(".")[2], Role.AFFINE) if key.startswith("1.") else Role.WEIGHTS for key in state
+    }
+    assert roles(model) == roles(state) == expected
+    assert {"1.weight", "1.bias"} - {*state}, "at least one of them is computed"
+
+
+def test_a_module_inside_a_batch_norm_has_weights() -> None:
+    class WithActivation(nn.BatchNorm1d):
+        def __init__(self) -> None:
+            super().__init__(3)
+            self.act = nn.PReLU()
+
+    assert roles(WithActivation())["act.weight"] is Role.WEIGHTS
+    inside = nn.utils.parametrize.register_parametrization(nn.Linear(3, 3), "weight", nn.BatchNorm1d(3))
+    assert roles(inside)["parametrizations.weight.0.running_mean"] is Role.STATISTICS
+    assert roles(inside)["parametrizations.weight.original"] is Role.WEIGHTS
 
 
 @pytest.mark.parametrize("name", MODELS)
