@@ -16,7 +16,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import accepted, call, is_name, load
 
 from .fixup import convolutions, fixup, residual_blocks
-from .roles import AFFINE, batch_norms, computes_as_batch_norm
+from .roles import AFFINE, batch_norms, check_own, computes_as_batch_norm
 from .variants import BatchRenorm, MaskedBatchNorm1d, StaticBatchNorm
 from .wsconv import STANDARDS, standardise
 
@@ -180,6 +180,8 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.M
     # A normaliser of the user may have other parameters than batch norm, or of other shapes.
     shared = {name for name in own if name in state and state[name].shape == own[name].shape}
     for name in AFFINE:
+        if name in own or (hasattr(new, name) and not is_name(kind)):
+            check_own(layer, where, kind, name)
         if name in shared or (hasattr(new, name) and not is_name(kind)):
             # The same object, which another layer may share; None without beta.
             setattr(new, name, getattr(layer, name))

@@ -23,6 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import SettingsError
 
+from .roles import AFFINE, check_own
+
 
 class ResidualBlock(nn.Module):
     """A block whose branch is `conv1`, `bn1`, ReLU, `conv2`, `bn2` (and so on), as those of torchvision's ResNets.
@@ -106,6 +108,8 @@ def _layer(model: nn.Module, name: str, kind: type[nn.Module]) -> Any:
         wanted = {nn.Conv2d: "plain convolution", _BatchNorm: "batch norm"}.get(kind, "linear layer")
         is_what = "nothing" if layer is None else f"a {type(layer).__name__}"
         raise SettingsError(f"norm 'fixup': {name} is {is_what}; expected a {wanted}")
+    for parameter in AFFINE if kind is not _BatchNorm else ():
+        check_own(layer, name, "fixup", parameter)
     return layer
 
 

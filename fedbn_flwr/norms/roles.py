@@ -139,6 +139,16 @@ def computes_as_batch_norm(layer: nn.Module) -> bool:
     return type(layer).forward in (_BatchNorm.forward, SyncBatchNorm.forward, MaskedBatchNorm1d.forward)
 
 
+def check_own(layer: nn.Module, where: str, kind: str, name: str) -> None:
+    """Raise SettingsError unless the layer to replace has weight or bias (`name`) as a parameter, or None."""
+    if name not in layer._parameters:
+        raise SettingsError(
+            f"norm {kind!r}: {where} computes its {name} from other tensors (a parametrisation, weight norm, pruning), "
+            "which the new layer would not; remove that first, for instance by "
+            "torch.nn.utils.parametrize.remove_parametrizations"
+        )
+
+
 def split_by_role(
     state: Mapping[str, V], of: Mapping[str, Role], wanted: Collection[Role]
 ) -> tuple[dict[str, V], dict[str, V]]:

@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import SettingsError
 
+from .roles import AFFINE, check_own
+
 # Brock et al.'s gain for ReLU: 1 / std(relu(x)) for standard normal x, so that a layer preserves the variance.
 RELU_GAMMA = math.sqrt(2 / (1 - 1 / math.pi))
 
@@ -97,6 +99,8 @@ def standardise(layer: Any, where: str, kind: str) -> None:
         raise SettingsError(
             f"norm {kind!r}: {where} is a {own.__name__}, a {plain.__name__} of another kind, and cannot be replaced"
         )
+    for name in AFFINE:
+        check_own(layer, where, kind, name)
     if layer.weight[0].numel() == 1:
         raise SettingsError(f"norm {kind!r}: a filter of {where} is a single weight, which cannot be standardised")
     layer.__class__, layer.eps, layer.gamma = _STANDARDISED[plain], eps, gamma

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torchvision
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torchvision.ops import FrozenBatchNorm2d
 
 from fedbn_flwr import build_model, convert_norm, roles
@@ -309,3 +311,51 @@ def test_a_normaliser_of_torch_can_be_named_so() -> None:
 def test_a_wrong_normaliser_of_the_user_is_one_message(kind: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         convert_norm(nn.Sequential(nn.BatchNorm2d(4)), kind)
+
+
+# --- computed weights ---
+
+COMPUTED: list[Callable[[nn.Module], Any]] = [
+    nn.utils.parametrizations.weight_norm,
+    lambda layer: prune.l1_unstructured(layer, "weight", 1),
+    lambda layer: prune.l1_unstructured(layer, "bias", 1),
+]
+
+
+@pytest.mark.parametrize("compute", COMPUTED)
+@pytest.mark.parametrize("kind", ["gn", "ln", "in", "gn+ws", "sbn", "brn", "torch.nn:BatchNorm2d"])
+def test_a_gamma_or_beta_that_is_computed_cannot_be_kept(kind: str, compute: Callable[[nn.Module], Any]) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    compute(model[1])
+    with pytest.raises(SettingsError, match=rf"norm {re.escape(repr(kind))}: 1 computes its (weight|bias) from other"):
+        convert_norm(model, kind)
+
+
+@pytest.mark.parametrize("compute", COMPUTED)
+@pytest.mark.parametrize("kind", ["none", "won"])
+def test_a_computed_gamma_may_go(kind: str, compute: Callable[[nn.Module], Any]) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    compute(model[1])
+    assert convert_norm(model, kind)(torch.randn(3, 1, 3, 3)).shape == (3, 2)
+
+
+@pytest.mark.parametrize("compute", COMPUTED)
+@pytest.mark.parametrize("kind", ["won", "gn+ws"])
+def test_a_convolution_whose_weights_are_computed_cannot_be_standardised(
+    kind: str, compute: Callable[[nn.Module], Any]
+) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    compute(model[0])
+    with pytest.raises(SettingsError, match=rf"norm {re.escape(repr(kind))}: 0 computes its (weight|bias) from other"):
+        convert_norm(model, kind)
+
+
+@pytest.mark.parametrize("name", ["conv1", "layer1.0.conv1", "fc"])
+def test_fixup_cannot_set_weights_that_are_computed(name: str) -> None:
+    model = torchvision.models.resnet18(num_classes=3)
+    prune.l1_unstructured(model.get_submodule(name), "weight", 1)
+    if name == "conv1":  # the stem's, which fixup leaves as it is
+        assert convert_norm(model, "fixup") is model
+    else:
+        with pytest.raises(SettingsError, match=f"norm 'fixup': {name} computes its weight"):
+            convert_norm(model, "fixup")
