@@ -8,6 +8,7 @@ FedbnError                 base class; the message is enough, without a tracebac
 ├── MessageError           a message or its arrays do not fit the model or the protocol
 ├── StorageError           a file of this project cannot be written or read, or is damaged
 └── RunFailed              training began and could not continue (exit code 1)
+    └── Diverged           no client's values were finite any more
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ class StorageError(FedbnError, ValueError):
 
 
 class RunFailed(FedbnError, RuntimeError):
+    pass
+
+
+class Diverged(RunFailed):
     pass
 
 

@@ -28,7 +28,7 @@ from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, did_you_mean
+from fedbn_flwr.errors import LOG, Diverged, MessageError, RunFailed, SettingsError, did_you_mean
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, absurd, initial_fault, is_finite, large_value
 from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
@@ -532,8 +532,12 @@ class Leaf(Rule):
             listed = "".join(f"\n  - {one_line(reason)}" for reason in left_out) or " no reply"
             few = f"{what}: {len(usable)} of {len(asked)} clients sent a usable reply, {needed} are needed"
             large = None if self._round is None else large_value(unpack(self._round.arrays))
-            cause = "" if large is None else f"; they received a model with {large}: it diverged, or a reply was false"
-            raise RunFailed(f"{few}{cause}:{listed}")
+            if large is not None:
+                few += f"; they received a model with {large}: it diverged, or a reply was false"
+            if left_out and all("diverged?" in reason for reason in left_out):
+                advice = "The same run would diverge again; lower the learning rate, or clip gradients"
+                raise Diverged(f"{few}:{listed}\n{advice}")
+            raise RunFailed(f"{few}:{listed}")
         for reason in reasons:
             LOG.warning("%s: left out %s", what, one_line(reason))
         return sorted(usable, key=self._position)

@@ -116,7 +116,7 @@ def _quiet_flower() -> Iterator[None]:
 def _drawing() -> Iterator[pytest.MonkeyPatch]:
     """The reports of runs have no pictures: drawing takes four fifths of the processor time of a short run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write, "_pictures", lambda rows, **look: ({}, ""))
+        patch.setattr(write, "_pictures", lambda rows, form: ({}, ""))
         yield patch
 
 
@@ -125,7 +125,7 @@ def pictures(_drawing: pytest.MonkeyPatch) -> Iterator[None]:
     """The reports of the module's tests have pictures, which they look at."""
     _drawing.undo()
     yield
-    _drawing.setattr(write, "_pictures", lambda rows, **look: ({}, ""))
+    _drawing.setattr(write, "_pictures", lambda rows, form: ({}, ""))
 
 
 @pytest.fixture

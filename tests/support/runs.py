@@ -25,6 +25,7 @@ def write_run(
     config: Mapping[str, Any] | None = None,
     files: Mapping[str, Any] | None = None,
     status: Any = "finished",
+    diverged: bool = False,
     task: str | None = None,
     metrics: Sequence[str] = (),
     **figures: Any,
@@ -42,6 +43,8 @@ def write_run(
     summary.task, summary.metrics = task, metrics
     for line in history:
         summary.account(line)
+    if diverged:
+        summary.status, summary.diverged_in = "failed", len(history) + 1
     RunFolder(folder).write_summary(summary)
     if config is not None:
         content = json.dumps({"label": label, "seed": seed, **config})  # of equal values none is an alias

@@ -163,8 +163,22 @@ def test_all_clients_failing_is_a_failed_run_with_their_reasons(
         assert f"client {client}" in error
     assert "the client diverged?" in error
     summary = json.loads((out / "FixBN" / "summary.json").read_text())
-    assert summary["status"] == "failed"
+    assert (summary["status"], summary["diverged_in"]) == ("failed", 1)
     assert "the client diverged?" in summary["error"]
+    assert "The same run would diverge again; lower the learning rate, or clip gradients" in error
+    assert "--resume" not in error
+
+
+def test_a_run_that_failed_otherwise_may_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = "def loss(outputs, targets):", "    if len(targets) > 2:", "        raise OSError('the disk is gone')"
+    (tmp_path / "broken.py").write_text("\n".join((*lines, "    return outputs.mean()\n")))
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        words = ["train.loss=broken:loss", "engine.workers=0", "--out", str(out)]
+        assert cli.main(["run", QUICK, *words]) == 1
+    assert "diverged_in" not in json.loads((out / "FixBN" / "summary.json").read_text())
+    assert "stopped after round 0 of 3; continue with: fedbn run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["model.name", "data.name", "train.loss", "train.optimizer", "train.schedule.kind"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, RecordDict
 
 from fedbn_flwr.client.evaluation import name_of
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import Diverged, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder import RunFolder, deciding
@@ -60,6 +60,8 @@ class History(Listener):
             self.summary.status = "interrupted"
         else:
             self.summary.status, self.summary.error = "failed", str(error)
+            if isinstance(error, Diverged):
+                self.summary.diverged_in = self.summary.rounds + 1
         running.folder.write_summary(self.summary)
 
 

@@ -43,6 +43,7 @@ class Summary:
     accuracy_of: str  # the models that `accuracy` and `loss` are of, in words
     status: Status = "running"
     error: str | None = None  # of a run that failed
+    diverged_in: int | None = None  # the round, if it failed because its values were no longer finite
     size: str | None = None  # of the experiment, if not that of the file
     task: str | None = None  # if not classification
     metrics: Sequence[str] = ()  # the names of evaluate.metrics

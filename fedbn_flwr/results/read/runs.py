@@ -175,11 +175,14 @@ def read_state(path: Path) -> RunState | None:
 
 
 def stopped_runs(out: Path) -> str:
-    """The unfinished runs below `out` and their rounds, in words; empty if there are none."""
+    """The runs below `out` that may continue, and their rounds, in words; empty if there are none.
+
+    Those that diverged would diverge again.
+    """
     states = filter(None, map(read_state, find_folders([out]) if out.is_dir() else ()))
     words = [
         f"{printable(state.run.folder.name)} stopped after round {state.run.summary.rounds} of {state.rounds}"
         for state in states
-        if state.status != "finished"
+        if state.status != "finished" and state.run.summary.diverged_in is None
     ]
     return few(words, 5)

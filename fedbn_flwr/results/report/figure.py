@@ -32,9 +32,9 @@ class Plot(Figure):
         FigureCanvasAgg(self)
         self._tips: list[tuple[Any, float, float, str]] = []
 
-    def tip(self, panel: Any, x: float, y: float, words: str) -> None:
-        """Words that an SVG shows under the pointer at a point of a panel."""
-        self._tips.append((panel, x, y, words))
+    def tip(self, panel: Any, x: float, y: float, words: str, transform: Any = None) -> None:
+        """Words that an SVG shows under the pointer at a point of a panel, in the panel's values or by a transform."""
+        self._tips.append((transform or panel.transData, x, y, words))
 
     def write(self, file: Path) -> None:
         """Into a folder that may not exist yet, in the format that the file's name ends in."""
@@ -51,8 +51,8 @@ class Plot(Figure):
     @cached_property
     def svg(self) -> str:
         drawn, height, marks = self._drawn("svg").decode(), 72 * self.get_size_inches()[1], []
-        for panel, *point, text in self._tips:
-            x, y = panel.transData.transform(point) * 72 / self.dpi
+        for transform, *point, text in self._tips:
+            x, y = transform.transform(point) * 72 / self.dpi
             title = f"<title>{in_html(text)}</title>"
             marks.append(f'<circle cx="{x:.1f}" cy="{height - y:.1f}" r="5" fill-opacity="0">{title}</circle>')
         head, end, _ = drawn.rpartition("</svg>")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr.errors import UserError, did_you_mean
@@ -13,7 +14,7 @@ from ..folder.clients import PartitionCounts
 from ..text import in_plot
 from .curves import AXES, Measure, curve, measures, thinned
 from .rows import Row, Sweep, deviation, headline, mean, runs_of
-from .tables import as_measured, by_domain, in_domains, measures_of_clients, set_up
+from .tables import DEFAULT, Form, as_measured, by_domain, in_domains, measures_of_clients, measures_of_sweep, set_up
 
 if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
@@ -29,6 +30,7 @@ _PANELS = ("round", "communication_rounds", "mib")
 _TIPS = 100  # points of a curve that have a tip
 _SHOWN_CLASSES = 24  # in a legend
 _LABELLED = 40  # more names of clients do not fit
+_END: dict[str, Any] = {"marker": "x", "markersize": 11, "markeredgewidth": 2.5}  # of a curve that diverged
 _BOX: dict[str, Any] = {
     "widths": 0.5,
     "whis": (0, 100),
@@ -141,6 +143,8 @@ def _curves(panel: Any, shown: Mapping[int, Row], rows: int, key: str, axis: str
             spread = [measure.scale * statistics.stdev(values) for values in found]
             low, high = ([a + sign * b for a, b in zip(means, spread, strict=True)] for sign in (-1, 1))
             panel.fill_between(places, low, high, color=_style(number)["color"], alpha=0.15, lw=0)
+        if row.diverged:
+            panel.plot(places[-1], means[-1], **_END, color=_style(number)["color"])
         for x, y in thinned(list(zip(places, means, strict=True)), _TIPS):
             panel.figure.tip(panel, x, y, f"{row.title}: {y:.4g}{measure.unit} at {x:.6g} {AXES[axis]}")
     _finish(panel, "", xlabel=AXES[axis], ylabel=in_plot(measure.axis))
@@ -156,9 +160,16 @@ def _has_band(row: Row, rows: int) -> bool:
 
 
 def _side_by_side(
-    panel: Any, measure: Measure, names: Sequence[str], found: Mapping[str, Sequence[Sequence[float]]]
+    panel: Any,
+    measure: Measure,
+    names: Sequence[str],
+    found: Mapping[str, Sequence[Sequence[float]]],
+    diverged: Mapping[tuple[str, int], str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Dots for each name: those of a run, with a line for the deviation over seeds; returns the lines of the legend."""
+    """Dots for each name: those of a run, with a line for the deviation over seeds; returns the lines of the legend.
+
+    `diverged` has words on the titles and places where runs diverged, which get a cross at the bottom.
+    """
     handles: dict[str, Any] = {}
     for number, (title, columns) in enumerate(found.items()):
         aside = (0.8 * number - 0.4 * (len(found) - 1)) / len(found)
@@ -167,6 +178,11 @@ def _side_by_side(
                 x, y, spread = place + aside, measure.scale * mean(values), measure.scale * (deviation(values) or 0.0)
                 handles[title] = panel.errorbar(x, y, spread, linestyle="none", markersize=7, **_style(number))
                 panel.figure.tip(panel, x, y, f"{title}, {names[place]}: {as_measured(measure, values)}")
+            if words := diverged.get((title, place)):
+                x, y, bottom = place + aside, 0.05, panel.get_xaxis_transform()
+                (cross,) = panel.plot(x, y, **_END, color=_style(number)["color"], linestyle="none", transform=bottom)
+                handles.setdefault(title, cross)
+                panel.figure.tip(panel, x, y, f"{title}, {names[place]}: {words}", bottom)
     for place in range(len(names) - 1):
         panel.axvline(place + 0.5, color="grey", lw=0.8)
     panel.set_xticks(range(len(names)), [in_plot(name, 20) for name in names])
@@ -177,19 +193,24 @@ def _side_by_side(
 # --- sweeps ---
 
 
-def sweeps_plot(sweeps: Sequence[Sweep]) -> Plot:
-    """A panel for each sweep, with its values side by side."""
-    figure, panels = _panels(len(sweeps), 3, 5.3, 4.2)
+def sweeps_plot(sweeps: Sequence[Sweep], form: Form = DEFAULT) -> Plot:
+    """A panel for each sweep and measure, with the values of the sweep side by side."""
+    shown = [(sweep, measure) for sweep in sweeps for measure in measures_of_sweep(sweep, form)]
+    figure, panels = _panels(len(shown), 3, 5.3, 4.2)
     labels = list(dict.fromkeys(label for sweep in sweeps for label in sweep.lines))
     handles: dict[str, Any] = {}
-    for panel, sweep in zip(panels, sweeps, strict=True):
-        measure, lines = sweep.measure, {label: sweep.lines.get(label, {}) for label in labels}
-        found = {
-            label: [line[word].figures(measure.key) if word in line else [] for word in sweep.values]
+    for panel, (sweep, measure) in zip(panels, shown, strict=True):
+        lines = {label: [sweep.lines.get(label, {}).get(word) for word in sweep.values] for label in labels}
+        found = {label: [row.figures(measure.key) if row else [] for row in line] for label, line in lines.items()}
+        diverged = {
+            (label, place): row.divergence + row.marks.removeprefix(f" [{row.unfinished}]")
             for label, line in lines.items()
+            for place, row in enumerate(line)
+            if row and row.divergence
         }
-        handles |= _side_by_side(panel, measure, sweep.values, found)
-        _finish(panel, sweep.title, grid="y", xlabel=in_plot(sweep.key), ylabel=in_plot(measure.axis))
+        handles |= _side_by_side(panel, measure, sweep.values, found, diverged)
+        note = " (cross: diverged)" if diverged else ""
+        _finish(panel, sweep.title, grid="y", xlabel=in_plot(sweep.key) + note, ylabel=in_plot(measure.axis))
     _legend(figure, handles, loc="outside upper center", ncols=4)
     return figure
 
@@ -203,6 +224,7 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
     The box is the middle half of the clients, its line the median, the diamond the mean; whiskers reach to the
     extremes.
     """
+    rows = [row for row in rows if not row.diverged]
     metrics = {key: each for row in rows for run in row.counted for key, each in measures_of_clients(run).items()}
     if not metrics:
         return None

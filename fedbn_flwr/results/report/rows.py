@@ -41,23 +41,46 @@ class Row:
 
     @cached_property
     def counted(self) -> tuple[Run, ...]:
-        """The finished runs; if none is, those that were evaluated, that trained a round, or all."""
-        finished = tuple(run for run in self.runs if run.summary.status == "finished")
-        evaluated = tuple(run for run in self.runs if run.summary.main is not None)
-        return finished or evaluated or tuple(run for run in self.runs if run.lines) or self.runs
+        """The finished runs; if none is, those that were evaluated, that trained a round, or all.
+
+        Runs that diverged count only if all did.
+        """
+        runs = tuple(run for run in self.runs if run.summary.diverged_in is None) or self.runs
+        finished = tuple(run for run in runs if run.summary.status == "finished")
+        evaluated = tuple(run for run in runs if run.summary.main is not None)
+        return finished or evaluated or tuple(run for run in runs if run.lines) or runs
+
+    @property
+    def diverged(self) -> bool:
+        """Whether all runs diverged: the row has a curve up to then, and no results."""
+        return all(run.summary.diverged_in is not None for run in self.runs)
+
+    @property
+    def divergence(self) -> str:
+        """In which rounds runs diverged, in words; empty if none did."""
+        rounds = sorted(run.summary.diverged_in for run in self.runs if run.summary.diverged_in is not None)
+        if not rounds:
+            return ""
+        first, last = rounds[0], rounds[-1]
+        return f"diverged in round {first}" if first == last else f"diverged in rounds {first} to {last}"
 
     @cached_property
     def unfinished(self) -> str:
         """The states of its runs that have not finished, for instance `failed`."""
-        return ", ".join(sorted({run.summary.status for run in self.runs} - {"finished"}))
+        states = {run.summary.status for run in self.runs if run.summary.diverged_in is None} - {"finished"}
+        return ", ".join(filter(None, (self.divergence, *sorted(states))))
 
     @property
-    def title(self) -> str:
-        """The label, and marks if runs have not finished, lacked clients, or are not in the figures."""
+    def marks(self) -> str:
+        """What follows its label and figures if runs have not finished, lacked clients, or are not in the figures."""
         left_out = f" ({repetitions(self)})" if len(self.counted) < len(self.runs) else ""
         missing = dict.fromkeys(run.summary.missing for run in self.counted)
         marks = ", ".join(filter(None, (self.unfinished, *missing)))
-        return self.label + (f" [{marks}]" if marks else "") + left_out
+        return (f" [{marks}]" if marks else "") + left_out
+
+    @property
+    def title(self) -> str:
+        return self.label + self.marks
 
     @property
     def first(self) -> Run:
@@ -65,7 +88,12 @@ class Row:
         return self.runs[0]
 
     def figures(self, key: str) -> list[float]:
-        """The values of all runs that are counted; none if one of them has no value."""
+        """The values of all runs that are counted; none if one of them has no value, or if they diverged.
+
+        Of runs that diverged only the best values, and what they cost, are known.
+        """
+        if self.diverged and not key.startswith("best_") and key in self.first.summary.figures:
+            return []
         found = [run.figures[key] for run in self.counted if key in run.figures]
         return list(map(float, found)) if len(found) == len(self.counted) else []
 
@@ -190,13 +218,16 @@ class Sweep:
     lines: dict[str, dict[str, Row]]  # label -> value in words -> row
 
     @property
-    def measure(self) -> Measure:
-        """What the published figures are of; without some, what runs are compared by."""
-        runs = runs_of(row for line in self.lines.values() for row in line.values())
+    def measures(self) -> list[Measure]:
+        """What the published figures are of, or what runs are compared by; and the same of the clients' models."""
+        rows = [row for line in self.lines.values() for row in line.values()]
+        runs = runs_of(rows)
         known = dict.fromkeys(key for run in runs for key in run.published)
         first = headline(runs)
         fractions = (key for key in known if Measure.of(key).is_fraction)
-        return Measure.of(first if first in known else next(fractions, first))
+        keys = [first if first in known else next(fractions, first)]
+        keys += [own for own in (f"clients_own_{keys[0]}",) if any(row.figures(own) for row in rows)]
+        return list(map(Measure.of, keys))
 
 
 def sweeps(rows: Sequence[Row]) -> list[Sweep]:

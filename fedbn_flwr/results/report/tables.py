@@ -212,7 +212,7 @@ def client_table(rows: Sequence[Row]) -> Lines:
     """Mean, deviation and worst tenth over clients of each measure; maybe only headings."""
     lines: Lines = [("run", "metric", "clients", "mean", "deviation", "worst tenth")]
     for row in rows:
-        for metric, measure in measures_of_clients(row.counted[0]).items():
+        for metric, measure in measures_of_clients(row.counted[0]).items() if not row.diverged else ():
             if not all(metric in run.clients for run in row.counted):
                 continue
             seeds = [list(run.clients[metric].values()) for run in row.counted]
@@ -248,25 +248,41 @@ def participation_table(rows: Sequence[Row]) -> Lines:
 # --- sweeps, candidates, published figures ---
 
 
-def sweep_table(sweep: Sweep) -> Table:
+def measures_of_sweep(sweep: Sweep, form: Form) -> list[Measure]:
+    """A table and a panel each: the columns that are asked for, or what its runs are compared by."""
+    return list(map(Measure.of, form.columns)) or sweep.measures
+
+
+def sweep_tables(sweep: Sweep, form: Form = DEFAULT) -> list[Table]:
     """A column for each value."""
-    lines: Lines = [(sweep.key, *sweep.values)]
-    for label, line in sweep.lines.items():
-        cells = (_figure_of(line[word], sweep.measure) if word in line else "-" for word in sweep.values)
-        lines.append((label, *cells))
-    return ", ".join(filter(None, (f"{sweep.measure.title} by {sweep.key}", sweep.title))), lines
+    found: list[Table] = []
+    for measure in measures_of_sweep(sweep, form):
+        lines: Lines = [(sweep.key, *sweep.values)]
+        for label, line in sweep.lines.items():
+            cells = (_figure_of(line[word], measure) if word in line else "-" for word in sweep.values)
+            lines.append((label, *cells))
+        found.append((", ".join(filter(None, (f"{measure.title} by {sweep.key}", sweep.title))), lines))
+    return found
 
 
 def _figure_of(row: Row, measure: Measure) -> str:
-    return as_measured(measure, row.figures(measure.key)) + (f" [{row.unfinished}]" if row.unfinished else "")
+    values = row.figures(measure.key)
+    return row.divergence if row.diverged and not values else as_measured(measure, values) + row.marks
 
 
 def candidates_tables(rows: Sequence[Row]) -> list[Table]:
-    """All candidates of `tune`, in a table for each main figure of their tasks."""
+    """All candidates of `tune`, in a table for each main figure of their tasks.
+
+    Clients evaluate their own models on their own data, if at all; the test figure is then of the same models and data.
+    """
     chosen, found = choose(rows), dict[str, Lines]()
-    for row in candidates(rows):
-        values, measure = validation(row), Measure.of(row.first.summary.of_task.main)
-        title = f"candidates: the best is chosen by the {measure.title} on held-out training examples, mean over seeds"
+    places = [(row.first.cell.get("row"), row.first.summary.of_task.main, row) for row in candidates(rows)]
+    own = {(name, main) for name, main, row in places if any(f"clients_own_{main}" in run.figures for run in row.runs)}
+    for name, main, row in places:
+        values, is_own = validation(row), (name, main) in own
+        measure = Measure.of(f"clients_own_{main}" if is_own else main)
+        whose = f"{Measure.of(main).title} on {'own ' * is_own}held-out training examples"
+        title = f"candidates: the best is chosen by the {whose}, mean over seeds"
         head = ("run", f"validation {measure.title}", f"test {measure.title}", "seeds", "chosen")
         lines = found.setdefault(title, [head])
         mark = "chosen" if values and row in chosen else ""
@@ -398,7 +414,7 @@ def tables(every: Sequence[Row], form: Form = DEFAULT) -> list[Table]:
         *(domain_table(rows, *each) for each in by_domain(rows).items()),
         ("clients with equal weights, last evaluated round", client_table(rows)),
         ("clients that took part", participation_table(rows)),
-        *map(sweep_table, sweeps(rows)),
+        *(each for sweep in sweeps(rows) for each in sweep_tables(sweep, form)),
         *candidates_tables(every),
         ("published and measured figures", published(rows)),
     ]

@@ -66,7 +66,7 @@ def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT, *, on
     """
     every = group(find_runs(folders))
     rows, found, notices = choose(every), tables(every, form), notes(every)
-    shown, missing = _pictures(rows)
+    shown, missing = _pictures(rows, form)
     file = out if only_page and out.suffix == ".html" else out / "report.html"
     paths = {"page": file}
     if not only_page:
@@ -92,11 +92,15 @@ def _write(file: Path, text: str) -> None:
         write_text(file, text)
 
 
-def _pictures(rows: Sequence[Row]) -> tuple[dict[str, Plot], str]:
+def _pictures(rows: Sequence[Row], form: Form) -> tuple[dict[str, Plot], str]:
     """The pictures by the names of their files; or none, and why."""
     swept = sweeps(rows)
     try:
-        found = {"report": plot(rows), "sweep": sweeps_plot(swept) if swept else None, "clients": clients_plot(rows)}
+        found = {
+            "report": plot(rows),
+            "sweep": sweeps_plot(swept, form) if swept else None,
+            "clients": clients_plot(rows),
+        }
     except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
         return {}, f"\n\nno plots: {error}"
     return {name: picture for name, picture in found.items() if picture is not None}, ""

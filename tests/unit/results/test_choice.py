@@ -12,6 +12,7 @@ from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.rows import Row, choose, group, validation
 from fedbn_flwr.results.report.tables import candidates_tables
 from fedbn_flwr.results.report.write import write_report
+from tests.support.runs import write_run
 
 EXPERIMENT = """
 rounds: 2
@@ -101,3 +102,27 @@ def test_the_report_names_the_size(out: Path) -> None:
         assert "Size small, which is smaller than the file." in text
         assert "candidates: the best is chosen by the accuracy on held-out training examples" in text
     assert '"size": "small"' in (out / "BN-batch_size=16-lr=0.2-seed0" / "summary.json").read_text()
+
+
+def test_validation_and_test_figures_of_a_candidate_are_of_the_same_models(tmp_path: Path) -> None:
+    """FedBN's clients validate their own models on their own data, which the global model's test accuracy is not of."""
+    for lr in (0.1, 0.01):
+        for label, own in (("FedAvg", {}), ("FedBN", {"clients_own_accuracy": 0.97})):
+            config = {"cell": {"row": label, "tune": {"train.lr": lr}}, "train": {"lr": lr}}
+            figures = {"accuracy": 0.7, "validation_accuracy": 0.9 + lr, **own}
+            write_run(tmp_path / f"{label}{lr}", f"{label}, lr={lr}", config=config, **figures)
+    write_run(tmp_path / "c", "FedBN, lr=9", config={"cell": {"row": "FedBN", "tune": {"train.lr": 9}}}, diverged=True)
+    (of_all, first), (of_own, second) = candidates_tables(group(find_runs([tmp_path])))
+    assert of_all == "candidates: the best is chosen by the accuracy on held-out training examples, mean over seeds"
+    assert of_own == "candidates: the best is chosen by the accuracy on own held-out training examples, mean over seeds"
+    assert first[0][1:3] == ("validation accuracy", "test accuracy")
+    assert second[0][1:3] == ("validation accuracy on own data", "test accuracy on own data")
+    assert first[1:] == [
+        ("FedAvg, lr=0.01", "91.00%", "70.00%", "1 seed", ""),
+        ("FedAvg, lr=0.1", "100.00%", "70.00%", "1 seed", "chosen"),
+    ]
+    assert second[1:] == [
+        ("FedBN, lr=0.01", "91.00%", "97.00%", "1 seed", ""),
+        ("FedBN, lr=0.1", "100.00%", "97.00%", "1 seed", "chosen"),
+        ("FedBN, lr=9", "-", "diverged in round 4", "1 seed", ""),
+    ]

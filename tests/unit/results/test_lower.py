@@ -98,8 +98,8 @@ def test_the_candidate_with_the_lowest_validation_error_is_chosen(tmp_path: Path
     found = group(find_runs([tmp_path]))
     assert [row.label for row in choose(found)] == ["A, lr=0.001"]
     ((title, (heads, *_)),) = candidates_tables(found)
-    assert heads[1:3] == ("validation RMSE", "test RMSE")
-    assert "chosen by the RMSE on held-out" in title
+    assert heads[1:3] == ("validation RMSE on own data", "test RMSE on own data")
+    assert "chosen by the RMSE on own held-out" in title
 
 
 def test_candidates_of_each_task_have_a_table_of_its_figure(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_candidates_of_each_task_have_a_table_of_its_figure(tmp_path: Path) -> N
         write_run(tmp_path / f"{lr}-c", f"B, lr={lr}", validation_accuracy=0.5, config=cell | {"rounds": 9})
     first, second = candidates_tables(group(find_runs([tmp_path])))
     assert [line[0] for line in first[1]] == ["run", "A, lr=0.01", "A, lr=0.1"]
-    assert first[1][0][1:3] == ("validation RMSE", "test RMSE")
+    assert first[1][0][1:3] == ("validation RMSE on own data", "test RMSE on own data")
     assert [line[1] for line in second[1]] == ["validation accuracy", "50.00%", "50.00%"]
 
 

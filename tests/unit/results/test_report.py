@@ -16,15 +16,17 @@ from PIL import Image
 from fedbn_flwr import cli
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.curves import Measure
-from fedbn_flwr.results.report.pictures import plot
+from fedbn_flwr.results.report.pictures import clients_plot, plot
 from fedbn_flwr.results.report.rows import Row, group, headline
 from fedbn_flwr.results.report.tables import (
+    Form,
     Lines,
     as_measured,
     by_domain,
     client_table,
     domain_table,
     notes,
+    numbers,
     table,
 )
 from fedbn_flwr.results.report.write import write_report
@@ -264,6 +266,45 @@ def test_a_row_that_no_seed_finished_has_the_figures_of_those_that_were_evaluate
     found = dict(zip(heads, cells, strict=True))
     assert (found["run"], found["accuracy"]) == ("A [failed] (2 of 3 seeds)", f"60.00% ± {math.sqrt(200):.2f}")
     assert found["seconds"] == f"2.0 ± {math.sqrt(2):.1f}"
+
+
+def write_diverged(folder: Path, label: str, seed: int, rounds: int) -> None:
+    lines = [{"accuracy": number / 10, "loss": 1.0, "accuracy_sea": 0.5} for number in range(1, rounds + 1)]
+    clients = [{"round": rounds, "clients": {"0": {"own_accuracy": 0.9}}}]
+    write_run(folder / f"{label}{seed}", label, seed, lines=lines, diverged=True, files={"clients.jsonl": clients})
+
+
+def test_runs_that_diverged_have_a_curve_and_no_results(tmp_path: Path) -> None:
+    """The last accuracies before the divergence, 50 and 70 %, are no results; the best one is known."""
+    write_diverged(tmp_path, "A", 0, 5)
+    write_diverged(tmp_path, "A", 1, 7)
+    write_diverged(tmp_path, "B", 0, 5)
+    rows = group(find_runs([tmp_path]))
+    heads, *lines = table(rows)
+    found = [dict(zip(heads, line, strict=True)) for line in lines]
+    assert [each["run"] for each in found] == ["A [diverged in rounds 6 to 8] (2 seeds)", "B [diverged in round 6]"]
+    assert [each["accuracy"] for each in found] == ["-", "-"]
+    assert found[0]["best accuracy on test"] == f"60.00% ± {math.sqrt(200):.2f}"
+    assert found[0]["rounds"] == f"6 ± {math.sqrt(2):.0f}"
+    assert domain_tables(rows)[0][1:] == client_table(rows)[1:] == []
+    assert clients_plot(rows) is None
+    first, end, *_ = plot(rows).axes[0].get_lines()
+    assert first.get_xydata().tolist() == [[number, 10 * number] for number in range(1, 6)], "what both have"
+    assert (end.get_marker(), end.get_xydata().tolist()) == ("x", [[5, 50]])
+    (line, _) = numbers(rows, Form())
+    assert line["status"] == "diverged in rounds 6 to 8"
+    assert math.isnan(line["accuracy"])
+
+
+def test_a_seed_that_diverged_is_not_in_the_mean_and_is_named(tmp_path: Path) -> None:
+    for seed, accuracy in ((1, 0.5), (2, 0.7)):
+        write_run(tmp_path / str(seed), "A", seed, accuracy=accuracy)
+    write_diverged(tmp_path, "A", 0, 9)
+    (row,) = group(find_runs([tmp_path]))
+    assert table([row])[1][:2] == ("A [diverged in round 10] (2 of 3 seeds)", f"60.00% ± {math.sqrt(200):.2f}")
+    assert not [line for line in plot([row]).axes[0].get_lines() if line.get_marker() == "x"], (
+        "the curve is of the others"
+    )
 
 
 def test_a_column_that_a_seed_lacks_has_no_figure(tmp_path: Path) -> None:

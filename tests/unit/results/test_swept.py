@@ -11,8 +11,9 @@ from PIL import Image
 
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.pictures import sweeps_plot
 from fedbn_flwr.results.report.rows import Row, choose, group, sweeps
-from fedbn_flwr.results.report.tables import published, sweep_table, tables
+from fedbn_flwr.results.report.tables import DEFAULT, Form, Table, published, sweep_tables, tables
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
@@ -64,6 +65,10 @@ def test_a_run_that_has_not_finished_is_marked(tmp_path: Path, status: str) -> N
 # --- sweeps ---
 
 
+def swept_tables(rows: list[Row], form: Form = DEFAULT) -> list[Table]:
+    return [table for sweep in sweeps(rows) for table in sweep_tables(sweep, form)]
+
+
 def set_status(run: Path, status: Any) -> None:
     summary = RunFolder(run).summary()
     assert summary is not None
@@ -82,7 +87,7 @@ def test_a_sweep_is_a_table_with_a_column_for_each_value(tmp_path: Path) -> None
             write_cell(tmp_path, "BN", {"alpha": alpha}, 0.5 + 0.2 * (alpha == 1) + 0.1 * seed, seed)
     write_cell(tmp_path, "GN", {"alpha": 0.1}, 0.4)
     write_cell(tmp_path, "Centralised", {}, 0.9)
-    ((title, lines),) = map(sweep_table, sweeps(rows_of(tmp_path)))
+    ((title, lines),) = swept_tables(rows_of(tmp_path))
     assert title == "accuracy by alpha"
     assert lines == [("alpha", "0.1", "1.0"), ("BN", "55.00% ± 7.07", "75.00% ± 7.07"), ("GN", "40.00%", "-")]
 
@@ -91,15 +96,55 @@ def test_a_run_of_a_sweep_that_has_not_finished_is_marked(tmp_path: Path) -> Non
     for steps in (1, 100):
         write_cell(tmp_path, "BN", {"steps": steps}, 0.5, seed=steps)
     set_status(next(tmp_path.glob("BN, steps=1-*")), "failed")
-    ((_, lines),) = map(sweep_table, sweeps(rows_of(tmp_path)))
+    ((_, lines),) = swept_tables(rows_of(tmp_path))
     assert lines[1] == ("BN", "50.00% [failed]", "50.00%")
+
+
+def test_a_sweep_has_tables_and_panels_of_the_columns_that_are_asked_for(tmp_path: Path) -> None:
+    """Without --columns: what its runs are compared by, and the same of the clients' own models."""
+    for alpha in (0.1, 1.0):
+        for row, own in (("FedAvg", None), ("FedBN", alpha / 2)):
+            write_cell(tmp_path, row, {"alpha": alpha}, 0.5, clients_own_accuracy=own)
+    rows = rows_of(tmp_path)
+    plain, asked = swept_tables(rows), swept_tables(rows, Form(columns=("clients_own_accuracy", "bytes_up")))
+    assert [title for title, _ in plain] == ["accuracy by alpha", "accuracy on own data by alpha"]
+    assert [title for title, _ in asked] == ["accuracy on own data by alpha", "MiB up by alpha"]
+    assert plain[1][1][1:] == asked[0][1][1:] == [("FedAvg", "-", "-"), ("FedBN", "5.00%", "50.00%")]
+    assert asked[1][1][1:] == [("FedAvg", "3.00", "3.00"), ("FedBN", "3.00", "3.00")]
+    panels = sweeps_plot(sweeps(rows), Form(columns=("clients_own_accuracy", "bytes_up"))).axes
+    assert [panel.get_ylabel() for panel in panels] == ["accuracy on own data, %", "MiB up"]
+    write_report([tmp_path], tmp_path / "out", Form(columns=("bytes_up",)))
+    assert "MiB up by alpha" in (tmp_path / "out" / "report.md").read_text()
+    assert "accuracy by alpha" not in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_value_at_which_runs_diverged_has_a_cross_and_no_dot(tmp_path: Path) -> None:
+    for rate in (0.1, 60.0):
+        for seed in range(3):
+            write_cell(tmp_path, "A", {"lr": rate}, 0.5, seed, diverged=rate == 60)
+            write_cell(tmp_path, "B", {"lr": rate}, 0.7, seed, diverged=rate == 60 and seed == 0)
+    rows = rows_of(tmp_path)
+    ((_, lines),) = swept_tables(rows)
+    assert lines[1:] == [
+        ("A", "50.00%", "diverged in round 4"),
+        ("B", "70.00%", "70.00% [diverged in round 4] (2 of 3 seeds)"),
+    ]
+    picture = sweeps_plot(sweeps(rows))
+    (panel,) = picture.axes
+    crosses = [line.get_xdata()[0] for line in panel.get_lines() if line.get_marker() == "x"]
+    dots = [each.lines[0].get_xdata()[0] for each in panel.containers]
+    assert (len(crosses), len(dots)) == (2, 3)
+    assert {*crosses} - {*dots} == {min(crosses)}, "of A, which has no result"
+    assert panel.get_xlabel() == "lr (cross: diverged)"
+    assert "<title>A, 60.0: diverged in round 4</title>" in picture.svg
+    assert "<title>B, 60.0: diverged in round 4 (2 of 3 seeds)</title>" in picture.svg
 
 
 def test_a_wrapped_rule_s_setting_is_on_the_axis_of_the_others(tmp_path: Path) -> None:
     for fraction in (0.1, 0.5):
         write_cell(tmp_path, "BN", {"strategy.fraction_train": fraction}, fraction)
         write_cell(tmp_path, "FixBN", {"strategy.base.fraction_train": fraction}, 2 * fraction)
-    ((_, lines),) = map(sweep_table, sweeps(rows_of(tmp_path)))
+    ((_, lines),) = swept_tables(rows_of(tmp_path))
     assert lines[0] == ("strategy.fraction_train", "0.1", "0.5")
     assert set(lines[1:]) == {("BN", "10.00%", "50.00%"), ("FixBN", "20.00%", "100.00%")}
 
@@ -132,7 +177,7 @@ def test_rows_with_other_settings_are_chosen_and_shown_by_themselves(tmp_path: P
                 write_cell(tmp_path, "BN", {"data.partition.alpha": alpha}, rounds / 10, **more)
     chosen = choose(rows_of(tmp_path))
     assert [row.runs[0].config["train"]["lr"] for row in chosen] == [0.3] * 4
-    ((_, lines),) = map(sweep_table, sweeps(chosen))
+    ((_, lines),) = swept_tables(chosen)
     assert lines[1:] == [("BN, rounds=2", "20.00%", "20.00%"), ("BN, rounds=4", "40.00%", "40.00%")]
 
 
@@ -144,7 +189,7 @@ def test_settings_below_a_varied_key_do_not_divide_a_line(tmp_path: Path, key: s
         config = {"data": {"partition": given}}
         write_cell(tmp_path / "swept", "BN", {key: value}, 0.5, config=config)
         write_cell(tmp_path / "tuned", "BN", {}, 0.5, tune={key: value}, config=config, validation_accuracy=0.5)
-    ((_, lines),) = map(sweep_table, sweeps(rows_of(tmp_path / "swept")))
+    ((_, lines),) = swept_tables(rows_of(tmp_path / "swept"))
     other = [] if key == "data.partition" else ["BN, data.partition.kind=domain, clients_per_domain=2"]
     assert [line[0] for line in lines[1:]] == ["BN", *other]
     assert len(choose(rows_of(tmp_path / "tuned"))) == 1
@@ -154,7 +199,7 @@ def test_candidates_none_of_which_is_chosen_are_all_shown(tmp_path: Path) -> Non
     for alpha in (0.1, 1.0):
         for lr in (0.1, 0.3):
             write_cell(tmp_path, "BN", {"alpha": alpha}, lr, tune={"train.lr": lr}, config={"train": {"lr": lr}})
-    ((_, lines),) = map(sweep_table, sweeps(choose(rows_of(tmp_path))))
+    ((_, lines),) = swept_tables(choose(rows_of(tmp_path)))
     assert lines[1:] == [
         ("BN", "10.00%", "10.00%"),
         ("BN, alpha=0.1, lr=0.3", "30.00%", "-"),
@@ -167,7 +212,7 @@ def test_of_tuned_values_a_sweep_shows_the_best_by_validation(tmp_path: Path) ->
         for lr, validation, test in ((0.1, 0.8, 0.5), (0.3, 0.7, 0.9)):
             more = {"tune": {"train.lr": lr}, "config": {"train": {"lr": lr}}, "validation_accuracy": validation}
             write_cell(tmp_path, "BN", {"alpha": alpha}, test, **more)
-    ((_, lines),) = map(sweep_table, sweeps(choose(rows_of(tmp_path))))
+    ((_, lines),) = swept_tables(choose(rows_of(tmp_path)))
     assert lines[1] == ("BN", "50.00%", "50.00%"), "the higher test accuracy has the lower validation accuracy"
 
 
