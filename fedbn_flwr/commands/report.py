@@ -23,7 +23,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="run folders, or their parent folders")
     parser.add_argument("--html", action="store_true", help="write only the page; --out may be a file ending in .html")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the report (runs/report-TIME)")
-    parser.add_argument("--columns", default="", metavar="KEY,KEY", help="figures of summary.json to show")
+    parser.add_argument(
+        "--columns", default="", metavar="KEY,KEY", help="figures of summary.json to show, of sweeps too"
+    )
     parser.add_argument(
         "--baseline", default="", metavar="ROW", help="compare the first column with this row: paired t test over seeds"
     )

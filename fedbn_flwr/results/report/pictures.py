@@ -168,7 +168,7 @@ def _side_by_side(
 ) -> dict[str, Any]:
     """Dots for each name: those of a run, with a line for the deviation over seeds; returns the lines of the legend.
 
-    `diverged` has words on the titles and places where runs diverged, which get a cross at the bottom.
+    `diverged` has words on the titles and places where runs diverged, which get a cross on the axis.
     """
     handles: dict[str, Any] = {}
     for number, (title, columns) in enumerate(found.items()):
@@ -179,10 +179,10 @@ def _side_by_side(
                 handles[title] = panel.errorbar(x, y, spread, linestyle="none", markersize=7, **_style(number))
                 panel.figure.tip(panel, x, y, f"{title}, {names[place]}: {as_measured(measure, values)}")
             if words := diverged.get((title, place)):
-                x, y, bottom = place + aside, 0.05, panel.get_xaxis_transform()
-                (cross,) = panel.plot(x, y, **_END, color=_style(number)["color"], linestyle="none", transform=bottom)
-                handles.setdefault(title, cross)
-                panel.figure.tip(panel, x, y, f"{title}, {names[place]}: {words}", bottom)
+                x, on_axis, style = place + aside, panel.get_xaxis_transform(), _style(number)
+                panel.plot(x, 0, **_END, color=style["color"], transform=on_axis, clip_on=False)
+                panel.figure.tip(panel, x, 0, f"{title}, {names[place]}: {words}", on_axis)
+                handles.setdefault(title, panel.plot([], [], linestyle="none", markersize=7, **style)[0])
     for place in range(len(names) - 1):
         panel.axvline(place + 0.5, color="grey", lw=0.8)
     panel.set_xticks(range(len(names)), [in_plot(name, 20) for name in names])
