@@ -304,7 +304,7 @@ class Rule(Strategy):
         """The first call of a server of Flower's old API."""
         raise SettingsError(
             f"{self} is not a strategy of Flower's old API, of which ServerApp(server_fn=...) starts a "
-            'server; call start() in a function under @app.main() (docs/plugin.md, "From Flower\'s old API")'
+            "server; call start() in a function under @app.main() (docs/old-api.md)"
         )
 
 

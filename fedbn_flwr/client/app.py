@@ -91,7 +91,7 @@ class _App(ClientApp):
         if message.metadata.message_type.startswith("get_") or old & content:
             problem = (
                 "the server has a strategy of Flower's old API, flwr.server.strategy, and this client serves those of "
-                'flwr.serverapp.strategy (docs/plugin.md, "From Flower\'s old API")'
+                "flwr.serverapp.strategy (docs/old-api.md)"
             )
             log_once(f"a client could not answer: {problem}{_ONLY_LOGGED}", ERROR)
             raise ClientFailed(f"this client could not answer: {problem}")

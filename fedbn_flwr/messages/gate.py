@@ -314,7 +314,7 @@ _NO_HANDLER = {
     # KeyError for 'fitins.parameters' or 'evaluateins.parameters'
     "ins.parameters'": (
         "its ClientApp was made with a client_fn, which serves servers of Flower's old API only; make it by "
-        'fedbn_flwr.client_app (docs/plugin.md, "From Flower\'s old API")'
+        "fedbn_flwr.client_app (docs/old-api.md)"
     ),
     "No query function registered with name 'cohort'": (
         "its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ def test_the_range_is_that_of_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'"flwr>=1.{OLDEST},<1.{NEWEST + 1}"' in text
     assert '"torch>=2.6"' in text
+    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    assert (
+        f"| Flower | 1.{OLDEST} to 1.{NEWEST} | 1.{LOCAL[0]} and 1.{LOCAL[1]}; the extra `run` installs 1.41 |" in page
+    )
+    assert "| PyTorch | 2.6 or later |" in page
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert '"flwr[simulation]>=1.41,<1.42"' in text
+    assert {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)} == {*extras} - {"dev"}
 
 
 def test_the_program_trains_here() -> None:

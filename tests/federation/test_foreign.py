@@ -24,7 +24,7 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.rule import known_keys
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
@@ -748,12 +748,11 @@ def test_rules_with_local_norms_refuse_the_template_s_client(project: Project, n
     assert words.count(f'"{missing}"') == CLIENTS
 
 
-# --- docs/plugin.md ----------------------------------------------------------
+# --- docs/client-protocol.md and docs/old-api.md -------------------------------
 
 
-def block(words: str) -> str:
-    (found,) = [code for code in python_blocks((ROOT / "docs" / "plugin.md").read_text()) if words in code]
-    return found
+def blocks(page: str) -> list[str]:
+    return python_blocks((ROOT / "docs" / page).read_text())
 
 
 def test_the_documented_client_honours_the_freeze_and_refuses_the_rest(tmp_path: Any) -> None:
@@ -766,8 +765,10 @@ def test_the_documented_client_honours_the_freeze_and_refuses_the_rest(tmp_path:
         "        optimizer.step()\n"
     )
     source = (PROJECT / PACKAGE / "task.py").read_text()
-    folder = copied(tmp_path / "project", task=source + task, client_app=block("protocol.check_known"))
+    client, server = blocks("client-protocol.md")
+    folder = copied(tmp_path / "project", task=source + task, client_app=client)
     with imported(folder) as project:
+        exec(server, {"app": project.client_app, "Net": project.task.Net})
         result, grid, _ = start(FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=1), project)
         assert grid.errors() == []
         second, third, after = grid.trained(2)[0], grid.trained(3)[0], unpack(result.arrays)
@@ -778,20 +779,30 @@ def test_the_documented_client_honours_the_freeze_and_refuses_the_rest(tmp_path:
             start(FedBN(fraction_evaluate=0.0), project)
 
 
-def test_the_documented_server_optimiser_runs(federation: Federations) -> None:
-    fed = federation((8, 12))
-    names: dict[str, Any] = {}
-    exec(block("MeanStatistics("), names)
-    grid = RecordingGrid(fed.app(), 2)
-    names["strategy"].start(grid, fed.arrays(), num_rounds=2)
-    assert isinstance(names["strategy"], MeanStatistics)
+def test_the_documented_servers_of_both_apis_run() -> None:
+    """The old one with a client of the old API, the new one with ours, two rounds of which half the clients train."""
+    before, after = blocks("old-api.md")
+    with imported() as project:
+        net = project.task.Net
+        names: dict[str, Any] = {"Net": net}
+        exec(before, names)
+        theirs = ClientApp(client_fn=lambda context: ForeignClient().to_client())
+        names["app"](LocalGrid(theirs, CLIENTS), Context(1, 0, {}, RecordDict(), {}))
+        exec(after, names)
+        batch = (torch.randn(8, 1, 8, 8), torch.arange(8))
+        grid = RecordingGrid(client_app(lambda context: BNClient(net(), [batch], [batch])), CLIENTS)
+        names["app"](grid, Context(1, 0, {}, RecordDict(), {}))
     assert grid.errors() == []
+    assert grid.count("train") == 3 * CLIENTS / 2
+
+
+def test_the_page_of_the_old_api_has_each_argument_that_was_renamed() -> None:
+    page = (ROOT / "docs" / "old-api.md").read_text()
+    assert [name for name in OLD_NAMES if f"`{name}`" not in page] == []
 
 
 def test_the_documented_keys_are_those_of_the_protocol() -> None:
-    from tables import built
-
-    page = built((ROOT / "docs" / "plugin.md").read_text())
+    page = (ROOT / "docs" / "client-protocol.md").read_text()
     documented = set(re.findall(r"^\| `(fedbn\.[\w-]+)`", page, re.MULTILINE))
     assert documented == {key for key in known_keys() if key.startswith(protocol.PREFIX)}
 

@@ -142,7 +142,7 @@ def test_clipping_counts_counters_and_statistics_unless_it_sees_weights_only(fed
 
 
 def test_the_documented_mods_work(federation: Federations) -> None:
-    (code,) = [code for code in python_blocks((ROOT / "docs" / "plugin.md").read_text()) if "weights_only(" in code]
+    (code,) = [code for code in python_blocks((ROOT / "docs" / "flower.md").read_text()) if "weights_only(" in code]
     fed = federation()
     names: dict[str, Any] = {"make_client": fed.make_client}
     exec(code, names)

@@ -1,4 +1,4 @@
-"""The rule that docs/plugin.md walks through, from the page's own code; and how many modules a round executes."""
+"""The rule that docs/write-a-strategy.md walks through, from the page's own code; and how many modules a round executes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,15 +40,15 @@ from fedbn_flwr.strategies import (
     restore,
     state_of,
 )
-from tests.support.command import PATIENCE, ROOT
+from tests.support.command import PATIENCE, ROOT, python_blocks
 
 Federations = Callable[..., Any]
-PAGE = "# strategies/fednova.py"  # the first line of its code
+PAGE = "# fednova.py"  # the first line of its code
+BLOCKS = python_blocks((ROOT / "docs" / "write-a-strategy.md").read_text())
 
 
 def code(first_line: str) -> str:
-    blocks = (ROOT / "docs" / "plugin.md").read_text().split("```python\n")
-    (found,) = [block.split("```")[0] for block in blocks if block.startswith(first_line)]
+    (found,) = [block for block in BLOCKS if block.startswith(first_line)]
     return found
 
 
@@ -63,6 +64,25 @@ def fed_nova() -> Iterator[Any]:
 def test_the_walk_through_is_short() -> None:
     lines = code(PAGE).splitlines()
     assert len([line for line in lines if line.strip()]) < 60
+
+
+def test_the_page_s_other_code_runs(
+    federation: Federations, fed_nova: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the order of the page; the classes with other traits train as they are."""
+    module = ModuleType("fednova")
+    monkeypatch.setattr(module, "FedNova", fed_nova, raising=False)
+    monkeypatch.setitem(sys.modules, "fednova", module)
+    page: dict[str, Any] = {"FedAvg": FedAvg, "Traits": Traits, "Wrapper": Wrapper, "replace": replace}
+    others = [block for block in BLOCKS if not block.startswith(PAGE)]
+    assert len(others) == 4
+    for block in others:
+        exec(block, page)
+    fed = federation((8, 12), steps=2)
+    for rule in (page["strategy"], page["WithState"](), page["OwnWrapper"](FedAvg())):
+        rule.start(fed.grid(), fed.arrays(), num_rounds=2)
+    with pytest.raises(RunFailed, match="'control'"):
+        page["WithRecord"]().start(fed.grid(), fed.arrays(), num_rounds=1)
 
 
 def test_with_equal_steps_it_is_fedavg(federation: Federations, fed_nova: Any) -> None:

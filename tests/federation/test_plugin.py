@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message
 
+from fedbn_flwr import client_app
 from fedbn_flwr.client.layerwise import ParkedRounds
 from tests.support.command import ROOT, fedbn, python_blocks
 from tests.support.packages import CLEAN, UV, needs_uv, run
@@ -170,6 +173,26 @@ def test_fedtan_draws_the_same_in_any_process(
         assert scores(capsys.readouterr().out) == expected
         exchanges = {(node, cache) for node, kind, cache in drawn if kind == "query.cohort"}
         assert len(exchanges) == 2 * CLIENTS, "both caches served exchanges of each client"
+
+
+def test_the_guide_s_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/flower.md in the order of the page, as a reader of Flower's template would; and each of its strategies."""
+    blocks = python_blocks(textwrap.dedent((ROOT / "docs" / "flower.md").read_text()))
+    page: dict[str, Any] = {}
+    strategies = []
+    with imported() as project:
+        for code in blocks:
+            for part in re.split(r"^(?=strategy = )", code, flags=re.MULTILINE):
+                exec(part, page)
+                strategies += [page["strategy"]] if part.startswith("strategy = ") else []
+        printed = capsys.readouterr().out
+        assert re.search(r"^{'loss': \d+\.\d+, 'accuracy': 0\.\d+}$", printed, re.MULTILINE)
+        names = ["FixBN", "FedBN", "FedTAN", "MeanStatistics", "FixBN", "MeanStatistics"]
+        assert [type(each).__name__ for each in strategies] == names
+        grid = RecordingGrid(client_app(page["make_client"]), CLIENTS)
+        for each in strategies[1:]:
+            each.start(grid, ArrayRecord(project.task.Net().state_dict()), num_rounds=2)
+    assert grid.errors() == []
 
 
 def test_the_readme_s_lines_work() -> None:
