@@ -1,4 +1,4 @@
-"""The rule that docs/write-a-strategy.md walks through, from the page's own code; and how many modules a round executes."""
+"""The rule that docs/write-a-strategy.md walks through, from its own code; and how many modules a round executes."""
 
 from __future__ import annotations
 

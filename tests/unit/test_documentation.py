@@ -74,6 +74,17 @@ def test_links_of_the_pages_exist_in_the_repository() -> None:
     assert missing == set()
 
 
+def test_pages_that_errors_and_docstrings_name_exist() -> None:
+    named = {
+        (name, page)
+        for name, text in texts()
+        if name.startswith(("fedbn_flwr/", "strategies/", "apps/"))
+        for page in re.findall(r"\bdocs/[\w/-]+\.md\b", text)
+    }
+    assert len(named) > 3
+    assert [pair for pair in named if not (ROOT / pair[1]).is_file()] == []
+
+
 def test_no_page_repeats_the_version() -> None:
     """`test_metadata.py` compares its two places, pyproject.toml and the package."""
     assert [page.name for page in PAGES if re.search(r"fedbn[-_]flwr\W{0,3}\d", page.read_text(encoding="utf-8"))] == []
