@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,7 @@ from fedbn_flwr.strategies import (
     restore,
     state_of,
 )
-from tests.support.command import PATIENCE, ROOT, python_blocks
+from tests.support.command import PATIENCE, ROOT, fedbn, python_blocks
 
 Federations = Callable[..., Any]
 PAGE = "# fednova.py"  # the first line of its code
@@ -171,6 +172,17 @@ def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Pa
     text = "clients: 2\nstrategy: {name: FixBN, freeze_round: 1, base: {name: nova:FedNova}}"
     done = rules_of(text, tmp_path, "{'fedbn.steps': True}")
     assert done.stdout == "['FedNovaClient']\n", done.stderr
+
+
+def test_the_page_s_command_prints_what_it_shows(tmp_path: Path) -> None:
+    (tmp_path / "fednova.py").write_text(code(PAGE))
+    page = (ROOT / "docs" / "write-a-strategy.md").read_text()
+    (command,) = re.findall(r"^fedbn (run .*)$", page, re.MULTILINE)
+    done = fedbn(*command.split(), "--out", "out", cwd=tmp_path)
+    figures = r"fednova-FedNova: 3 rounds in \S+ s  accuracy ([\d.]+)"
+    found, shown = (re.findall(figures, text) for text in (done.stdout + done.stderr, page))
+    assert len(shown) == 1
+    assert [float(each) for each in found] == pytest.approx([float(each) for each in shown], abs=0.02)
 
 
 def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> None:
