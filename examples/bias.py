@@ -1,7 +1,8 @@
 """Why batch norm breaks federated averaging: the error of a round's mean gradient by the clients' skew, in float64.
 
-`python bias.py` prints two tables within seconds. A round is one step on all data of two clients with the strategies
-themselves. With skew 0 both clients have equal data; with skew 1 each has a class of its own.
+`python bias.py` prints two tables within seconds, and batch_norm.ipynb also draws them. A round is one step on all data
+of two clients with the strategies themselves. With skew 0 both clients have equal data; with skew 1 each has a class of
+its own.
 
 The first table has the smallest example, whose bias is known exactly: a number x = y m ± s is mapped to its class
 y = ±1 by a single batch norm, output = gamma (x - mean) / deviation + beta, with the loss (output - y)² / 2. With the
@@ -182,6 +183,54 @@ def biases(skew, m=1.0, s=0.7):
     return {"bias": found - right, **{name: float(state["0.weight"]) for name, state in after.items()}}
 
 
+def gammas(skew, rounds=30, lr=0.2):
+    """Of a single batch norm: gamma before the first round of federated averaging and after each."""
+    states = after_rounds(FedAvg(**ALL), single_norm(1.0, 0.0), two_signs(skew), rounds, squared, lr=lr)
+    return [float(state["0.weight"]) for state in states]
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+SKEWS = (0, 0.2, 0.4, 0.6, 0.8, 1)
+BROWN, VIOLET, GREEN = "#c2410c", "#7c3aed", "#047857"
+
+
+def axes(**words):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6, 3.5), layout="constrained", facecolor="white")
+    only = figure.subplots()
+    only.spines[["top", "right"]].set_visible(False)
+    only.set(**words)
+    return only
+
+
+def plot_errors():
+    """A figure of matplotlib: the relative error of a round's mean gradient, by skew."""
+    only, rows = axes(xlabel="class skew a", ylabel="error of the gradient, relative"), [errors(a) for a in SKEWS]
+    for name, label, colour in (
+        ("Algorithm 2", "FedAvg + Algorithm 2", VIOLET),
+        ("FedAvg+BN", "FedAvg", BROWN),
+        ("FedTAN", "FedTAN, FixBN after the freeze, group norm", GREEN),
+    ):
+        only.plot(SKEWS, [row[name] for row in rows], "o-", color=colour, label=label, gid=name.replace(" ", "-"))
+    only.legend(frameon=False, loc="upper left")
+    return only.figure
+
+
+def plot_gammas():
+    """A figure of matplotlib: the gamma of a single batch norm, by round and skew."""
+    only = axes(xlabel="round", ylabel="gamma", xlim=(0, 36), ylim=(-0.05, 1.05))
+    for skew in (0, 0.5, 0.75, 1):
+        values = gammas(skew)
+        label = None if skew else "FedAvg"
+        only.plot(values, color=BROWN, label=label, gid=f"gamma-{skew:g}")
+        only.annotate(f"a = {skew:g}", (len(values) - 1, values[-1]), (4, 0), textcoords="offset points", va="center")
+    only.hlines(fixed_point(0), 0, 30, color=GREEN, linestyle=":", label="FedTAN and FixBN, for every a")
+    only.legend(frameon=False, loc=(0.4, 0.14))
+    return only.figure
+
+
 def table(rows, digits):
     head, *_ = rows.values()
     lines = [["skew", *head], *([f"{skew:g}", *(f"{x:{digits}}" for x in row.values())] for skew, row in rows.items())]
@@ -197,4 +246,4 @@ if __name__ == "__main__":
     exact = {a: {"B(a)": bias(a), "gamma": fixed_point(a), **biases(a)} for a in (0, 0.25, 0.5, 0.75, 1)}
     print(table(exact, "z.6f"))
     print("\nA network with two batch norms: the relative error of the mean gradient:\n")
-    print(table({a: errors(a) for a in (0, 0.2, 0.4, 0.6, 0.8, 1)}, ".2g"))
+    print(table({a: errors(a) for a in SKEWS}, ".2g"))

@@ -40,7 +40,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     pages = [{title(name): f"strategies/{name}.md"} for name in sorted(MODULES)]
     assert config.nav is not None
-    config.nav = [{"Strategies": pages} if "Strategies" in entry else entry for entry in config.nav]
+    (concepts,) = (entry["Concepts"] for entry in config.nav if "Concepts" in entry)
+    (strategies,) = (entry["Strategies"] for entry in concepts if "Strategies" in entry)
+    strategies += [page for page in pages if page not in strategies]
     return config
 
 

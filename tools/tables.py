@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import concepts
 import outputs
 import weight
 from described import describe
@@ -115,15 +116,10 @@ def partitions() -> Table:
 
 def strategies() -> Table:
     """The arguments of each strategy by name; its page, whose title has its name, describes them."""
-    pages = {
-        name: page.stem
-        for page in sorted((ROOT / "docs" / "strategies").glob("*.md"))
-        for name in page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").split(", ")
-    }
     rows: list[Row] = []
     for name in STRATEGIES:
         own = ", ".join(f"`{argument.name}`" for argument in describe(name).arguments)
-        rows.append((f"[`{name}`](strategies/{pages[name]}.md)", describe(name).does, own))
+        rows.append((f"[`{name}`](strategies/{concepts.page_of(name)}.md)", describe(name).does, own))
     return ("strategy", "what it does", "arguments of its own"), rows
 
 
@@ -262,6 +258,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         for name in ("new", "explain", "run", "status", "report", "partition", "list", "check", "model", "predict")
     },
     **MEASURED,
+    **concepts.TABLES,
     **outputs.TABLES,
     **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},
 }
@@ -278,7 +275,7 @@ def cells(line: str) -> list[str]:
 def render(name: str, old: str) -> str:
     columns, rows = TABLES[name]()
     kept = {row[0]: row for row in map(cells, old.strip().splitlines()[2:]) if row}
-    others = "---:|" if name.startswith("results ") else "---|"  # numbers
+    others = "---:|" if name.startswith(("results ", "concept ")) else "---|"  # numbers
     lines = [f"| {' | '.join(columns)} |", f"|---|{others * (len(columns) - 1)}"]
     for row in rows:
         before = kept.get(str(row[0]), [])

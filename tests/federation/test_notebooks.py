@@ -23,6 +23,7 @@ def test_a_notebook_runs(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for key, value in QUIET.items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv("FEDBN_OUT", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"))  # as in a kernel that is started there
     notebook = nbformat.read(file, as_version=4)
     NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

@@ -1,0 +1,146 @@
+"""The tables of the concept pages: what examples/bias.py computes, and the strategies compared."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
+from results import Row, Table
+from torch import nn
+
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
+from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.strategies import Round, Rule, Traits, Wrapper, as_rule
+
+ROOT = Path(__file__).parents[1]
+
+# The strategies in the order of the page: what they are for.
+FAMILIES = (
+    ("FedAvg", "Standalone"),  # to compare with
+    ("FixBN", "FedTAN", "FedTANII", "FedAvgGlobalStats"),  # one model, of the same statistics on all clients
+    ("FedWon", "HeteroBN"),  # no running statistics
+    ("FedBN", "SiloBN"),  # a model for each client
+    ("FedProx", "Scaffold", "GlobalMomentum", "FedBS"),  # drift and weights
+    ("MeanStatistics", "Secure", "Private"),  # around others
+)
+WORDS = {Role.WEIGHTS: "weights", Role.AFFINE: "gamma, beta", Role.STATISTICS: "statistics"}
+STEPS = {"linear": "SGD without clipping", "momentum": "SGD with momentum"}
+OTHERS = {"FedBS": "the metric `train-loss`", "Secure": "`client_app`"}
+
+
+@functools.cache
+def bias() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import bias
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    return bias
+
+
+def fixed_point() -> Table:
+    """By the formula, and trained."""
+    rows: list[Row] = []
+    for skew in (0, 0.25, 0.5, 0.75, 1):
+        found = bias().biases(skew)
+        exact = (bias().bias(skew), bias().fixed_point(skew))
+        trained = (found[name] for name in ("FedAvg", "FixBN", "FedTAN"))
+        rows.append((f"{skew:g}", *(f"{value:z.3f}" for value in (*exact, *trained))))
+    return ("skew a", "bias B(a)", "fixed point, formula", "FedAvg, trained", "FixBN, trained", "FedTAN, trained"), rows
+
+
+def gradient_error() -> Table:
+    names = {
+        "FedAvg+BN": "FedAvg", "Algorithm 2": "FedAvg + Algorithm 2", "FedTAN": "FedTAN", "FixBN": "FixBN",
+        "FedAvg+GN": "group norm",
+    }  # fmt: skip
+    rows: list[Row] = []
+    for skew in bias().SKEWS:
+        found = bias().errors(skew)
+        rows.append((f"{skew:g}", *(f"{100 * found[name]:.0f} %" for name in names)))
+    return ("skew a", *names.values()), rows
+
+
+def page_of(name: str) -> str:
+    """The page whose title has the strategy's name."""
+    for page in sorted((ROOT / "docs" / "strategies").glob("*.md")):
+        if name in page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").split(", "):
+            return page.stem
+    raise LookupError(f"no page in docs/strategies has {name} in its title")
+
+
+def compared() -> Table:
+    """Cells that are None are written on the page."""
+    names = [name for family in FAMILIES for name in family]
+    assert sorted(names) == sorted(STRATEGIES)
+    rows: list[Row] = []
+    for name in names:
+        rule = as_rule(build_strategy({"name": name}, client_learning_rate=0.1))
+        takes_base = isinstance(rule, Wrapper) and rule.inner is None
+        model = ("as inside", "as inside") if takes_base else (averaged(rule.traits), kept(rule.traits))
+        rows.append((f"[{name}](strategies/{page_of(name)}.md)", *model, more(rule), needs(rule), None))
+    return ("strategy", "averaged", "stays on the client", "extra messages", "needs", "avoid it if"), rows
+
+
+def averaged(traits: Traits) -> str:
+    without = local(traits)
+    return "nothing" if without == "the model" else f"the model without {without}" if without else "the model"
+
+
+def kept(traits: Traits) -> str:
+    return local(traits) or (traits.client_memory or "nothing").removeprefix("their ")
+
+
+def local(traits: Traits) -> str:
+    """The roles that stay on the client."""
+    return "the model" if {*traits.kept} == {*Role} else ", ".join(WORDS[role] for role in WORDS if role in traits.kept)
+
+
+def more(rule: Rule) -> str | None:
+    """What is sent besides the model."""
+    if rule.traits.min_batch:
+        leaf: Any = rule.chain[-1]
+        each = "2 exchanges" if leaf.backward else "1 exchange"
+        return f"{each} for each batch norm" + (", until the freeze" if len(rule.chain) > 1 else "")
+    return ", ".join(f"`{name}`, as large as the parameters" for name in rule.traits.records) or None
+
+
+def needs(rule: Rule) -> str:
+    """What a rule asks of clients in its last round, and which models it accepts."""
+    tracking = ArrayRecord(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).state_dict())
+    plain = ArrayRecord(nn.Sequential(nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2)).state_dict())
+    found = [] if accepts(rule, plain) else ["batch norm"]
+    if not accepts(rule, tracking):
+        tracking, found = plain, ["a model without running statistics"]
+    rule.begin(10, tracking)
+    round, traits = Round(10, tracking, ConfigRecord(), cast(Grid, None)), rule.traits
+    asked = traits.kept or traits.records  # instructions of others ask for nothing of the grid
+    if asked or any(key.startswith("fedbn.") for each in rule.chain for key in each.instructions(round)):
+        found.append("`BNClient`")
+    found += [STEPS[kind] for kind in sorted(traits.steps)]
+    found += [f"batches of {traits.min_batch} or more"] if traits.min_batch else []
+    found += ["a state from round to round"] if traits.client_memory else []
+    found += [OTHERS[str(rule)]] if str(rule) in OTHERS else []
+    return ", ".join(found) or "nothing"
+
+
+def accepts(rule: Rule, model: ArrayRecord) -> bool:
+    try:
+        rule.begin(10, model)
+    except SettingsError:
+        return False
+    return True
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "concept fixed point": fixed_point,
+    "concept gradient error": gradient_error,
+    "compared": compared,
+}
