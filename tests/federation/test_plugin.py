@@ -196,7 +196,7 @@ def test_the_guide_s_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_readme_s_lines_work() -> None:
-    section = (ROOT / "README.md").read_text().split("## In a Flower project of your own")[1].split("\n## ")[0]
+    section = (ROOT / "README.md").read_text().split("## In your Flower project")[1].split("\n## ")[0]
     (code,) = python_blocks(section)
     assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) < 10
     with imported() as project:

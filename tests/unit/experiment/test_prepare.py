@@ -24,6 +24,7 @@ from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
 
 EXPERIMENTS = Path(__file__).resolve().parents[3] / "apps" / "experiments"
 FILES = sorted(EXPERIMENTS.rglob("*.y*ml"))
+LOAD = experiment_data.load_data
 
 
 # --- the shipped experiments -------------------------------------------------
@@ -32,6 +33,8 @@ FILES = sorted(EXPERIMENTS.rglob("*.y*ml"))
 def stand_in(data: Data, device: str) -> DataSet:
     """Random examples in place of a data set that is not shipped: a file's settings can be checked without it."""
     entry = CATALOGUE.get(data.name)
+    if entry is not None and entry.embedded:
+        return LOAD(data, device)
     if entry is None:
         shape: tuple[int, ...] = (3, data.size or 32, data.size or 32)  # type: ignore[arg-type]
     else:  # an image that is not resized has the size of its boxes

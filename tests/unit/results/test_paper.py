@@ -119,7 +119,7 @@ def test_a_frame_has_the_same_numbers_as_the_csv(runs: Path, tmp_path: Path) -> 
 def test_a_frame_needs_pandas(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = Results.read(runs)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingPackage, match=r"Results.frame\(\) needs the package 'pandas'.*fedbn-flwr\[data\]"):
+    with pytest.raises(MissingPackage, match=r"Results.frame\(\) needs the package 'pandas'.*CLONE\[data\]"):
         results.frame()
 
 

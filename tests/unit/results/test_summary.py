@@ -138,7 +138,7 @@ def test_a_run_continued_by_other_code_warns(
     folder, snapshot = RunFolder(tmp_path), Snapshot(1, "", RecordDict(), b"", None, {}, {})
     folder.begin({"rounds": 2})
     folder.add_line("history.jsonl", line(1))
-    folder.checkpoint.write(replace(snapshot, token=folder.token(), settings=deciding({"rounds": 2})), ())
+    folder.write_checkpoint(replace(snapshot, token=folder.token(), settings=deciding({"rounds": 2})), ())
     assert folder.begin({"rounds": 2}) == 1
     assert not flower_log.messages
     module = sys.modules["fedbn_flwr.results.folder.environment"]  # the package has a function of this name

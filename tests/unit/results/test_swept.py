@@ -126,8 +126,8 @@ def test_a_value_at_which_runs_diverged_has_a_cross_and_no_dot(tmp_path: Path) -
     rows = rows_of(tmp_path)
     ((_, lines),) = swept_tables(rows)
     assert lines[1:] == [
-        ("A", "50.00%", "diverged in round 4"),
-        ("B", "70.00%", "70.00% [diverged in round 4] (2 of 3 seeds)"),
+        ("A", "50.00% ± 0.00", "diverged in round 4"),
+        ("B", "70.00% ± 0.00", "70.00% ± 0.00 [diverged in round 4] (2 of 3 seeds)"),
     ]
     picture = sweeps_plot(sweeps(rows))
     (panel,) = picture.axes
