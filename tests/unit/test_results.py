@@ -938,19 +938,11 @@ def demo() -> Iterator[str]:
     yield "all end with 342 correct images"
 
 
-def tutorial() -> Iterator[str]:
-    found = accuracies("tutorial/report.json", digits=0)
-    yield f"batch norm ends at {found['FedAvg+BN'].split()[0]} %"
-    yield f"after a fifth of the rounds, at {found['FixBN'].split()[0]} %, with the same traffic"
-    yield f"in each round, at {found['FedTAN'].split()[0]} %"
-
-
 IN_RESULTS = (
     *(demo, fixbn, fedbs, fedtan, fedwon, domains, heart, mnist, costs, clients, network),
     *(performance, secure, private, robustness, reliability, privacy),
 )
 PLACES = {page: ROOT / "docs" / "results" / f"{page.__name__}.md" for page in IN_RESULTS}
-PLACES |= {page: ROOT / "docs" / f"{page.__name__.replace('_', '-')}.md" for page in (tutorial,)}
 PLACES |= {readme: ROOT / "README.md", performance_guide: ROOT / "docs" / "performance.md"}
 PLACES |= {bounds: ROOT / "docs" / "robustness.md", personal: ROOT / "docs" / "strategies" / "fedbn.md"}
 
