@@ -69,27 +69,27 @@ class Source(Section):
     revision: str | None = Field(
         default=None,
         description=(
-            "the commit, tag or branch of a data set of the hub; `environment.json` has the commit that a run"
-            " used (`data_commit`)"
+            "the commit, tag or branch of a data set on the hub; `environment.json` records the commit that a run "
+            "used (`data_commit`)"
         ),
     )
     inputs: Columns = Field(
         default=(),
         description=(
-            "column of inputs, or a list of columns; by default the column of images, or else all columns of numbers "
-            "that have no other use, see [Data](data.md#your-own-data)"
+            "the column of inputs, or a list of columns; by default the column of images, or else every column of "
+            "numbers without another use, see [Data](data.md#your-own-data)"
         ),
     )
     label: Columns = Field(
         default=(),
-        description="label column, or a list of columns; for segmentation the column with the masks",
+        description="the column of labels, or a list of columns; for segmentation the column with the masks",
     )
     task: Literal["classification", "binary", "multilabel", "regression", "segmentation"] | None = Field(
         default=None,
         description=(
             "what the labels are for: `classification`, `binary`, `multilabel`, `regression` or `segmentation`; by "
-            "default by their type: texts and whole numbers are classes, floats are numbers to predict, several "
-            "columns of 0 and 1 are several labels"
+            "default it follows from their type: texts and whole numbers are classes, floats are numbers to "
+            "predict, several columns of 0 and 1 are several labels"
         ),
     )
     domain: str | None = Field(
@@ -106,22 +106,22 @@ class Source(Section):
     test: Split | None = Field(
         default=None,
         description=(
-            "name of the test split; in a folder, the prefix of its files (`val*` is used if there is no `test*`); or "
-            "a share, as 0.2, of the examples to hold out as test split, the same for all seeds, in proportion of "
-            "classes, domains and groups"
+            "name of the test split; in a folder, the prefix of its files (`val*` if there is no `test*`); or a "
+            "share of the examples to hold out, such as 0.2: the same for all seeds, in proportion to classes, "
+            "domains and groups"
         ),
     )
     categories: Categories = Field(
         default_factory=dict,
-        description="the values of columns of texts, `{sex: [f, m]}`: one input of 0 or 1 for each value",
+        description="the values of columns of texts, `{sex: [f, m]}`: each value becomes an input of 0 or 1",
     )
     ranges: Ranges = Field(
         default_factory=dict,
-        description="`{age: [0, 120]}`: data with values outside of these limits are refused, with their number",
+        description="`{age: [0, 120]}`: values outside these limits raise an error that says how many there are",
     )
     missing: Literal["mean"] | None = Field(
         default=None,
-        description="`mean`: a missing value of an input becomes the column's mean; otherwise the data are refused",
+        description="`mean` replaces missing inputs with the mean of their column; without it they raise an error",
     )
     shape: Annotated[tuple[Positive | None, ...], Field(strict=False)] = Field(
         default=(),
@@ -131,23 +131,23 @@ class Source(Section):
         ),
     )
     tokens: Positive | None = Field(
-        default=None, description="inputs are whole numbers below this one; by default the largest and one"
+        default=None, description="inputs are tokens, whole numbers below this one; by default the largest token + 1"
     )
     classes: Positive | None = Field(
         default=None,
         description=(
-            "number of classes, labels or numbers to predict, checked against the data; required for segmentation data "
-            "sets that are not listed in [Data](data.md)"
+            "number of classes, labels or numbers to predict, checked against the data; required for segmentation "
+            "data that [Data](data.md) doesn't list"
         ),
     )
     class_names: Names = Field(
         default=(),
         description=(
-            "the classes in the order of the model's outputs; then the data, for instance those of one site, "
-            "may lack some of them"
+            "the classes in the order of the model's outputs; the data, for instance at one site, may then lack "
+            "some of them"
         ),
     )
-    channels: Positive | None = Field(default=None, description="checked against the data")
+    channels: Positive | None = Field(default=None, description="number of channels, checked against the data")
     size: Pixels | None = Field(
         default=None,
         description=(
@@ -166,14 +166,14 @@ class Source(Section):
     examples: Positive | None = Field(
         default=None,
         description=(
-            "use this many training examples, drawn in the proportions of classes and domains, see [Sweeps and "
+            "use only this many training examples, in the proportions of classes and domains, see [Sweeps and "
             "sizes](sweeps.md#fewer-examples)"
         ),
     )
-    test_examples: Positive | None = Field(default=None, description="likewise for test examples")
+    test_examples: Positive | None = Field(default=None, description="the same for test examples")
     random: bool = Field(
         default=False,
-        description="random examples in the form of the data set, which is not read; figures then mean nothing",
+        description="random examples in the shape of the data set, which isn't read; accuracies then mean nothing",
     )
 
     @model_validator(mode="after")

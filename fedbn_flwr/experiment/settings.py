@@ -1,7 +1,7 @@
 """The settings of an experiment, frozen; `check_settings` makes them from a file, and reports its first faults.
 
 Only this folder uses them: `prepare.py` and `node.py` pass plain arguments to the rest of the library.
-docs/experiments.md explains the keys.
+docs/settings.md lists the keys, with the descriptions below.
 """
 
 from __future__ import annotations
@@ -181,13 +181,13 @@ class Renorm(Section):
 class Model(Section):
     name: Annotated[str, AfterValidator(models.check_name)] = Field(
         default="cnn",
-        description="a network of `fedbn list models`, see below, or `module:callable`, a network of your own",
+        description="a [network](#networks), or `module:callable`, a [network of your own](own-parts.md#network)",
     )
     norm: Annotated[str, AfterValidator(check_kind)] = Field(
         default="bn",
         description=(
-            "a normaliser of `fedbn list norms` in place of every batch norm, see below; or `module:callable`, a "
-            "[normaliser of your own](own-parts.md#normaliser)"
+            "what replaces every batch norm: a [normaliser](#normalisers), or `module:callable`, a [normaliser of "
+            "your own](own-parts.md#normaliser)"
         ),
     )
     weights: str | None = Field(
@@ -209,9 +209,9 @@ class Model(Section):
     brn: Renorm = Field(
         default=Renorm(),
         description=(
-            "bounds of batch renormalisation: r = 1 and d = 0 for the first `warmup` steps of a client, then "
-            "widened linearly up to `r_steps` and `d_steps`; a run whose `train.steps` end before `warmup` is"
-            " refused"
+            "bounds of batch renormalisation: r = 1 and d = 0 in a client's first `warmup` steps, then wider until "
+            "`r_steps` and `d_steps`; `warmup` must be smaller than the number of steps that a client takes in the "
+            "run"
         ),
     )
     stem: Literal["auto", "small", "large"] = Field(
@@ -255,8 +255,8 @@ class Schedule(Section):
         gt=0,
         le=1,
         description=(
-            "a factor of the learning rate in all rounds after the one in which the strategy freezes "
-            "(`FixBN`, `FedTANII`) or switches (`FedBS`)"
+            "a factor of the learning rate in every round after the one in which the strategy freezes (`FixBN`, "
+            "`FedTANII`) or switches (`FedBS`)"
         ),
     )
 
@@ -290,29 +290,29 @@ class Train(Section):
     keep_momentum: bool = Field(
         default=False,
         description=(
-            "each client keeps the state of its optimiser (momentum, Adam's moments) for the next round it "
-            "takes part in; otherwise each round begins without one (with `GlobalMomentum`, with the mean of "
-            "all clients' momentum)"
+            "each client keeps its optimiser's state (momentum, Adam's moments) for the next round in which it "
+            "trains; otherwise a round begins without a state (`GlobalMomentum`: with the mean of all clients' "
+            "momentum)"
         ),
     )
     weight_decay: float | None = Field(
         default=None,
         ge=0,
-        description="weight decay; by default that of `torch.optim`, 0.01 for AdamW and 0 for most others",
+        description="weight decay; by default PyTorch's for this optimiser, 0.01 for AdamW and 0 for most others",
     )
     clip: float | None = Field(
         default=None,
         gt=0,
         description=(
-            "the largest norm of the gradients of a step, over all parameters; larger gradients are scaled "
-            "down ([Training](training.md#clipping))"
+            "the largest norm of a step's gradients, over all parameters; larger gradients are scaled down "
+            "([Training](training.md#clipping))"
         ),
     )
     loss: Named | None = Field(
         default=None,
         description=(
-            "`cross_entropy`, `bce`, `mse`, `mae`, `huber` (or `{name: huber, delta: 2.0}`), or `module:callable`; by "
-            "default that of the task ([Training](training.md#loss))"
+            "`cross_entropy`, `bce`, `mse`, `mae`, `huber` (or `{name: huber, delta: 2.0}`), or `module:callable`; "
+            "by default the loss of the task ([Training](training.md#loss))"
         ),
     )
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="label smoothing of `cross_entropy` and `bce`")
@@ -320,7 +320,7 @@ class Train(Section):
         default=None,
         description=(
             "weights of the classes in `cross_entropy` and `bce`: a list, or `balanced`, inversely proportional to "
-            "the numbers of the client's own training examples"
+            "the client's own training examples of each class"
         ),
     )
     batch_size: Positive = Field(
@@ -329,8 +329,8 @@ class Train(Section):
             "examples in a step; a last batch of one example is dropped, because batch norm cannot compute its variance"
         ),
     )
-    epochs: Positive | None = Field(default=None, description="passes over a client's examples per round")
-    steps: Positive | None = Field(default=None, description="optimiser steps per round, instead of epochs")
+    epochs: Positive | None = Field(default=None, description="passes over a client's examples in a round")
+    steps: Positive | None = Field(default=None, description="optimiser steps in a round, instead of epochs")
     schedule: Schedule = Schedule()
     channels_last: bool = Field(
         default=False,
@@ -349,8 +349,8 @@ class Train(Section):
     compile: bool = Field(
         default=False,
         description=(
-            "compile training passes by PyTorch's compiler ([Performance](performance.md#compiled-passes)), whose last "
-            "bits differ; on a GPU record them as a CUDA graph, with the same results"
+            "compile training with PyTorch's compiler ([Performance](performance.md#compiled-passes)), which "
+            "changes the last bits of results; on a GPU, record it as a CUDA graph, with the same results"
         ),
     )
 
@@ -369,8 +369,8 @@ class Train(Section):
             f"loss is {loss!r}; {did_you_mean(loss, LOSSES)}, or module:function for your own": self.loss is not None
             and not own
             and loss not in LOSSES,
-            f"loss has {', '.join(sorted(options))}, which {loss} has not as options; train.label_smoothing and "
-            "train.class_weights are keys of their own": not own and bool(options),
+            f"loss {loss} has no option {', '.join(sorted(options))}; train.label_smoothing and train.class_weights "
+            "are keys of their own": not own and bool(options),
             f"{option} ({getattr(self, option, None)}) is an option of cross_entropy and bce, but loss is "
             f"{loss!r}": bool(option) and loss not in ("", "cross_entropy", "bce"),
         }
@@ -386,8 +386,8 @@ class Evaluate(Section):
     clients: bool | None = Field(
         default=None,
         description=(
-            "clients evaluate their models too; on by default for `FedBN`, `SiloBN` and "
-            "`Standalone`, which personalise, and if the server does not evaluate"
+            "clients evaluate their models too; on by default for `FedBN`, `SiloBN` and `Standalone`, which "
+            "personalise, and where the server doesn't evaluate"
         ),
     )
     domains: bool = Field(
@@ -408,8 +408,8 @@ class Evaluate(Section):
     statistics: Literal["model", "reestimated"] = Field(
         default="model",
         description=(
-            "statistics used to evaluate the global model: its own, or `reestimated`: mean and variance of "
-            "each batch norm's inputs over all test examples, see below"
+            "the statistics for evaluating the global model: its own, or `reestimated` over all test examples, see "
+            "below"
         ),
     )
     batch_size: Positive = Field(
@@ -428,9 +428,8 @@ class Evaluate(Section):
     metrics: Names = Field(
         default=(),
         description=(
-            "what evaluations report beside the loss and the figures of the task: any of `balanced_accuracy`, "
-            "`macro_f1`, `auc`, `dice`, `mean_iou`, as they suit the task, and `module:function` "
-            "([Training](training.md#metrics))"
+            "further metrics, in addition to those of the task: any of `balanced_accuracy`, `macro_f1`, `auc`, "
+            "`dice`, `mean_iou` that suits the task, and `module:function` ([Training](training.md#metrics))"
         ),
     )
     validation: float = Field(
@@ -438,8 +437,8 @@ class Evaluate(Section):
         ge=0,
         le=0.5,
         description=(
-            "share of each client's training examples that is held out, to choose the best round: "
-            "`model-best.safetensors`, `best_round`; see [Clients](clients.md#best-round)"
+            "share of each client's training examples to hold out for choosing the best round, see "
+            "[Clients](clients.md#best-round)"
         ),
     )
 
@@ -464,15 +463,15 @@ class Engine(Section):
     ] = Field(
         default="auto",
         description=(
-            "processes of the local engine; 0: everything in one process; `auto`: one per core, with a GPU 0. On Ray: "
-            "the actors, `auto`: as many as fit"
+            "processes of the local engine: 0 runs everything in one process, `auto` takes one per core (with a "
+            "GPU, 0). On Ray: the number of actors, `auto` for as many as fit"
         ),
     )
     address: str | None = Field(
         default=None,
         description=(
-            "of a running Ray cluster, for instance `10.0.0.1:6379`; by default `$RAY_ADDRESS`, else Ray is "
-            "started on this machine"
+            "address of a running Ray cluster, for instance `10.0.0.1:6379`; by default `$RAY_ADDRESS`, else Ray "
+            "is started on this machine"
         ),
     )
     cpus_per_client: float | None = Field(
@@ -482,8 +481,8 @@ class Engine(Section):
         default=None,
         ge=0,
         description=(
-            "GPUs that Ray reserves for each actor, also a fraction; by default one if the cluster has GPUs "
-            "and `engine.device` is not `cpu`"
+            "GPUs that Ray reserves for each actor, or a fraction of one; by default one if the cluster has GPUs "
+            "and `engine.device` isn't `cpu`"
         ),
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -497,8 +496,8 @@ class Engine(Section):
         gt=0,
         le=1_000_000,
         description=(
-            "seconds a round may take; with `engine.workers: 0`, and with several runs side by side "
-            "(`--jobs`), clients train in the process that would wait, and each is waited for"
+            "seconds that a round may take; it doesn't apply where clients train in the waiting process "
+            "(`engine.workers: 0`, and several runs side by side by `--jobs`)"
         ),
     )
     node_timeout: float = Field(
@@ -506,8 +505,8 @@ class Engine(Section):
         gt=0,
         le=1_000_000,
         description=(
-            "seconds to wait for all nodes before the first round, and for `min_train_nodes` (2) before every"
-            " other; on Ray, for an actor to start"
+            "seconds to wait for all nodes before the first round, and for `min_train_nodes` (2) before each other "
+            "round; on Ray, for an actor to start"
         ),
     )
     checkpoint_every: Positive | None = Field(
@@ -590,14 +589,14 @@ class Settings(Section):
     track: Parts = Field(
         default=(),
         description=(
-            "trackers that record the run too: `tensorboard`, `module:callable`, a mapping with `name` and settings, "
+            "trackers that record the run: `tensorboard`, `module:callable`, a mapping with `name` and settings, "
             "or a list; see [Watching](watching.md#trackers)"
         ),
     )
     published: Published | None = Field(
         default=None,
         description=(
-            "figures of a paper by label of their run, shown in the report, see [Report](report.md#published-figures)"
+            "a paper's results by label of their run, shown in the report, see [Report](report.md#published-results)"
         ),
     )
     cell: Cell = Cell()
@@ -651,22 +650,20 @@ def strategy_name(spec: Mapping[str, Any]) -> str:
 
 # --- faults, each with its key, the value found and the value expected ---------
 
-KEYS_OF_A_FILE = {  # beside those of a run
+KEYS_OF_A_FILE = {  # in addition to the keys of a run
     "description": "one line",
     "extends": (
-        "a shipped experiment (`fixbn/table4`) or a file, relative to this one, whose settings this file "
-        "changes. All keys are merged with those of the other file, except its `name`, `description`, "
-        "`runs`, `sweep` and `published`, which are not taken over; a value replaces the other file's `tune` of its key"
+        "a shipped experiment (`fixbn/table4`), or a file relative to this one, to start from. Its `name`, "
+        "`description`, `runs`, `sweep` and `published` aren't taken over; a value here replaces the other file's "
+        "`tune` of its key"
     ),
-    "seeds": (
-        "a list of seeds; every run is repeated with each of them, and the report gives mean and standard deviation"
-    ),
+    "seeds": "a list of seeds; each run is repeated with each seed, and the report shows mean and standard deviation",
     "runs": (
-        "a mapping from labels to overrides. They are merged with the settings above; a `strategy` with "
-        "another name, or a `partition` of another kind, replaces the one above"
+        "a mapping from labels to the settings that differ; a `strategy` with another name, or a `partition` of "
+        "another kind, replaces the one above"
     ),
-    "sweep": ("conditions: lists of values by key, all of which are run and shown, see [Sweeps and sizes](sweeps.md)"),
-    "tune": "hyperparameters: lists of values by key, of which the best is chosen by held-out training examples",
+    "sweep": "conditions: lists of values by key, all of which are run and shown, see [Sweeps and sizes](sweeps.md)",
+    "tune": "hyperparameters: lists of values by key, of which the best is chosen on held-out training examples",
     "sizes": "smaller sizes of the experiment: a mapping from names to changes, for `--size NAME`",
 }
 _FAULTS = 10  # explained; each may list the known keys

@@ -1,0 +1,54 @@
+"""The experiments and commands of the guides, as they are in the pages; other tests carry out those of single pages."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr import cli
+from fedbn_flwr.experiment.file.content import shipped_experiments
+from fedbn_flwr.experiment.file.layers import load_experiment
+from tests.support.command import ROOT
+from tests.support.pages import BLOCK, Page
+
+GUIDES = ("experiments", "sweeps", "clients", "watching", "report", "run-folder", "data")
+BLOCKS = [
+    (guide, kind, text)
+    for guide in GUIDES
+    for kind, text in BLOCK.findall((ROOT / "docs" / f"{guide}.md").read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize(("guide", "text"), [(guide, text) for guide, kind, text in BLOCKS if kind == "yaml"])
+def test_the_experiments_of_a_guide_are_valid(guide: str, text: str) -> None:
+    assert load_experiment(text).runs
+
+
+@pytest.mark.parametrize(
+    ("guide", "line"),
+    [
+        (guide, line)
+        for guide, kind, text in BLOCKS
+        if kind == "bash"
+        for line in text.splitlines()
+        if line.startswith("fedbn ")
+    ],
+)
+def test_the_commands_of_a_guide_are_understood(guide: str, line: str) -> None:
+    """Those that name a shipped experiment also with their changes."""
+    arguments = cli.parser().parse_args(shlex.split(line, comments=True)[1:])
+    if getattr(arguments, "experiment", None) in shipped_experiments():
+        assert load_experiment(arguments.experiment, arguments.overrides).runs
+    assert callable(arguments.command)
+
+
+def test_experiments_shows_the_error_of_a_misspelt_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["new", "mine", "--from", "quick"]) == 0
+    page = Page(ROOT / "docs" / "experiments.md")
+    shown = [(text, shown) for _, text, shown in page.blocks() if re.search("shedule", text)]
+    assert len(shown) == 1
+    page.command(*shown[0])
