@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
+import importlib.metadata
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,8 +19,8 @@ if TYPE_CHECKING:
     from .norms.roles import Role, roles
     from .results.result import Result, Results
 
+    __version__: str
 
-__version__ = "0.1.0"  # as in pyproject.toml; a Flower app bundle has no metadata
 __all__ = [
     "run",
     "run_all",
@@ -51,9 +54,20 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: the command line prints its help without importing torch.
+    if name == "__version__":
+        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name], __name__), name)
+
+
+@functools.cache
+def _version() -> str:
+    """The version in pyproject.toml, which a checkout and a Flower app bundle have, or in the metadata of a wheel."""
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    text = project.read_text(encoding="utf-8") if project.is_file() else ""
+    found = re.search(r'^name = "fedbn-flwr"\nversion = "(.+)"', text, re.MULTILINE)
+    return found[1] if found else importlib.metadata.version("fedbn-flwr")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Writes the repository's address wherever it belongs; `--check` only reports the files that are not current.
+"""Writes the repository's address and the version wherever they belong; `--check` only reports files that differ.
 
 The one place to fill in is `Repository` under `[project.urls]` in pyproject.toml. Everything else follows from it: the
 other links there, badges and clone commands, CITATION.cff, SECURITY.md and mkdocs.yml. Each is a block between a
@@ -29,7 +29,7 @@ TEXTS = {
         "",
     ),
     "clone": ("```bash\ngit clone {url} && cd {name}\n```\n", "Clone the repository and change to its folder.\n"),
-    "citation": ("repository-code: {url}\nurl: {site}\n", ""),
+    "citation": ("version: {version}\nrepository-code: {url}\nurl: {site}\n", "version: {version}\n"),
     "security": (
         "Report it privately at [Report a vulnerability]({url}/security/advisories/new), not in a public issue.\n",
         "Report it privately through the code host's *Security* tab, not in a public issue.\n",
@@ -44,14 +44,14 @@ def address(pyproject: str) -> str | None:
     return urls["Repository"].rstrip("/") if "Repository" in urls else None
 
 
-def renewed(text: str, url: str | None) -> str:
-    """A file's text with its blocks written for this address."""
+def renewed(text: str, url: str | None, version: str = "") -> str:
+    """A file's text with its blocks written for this address and version."""
     *_, owner, name = (url or "//").split("/")
-    site = f"https://{owner.lower()}.github.io/{name}/"
+    values = {"url": url, "name": name, "site": f"https://{owner.lower()}.github.io/{name}/", "version": version}
 
     def block(match: re.Match[str]) -> str:
         with_address, without = TEXTS[match[2]]
-        return match[1] + (with_address.format(url=url, site=site, name=name) if url else without) + match[4]
+        return match[1] + (with_address if url else without).format(**values) + match[4]
 
     return BLOCK.sub(block, text)
 
@@ -61,14 +61,15 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--required", action="store_true", help="without an address, fail: a release needs one")
     arguments = parser.parse_args()
-    url = address((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    url, version = address(project), tomllib.loads(project)["project"]["version"]
     if arguments.required and url is None:
         print('pyproject.toml has no address: fill in Repository = "https://..." under [project.urls]')
         return 1
     wrong = 0
     for name in FILES:
         text = (ROOT / name).read_text(encoding="utf-8")
-        if (new := renewed(text, url)) == text:
+        if (new := renewed(text, url, version)) == text:
             continue
         if arguments.check:
             print(f"{name}: the repository's address is not current; run python tools/address.py")
