@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -39,10 +40,8 @@ OTHERS = {"FedBS": "the metric `train-loss`", "Secure": "`client_app`"}
 @functools.cache
 def bias() -> ModuleType:
     sys.path.insert(0, str(ROOT / "examples"))
-    import bias
-
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    return bias
+    return importlib.import_module("bias")
 
 
 def fixed_point() -> Table:

@@ -5,11 +5,13 @@ The first two are computed by examples/bias.py. All have a white background, so 
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -17,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 
 WIDTH, LEFT, RIGHT, OF_CLIENT = 760, 16, 488, 256  # cures.svg, and its clients
-MIDDLE = {"text_anchor": "middle"}
+MIDDLE: dict[str, Any] = {"text_anchor": "middle"}
 INK, FAINT, TINT = "#1f2937", "#6b7280", "#f3f4f6"
 CURES = ("#047857", "#7c3aed", "#1d4ed8", "#b45309")  # frozen, exchanged, local, none
 
@@ -25,10 +27,9 @@ CURES = ("#047857", "#7c3aed", "#1d4ed8", "#b45309")  # frozen, exchanged, local
 def plots() -> None:
     """bias.svg and rounds.svg, with the same bytes in each run; text stays text."""
     sys.path.insert(0, str(ROOT / "examples"))
-    import bias
-
+    bias = importlib.import_module("bias")
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    style = {"svg.hashsalt": "bias", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 11}
+    style: Any = {"svg.hashsalt": "bias", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 11}
     for name, plot in (("bias", bias.plot_errors), ("rounds", bias.plot_gammas)):
         drawn = io.StringIO()
         with matplotlib.rc_context(style):
@@ -37,7 +38,7 @@ def plots() -> None:
         (IMAGES / f"{name}.svg").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def text(x: float, y: float, words: str, colour: str = INK, size: int = 14, **more: str) -> str:
+def text(x: float, y: float, words: str, colour: str = INK, size: int = 14, **more: Any) -> str:
     attributes = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in more.items())
     return f'<text x="{x:g}" y="{y:g}" fill="{colour}" font-size="{size}"{attributes}>{words}</text>'
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import re
 from collections.abc import Iterator
 from functools import partial
 from math import sqrt
 from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -208,3 +211,45 @@ def test_on_equal_data_federated_averaging_is_centralised_training(example: Any)
         if not name.endswith("running_var"):  # unbiased, and so another one for 80 values than for 160
             torch.testing.assert_close(states[-1][name], value, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(agreed[-1][name], value, rtol=1e-10, atol=1e-12)
+
+
+# --- the pictures of docs/batch-norm.md --------------------------------------------------------------
+
+IMAGES = ROOT / "docs" / "images"
+
+
+def assert_drawn(picture: str, curves: dict[str, list[float]]) -> None:
+    """The curves are at these heights, to half a pixel: one scale fits them all."""
+    root = ElementTree.parse(IMAGES / picture)
+    heights: list[float] = []
+    values: list[float] = []
+    for name, expected in curves.items():
+        (path, *_) = root.findall(f".//*[@id='{name}']/{{http://www.w3.org/2000/svg}}path")
+        points = re.findall(r"[ML] \S+ (\S+)", path.attrib["d"])
+        assert len(points) == len(expected), name
+        heights += map(float, points)
+        values += expected
+    slope, shift = np.polyfit(values, heights, 1)
+    assert slope < -50, "upwards"
+    np.testing.assert_allclose(slope * np.array(values) + shift, heights, atol=0.5)
+
+
+def test_the_picture_has_the_errors_by_skew(errors: Any) -> None:
+    names = {"FedAvg+BN": "FedAvg+BN", "Algorithm-2": "Algorithm 2", "FedTAN": "FedTAN"}
+    assert_drawn("bias.svg", {gid: [errors[skew][name] for skew in SKEWS] for gid, name in names.items()})
+
+
+def test_the_picture_has_the_gamma_by_round(example: Any) -> None:
+    """A step with the learning rate 0.2 leaves 0.8 of the distance to the fixed point."""
+    ends = {skew: example.fixed_point(skew) for skew in (0, 0.5, 0.75, 1)}
+    curves = {skew: [end + (1 - end) * 0.8**number for number in range(31)] for skew, end in ends.items()}
+    assert example.gammas(0.75) == pytest.approx(curves[0.75], abs=1e-12)
+    assert_drawn("rounds.svg", {f"gamma-{skew:g}": curve for skew, curve in curves.items()})
+
+
+def test_the_diagram_is_the_one_that_the_script_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    pictures = importlib.import_module("pictures")
+    monkeypatch.setattr(pictures, "IMAGES", tmp_path)
+    pictures.cures()
+    assert (tmp_path / "cures.svg").read_text() == (IMAGES / "cures.svg").read_text()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.registry import STRATEGIES
-from tests.support.command import ROOT
+from fedbn_flwr.strategies import FedTAN, Secure
+from tests.support.command import ROOT, python_blocks
 
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "strategies").glob("*.md")}
 
@@ -32,3 +35,28 @@ def test_the_page_has_all_parts_and_a_valid_experiment(page: str, tmp_path: Path
     file.write_text("model: {name: cnn}\n" * ("model:" not in block) + block)
     (prepared,) = prepare(load_experiment(str(file), []))
     assert type(prepared.rule).__name__ in text.splitlines()[0]
+
+
+def test_the_comparison_combines_the_same_strategies_in_python_and_in_a_file(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    (code,) = python_blocks(text)
+    exec(code, names)
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    file = tmp_path / "page.yaml"
+    file.write_text("model: {name: cnn}\n" + block)
+    (prepared,) = prepare(load_experiment(str(file), []))
+    assert [*map(str, prepared.rule.chain)] == [*map(str, names["strategy"].chain)] == ["Secure", "FixBN", "FedProx"]
+    with pytest.raises(SettingsError, match="exchanges statistics"):
+        Secure(FedTAN())
+
+
+def test_the_comparison_has_every_strategy_and_what_stays_on_the_client() -> None:
+    text = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
+    rows = {row[0]: row for row in (re.findall(r"[^|]+", line) for line in text.splitlines() if line.startswith("| ["))}
+    named = {re.sub(r" \[(\w+)\].*", r"\1", name): [cell.strip() for cell in row[1:]] for name, row in rows.items()}
+    assert sorted(named) == sorted(STRATEGIES)
+    assert not [name for name, cells in named.items() if "" in cells]
+    assert named["FedBN"][:2] == ["the model without gamma, beta, statistics", "gamma, beta, statistics"]
+    assert named["SiloBN"][:2] == ["the model without statistics", "statistics"]
+    assert named["Standalone"][:2] == ["nothing", "the model"]
