@@ -60,3 +60,12 @@ def test_the_comparison_has_every_strategy_and_what_stays_on_the_client() -> Non
     assert named["FedBN"][:2] == ["the model without gamma, beta, statistics", "gamma, beta, statistics"]
     assert named["SiloBN"][:2] == ["the model without statistics", "statistics"]
     assert named["Standalone"][:2] == ["nothing", "the model"]
+
+
+def test_the_concept_page_quotes_the_published_lead_of_group_norm() -> None:
+    published = yaml.safe_load((ROOT / "docs" / "published.yaml").read_text(encoding="utf-8"))["FixBN"]
+    one, hundred = published["Table 1"], published["Table 4"]
+    leads = [one["GN"]["Federated"] - one["BN"]["Federated"], hundred["GN"] - hundred["BN"]]
+    text = " ".join((ROOT / "docs" / "batch-norm.md").read_text(encoding="utf-8").split())
+    sentence = "leads batch norm by {:.0f} points with one local step a round, and by {:.0f} with a hundred"
+    assert sentence.format(*leads) in text
