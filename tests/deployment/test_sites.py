@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shlex
 import shutil
+import subprocess
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.loop import serve
 from fedbn_flwr.results.result import Result
+from tests.support.command import ROOT
 from tests.support.images import numbered, write_parquet
 from tests.support.network import Deployment, missing_tools
 
@@ -369,6 +374,46 @@ def test_a_site_has_its_own_model_after_the_run(
     (summary,) = (tmp_path / "out").rglob("summary.json")
     (summary.parent / "checkpoint").rename(tmp_path / "checkpoint")  # of the local engine, with the clients' states
     check_models_of_sites(summary.parent, states, tables, tmp_path / "predictions", capsys)
+
+
+def test_a_site_has_what_the_page_on_sites_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/sites.md: its experiment, sent as its commands say, and each `fedbn` command after the run."""
+    page = (ROOT / "docs" / "sites.md").read_text(encoding="utf-8")
+    (experiment,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    texts = re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (columns,) = (text.splitlines()[0].split(",") for text in texts if text.startswith("age,"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "heart.yaml").write_text(experiment)
+    (command,) = re.findall(r"^\{ echo .*", page, re.MULTILINE)
+    subprocess.run(["sh", "-c", command], check=True)
+    run_config = tomllib.loads((tmp_path / "heart.toml").read_text())
+    run_config["out"] = run_config["out"].removeprefix("/")
+
+    random = np.random.default_rng(0)
+    configs = []
+    for i in range(2):
+        for split in ("train", "test"):
+            rows = [dict.fromkeys(columns, int(random.integers(20, 90))) for _ in range(40)]
+            rows = [row | {"sex": "fm"[k % 2], "outcome": ("well", "ill")[k % 3 // 2]} for k, row in enumerate(rows)]
+            write_csv(tmp_path / f"heart-{i}" / f"{split}.csv", rows)
+        configs.append({"data-path": str(tmp_path / f"heart-{i}"), "state": str(tmp_path / f"state-{i}")})
+    with LocalGrid(client_app(make_client), 2, run_config=run_config, node_config=configs) as grid:
+        serve(grid, run_config)
+    capsys.readouterr()
+
+    commands = [shlex.split(line) for line in re.findall(r"^fedbn (.*)", page, re.MULTILINE)]
+    assert [words[0] for words in commands] == ["status", "report", "model", "predict"]
+    for words in commands:
+        here = [word.replace("/srv/heart", "heart-1").replace("/srv/fedbn-state", "state-1") for word in words]
+        assert cli.main(here) == 0
+    printed = capsys.readouterr().out
+    for shown in ("the model of client 1: FedBN after round 10, and ", "test.csv: ", "predictions: predictions.csv"):
+        assert shown in page
+        assert shown in printed
+    (header,) = (text.splitlines()[0] for text in texts if text.startswith("row,"))
+    assert (tmp_path / "predictions.csv").read_text().splitlines()[0] == header
 
 
 @pytest.mark.slow
