@@ -14,8 +14,8 @@ def add(commands: Commands) -> None:
         commands,
         "run",
         run,
-        summary="carry out an experiment",
-        description="Carry out an experiment: a shipped one by name (see `fedbn list experiments`) or a YAML file.",
+        summary="run an experiment",
+        description="Run an experiment: a shipped one by name (see `fedbn list experiments`) or a YAML file.",
         epilog="Example: fedbn run demo rounds=10 train.lr=0.05 --out runs/try",
     )
     add_experiment(parser, "rounds=10 train.lr=0.05")

@@ -16,6 +16,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 REWRITE = bool(os.environ.get("FEDBN_REWRITE"))
 # What depends on the processor: accuracies and their deviations, fractions, and the round in which a run diverges.
 MEASURED = re.compile(r"\d+\.\d+%|± \d+\.\d+|\b0\.\d{4,}|(?<=round )\d+(?=:| of)")
+AGO = re.compile(r"\S+ \w+ ago")
 SECONDS = re.compile(r"\d+(\.\d)?( ± \d+\.\d)?$")
 
 
@@ -29,7 +30,7 @@ def printed(command: Callable[[], object]) -> str:
 
 def form(line: str) -> str:
     """A line without measured numbers and the widths of columns."""
-    return re.sub(r"-{2,}", "--", " ".join(MEASURED.sub("*", line).split()))
+    return re.sub(r"-{2,}", "--", " ".join(AGO.sub("ago", MEASURED.sub("*", line)).split()))
 
 
 def anchored(lines: list[str], first: str) -> int:
