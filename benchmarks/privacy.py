@@ -1,6 +1,6 @@
 """Measures accuracy against epsilon for the three treatments of batch norm's statistics, and for group norm.
 
-    python benchmarks/privacy.py > docs/results/differential-privacy.txt
+    python benchmarks/privacy.py > docs/results/private/digits.txt
 
 Sixty clients with about 24 of the embedded handwritten digits each, a perceptron, 15 rounds of four steps. The runs
 of a row have the same epsilon for delta 1e-5 (changes left out); with `noise` a fifth of mu^2 is for the statistics.

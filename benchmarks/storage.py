@@ -1,4 +1,4 @@
-"""Seconds to store state in the project's files and in sqlite; docs/results/storage.txt.
+"""Seconds to store state in the project's files and in sqlite; docs/results/performance/storage.txt.
 
     python benchmarks/storage.py [REPEATS [FOLDER]]
 

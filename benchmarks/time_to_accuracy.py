@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNS = json.loads((ROOT / "docs" / "results" / "mnist" / "noniid-lr0.5.json").read_text())
+RUNS = json.loads((ROOT / "docs" / "results" / "mnist" / "noniid-lr0.5" / "report.json").read_text())
 RULES = ("FedAvg+BN", "FixBN", "FedAvg+GN", "FedTAN", "FedTAN-II M=10", "FedTAN-II M=50")
 CONNECT = 4  # round trips: TCP, TLS, HTTP/2, the token
 

@@ -2,7 +2,7 @@
 
 A store is never changed in place. The new file is written under another name, flushed to the disk and renamed over
 the old one, so a crash at any moment leaves the old store or the new one, and no reader needs a lock. Writing the same
-entries in a sqlite transaction takes 1.4 to 7 times as long, see docs/results/storage.txt.
+entries in a sqlite transaction takes 1.4 to 7 times as long, see docs/results/performance/storage.txt.
 
 A store is a zip file without compression: entries can be written one at a time, and each has a CRC-32. Its comment is
 the version of the format and a CRC-32 of the index, so that also a changed name or size is noticed.

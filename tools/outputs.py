@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -37,7 +39,9 @@ LINE = re.compile(r"^  (.+): (\S+) (\S*) ?\((\S+) to (\S+)\)(?: +goal: (at \w+ \
 def figures(name: str) -> Mapping[str, tuple[Figure, ...]]:
     """The figures of an output by name, each in the order of the commands that printed it."""
     found: dict[str, tuple[Figure, ...]] = {}
-    for title, median, unit, low, high, goal, missed in LINE.findall((RESULTS / name).read_text(encoding="utf-8")):
+    for title, median, unit, low, high, goal, missed in LINE.findall(
+        (RESULTS / "performance" / name).read_text(encoding="utf-8")
+    ):
         unit = unit.removesuffix("x")
         goal = f"{goal} {unit}".strip() if goal else ""
         figure = Figure(float(median), float(low), float(high), unit, goal, bool(missed))
@@ -62,7 +66,7 @@ def row(name: str, figure: Figure, *more: str) -> Row:
 
 def speed() -> Table:
     rows = [
-        row(name, each[0], f"[{file}]({file})")
+        row(name, each[0], f"[{file}](performance/{file})")
         for file, wanted in OVERHEAD.items()
         for name, each in figures(file).items()
         if re.search(wanted, name)
@@ -106,6 +110,60 @@ def compiled() -> Table:
     return ("batch size", "arithmetic", "goal", "torch 2.12.1", "torch 2.15.0", "with 2.12.1", "with 2.15.0"), rows
 
 
+def gpu() -> Table:
+    """What benchmarks.speed and benchmarks/gpu_step.py printed on a GPU."""
+    rows: list[Row] = [(name, f"{each[0].spread} times") for name, each in figures("gpu.txt").items()]
+    text = (RESULTS / "performance" / "gpu.txt").read_text(encoding="utf-8")
+    for name, seconds in re.findall(r"(?m)^rounds, (plain|recorded, .* at once): (.+)$", text):
+        rows.append((f"round of fixbn/table4, batch norm, {name}", f"{statistics.median(json.loads(seconds)):.2f} s"))
+    step = re.search(r"(?m)^step: plain ([\d.]+), recorded ([\d.]+)", text)
+    assert step
+    rows += [("step of ResNet-20, batch 20, plain", f"{step[1]} ms"), ("the same, recorded", f"{step[2]} ms")]
+    return ("measurement", "median (minimum to maximum)"), rows
+
+
+# --- FedTAN over a network ------------------------------------------------------------
+
+
+def latency() -> Table:
+    found = {
+        (each["clients"], each["run"], each["milliseconds"]): each["median"] for each in lines("network/latency.jsonl")
+    }
+    columns = {"FedAvg, pipes": ("FedAvg", 0), "FedTAN, pipes": ("FedTAN pipes", 0)}
+    columns |= {("streams, " if ms == 0 else "") + f"{ms} ms": ("FedTAN streams", ms) for ms in (0, 10, 50, 100)}
+    rows: list[Row] = [
+        (str(number), *(f"{found[number, *each]:.2f} s" for each in columns.values())) for number in (2, 5, 10)
+    ]
+    return ("clients", *columns), rows
+
+
+def nodes() -> Table:
+    names = {"FedAvg": "FedAvg, ResNet-20", "FixBN": "FixBN, ResNet-20 (frozen after round 1)"}
+    names |= {"FedTAN streams": "FedTAN on streams, ResNet-20", "FedTAN streams, cnn": "FedTAN on streams, `cnn`"}
+    names |= {"FedTAN messages, cnn": "FedTAN over messages, `cnn`"}
+    found = {each["run"]: each for each in lines("network/nodes.jsonl") if each["nodes"] == 2}
+    rows: list[Row] = []
+    for run, name in names.items():
+        trips = found[run]["communication_rounds"]
+        messages = trips if "messages" in run else 1
+        rows.append((name, str(trips), str(messages), ", ".join(f"{each:.0f}" for each in found[run]["seconds"])))
+    return ("run", "communication rounds", "messages per client", "seconds of each round"), rows
+
+
+def time_to_accuracy() -> Table:
+    """From the output of benchmarks/time_to_accuracy.py: a part for one batch norm, and one for 19."""
+    parts = (RESULTS / "network/time_to_accuracy.txt").read_text(encoding="utf-8").strip().split("\n\n")
+    ninety = [re.split(r"\n  \d+ %:", part.partition("\n  90 %: ")[2])[0] for part in parts]
+
+    def limit(part: str, name: str) -> str:
+        found = re.search(rf"{re.escape(name)} is faster .* ([\d.]+ R)$", part, re.MULTILINE)
+        return found[1] if found else "-"
+
+    rounds = re.findall(r"^ {4}(\S+(?: M=\d+)?) +(\d+|never) +", ninety[0] + " ", re.MULTILINE)
+    rows: list[Row] = [(name, number, *(limit(part, name) for part in ninety)) for name, number in rounds]
+    return ("strategy", "rounds to 90 %", "faster than FedTAN above, 2 exchanges", "38 exchanges"), rows
+
+
 # --- secure aggregation, noise, malicious clients -----------------------------------
 
 
@@ -121,7 +179,7 @@ def secure() -> Table:
 
 
 def private() -> Table:
-    _, _, head, *text = (RESULTS / "differential-privacy.txt").read_text(encoding="utf-8").splitlines()
+    _, _, head, *text = (RESULTS / "private" / "digits.txt").read_text(encoding="utf-8").splitlines()
     names = {"epsilon": "epsilon", "noise": "`noise`", "keep": "`keep`", "freeze": "frozen", "group norm": "group norm"}
     columns = tuple(names[name] for name in re.split(r" {2,}", head.strip()))
     rows: list[Row] = [tuple(line.replace("inf", "no noise", 1).strip().rsplit(maxsplit=4)) for line in text]
@@ -131,32 +189,42 @@ def private() -> Table:
 ATTACKS = ("scaled", "statistics", "flipped", "noise")
 
 
-def robust(data: str, rule: str) -> Callable[[], Table]:
+def robust(data: str) -> Callable[[], Table]:
+    """A row for each strategy with each defence, a column for each attack and number of malicious clients."""
+
     def whole() -> Table:
-        found: dict[str, dict[str, str]] = {}
+        found: dict[tuple[str, str], dict[str, str]] = {}
         for line in lines("robust/runs.jsonl"):
-            if (line["set"], line["rule"]) == (data, rule):
+            if line["set"] == data:
                 case = "none" if line["attack"] is None else f"{line['attack']} {line['malicious']}"
                 value = line["accuracy"]
-                found.setdefault(line["options"], {})[case] = "failed" if value is None else f"{100 * value:.1f}"
+                of_row = found.setdefault((line["rule"], line["options"]), {})
+                of_row[case] = "failed" if value is None else f"{100 * value:.1f}"
         every = ("none", *(f"{attack} {count}" for attack in ATTACKS for count in (1, 2)))
         columns = [case for case in every if any(case in each for each in found.values())]
-        order = ("off", "bounds", "trimmed", "krum", "median")
-        rows: list[Row] = [(name, *(found[name].get(case, "") for case in columns)) for name in order if name in found]
-        return (f"{data}, {rule}", *columns), rows
+        order = itertools.product(("FedAvg", "FixBN", "FedTAN"), ("off", "bounds", "trimmed", "krum", "median"))
+        rows: list[Row] = [
+            (f"{rule}, {name}", *(found[rule, name].get(case, "") for case in columns))
+            for rule, name in order
+            if (rule, name) in found
+        ]
+        return (data, *columns), rows
 
     return whole
 
 
-def hostile() -> Mapping[str, int]:
-    """The runs with a hostile client by what became of the reply, and their rules, from the counts of each rule."""
-    found = {"rules": 0}
+def hostile() -> Table:
+    """The runs with a hostile client by what became of the reply, of all strategies together."""
+    found: dict[str, int] = {}
+    strategies = 0
     for line in (RESULTS / "reliability" / "attacks.txt").read_text(encoding="utf-8").splitlines():
         if (match := re.fullmatch(r"\D.*: (\d+) runs: (.*)", line)) and not line.startswith("#"):
-            found["rules"] += 1
+            strategies += 1
             for count, kind in [(match[1], "runs"), *re.findall(r"(\d+) ([^,]+)", match[2])]:
                 found[kind] = found.get(kind, 0) + int(count)
-    return found
+    names = {"runs": "runs", "refused": "rejected with an error", "harmless": "changed nothing"}
+    names |= {"lie": "counted like any reply", "the run ended with its own error": "diverged"}
+    return ("strategies", *names.values()), [(str(strategies), *(f"{found[name]:,}" for name in names))]
 
 
 def soak() -> Table:
@@ -271,15 +339,19 @@ def reconstructed() -> Table:
     return by_batch(("from",), "reconstruct", rows)
 
 
-ROBUST = itertools.product(("digits", "cifar10", "digits-2"), ("FedAvg", "FixBN", "FedTAN"))
 TABLES: dict[str, Callable[[], Table]] = {
     "results speed": speed,
     "results sharing": sharing,
     "results memory": memory,
     "results compiled": compiled,
+    "results gpu": gpu,
+    "results hostile": hostile,
+    "results network latency": latency,
+    "results network nodes": nodes,
+    "results network accuracy": time_to_accuracy,
     "results secure": secure,
     "results private": private,
-    **{f"results robust {data} {rule}": robust(data, rule) for data, rule in ROBUST},
+    **{f"results robust {data}": robust(data) for data in ("digits", "cifar10", "digits-2")},
     "results soak": soak,
     "results identified": identified,
     "results found in a list": found_in_list,

@@ -36,7 +36,6 @@ from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
 from fedbn_flwr.norms.roles import Role
-from fedbn_flwr.results.folder import flat_settings
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table: ([^>]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -186,30 +185,10 @@ def datasets() -> Table:
 
 def experiments() -> Table:
     """The shipped experiments of papers, without those to start with."""
-    rows: list[Row] = []
-    for name in shipped_experiments():
-        if "/" in name:
-            content, _ = read_content(name)
-            figures = "yes" if "published" in content else ""
-            rows.append((f"`{name}`", content["description"], figures, small(content)))
-    return ("experiment", "content", "with published figures", "size `small`"), rows
-
-
-def small(content: Mapping[str, Any]) -> str:
-    """What the size changes, without evaluation; values that differ among the runs as a range."""
-    parts = (content, *content["runs"].values())
-    whole, *own = (flat_settings((part.get("sizes") or {}).get("small") or {}) for part in parts)
-    words = []
-    for key in dict.fromkeys(key for changes in (whole, *own) for key in changes):
-        values = [(whole | changes)[key] for changes in own]
-        if key == "only":
-            words.append(f"{len(values[0])} of {len(values)} runs")
-        elif values[0] is None:
-            words += [f"no `{key}`"] if content.get(key) else []
-        elif not key.startswith("evaluate."):
-            same = all(value == values[0] for value in values)
-            words.append(f"`{key}` " + (literal(values[0]) if same else f"`{min(values)}` to `{max(values)}`"))
-    return ", ".join(words)
+    rows: list[Row] = [
+        (f"`{name}`", read_content(name)[0]["description"]) for name in shipped_experiments() if "/" in name
+    ]
+    return ("experiment", "content"), rows
 
 
 def keys() -> Table:

@@ -435,7 +435,7 @@ def test_a_branch_made_by_the_script_of_a_result_equals_the_whole_run(
     )
     words = [str(tmp_path / "e.yaml"), f"only={label}"]
     session(source, tmp_path / "source", 2)
-    script = ROOT / "docs" / "results" / "fixbn" / "seeds" / "branch.py"
+    script = ROOT / "benchmarks" / "branch.py"
     arguments = [tmp_path / "source", words[0], label, tmp_path / "branch", words[1]]
     monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
     runpy.run_path(str(script))
