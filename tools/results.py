@@ -262,7 +262,7 @@ def cell(kind: Mapping[str, Any], runs: list[Run], label: str = "") -> str:
     match kind:
         case {"published": table}:
             known = figure(table, kind.get("names", {}), label)
-            return "-" if known is None else str(known)
+            return "-" if known is None else f"{known:.{kind.get('digits', 1)}f}"
         case {"values": values}:
             return str(values.get(label, "-"))
     done = [run for run in runs if run.finished]
@@ -328,6 +328,10 @@ def grid(spec: Mapping[str, Any]) -> Table:
 FEWEST = 3  # seeds for a test
 
 
+def small(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.1g}"
+
+
 class Difference(NamedTuple):
     title: str
     setup: str
@@ -346,7 +350,7 @@ class Difference(NamedTuple):
         count = str(len(self.values))
         if self.test.pairs < FEWEST:
             return mean(self.values), count, "", ""
-        return mean(self.values), count, f"{self.test.low:.1f} to {self.test.high:.1f}", f"{self.p:.1g}"
+        return mean(self.values), count, f"{self.test.low:.1f} to {self.test.high:.1f}", small(self.p)
 
 
 def corrected(tests: Sequence[Paired]) -> list[float]:
@@ -392,12 +396,12 @@ def differences(name: str) -> list[Difference]:
 def compared(name: str) -> Table:
     found = differences(name)
     shown = {
-        "setup": len({each.setup for each in found}) > 1,
+        "set-up": len({each.setup for each in found}) > 1,
         "paper": any(each.published is not None for each in found),
     }
     rows: list[Row] = []
     for each in found:
-        more = [each.setup] if shown["setup"] else []
+        more = [each.setup] if shown["set-up"] else []
         more += ["-" if each.published is None else f"{each.published:.1f}"] if shown["paper"] else []
         rows.append((each.title, *more, *each.cells()))
     optional = [title for title, is_shown in shown.items() if is_shown]

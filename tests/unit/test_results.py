@@ -208,7 +208,7 @@ def test_a_difference_is_paired_by_seed_and_tested_from_three_seeds_on() -> None
     assert five.published == pytest.approx(76.56 - 53.97)
     error = statistics.stdev(values) / 5**0.5
     assert five.test.low == pytest.approx(statistics.mean(values) - 2.776 * error, abs=0.01)
-    assert five.cells()[1:] == ("5", "22.4 to 29.5", "0.0001")
+    assert five.cells()[1:] == ("5", "22.4 to 29.5", "< 0.001")
     assert two.cells() == ("31.0 ± 3.4", "2", "", "")
     tested = [
         (name, row)
