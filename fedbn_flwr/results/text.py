@@ -50,12 +50,14 @@ def in_markdown(text: str) -> str:
 
 
 def in_plot(text: str, length: int = 60) -> str:
-    """Text in which matplotlib finds no formula."""
-    return shorten(printable(text), length).replace("$", r"\$")
+    """Text in which matplotlib finds no formula. Of a long one both ends are kept: labels may differ at either."""
+    text, half = printable(text), length // 2
+    return (text if len(text) <= length else f"{text[: half - 1]}…{text[-half:]}").replace("$", r"\$")
 
 
 def in_html(text: str) -> str:
-    return html.escape(printable(text))
+    """A line does not end within `78.55% ± 1.47`."""
+    return html.escape(printable(text)).replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
 
 
 def in_csv(value: Any) -> Any:

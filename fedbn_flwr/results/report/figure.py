@@ -36,6 +36,19 @@ class Plot(Figure):
         """Words that an SVG shows under the pointer at a point of a panel, in the panel's values or by a transform."""
         self._tips.append((transform or panel.transData, x, y, words))
 
+    @property
+    def words(self) -> list[str]:
+        """What is shown under the pointer."""
+        return [words for *_, words in self._tips]
+
+    @property
+    def name(self) -> str:
+        """What the first panel shows, for readers who do not see it."""
+        panel = self.axes[0]
+        scale = "logarithmic scale" if panel.get_yscale() == "log" else ""
+        parts = panel.get_title(loc="left"), panel.get_ylabel(), panel.get_xlabel(), scale
+        return ", ".join(filter(None, parts)).replace(r"\$", "$")
+
     def write(self, file: Path) -> None:
         """Into a folder that may not exist yet, in the format that the file's name ends in."""
         if file.suffix[1:] not in (known := self.canvas.get_supported_filetypes()):

@@ -1,10 +1,16 @@
-"""The pictures of a report. Each is declared here once; `Plot` makes files and the pictures of the page of it."""
+"""The pictures of a report: files with all panels, and in the page each panel as a picture of its own.
+
+A panel is declared once, as a function that draws it and returns the lines of its legend.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +19,7 @@ from fedbn_flwr.errors import UserError, did_you_mean
 from ..folder.clients import PartitionCounts
 from ..text import in_plot
 from .curves import AXES, Measure, curve, measures, thinned
-from .rows import Row, Sweep, deviation, headline, mean, runs_of
+from .rows import Row, Sweep, deviation, headline, mean, runs_of, sweeps
 from .tables import DEFAULT, Form, as_measured, by_domain, in_domains, measures_of_clients, measures_of_sweep, set_up
 
 if TYPE_CHECKING:
@@ -25,11 +31,12 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "<", ">", "p")
 
 # Curves that are equal hide each other unless line style, marker and place of the markers differ.
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
+_ALONE = 4.6, 3.4  # inches of a picture of the page, whose text can be read on a phone
 _MOST_BANDS = 8  # with more rows the bands of deviation cover each other
 _PANELS = ("round", "communication_rounds", "mib")
 _TIPS = 100  # points of a curve that have a tip
 _SHOWN_CLASSES = 24  # in a legend
-_LABELLED = 40  # more names of clients do not fit
+_LABELLED = 3  # more names of clients do not fit in an inch
 _END: dict[str, Any] = {"marker": "x", "markersize": 11, "markeredgewidth": 2.5}  # of a curve that diverged
 _BOX: dict[str, Any] = {
     "widths": 0.5,
@@ -38,6 +45,8 @@ _BOX: dict[str, Any] = {
     "medianprops": {"color": "black"},
     "meanprops": {"marker": "D", "markersize": 4, "markerfacecolor": "black", "markeredgecolor": "black"},
 }
+
+Draw = Callable[[Any], Mapping[str, Any]]
 
 
 def _panels(count: int, columns: int, width: float, height: float) -> tuple[Plot, list[Any]]:
@@ -52,19 +61,73 @@ def _panels(count: int, columns: int, width: float, height: float) -> tuple[Plot
 
 def _finish(panel: Any, title: str, *, grid: Any = "both", **values: Any) -> None:
     panel.set(**values)
-    panel.set_title(in_plot(title, 100), fontsize="medium", loc="left")
+    inches = panel.get_position().width * panel.figure.get_figwidth()
+    panel.set_title(textwrap.fill(in_plot(title, 100), int(12 * inches)), fontsize="medium", loc="left")
     panel.grid(axis=grid, alpha=0.3)
     panel.set_axisbelow(True)
 
 
-def _style(number: int) -> dict[str, str]:
-    """Of a row, the same in all pictures."""
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+def _style(colour: int, mark: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[colour % len(COLOURS)],
+        "marker": MARKERS[mark % len(MARKERS)],
+        "linestyle": _DASHES[mark % len(_DASHES)],
+    }
+
+
+def _styles(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Of each row, the same in all pictures: in a sweep the colour is the strategy's, marker and dash are the value's.
+
+    Rows that this does not tell apart, and those that are not of a sweep, differ in all three.
+    """
+    names = [row.strategy for row in rows]
+    values = [str(list((row.first.cell.get("sweep") or {}).values())) for row in rows]
+    known = list(dict.fromkeys(names)), list(dict.fromkeys(values))
+    places = [(known[0].index(name), known[1].index(value)) for name, value in zip(names, values, strict=True)]
+    told_apart = len({*places}) == len(rows) and len(known[0]) <= len(COLOURS) and 1 < len(known[1]) <= len(MARKERS)
+    return [_style(*place) for place in (places if told_apart else [(n, n) for n in range(len(rows))])]
 
 
 def _legend(where: Any, handles: Mapping[str, Any], **options: Any) -> None:
     if handles:
         where.legend(handles.values(), list(map(in_plot, handles)), fontsize="small", **options)
+
+
+def _grid(draws: Sequence[Draw], columns: int, width: float, **legend: Any) -> Plot:
+    """Panels of this width in inches, with a common legend."""
+    figure, panels = _panels(len(draws), columns, width, 4.2)
+    handles = [draw(panel) for draw, panel in zip(draws, panels, strict=True)]
+    _legend(figure, {title: line for each in handles for title, line in each.items()}, **legend)
+    return figure
+
+
+# --- the page ---
+
+
+def alone(draw: Draw, width: float = 0) -> Plot:
+    """A panel as a picture of the page, with the legend below it."""
+    figure, (panel,) = _panels(1, 1, max(width, _ALONE[0]), _ALONE[1])
+    handles = draw(panel)
+    columns = max(1, 66 // (12 + min(60, max(map(len, handles), default=0))))
+    figure.set_figheight(_ALONE[1] + 0.18 * -(-len(handles) // columns))
+    _legend(figure, handles, loc="outside lower left", ncols=columns, handlelength=4)
+    return figure
+
+
+def alone_all(rows: Sequence[Row], form: Form) -> Iterator[Plot]:
+    """The panels of the main picture, of sweeps and of clients."""
+    yield from map(alone, chain(*_main(rows, headline(runs_of(rows))), _of_sweeps(sweeps(rows), form)))
+    yield from (alone(draw, 1.5 + 0.22 * len(rows)) for draw in _of_clients(rows))
+
+
+def alone_curve(rows: Sequence[Row], measure: str, axis: str, scale: str) -> Plot:
+    figure = alone(partial(_curves, rows, rows, measure, axis))
+    figure.axes[0].set_yscale(scale)
+    return figure
+
+
+def alone_partition(partition: PartitionCounts) -> Plot:
+    return alone(partial(_bars, partition))
 
 
 # --- curves and domains ---
@@ -84,67 +147,69 @@ def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = Non
     measure = measure or headline(runs_of(rows))
     if axis:
         return curve_panel(rows, measure, axis)
-    domains, own = by_domain(rows), f"clients_own_{measure}"
-    keys = [measure, *([own] if any(row.figures(own) for row in rows) else [])]
-    lines = [line for row in rows for run in row.counted for line in run.lines]
-    within = any(line["communication_rounds"] != 1 for line in lines)  # a round exchanges more than a model
-    axes = [each for each in _PANELS if each != "communication_rounds" or within]
-    places: list[Any] = [[f"{key} {each}" for each in axes] for key in keys]
-    places += [[prefix] * len(axes) for prefix in domains]
-    heights = [4.2] * len(keys) + [2.8] * len(domains)
+    lines = _main(rows, measure)
+    columns, heights = max(map(len, lines)), [4.2 if len(line) > 1 else 2.8 for line in lines]
     figure = Plot(figsize=(15, 0.5 + sum(heights)))
-    note = " Band: ± one standard deviation over seeds." if any(_has_band(row, len(rows)) for row in rows) else ""
+    note = " Band: ± one standard deviation over seeds." if any(_has_band(row, rows) for row in rows) else ""
     figure.suptitle(in_plot(set_up(rows) + note, 150), fontsize="medium")
+    places: list[Any] = [[f"{i} {j % len(line)}" for j in range(columns)] for i, line in enumerate(lines)]
     panels = figure.subplot_mosaic(places, height_ratios=heights)
     handles: dict[str, Any] = {}
-    for key in keys:
-        # A row without a global model has its clients in the panels of `own` only.
-        shown = {i: row for i, row in enumerate(rows) if not (key == measure and own in keys and row.accuracy_of)}
-        for each in axes:
-            handles |= _curves(panels[f"{key} {each}"], shown, len(rows), key, each)
-    for prefix, names in domains.items():
-        of, found = Measure.of(prefix.removesuffix("_")), {row.title: in_domains(row, prefix, names) for row in rows}
-        _side_by_side(panels[prefix], of, [*names, "average"], found)
-        _finish(panels[prefix], f"{of.title}, by domain", grid="y", ylabel=of.unit)
+    for place, panel in panels.items():
+        line, column = map(int, place.split())
+        found = lines[line][column](panel)
+        handles |= found if len(lines[line]) > 1 else {}  # dots by domain are of the rows of the curves
     _legend(figure, handles, loc="outside right upper", handlelength=4)
     return figure
 
 
-def curve_panel(rows: Sequence[Row], measure: str, axis: str, *, scale: str = "linear") -> Plot:
+def curve_panel(rows: Sequence[Row], measure: str, axis: str) -> Plot:
     """A single panel with its legend inside."""
     figure, (panel,) = _panels(1, 1, 6, 4.2)
-    _legend(panel, _curves(panel, dict(enumerate(rows)), len(rows), measure, axis), handlelength=3)
-    panel.set_yscale(scale)
+    _legend(panel, _curves(rows, rows, measure, axis, panel), handlelength=3)
     return figure
 
 
-def _curves(panel: Any, shown: Mapping[int, Row], rows: int, key: str, axis: str) -> dict[str, Any]:
-    """Draw the rows into a panel; returns the lines of the legend."""
+def _main(rows: Sequence[Row], measure: str) -> list[list[Draw]]:
+    """A line for each measure, with a panel for each axis, and for each kind of domains a panel."""
+    own = f"clients_own_{measure}"
+    keys = [measure, *([own] if any(row.figures(own) for row in rows) else [])]
+    lines = [line for row in rows for run in row.counted for line in run.lines]
+    within = any(line["communication_rounds"] != 1 for line in lines)  # a round exchanges more than a model
+    axes = [each for each in _PANELS if each != "communication_rounds" or within]
+    # A row without a global model has its clients in the panels of `own` only.
+    of_model = [row for row in rows if own not in keys or not row.accuracy_of]
+    shown = {measure: of_model, own: rows}
+    found: list[list[Draw]] = [[partial(_curves, rows, shown[key], key, axis) for axis in axes] for key in keys]
+    return found + [[partial(_domains, rows, *each)] for each in by_domain(rows).items()]
+
+
+def _curves(rows: Sequence[Row], shown: Sequence[Row], key: str, axis: str, panel: Any) -> dict[str, Any]:
+    """Draw those of the rows that are shown."""
     from matplotlib.ticker import MaxNLocator
 
-    measure, handles = Measure.of(key), {}
-    for number, row in shown.items():
+    measure, handles, count = Measure.of(key), {}, len(rows)
+    for number, (row, style) in enumerate(zip(rows, _styles(rows), strict=True)):
         places, found = curve([run.lines for run in row.counted], key, axis)
-        if not places:
+        if row not in shown or not places:
             continue
         means = [measure.scale * statistics.fmean(values) for values in found]
         step = max(1, len(places) // 8)
         (handles[row.title],) = panel.plot(
             places,
             means,
-            linestyle=_DASHES[number % len(_DASHES)],
             # An earlier line is wider, so that it is visible below a later one.
-            linewidth=1.2 + 1.8 * (rows - number) / rows,
-            **_style(number),
+            linewidth=1.2 + 1.8 * (count - number) / count,
+            **style,
             markersize=5,
-            markevery=(number * step // rows % max(1, len(places)), step),
+            markevery=(number * step // count % max(1, len(places)), step),
         )
         if _has_band(row, rows):
             spread = [measure.scale * statistics.stdev(values) for values in found]
             low, high = ([a + sign * b for a, b in zip(means, spread, strict=True)] for sign in (-1, 1))
-            panel.fill_between(places, low, high, color=_style(number)["color"], alpha=0.15, lw=0)
+            panel.fill_between(places, low, high, color=style["color"], alpha=0.15, lw=0)
         if row.diverged:
-            panel.plot(places[-1], means[-1], **_END, color=_style(number)["color"])
+            panel.plot(places[-1], means[-1], **_END, color=style["color"])
         for x, y in thinned(list(zip(places, means, strict=True)), _TIPS):
             panel.figure.tip(panel, x, y, f"{row.title}: {y:.4g}{measure.unit} at {x:.6g} {AXES[axis]}")
     _finish(panel, "", xlabel=AXES[axis], ylabel=in_plot(measure.axis))
@@ -154,9 +219,16 @@ def _curves(panel: Any, shown: Mapping[int, Row], rows: int, key: str, axis: str
     return handles
 
 
-def _has_band(row: Row, rows: int) -> bool:
-    """Whether the deviation over its runs is drawn in a picture of so many rows."""
-    return rows <= _MOST_BANDS and len(row.counted) > 1
+def _domains(rows: Sequence[Row], prefix: str, names: Sequence[str], panel: Any) -> dict[str, Any]:
+    measure, found = Measure.of(prefix.removesuffix("_")), {row.title: in_domains(row, prefix, names) for row in rows}
+    handles = _side_by_side(panel, measure, [*names, "average"], found, _styles(rows))
+    _finish(panel, f"{measure.title}, by domain", grid="y", ylabel=measure.unit)
+    return handles
+
+
+def _has_band(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether the deviation over its runs is drawn in a picture of these rows."""
+    return len(rows) <= _MOST_BANDS and len(row.counted) > 1
 
 
 def _side_by_side(
@@ -164,25 +236,27 @@ def _side_by_side(
     measure: Measure,
     names: Sequence[str],
     found: Mapping[str, Sequence[Sequence[float]]],
+    styles: Sequence[Mapping[str, Any]],
     diverged: Mapping[tuple[str, int], str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Dots for each name: those of a run, with a line for the deviation over seeds; returns the lines of the legend.
+    """Dots for each name: those of a run, with a line for the deviation over seeds.
 
     `diverged` has words on the titles and places where runs diverged, which get a cross on the axis.
     """
     handles: dict[str, Any] = {}
-    for number, (title, columns) in enumerate(found.items()):
+    for number, ((title, columns), look) in enumerate(zip(found.items(), styles, strict=True)):
+        style = {**look, "linestyle": "none", "markersize": 7}
         aside = (0.8 * number - 0.4 * (len(found) - 1)) / len(found)
         for place, values in enumerate(columns):
             if values and math.isfinite(mean(values)):
                 x, y, spread = place + aside, measure.scale * mean(values), measure.scale * (deviation(values) or 0.0)
-                handles[title] = panel.errorbar(x, y, spread, linestyle="none", markersize=7, **_style(number))
+                handles[title] = panel.errorbar(x, y, spread, **style)
                 panel.figure.tip(panel, x, y, f"{title}, {names[place]}: {as_measured(measure, values)}")
             if words := diverged.get((title, place)):
-                x, on_axis, style = place + aside, panel.get_xaxis_transform(), _style(number)
+                x, on_axis = place + aside, panel.get_xaxis_transform()
                 panel.plot(x, 0, **_END, color=style["color"], transform=on_axis, clip_on=False)
                 panel.figure.tip(panel, x, 0, f"{title}, {names[place]}: {words}", on_axis)
-                handles.setdefault(title, panel.plot([], [], linestyle="none", markersize=7, **style)[0])
+                handles.setdefault(title, panel.plot([], [], **style)[0])
     for place in range(len(names) - 1):
         panel.axvline(place + 0.5, color="grey", lw=0.8)
     panel.set_xticks(range(len(names)), [in_plot(name, 20) for name in names])
@@ -193,51 +267,62 @@ def _side_by_side(
 # --- sweeps ---
 
 
-def sweeps_plot(sweeps: Sequence[Sweep], form: Form = DEFAULT) -> Plot:
+def sweeps_plot(found: Sequence[Sweep], form: Form = DEFAULT) -> Plot:
     """A panel for each sweep and measure, with the values of the sweep side by side."""
-    shown = [(sweep, measure) for sweep in sweeps for measure in measures_of_sweep(sweep, form)]
-    figure, panels = _panels(len(shown), 3, 5.3, 4.2)
-    labels = list(dict.fromkeys(label for sweep in sweeps for label in sweep.lines))
-    handles: dict[str, Any] = {}
-    for panel, (sweep, measure) in zip(panels, shown, strict=True):
-        lines = {label: [sweep.lines.get(label, {}).get(word) for word in sweep.values] for label in labels}
-        found = {label: [row.figures(measure.key) if row else [] for row in line] for label, line in lines.items()}
-        diverged = {
-            (label, place): row.divergence + row.marks.removeprefix(f" [{row.unfinished}]")
-            for label, line in lines.items()
-            for place, row in enumerate(line)
-            if row and row.divergence
-        }
-        handles |= _side_by_side(panel, measure, sweep.values, found, diverged)
-        note = " (cross: diverged)" if diverged else ""
-        _finish(panel, sweep.title, grid="y", xlabel=in_plot(sweep.key) + note, ylabel=in_plot(measure.axis))
-    _legend(figure, handles, loc="outside upper center", ncols=4)
-    return figure
+    return _grid(_of_sweeps(found, form), 3, 5.3, loc="outside upper center", ncols=4)
+
+
+def _of_sweeps(found: Sequence[Sweep], form: Form) -> list[Draw]:
+    labels = list(dict.fromkeys(label for sweep in found for label in sweep.lines))
+    return [partial(_dots, sweep, measure, labels) for sweep in found for measure in measures_of_sweep(sweep, form)]
+
+
+def _dots(sweep: Sweep, measure: Measure, labels: Sequence[str], panel: Any) -> dict[str, Any]:
+    lines = {label: [sweep.lines.get(label, {}).get(word) for word in sweep.values] for label in labels}
+    found = {label: [row.figures(measure.key) if row else [] for row in line] for label, line in lines.items()}
+    diverged = {
+        (label, place): row.divergence + row.marks.removeprefix(f" [{row.unfinished}]")
+        for label, line in lines.items()
+        for place, row in enumerate(line)
+        if row and row.divergence
+    }
+    styles = [_style(number, number) for number in range(len(labels))]
+    handles = _side_by_side(panel, measure, sweep.values, found, styles, diverged)
+    note = " (cross: diverged)" if diverged else ""
+    _finish(panel, sweep.title, grid="y", xlabel=in_plot(sweep.key) + note, ylabel=in_plot(measure.axis))
+    return handles
 
 
 # --- clients ---
 
 
 def clients_plot(rows: Sequence[Row]) -> Plot | None:
-    """A panel for each main metric of single clients, with a box for each row; None if there are no values.
+    """A panel for each main metric of single clients, with a box for each row; None if there are no values."""
+    draws = _of_clients(rows)
+    return _grid(draws, 3, max(5.0, 2.5 + 0.7 * len(rows))) if draws else None
 
-    The box is the middle half of the clients, its line the median, the diamond the mean; whiskers reach to the
-    extremes.
-    """
+
+def _of_clients(rows: Sequence[Row]) -> list[Draw]:
     rows = [row for row in rows if not row.diverged]
     metrics = {key: each for row in rows for run in row.counted for key, each in measures_of_clients(run).items()}
-    if not metrics:
-        return None
-    figure, panels = _panels(len(metrics), 3, max(5.0, 2.5 + 0.7 * len(rows)), 4.2)
-    for panel, (key, measure) in zip(panels, metrics.items(), strict=True):
-        values = [
-            [measure.scale * each for run in row.counted for each in run.clients.get(key, {}).values()] for row in rows
-        ]
-        finite = [list(filter(math.isfinite, each)) for each in values]
-        panel.boxplot(finite, positions=range(len(rows)), **_BOX)
-        panel.set_xticks(range(len(rows)), [in_plot(row.label, 24) for row in rows], rotation=20, ha="right")
-        _finish(panel, measure.title, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
-    return figure
+    return [partial(_boxes, rows, key, measure) for key, measure in metrics.items()]
+
+
+def _boxes(rows: Sequence[Row], key: str, measure: Measure, panel: Any) -> dict[str, Any]:
+    """The box is the middle half of the clients, its line the median, the diamond the mean; whiskers reach to the
+    extremes.
+    """
+    values = [[each for run in row.counted for each in run.clients.get(key, {}).values()] for row in rows]
+    finite = [[measure.scale * value for value in each if math.isfinite(value)] for each in values]
+    panel.boxplot(finite, positions=range(len(rows)), **_BOX)
+    for place, (row, found) in enumerate(zip(rows, finite, strict=True)):
+        if found:
+            middle, low, high = statistics.median(found), min(found), max(found)
+            words = f"median {middle:.4g}{measure.unit}, from {low:.4g} to {high:.4g}"
+            panel.figure.tip(panel, place, middle, f"{row.title}: {words}")
+    panel.set_xticks(range(len(rows)), [in_plot(row.label, 24) for row in rows], rotation=40, ha="right")
+    _finish(panel, measure.title, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
+    return {}
 
 
 # --- data of the clients ---
@@ -248,25 +333,28 @@ def partitions_plot(partitions: Sequence[PartitionCounts]) -> Plot:
     widest = max(len(partition.counts) for partition in partitions)
     figure, panels = _panels(len(partitions), 1, min(14, 4.5 + 0.35 * widest), 3.6)
     for panel, partition in zip(panels, partitions, strict=True):
-        classes, counts, clients = partition.classes, partition.counts, partition.clients
-        places, bottom = range(len(counts)), [0] * len(counts)
-        for label, colour in enumerate(class_colours(len(classes))):
-            heights = [row[label] for row in counts]
-            panel.bar(places, heights, 0.9, bottom, color=colour)
-            for client, height in enumerate(heights):
-                if height:
-                    words = f"client {client}, {classes[label]}: {height} examples"
-                    panel.figure.tip(panel, client, bottom[client] + height / 2, words)
-                bottom[client] += height
-        _finish(panel, partition.title, grid="y", xlabel="client", ylabel="examples", xlim=(-0.6, len(places) - 0.4))
-        if clients:
-            shown = thinned(places, _LABELLED)
-            panel.set_xticks(shown, [in_plot(clients[i], 30) for i in shown], rotation=45, ha="right")
-        if 1 < len(classes) <= _SHOWN_CLASSES:
-            # In the order of the bars, the first class at the bottom; matplotlib omits names such as _other by itself.
-            handles = dict(zip(classes[::-1], panel.containers[::-1], strict=True))
-            _legend(panel, handles, loc="center left", bbox_to_anchor=(1, 0.5))
+        _legend(panel, _bars(partition, panel), loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
+
+
+def _bars(partition: PartitionCounts, panel: Any) -> dict[str, Any]:
+    classes, counts, clients = partition.classes, partition.counts, partition.clients
+    places, bottom = range(len(counts)), [0] * len(counts)
+    for label, colour in enumerate(class_colours(len(classes))):
+        heights = [row[label] for row in counts]
+        panel.bar(places, heights, 0.9, bottom, color=colour)
+        for client, height in enumerate(heights):
+            if height:
+                words = f"client {client}, {classes[label]}: {height} examples"
+                panel.figure.tip(panel, client, bottom[client] + height / 2, words)
+            bottom[client] += height
+    _finish(panel, partition.title, grid="y", xlabel="client", ylabel="examples", xlim=(-0.6, len(places) - 0.4))
+    if clients:
+        shown = thinned(places, int(_LABELLED * panel.figure.get_figwidth()))
+        panel.set_xticks(shown, [in_plot(clients[i], 30) for i in shown], rotation=45, ha="right")
+    # In the order of the bars, the first class at the bottom; matplotlib omits names such as _other by itself.
+    named = 1 < len(classes) <= _SHOWN_CLASSES
+    return dict(zip(classes[::-1], panel.containers[::-1], strict=True)) if named else {}
 
 
 def class_colours(count: int) -> list[Any]:

@@ -83,6 +83,11 @@ class Row:
         return self.label + self.marks
 
     @property
+    def strategy(self) -> str:
+        """Its name in the experiment, without swept values."""
+        return str(self.first.cell.get("row") or self.first.summary.strategy) + self.accuracy_of
+
+    @property
     def first(self) -> Run:
         """Its settings are those of all, but for the seed."""
         return self.runs[0]
@@ -253,8 +258,7 @@ def _sweep(key: str, title: str, values: Mapping[str, Any], rows: Sequence[tuple
     words = [word for word in values if word in {word for _, word in rows}]
     if all(is_number(values[word]) for word in words):
         words.sort(key=float)
-    labels = [str(row.first.cell.get("row") or row.first.summary.strategy) + row.accuracy_of for row, _ in rows]
-    names = apart([(label, row.first.fixed_settings) for label, (row, _) in zip(labels, rows, strict=True)])
+    names = apart([(row.strategy, row.first.fixed_settings) for row, _ in rows])
     lines: dict[str, dict[str, Row]] = {}
     for name, (row, word) in zip(names, rows, strict=True):
         is_taken = word in lines.get(name, {})  # by one of the candidates of `tune` none of which is chosen

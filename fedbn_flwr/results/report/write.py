@@ -9,9 +9,10 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from ..read.runs import Run, find_runs, is_number
 from ..text import in_html, in_markdown
 from ..yaml_text import dump_yaml
 from .curves import measures, spent
-from .pictures import clients_plot, curve_panel, partitions_plot, plot, sweeps_plot
+from .pictures import alone_all, alone_curve, alone_partition, clients_plot, plot, sweeps_plot
 from .rows import Row, choose, group, headline, runs_of, sweeps
 from .tables import (
     DEFAULT,
@@ -50,7 +51,7 @@ _CURVES = 100  # of the page, each of which takes a quarter of a second
 _NOTE = (
     '<p class="note">Figures are those of the last evaluated round; "best" is the best round on the test examples. '
     'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": of those that finished. A MiB '
-    "is 2<sup>20</sup> bytes of arrays, summed over clients. Pictures show values under the pointer.</p>"
+    "is 2<sup>20</sup> bytes of arrays, summed over clients. A picture's values are below it and under the pointer.</p>"
 )
 
 
@@ -81,7 +82,7 @@ def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT, *, on
         _write(out / "report.csv", as_csv(rows, form))
         _write(out / "report.json", to_json([_figures(run, row in rows) for row in every for run in row.runs]) + "\n")
         paths = {"table": out / "report.md", **({"plot": out / "report.png"} if shown else {}), **paths}
-    _write(file, page(every, form, shown))
+    _write(file, page(every, form, has_pictures=bool(shown)))
     written = "\n".join(f"{what + ':':6} {path}" for what, path in paths.items())
     return "\n\n".join([*notices, tables_as_text(found) + missing, written])
 
@@ -123,16 +124,14 @@ def _figures(run: Run, chosen: bool) -> dict[str, Any]:
 # --- the page ---
 
 
-def page(every: Sequence[Row], form: Form, pictures: Mapping[str, Plot]) -> str:
-    """The tables and pictures; and more pictures, if there are some, since then matplotlib is installed."""
-    rows = choose(every)
+def page(every: Sequence[Row], form: Form, *, has_pictures: bool) -> str:
+    """The tables and, if matplotlib is installed, the pictures, of which those of single measures are closed."""
+    rows, numbers = choose(every), count()
     runs = runs_of(rows)
-    sections = {
-        "Results": "".join(map(_table, tables(every, form))) + _NOTE,
-        "Pictures": _shown(list(pictures.values()), "scroll wide"),
-    }
-    for heading, name, picture in _more(rows) if pictures else ():
-        text = f"<details><summary>{in_html(name)}</summary>{_shown(picture)}</details>"
+    sections = {"Results": "".join(map(_table, tables(every, form))) + _NOTE}
+    for heading, name, pictures in _pictures_of_page(rows, form) if has_pictures else ():
+        text = f'<div class="pictures">{"".join(map(_figure, numbers, pictures))}</div>'
+        text = f'<details class="print"><summary>{in_html(name)}</summary>{text}</details>' if name else text
         sections[heading] = sections.get(heading, "") + text
     sections["Settings"] = _table(differing_settings(rows)) + "".join(map(_run, runs))
     shown = {name: text for name, text in sections.items() if text}
@@ -151,35 +150,41 @@ def page(every: Sequence[Row], form: Form, pictures: Mapping[str, Plot]) -> str:
 
 
 def _table(table: Table) -> str:
-    return f'<div class="scroll" tabindex="0">{as_html(*table)}</div>' if table[1] else ""
+    if not table[1]:
+        return ""
+    name = in_html(table[0] or "results")
+    return f'<div class="scroll" role="group" aria-label="{name}" tabindex="0">{as_html(*table)}</div>'
 
 
-def _shown(pictures: Sequence[Plot], kind: str = "pictures") -> str:
-    """Pictures in a page, whose elements have different identities."""
-    found = (re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{id(picture)}-", picture.svg) for picture in pictures)
-    shown = "".join(svg[svg.index("<svg") :] for svg in found)
-    return f'<div class="{kind}">{shown}</div>' if shown else ""
+def _figure(number: int, picture: Plot) -> str:
+    """A picture with its values, for those who cannot point at them; elements of pictures share no identity."""
+    svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{number}-", picture.svg)
+    name, values = in_html(picture.name), "".join(f"<li>{in_html(words)}</li>" for words in picture.words)
+    shown = f'<svg role="img" aria-label="{name}"{svg[svg.index("<svg") + 4 :]}'
+    opened = f'<details><summary aria-label="Values of {name}">Values</summary><ul tabindex="0">{values}</ul></details>'
+    return f"<figure>{shown}{opened if values else ''}</figure>"
 
 
-def _more(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Plot]]]:
-    """The section, the name and the pictures of each measure and partition."""
+def _pictures_of_page(rows: Sequence[Row], form: Form) -> Iterator[tuple[str, str, Iterable[Plot]]]:
+    """The section, the name and the pictures: of the whole report, and of each measure and partition."""
+    yield "Pictures", "", alone_all(rows, form)
     first = headline(runs_of(rows))
     lines = [line for row in rows for run in row.counted for line in run.lines]
     for measure in measures(lines)[:_CURVES]:
         axis = "seconds" if measure.key in (first, f"clients_own_{first}") else "round"  # others are in the plot
         values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
         scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)
-        yield "Curves", measure.title, [curve_panel(rows, measure.key, axis, scale=scale) for scale in scales]
+        yield "Curves", measure.title, [alone_curve(rows, measure.key, axis, scale) for scale in scales]
     known = (row.first.files.read("partition.json") for row in rows)  # other seeds are alike
     for found in {json.dumps(counts): counts for counts in known if counts}.values():
         found |= {key: found[key][:_CLIENTS] for key in ("counts", "clients")}
-        yield "Data of the clients", found["title"], [partitions_plot([PartitionCounts(**found)])]
+        yield "Data of the clients", found["title"], [alone_partition(PartitionCounts(**found))]
 
 
 def _run(run: Run) -> str:
     parts = {"Settings": run.config, "Results": run.figures, "Environment": run.files.read("environment.json")}
     blocks = "".join(
-        f"<h4>{name}</h4><pre>{html.escape(dump_yaml(found))}</pre>" for name, found in parts.items() if found
+        f"<h3>{name}</h3><pre>{html.escape(dump_yaml(found))}</pre>" for name, found in parts.items() if found
     )
     name = in_html(f"{run.label}, seed {run.summary.seed}")
     return f"<details><summary>{name} <small>{in_html(run.summary.status)}</small></summary>{blocks}</details>"

@@ -18,6 +18,7 @@ from fedbn_flwr.results.report.pictures import plot
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import as_markdown, as_text, table
 from fedbn_flwr.results.report.write import write_report
+from fedbn_flwr.results.text import in_plot
 from tests.support.runs import TRAFFIC, write_run
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -162,6 +163,26 @@ def test_a_point_is_where_the_picture_shows_its_value(tmp_path: Path) -> None:
     assert [point[:2] for point in points(picture)] == [pytest.approx(corner, abs=0.06) for corner in corners]
 
 
+def test_a_picture_has_a_name_and_its_values_are_also_a_list(tmp_path: Path) -> None:
+    clients = [{"round": 3, "clients": {str(i): {"own_accuracy": i / 10} for i in range(11)}}]
+    write_run(tmp_path / "run", "FedAvg", accuracy_sea=0.5, files={"clients.jsonl": clients})
+    page = page_of(tmp_path)
+    pictures = [attributes for tag, attributes in page.tags if tag == "svg"]
+    names = [attributes["aria-label"] for attributes in pictures]
+    assert {attributes["role"] for attributes in pictures} == {"img"}
+    assert {"accuracy, %, rounds", "loss, rounds, logarithmic scale"} <= set(names)
+    assert {"FedAvg: 40% at 2 rounds", "FedAvg, sea: 50.00%"} <= set(page.texts["li"])
+    assert "FedAvg: median 50%, from 0 to 100" in page.texts["li"]
+    assert page.texts["li"] == page.texts["title"][1:]
+
+
+def test_the_middle_of_a_long_name_is_left_out_in_pictures() -> None:
+    """Names of rows that differ in a swept value differ at their end."""
+    found = [in_plot("a long name " * 9 + f"alpha={alpha}") for alpha in (0.1, 0.5)]
+    assert [len(name) for name in found] == [60, 60]
+    assert [name[-9:] for name in found] == ["alpha=0.1", "alpha=0.5"]
+
+
 def test_pictures_of_a_page_share_no_identity(tmp_path: Path) -> None:
     """An element that is defined in a closed part of the page would not be drawn elsewhere."""
     write_run(tmp_path / "run", "FedAvg", clients_own_accuracy=0.5)
@@ -199,7 +220,7 @@ def test_settings_that_differ_and_published_figures_are_tables(tmp_path: Path) -
     page = page_of(tmp_path)
     cells = page.texts["td"]
     start = cells.index("accuracy")
-    assert cells[start + 1 : start + 6] == ["50.00% ± 1.00", "60.00% ± 0.00", "2", "", "Paper, Table 1"]
+    assert cells[start + 1 : start + 6] == ["50.00%\xa0±\xa01.00", "60.00%\xa0±\xa00.00", "2", "", "Paper, Table 1"]
     assert cells[start + 7 : start + 10] == ["90.00%", "-", "0"], "not measured"
     assert "train.lr" in page.texts["th"]
     assert "train.steps" not in page.texts["th"], "it is the same in all runs"
@@ -269,7 +290,7 @@ def test_the_page_has_a_limited_number_of_curves(tmp_path: Path, monkeypatch: py
     domains = {f"clients_own_accuracy_{number}": 0.5 for number in range(3)}
     write_run(tmp_path / "one", "one", lines=[{**domains, "accuracy": 0.5, "loss": 1.0}])
     write_report([tmp_path], tmp_path / "page.html", only_page=True)
-    named = page_of(tmp_path).texts["summary"]
+    named = [name for name in page_of(tmp_path).texts["summary"] if name != "Values"]
     assert named[:2] == ["accuracy", "loss"]
     assert not [name for name in named if "domain" in name]
 

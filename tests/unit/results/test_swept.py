@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_hex
 from PIL import Image
 
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report.pictures import sweeps_plot
+from fedbn_flwr.results.report.pictures import COLOURS, plot, sweeps_plot
 from fedbn_flwr.results.report.rows import Row, choose, group, sweeps
 from fedbn_flwr.results.report.tables import DEFAULT, Form, Table, published, sweep_tables, tables
 from fedbn_flwr.results.report.write import write_report
@@ -45,7 +46,7 @@ def test_figures_of_another_set_up_have_a_note(tmp_path: Path) -> None:
     page = tmp_path / "out" / "report.md"
     for written in (text, page.read_text(), (tmp_path / "out" / "report.html").read_text()):
         assert "other set-up (size small, other rounds)" in written
-        assert "90.00% ± 1.00" in written
+        assert "90.00% ± 1.00" in written.replace("\xa0", " ")
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed", "running"])
@@ -140,6 +141,34 @@ def test_a_value_at_which_runs_diverged_has_a_cross_and_no_dot(tmp_path: Path) -
     assert "<title>B, 60.0: diverged in round 4 (2 of 3 seeds)</title>" in picture.svg
 
 
+def test_the_colour_of_a_curve_is_the_strategy_s_and_its_dash_the_swept_value_s(tmp_path: Path) -> None:
+    """Also of the dots by domain; in the picture of the sweep a strategy has the same colour."""
+    for row in "ABCDE":
+        for alpha in (0.1, 0.5, 5.0):
+            write_cell(tmp_path, row, {"alpha": alpha}, 0.5, accuracy_sea=0.5)
+    rows = rows_of(tmp_path)
+    figure = plot(rows)
+    curves = figure.axes[0].get_lines()
+    assert [to_hex(line.get_color()).upper() for line in curves] == [COLOURS[i // 3] for i in range(15)]
+    assert [line.get_marker() for line in curves] == ["o", "s", "^"] * 5
+    dashes = [str(line._dash_pattern[1]) for line in curves[::5]]
+    assert len({*dashes}) == 3, "one of each value"
+    dots = figure.axes[-1].containers
+    assert {(dot.lines[0].get_color(), dot.lines[0].get_marker()) for dot in dots} == {
+        (colour, marker) for colour in COLOURS[:5] for marker in "os^"
+    }
+    (panel,) = sweeps_plot(sweeps(rows)).axes
+    assert {dot.lines[0].get_color() for dot in panel.containers} == {*COLOURS[:5]}
+
+
+def test_curves_that_strategy_and_value_do_not_tell_apart_all_differ(tmp_path: Path) -> None:
+    for row in range(9):  # more than there are colours
+        for alpha in (0.1, 0.5):
+            write_cell(tmp_path, f"strategy {row}", {"alpha": alpha}, 0.5)
+    curves = plot(rows_of(tmp_path)).axes[0].get_lines()
+    assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in curves}) == 18
+
+
 def test_a_wrapped_rule_s_setting_is_on_the_axis_of_the_others(tmp_path: Path) -> None:
     for fraction in (0.1, 0.5):
         write_cell(tmp_path, "BN", {"strategy.fraction_train": fraction}, fraction)
@@ -226,7 +255,7 @@ def test_the_report_and_the_page_have_a_plot_of_the_sweep(tmp_path: Path) -> Non
     with Image.open(tmp_path / "out" / "sweep.png") as picture:
         assert picture.width > 500
     write_report([tmp_path], tmp_path / "page.html", only_page=True)
-    assert "<title>BN, 100: 60.00% ± 14.14</title>" in (tmp_path / "page.html").read_text()
+    assert "<title>BN, 100: 60.00%\xa0±\xa014.14</title>" in (tmp_path / "page.html").read_text()
     plain = tmp_path / "plain"
     write_run(plain / "run", "FedAvg")
     write_report([plain], plain)
