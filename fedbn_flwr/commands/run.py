@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
         from fedbn_flwr.engines.worker import keep_freed_memory
         from fedbn_flwr.experiment.file.layers import load_experiment
         from fedbn_flwr.experiment.run.loop import carry_out
-        from fedbn_flwr.results.folder import out_folder
+        from fedbn_flwr.results.folder import from_here, out_folder
 
     overrides = overrides_of(arguments)
     experiment = load_experiment(arguments.experiment, overrides)
@@ -53,6 +53,6 @@ def run(arguments: argparse.Namespace) -> None:
     keep_freed_memory()
     jobs = [] if arguments.jobs is None else ["--jobs", str(arguments.jobs)]
     with continued_by(
-        out, "run", arguments.experiment, *overrides, "--out", str(arguments.out or out), *jobs, "--resume"
+        out, "run", arguments.experiment, *overrides, "--out", str(arguments.out or from_here(out)), *jobs, "--resume"
     ):
         carry_out(experiment, out, resume=arguments.resume, jobs=arguments.jobs).announce()

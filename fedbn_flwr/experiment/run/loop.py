@@ -40,7 +40,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import gate, number_of
 from fedbn_flwr.models.tensors import initial_arrays
-from fedbn_flwr.results.folder import RunFolder, out_folder
+from fedbn_flwr.results.folder import RunFolder, from_here, out_folder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.report.write import write_report
@@ -233,7 +233,7 @@ def run_experiment(
         }
         for run, folder in zip(experiment.runs, folders, strict=True):  # of finished runs too, whose row others join
             folder.check_data(checksums.get(examples_of(run.data)))
-        progress.message(f"run folders: {out}")
+        progress.message(f"run folders: {from_here(out)}")
 
         def run_at(place: int, listener: Reporter) -> None:
             folder = folders[place]

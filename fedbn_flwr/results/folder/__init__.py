@@ -71,6 +71,11 @@ def out_folder(name: str, out: str | Path | None, *, resume: bool) -> Path:
     return (Path(out).expanduser() if out else default_out(name)).resolve()  # a part of the user may change the folder
 
 
+def from_here(path: Path) -> Path:
+    """A path as a person writes it: from the current folder on, if it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 _locks: set[int] = set()  # the descriptors that lock this process's run folders
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
+from fedbn_flwr.results.folder import from_here
 from fedbn_flwr.storage import to_json, writing
 
 from ..folder.clients import PartitionCounts
@@ -83,7 +84,7 @@ def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT, *, on
         _write(out / "report.json", to_json([_figures(run, row in rows) for row in every for run in row.runs]) + "\n")
         paths = {"table": out / "report.md", **({"plot": out / "report.png"} if shown else {}), **paths}
     _write(file, page(every, form, has_pictures=bool(shown)))
-    written = "\n".join(f"{what + ':':6} {path}" for what, path in paths.items())
+    written = "\n".join(f"{what + ':':6} {from_here(path)}" for what, path in paths.items())
     return "\n\n".join([*notices, tables_as_text(found) + missing, written])
 
 
