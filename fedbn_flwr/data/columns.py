@@ -122,8 +122,8 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     if data.train.shape != data.test.shape:
         raise DataError(
             f"data.name={source.name!r}: training examples have the shape {data.train.shape}, test examples "
-            f"{data.test.shape}; expected the same: set data.size to resize image files; those of both splits have "
-            "colour, or none"
+            f"{data.test.shape}; expected the same: set data.size to resize image files, and use colour or "
+            "greyscale images in both splits"
         )
     return data
 
@@ -179,7 +179,7 @@ def _single(source: Source, split: Any, column: str) -> Any:
         return rows
     if (wrong := np.flatnonzero((rows < 0) | (rows >= len(names)))).size:
         raise DataError(
-            f"{source.name!r}: {column!r} has other numbers than 0 to {len(names) - 1}, those of its names",
+            f"{source.name!r}: {column!r} has other numbers than 0 to {len(names) - 1}, which have names",
             f": {int(rows[wrong[0]])} in row {wrong[0]}",
         )
     return np.array(names)[rows]
@@ -233,7 +233,7 @@ def _chosen(
             )
     for part, split in columns.items():
         if absent := [column for _, column in used if column not in split]:
-            raise DataError(f"{source.name!r}: {part} has no column {', '.join(absent)}; expected those of train")
+            raise DataError(f"{source.name!r}: {part} has no column {', '.join(absent)}; expected the columns of train")
     if twice := [column for column in inputs if column in label]:
         raise DataError(f"{twice[0]!r} is in data.inputs and data.label; expected it in one")
     return inputs, label, domain, group

@@ -132,7 +132,7 @@ def _several(where: str, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
     expected = [len(values), values.shape[-1]]
     if list(mask.shape) != expected or not ((mask == 0) | (mask == 1)).all():
         raise DataError(
-            f"{where} has a {MASK!r} of shape {list(mask.shape)}; expected {expected}, that of {key!r} without its "
+            f"{where} has a {MASK!r} of shape {list(mask.shape)}; expected {expected}, as {key!r} without its "
             "channels, and 1 or true at real positions, 0 or false at padded ones"
         )
     return {**arrays, key: values, MASK: mask.bool()}

@@ -115,7 +115,7 @@ def check_moments(run: Settings, rule: Rule) -> None:
     refuse(
         {
             f"{asks} but {name} {hides}; {instead}": hides is not None,
-            f"{asks} but strategy.bounds limits the influence of one client, and that of its sums has no limit; "
+            f"{asks} but strategy.bounds limits the influence of one client, and sums have no limit; "
             f"{instead}": rule.chain[-1].bounds is not None,
         }
     )

@@ -547,7 +547,7 @@ class Published(BaseModel):
     def _fractions(self) -> Self:
         figures = self.__pydantic_extra__
         if not figures:
-            raise ValueError("there is no figure; give one by its key in summary.json, for instance accuracy: 0.7689")
+            raise ValueError("there is no result; give one by its key in summary.json, for instance accuracy: 0.7689")
         for key, value in figures.items():
             if Measure.of(key).is_fraction and (value[0] if isinstance(value, tuple) else value) > 1:
                 raise ValueError(f"{key} is {value}; expected a fraction, for instance 0.7689, not percent")

@@ -303,7 +303,7 @@ def test_a_rule_whose_clients_lost_their_states_is_refused(case: str, tmp_path: 
     session(case, tmp_path / "run", 2, grid=Elsewhere(case, None))
     with pytest.raises(SettingsError, match=r"needs its clients' state \(their .*client \d has none"):
         session(case, tmp_path / "run", grid=Elsewhere(case, None))
-    with pytest.raises(SettingsError, match=r"client \d has that of round 0, but last trained in round 2"):
+    with pytest.raises(SettingsError, match=r"client \d has the state of round 0, but last trained in round 2"):
         session(case, tmp_path / "run", grid=Elsewhere(case, tmp_path / "empty"))
     with pytest.raises(SettingsError, match="has none"):  # on the local engine: the checkpoint has no states either
         session(case, tmp_path / "run")

@@ -97,9 +97,9 @@ def lists_of(where: str, own: Mapping[str, Any], *levels: Mapping[str, Any]) -> 
 def _checked(where: str, kind: str, key: str, values: Any) -> list[Any]:
     """The values of a list, with `strategy: FedTAN` written out."""
     if key in ("seed", "seeds"):
-        raise SettingsError(f"{where}: {kind} has {key}; give seeds: [0, 1, 2] beside {kind} instead")
+        raise SettingsError(f"{where}: {kind} has {key}; give seeds: [0, 1, 2] next to {kind} instead")
     if key.partition(".")[0] in _WHOLE_FILE:
-        raise SettingsError(f"{where}: {kind} has {key}, which is no setting of a run")
+        raise SettingsError(f"{where}: {kind} has {key}, which isn't a setting of a run")
     if not isinstance(values, list) or not values:
         raise SettingsError(f"{where}: {kind}.{key} is {shorten(repr(values), 200)}; expected a list of values")
     if twice := [value for number, value in enumerate(values) if value in values[:number]]:

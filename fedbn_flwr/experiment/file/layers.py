@@ -186,7 +186,7 @@ def figures_by_label(figures: Any, rows: Sequence[str], conditions: Iterable[str
         raise SettingsError(f"{name}: published is {figures!r}; expected the figures by the labels of their runs")
     known = dict.fromkeys([*rows, *conditions])
     if unknown := next((str(label) for label in figures if str(label) not in known), None):
-        raise SettingsError(f"{name}: published has {unknown!r}, which is no run; {did_you_mean(unknown, known)}")
+        raise SettingsError(f"{name}: published has {unknown!r}, which isn't a run; {did_you_mean(unknown, known)}")
     return {str(label): content for label, content in figures.items()}
 
 

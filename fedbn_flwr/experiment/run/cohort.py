@@ -173,7 +173,7 @@ def restore_clients(
         return
     lost = [f"client {client} has none" for client in trained if client not in folders]
     lost += [
-        f"client {client} has that of round {folders[client]}, but last trained in round {last}"
+        f"client {client} has the state of round {folders[client]}, but last trained in round {last}"
         for client, last in trained.items()
         if client in folders and folders[client] < last
     ]

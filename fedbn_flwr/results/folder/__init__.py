@@ -171,7 +171,7 @@ class RunFolder:
         before = [first, *first.get("resumed", [])][-1]
         if done and (different := _difference(_versions(before), _versions(session))):
             log_once(
-                f"{self.path} continues with other code: {different}. Its later rounds need not be those of an "
+                f"{self.path} continues with other code: {different}. Its later rounds may differ from an "
                 'uninterrupted run, and it may fail (docs/deployment.md, "Upgrading")'
             )
         self._make()

@@ -50,8 +50,8 @@ _CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # of repor
 _CLIENTS = 100  # bars of a picture
 _CURVES = 100  # of the page, each of which takes a quarter of a second
 _NOTE = (
-    '<p class="note">Figures are those of the last evaluated round; "best" is the best round on the test examples. '
-    'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": of those that finished. A MiB '
+    '<p class="note">Values are from the last evaluated round; "best" is the best round on the test examples. '
+    'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": only these finished. A MiB '
     "is 2<sup>20</sup> bytes of arrays, summed over clients. A picture's values are below it and under the pointer.</p>"
 )
 

@@ -137,7 +137,7 @@ def test_two_files_are_training_and_test_split(tmp_path: Path) -> None:
     data = opened(tmp_path, label="diagnosis")
     assert (len(data.train), len(data.test)) == (400, 169)
     frame[400:].drop(columns="mean area").to_csv(tmp_path / "test.csv", index=False)
-    with pytest.raises(DataError, match="test has no column mean area; expected those of train"):
+    with pytest.raises(DataError, match="test has no column mean area; expected the columns of train"):
         opened(tmp_path, label="diagnosis")
 
 

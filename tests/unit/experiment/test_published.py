@@ -45,7 +45,7 @@ def test_figures_belong_to_a_row_or_to_one_of_its_conditions() -> None:
         *[(f"GN, steps=1, lr={lr}", None, None) for lr in (0.1, 0.2)],
         *[(f"GN, steps=5, lr={lr}", "b", None) for lr in (0.1, 0.2)],
     ]
-    with pytest.raises(SettingsError, match=r"'GN, steps=50', which is no run; did you mean 'GN, steps=5'"):
+    with pytest.raises(SettingsError, match=r"'GN, steps=50', which isn't a run; did you mean 'GN, steps=5'"):
         read_experiment(parse_yaml(CELLS.replace("steps=5", "steps=50")))
 
 
