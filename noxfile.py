@@ -67,7 +67,7 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """Tests with Flower's real timeouts, and tests that need containers or a GPU."""
+    """Tests with Flower's real timeouts, and tests that need containers, a GPU, or Chromium and npm."""
     run(session, "pytest", "-m", "nightly", *session.posargs)
 
 
