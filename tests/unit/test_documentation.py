@@ -120,6 +120,13 @@ def test_an_error_that_the_faq_explains_has_the_text_of_its_heading() -> None:
         check_batch(16, allowed=32, own=32)
 
 
+def test_the_faq_explains_the_error_that_the_tutorial_shows() -> None:
+    """`test_tutorial.py` runs the command that prints it."""
+    faq, tutorial = ((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("faq", "tutorial"))
+    (heading,) = re.findall(r"^## (train-loss is nan .*)", faq, re.MULTILINE)
+    assert f"its {heading}" in tutorial
+
+
 def test_a_server_without_data_needs_what_the_meaning_of_its_key_gives() -> None:
     meaning = str(Evaluate.model_fields["server"].description)
     (data,) = re.findall(r"`(data: \{.*?\})`", meaning)

@@ -81,7 +81,7 @@ def test_changed_settings_of_a_run_are_another_set_up() -> None:
         ("{FixBM: {accuracy: 0.7, source: a}}", ["'FixBM'", "'FixBN'"]),
         ("[1]", ["published is [1]", "labels"]),
         ("{FixBN: {accuracy: 0.7}}", ["source", "missing"]),
-        ("{FixBN: {source: a}}", ["no figure", "accuracy: 0.7689"]),
+        ("{FixBN: {source: a}}", ["no result", "accuracy: 0.7689"]),
         ("{FixBN: {accuracy: 70.1, source: a}}", ["accuracy is 70.1", "fraction"]),
         ("{FixBN: {accuracy: high, source: a}}", ["published.accuracy", "'high'", "number"]),
     ],
