@@ -1,10 +1,8 @@
-"""A hook of MkDocs: the reference of a module on each strategy's page, tables that only the site has, the changelog."""
+"""A hook of MkDocs: the reference of a module on each strategy's page, and the changelog."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -26,15 +24,6 @@ def title(name: str) -> str:
 
 def directive(module: str) -> str:
     return f"::: {module}\n    options:\n      show_root_heading: false\n      heading_level: 3\n"
-
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    if "<!-- built: " not in markdown:
-        return markdown
-    sys.path.insert(0, str(Path(__file__).parent))
-    from tables import built
-
-    return built(markdown)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

@@ -3,8 +3,6 @@
 A table is between `<!-- table: NAME -->` and `<!-- end -->`. Names, defaults and descriptions come from the settings,
 registries and docstrings, measured figures from the raw files of docs/results. Cells that neither contains, such as the
 default of a key that depends on the data, are kept from the page; a row without a text in its last column is an error.
-
-`<!-- built: NAME -->` is such a table on the site only (tools/site.py): what `--help` shows, and long lists.
 """
 
 from __future__ import annotations
@@ -267,11 +265,6 @@ def render(name: str, old: str) -> str:
             full.append(cell)
         lines.append(f"| {' | '.join(full)} |".replace("  ", " "))
     return "\n".join(lines) + "\n"
-
-
-def built(text: str) -> str:
-    """A page with the tables that only the site has."""
-    return re.sub(r"<!-- built: (.+) -->\n", lambda match: render(match[1], ""), text)
 
 
 def renew(text: str) -> str:
