@@ -19,6 +19,7 @@ from fedbn_flwr.experiment.settings import name_in
 from fedbn_flwr.results.folder import RunFolder, deciding
 from tests.support.command import PATIENCE, ROOT
 from tests.support.experiments import fault, read
+from tests.support.network import wait_for
 
 EXPERIMENT = """
 rounds: 3
@@ -97,6 +98,7 @@ def test_wandb_has_figures_under_the_id_in_the_run_folder(tmp_path: Path, monkey
     folder = run(tmp_path, tracker)
     identifier = (folder.path / "wandb.id").read_text().strip()
     (first,) = (folder.path / "wandb").glob(f"offline-run-*-{identifier}/run-{identifier}.wandb")
+    wait_for("the history of wandb, whose own process writes it", lambda: len(wandb_history(first)) >= 3)
     figures = wandb_history(first)
     assert [line["_step"] for line in figures] == [1, 2, 3]
     assert [line["accuracy"] for line in figures] == [line["accuracy"] for line in folder.history()]
@@ -111,6 +113,8 @@ def wandb_history(file: Path) -> list[dict[str, Any]]:
         if 32768 - place % 32768 < 7:  # the rest of a block
             place += 32768 - place % 32768
         size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        if place + 7 + size > len(data):  # it is being written
+            break
         content, place = content + data[place + 7 : place + 7 + size], place + 7 + size
         if kind in (1, 4):  # a whole record, or its last part
             record, content = wandb_internal_pb2.Record.FromString(content), b""
