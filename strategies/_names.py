@@ -3,7 +3,7 @@
 from typing import Any
 
 from fedbn_flwr.extensions import declared, part
-from fedbn_flwr.messages.gate import Reply as Reply
+from fedbn_flwr.messages.reply import Reply as Reply
 
 from ._rule import Round as Round
 from ._rule import Rule as Rule

@@ -32,19 +32,11 @@ from fedbn_flwr.errors import LOG, Diverged, MessageError, RunFailed, SettingsEr
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, absurd, initial_fault, is_finite, large_value
 from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
-from fedbn_flwr.messages.gate import (
-    Reply,
-    gate,
-    number_problem,
-    odd_metrics,
-    one_line,
-    partition_of,
-    read_reply,
-    reason_of,
-    record_problems,
-    refused,
-)
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.quote import one_line
+from fedbn_flwr.messages.reply import Reply, number_problem, partition_of, read_reply, reason_of, refused
 from fedbn_flwr.messages.serialization import dump, parse
+from fedbn_flwr.messages.votes import odd_metrics, record_problems
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]

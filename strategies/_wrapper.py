@@ -22,15 +22,8 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
-from fedbn_flwr.messages.gate import (
-    Reply,
-    common_metrics,
-    fault_problems,
-    number_problem,
-    overflow,
-    with_arrays,
-    with_content,
-)
+from fedbn_flwr.messages.reply import Reply, number_problem, with_arrays, with_content
+from fedbn_flwr.messages.votes import common_metrics, fault_problems, overflow
 from fedbn_flwr.norms.roles import roles, split_by_role
 
 from ._rule import NOISED, EvaluateFn, Leaf, Round, Rule, restore, state_of

@@ -28,7 +28,9 @@ from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
 from fedbn_flwr.messages.arrays import record_of
-from fedbn_flwr.messages.gate import Reply, common_metrics, gate, metrics_of, number_problem, partition_of
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem, partition_of
+from fedbn_flwr.messages.votes import common_metrics
 from fedbn_flwr.norms.roles import roles, split_by_role
 
 from ._rule import Leaf, Round, refuse_bounds, unknown_argument

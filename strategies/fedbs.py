@@ -24,7 +24,7 @@ import numpy as np
 from annotated_types import Ge
 
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.gate import Reply, number_problem
+from fedbn_flwr.messages.reply import Reply, number_problem
 
 from ._rule import Round
 from .fedavg import FedAvg

@@ -22,7 +22,7 @@ from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.gate import Reply
+from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 from fedbn_flwr.norms.statistics import frozen_norm
 

@@ -21,7 +21,7 @@ from torch.optim import SGD
 from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
-from fedbn_flwr.messages.gate import Reply
+from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 
 from ._rule import Round, refuse_bounds

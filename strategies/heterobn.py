@@ -18,7 +18,8 @@ from flwr.app import ArrayRecord
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
-from fedbn_flwr.messages.gate import Reply, fault_problems, number_problem
+from fedbn_flwr.messages.reply import Reply, number_problem
+from fedbn_flwr.messages.votes import fault_problems
 from fedbn_flwr.norms.roles import Role, roles
 
 from ._rule import Round

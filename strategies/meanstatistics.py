@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, cast, weighted_mean
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.gate import Reply
+from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._rule import Round

@@ -29,7 +29,7 @@ from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
-from fedbn_flwr.messages.gate import Reply, with_config
+from fedbn_flwr.messages.reply import Reply, with_config
 from fedbn_flwr.models.tensors import copied, tensor_like
 
 from ._rule import Round, Traits

@@ -72,7 +72,7 @@ def names() -> dict[str, list[str]]:
     from flwr.serverapp.strategy import Strategy
 
     from fedbn_flwr.client.rule import ClientRule, LocalRound
-    from fedbn_flwr.messages.gate import Reply
+    from fedbn_flwr.messages.reply import Reply
     from fedbn_flwr.strategies import Round, Rule, Traits
 
     def of(kind: type, base: type = object) -> list[str]:

@@ -21,7 +21,7 @@ from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, record_of, unpack
-from fedbn_flwr.messages.gate import arrays_of, sent_model, with_arrays, without_norm_state
+from fedbn_flwr.messages.reply import arrays_of, sent_model, with_arrays, without_norm_state
 from fedbn_flwr.named import path_of
 
 from .client import BNClient, Config, Update

@@ -27,7 +27,7 @@ from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_re
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.gate import arrays_of
+from fedbn_flwr.messages.reply import arrays_of
 
 from .client import BNClient, Update
 from .node_state import ARRAYS, NodeState, run_of

@@ -31,8 +31,8 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import FedbnError, MissingPackage, RunFailed, described, install
-from fedbn_flwr.messages.gate import shown
 from fedbn_flwr.messages.protocol import COHORT_QUERY
+from fedbn_flwr.messages.quote import shown
 
 from .base import Capabilities, GivenUp, Replied
 from .worker import NodeWorker, Worker

@@ -26,7 +26,8 @@ from fedbn_flwr.extensions import parts
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, absurd
 from fedbn_flwr.messages.arrays import configs_in, pack
-from fedbn_flwr.messages.gate import gate, reason_of, sent_model
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.reply import reason_of, sent_model
 
 from .codec import Agreement, Contribution, contribution_from_records, numbers_of
 

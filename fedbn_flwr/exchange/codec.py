@@ -15,7 +15,8 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.gate import partition_of, shown
+from fedbn_flwr.messages.quote import shown
+from fedbn_flwr.messages.reply import partition_of
 
 TEXT_LIMIT = 1000  # characters of a text that a client sends
 KIND = "what"  # config key

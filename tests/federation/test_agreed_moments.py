@@ -19,7 +19,7 @@ from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.loop import serve
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.gate import arrays_of
+from fedbn_flwr.messages.reply import arrays_of
 from tests.support.images import picture, png
 
 SIZES = (40, 64, 33)

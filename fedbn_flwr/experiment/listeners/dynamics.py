@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.gate import number_of, read_reply
+from fedbn_flwr.messages.reply import number_of, read_reply
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers
 
 from .listener import Listener, Round, Running

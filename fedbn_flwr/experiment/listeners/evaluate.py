@@ -23,7 +23,8 @@ from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in, unpack
-from fedbn_flwr.messages.gate import gate, number_of
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.reply import number_of
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder.clients import by_metric, is_count, spread

@@ -25,7 +25,7 @@ from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, few
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import fault
 from fedbn_flwr.messages.arrays import metrics_in, unpack
-from fedbn_flwr.messages.gate import arrays_of, number_of, partition_of, reason_of
+from fedbn_flwr.messages.reply import arrays_of, number_of, partition_of, reason_of
 from fedbn_flwr.norms.variants import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
 

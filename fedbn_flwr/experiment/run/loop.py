@@ -38,7 +38,8 @@ from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
-from fedbn_flwr.messages.gate import gate, number_of
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.reply import number_of
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder, from_here, out_folder
 from fedbn_flwr.results.folder.ledger import MeteredGrid

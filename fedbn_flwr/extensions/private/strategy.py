@@ -33,7 +33,7 @@ from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
-from fedbn_flwr.messages.gate import Reply, arrays_of, with_content
+from fedbn_flwr.messages.reply import Reply, arrays_of, with_content
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import Round, Wrapper
 from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-untyped]

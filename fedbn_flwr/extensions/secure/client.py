@@ -22,7 +22,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, negative_variance
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.gate import sent_model, with_content
+from fedbn_flwr.messages.reply import sent_model, with_content
 
 from .masking import (
     CHANNEL,

@@ -31,7 +31,8 @@ from fedbn_flwr.errors import LOG, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
-from fedbn_flwr.messages.gate import Reply, gate, read_reply, reason_of, refused, sent_model, with_config, with_content
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.reply import Reply, read_reply, reason_of, refused, sent_model, with_config, with_content
 from fedbn_flwr.norms.roles import is_variance
 from fedbn_flwr.strategies import Round, Wrapper
 

@@ -27,7 +27,7 @@ from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.exchange.carriers import Exchanges, content_like
 from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution, contribution_from_records
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.gate import sent_model
+from fedbn_flwr.messages.reply import sent_model
 
 from .client import (
     DIRECT,

@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from fedbn_flwr.messages.aggregate import absurd, cast, fault, total_weight, weighted_mean
 from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
-from fedbn_flwr.messages.gate import MOST_EXAMPLES
+from fedbn_flwr.messages.reply import MOST_EXAMPLES
 
 DTYPES = [np.float16, np.float32, np.float64, np.int64, np.bool_]
 

@@ -19,7 +19,10 @@ from fedbn_flwr import LocalGrid
 from fedbn_flwr.client.app import ClientFailed
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, read_npy, unpack
-from fedbn_flwr.messages.gate import Reply, gate, odd_metrics, one_line
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.quote import one_line
+from fedbn_flwr.messages.reply import Reply
+from fedbn_flwr.messages.votes import odd_metrics
 from fedbn_flwr.strategies import FedAvg, Round
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -11,7 +11,7 @@ from flwr.app import Array, Message
 
 from fedbn_flwr.extensions.secure.client import QUERY
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.gate import partition_of
+from fedbn_flwr.messages.reply import partition_of
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.strategies import FedAvg, FixBN, Secure
 from tests.federation.test_foreign import with_start

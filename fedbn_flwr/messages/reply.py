@@ -1,0 +1,160 @@
+"""The content of a reply, and changed copies of messages.
+
+Clients use this module to read the server's messages, and strategies to read replies that have passed the gate.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+
+from fedbn_flwr.errors import MessageError
+from fedbn_flwr.norms.roles import Role, roles, split_by_role
+
+from . import protocol
+from .aggregate import Arrays
+from .arrays import arrays_in, configs_in, metrics_in, record_of, unpack
+from .quote import one_line, shown
+
+MOST_EXAMPLES = 2**31
+
+
+def number_problem(metrics: Mapping[str, Any], key: str) -> str | None:
+    """The reason why a metric cannot be a weight, or None."""
+    value = metrics.get(key)
+    if value is None:
+        return f"the reply's metrics lack {key!r}; they have {', '.join(map(shown, [*metrics][:8])) or 'none'}"
+    if isinstance(value, list) or not 0 <= value <= MOST_EXAMPLES:
+        return f"the reply's metrics have {key!r} = {shown(value)}, expected a number, zero or more"
+    return None
+
+
+def metric_name(key: str) -> str:
+    """The name of a metric: the files of a run have one for `own-accuracy` and `own_accuracy`."""
+    return key.replace("_", "-")
+
+
+def is_partition(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST_EXAMPLES
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """A client's reply that has passed the gate."""
+
+    arrays: Arrays  # of the model
+    metrics: Mapping[str, Any]  # numbers, and lists of them
+    records: Mapping[str, Arrays]  # the additional records that the rules requested, by name
+    message: Message
+
+
+def read_reply(message: Message, name: str = "arrays", records: Collection[str] | None = ()) -> Reply:
+    """The content of a reply that has passed the gate; `name` is the record of the model's arrays.
+
+    `records` are the names of additional records of arrays; with None the reply needs no arrays. MessageError if it is
+    another reply.
+    """
+    content = message.content
+    if records is None:
+        return Reply({}, metrics_of(content), {}, message)
+    extras = {key: unpack(record) for key, record in arrays_in(content).items() if key in records}
+    arrays = arrays_of(RecordDict({key: content[key] for key in content if key not in extras}), name)
+    return Reply(unpack(arrays), metrics_of(content), extras, message)
+
+
+def partition_of(content: RecordDict) -> int | None:
+    """The partition that a client reports, in a ConfigRecord or among its metrics; None if it is no valid one."""
+    for record in content.values():
+        value = record.get(protocol.PARTITION) if isinstance(record, MetricRecord | ConfigRecord) else None
+        if is_partition(value):
+            return int(value)  # type: ignore[arg-type]
+    return None
+
+
+def number_of(reply: Message) -> int:
+    """The number of the client that sent a reply: its partition or, if it reports none, its node id."""
+    partition = partition_of(reply.content)
+    return reply.metadata.src_node_id if partition is None else partition
+
+
+def arrays_of(content: RecordDict, name: str = "arrays") -> ArrayRecord:
+    """The model's arrays: the record `name`, or a record of any name if it is the only ArrayRecord."""
+    records = arrays_in(content)
+    if name in records:
+        return records[name]
+    if len(records) != 1:
+        raise MessageError(f"expected an ArrayRecord {name!r}, found {len(records)} ArrayRecords: {shown([*records])}")
+    return next(iter(records.values()))
+
+
+def sent_model(content: RecordDict) -> ArrayRecord:
+    """The model's arrays in a message of a strategy: `arrays`, or another name that the strategy gives them.
+
+    A strategy of this project puts them first. Which of the records of another strategy they are must be clear.
+    """
+    records = arrays_in(content)
+    is_ours = any(key.startswith(protocol.PREFIX) for config in configs_in(content).values() for key in config)
+    return arrays_of(content, next(iter(records)) if is_ours and records and "arrays" not in records else "arrays")
+
+
+def metrics_of(content: RecordDict) -> MetricRecord:
+    """The metrics of a reply, which has one MetricRecord."""
+    records = list(metrics_in(content).values())
+    if len(records) != 1:
+        raise MessageError(f"the reply has {len(records)} MetricRecords, expected one")
+    return records[0]
+
+
+# What Flower's errors mean for ClientApps without a handler, by a part of their text.
+_NO_HANDLER = {
+    # KeyError for 'fitins.parameters' or 'evaluateins.parameters'
+    "ins.parameters'": (
+        "its ClientApp was made with a client_fn, which serves servers of Flower's old API only; make it by "
+        "fedbn_flwr.client_app (docs/old-api.md)"
+    ),
+    "No query function registered with name 'cohort'": (
+        "its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app"
+    ),
+}
+
+
+def reason_of(reply: Message) -> str:
+    """The reason of an error reply that has passed the gate."""
+    reason = str(reply.error.reason)
+    return next((cure for text, cure in _NO_HANDLER.items() if text in reason), reason)
+
+
+def refused(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECONDITION) -> Message:
+    """The reply as an error with this reason; the original keeps its content."""
+    # Not Message(error, reply_to=...), which would change the reply's metadata.
+    return Message(error=Error(code, one_line(reason)), metadata=reply.metadata)  # type: ignore[call-overload, no-any-return]
+
+
+def with_content(message: Message, content: RecordDict) -> Message:
+    """A copy of the message with other content."""
+    changed = copy.copy(message)
+    changed.content = content
+    return changed
+
+
+def with_config(message: Message, more: Mapping[str, Any]) -> Message:
+    """A copy of the message with these entries in its config too."""
+    name, config = next(iter(configs_in(message.content).items()))
+    return with_content(message, RecordDict({**message.content, name: ConfigRecord({**config, **more})}))
+
+
+def with_arrays(message: Message, change: Callable[[ArrayRecord], ArrayRecord]) -> Message:
+    """A copy of the message with changed arrays of the model; the original keeps its content."""
+    arrays = arrays_of(message.content)
+    name = next(name for name, record in message.content.items() if record is arrays)
+    return with_content(message, RecordDict({**message.content, name: change(arrays)}))
+
+
+def without_norm_state(arrays: ArrayRecord) -> ArrayRecord:
+    """The arrays without statistics and counters of batch norm."""
+    return record_of(split_by_role(arrays, roles(arrays), {Role.STATISTICS, Role.COUNTER})[1])

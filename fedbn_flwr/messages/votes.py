@@ -1,0 +1,118 @@
+"""Replies that are judged by those of the other clients, where the server does not know what to expect."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flwr.app import MetricRecord
+
+from fedbn_flwr.norms.roles import Role, roles, split_by_role
+from fedbn_flwr.tasks import SHARES
+
+from . import protocol
+from .aggregate import Arrays, absurd, fault
+from .quote import shown
+from .reply import Reply, metric_name
+
+# The last words of metrics between 0 and 1, also after the name of a test set.
+_SHARES = frozenset(name.rpartition("_")[2] for name in SHARES)
+
+
+def odd_metrics(found: Mapping[int, Reply]) -> dict[int, str]:
+    """The reasons to refuse replies with a metric of another form than that of most clients, by node.
+
+    A form is one number, a list of them, or one number out of range: some ClientApps report percentages, or equal
+    weights as numbers of examples, but then most clients do.
+    """
+    problems: dict[int, str] = {}
+    metrics = {node: {metric_name(key): value for key, value in reply.metrics.items()} for node, reply in found.items()}
+    for key in dict.fromkeys(key for each in metrics.values() for key in each):
+        forms = {node: _form(key, each) for node, each in metrics.items() if key in each}
+        counts = Counter(forms.values())
+        most = min(counts, key=lambda form: (-counts[form], form))  # of equally frequent forms one number
+        problems |= {
+            node: f"its metric {shown(key)} is {shown(metrics[node][key])}, that of other clients is {most[1]}"
+            for node, form in forms.items()
+            if form != most and (form[0], most[0]) != (0, 1)  # a percentage may be below 1
+        }
+    return problems
+
+
+def _form(key: str, metrics: Mapping[str, Any]) -> tuple[int, str]:
+    value, examples = metrics[key], metrics.get(protocol.NUM_EXAMPLES)
+    if isinstance(value, list):
+        return 2, "a list of numbers"
+    if key.rpartition("-")[2] in _SHARES and not 0 <= value <= 1 + 1e-6:  # a mean of float32 may be above 1
+        return 1, "above 1"
+    if key == protocol.BATCH_EXAMPLES and examples is not None and value > examples:
+        return 1, f"above its {protocol.NUM_EXAMPLES!r}"
+    return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"
+
+
+def common_metrics(records: Sequence[Mapping[str, Any]]) -> list[MetricRecord]:
+    """Of each record the metrics that are one number in all of them, since only these have a mean.
+
+    A client leaves out a metric that its examples do not define, such as the AUC if all have one class.
+    """
+    numbers = [{key for key, value in record.items() if not isinstance(value, list)} for record in records]
+    common = set.intersection(*numbers) if numbers else set()
+    return [MetricRecord({key: value for key, value in record.items() if key in common}) for record in records]
+
+
+def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dict[int, str]:
+    """The reasons why the record `name` of replies is unusable, by node.
+
+    The record must have an array for each parameter that clients train. The server does not know these parameters,
+    since it cannot distinguish buffers and frozen parameters, so it expects the set of keys that most replies have.
+    """
+    like = split_by_role(model, roles(model), {Role.WEIGHTS, Role.AFFINE})[0]
+    missing = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
+    problems = {node: missing for node, reply in found.items() if name not in reply.records}
+    read = {node: reply.records[name] for node, reply in found.items() if name in reply.records}
+    votes = Counter(frozenset(arrays) for arrays in read.values() if arrays.keys() <= like.keys())
+    keys = max(votes, key=lambda keys: (votes[keys], len(keys)), default=frozenset(like))
+    faults = {node: fault(arrays, like, keys) or overflow(arrays, {}) for node, arrays in read.items()}
+    problems |= {node: problem for node, problem in faults.items() if problem is not None}
+    left = [node for node in read if node not in problems]
+    far = absurd([read[node] for node in left], {})
+    problems |= {left[i]: problem for i, problem in far.items()}
+    return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
+
+
+def fault_problems(found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+    """The reasons why the arrays of replies are unusable, by node, where the server does not know what to expect.
+
+    It expects the keys, shapes and dtypes that most replies have; of equally frequent ones those of `sent`, the arrays
+    in its messages, or else the most arrays.
+    """
+
+    def form(values: Arrays) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        return tuple(sorted((key, value.dtype.str, value.shape) for key, value in values.items()))
+
+    forms = {node: form(reply.arrays) for node, reply in found.items()}
+    votes, of_sent = Counter(forms.values()), form(sent)
+    most = max(votes, key=lambda each: (votes[each], each == of_sent, len(each), each), default=())
+    like = next((reply.arrays for node, reply in found.items() if forms[node] == most), {})
+    faults = {node: fault(reply.arrays, like) for node, reply in found.items()}
+    return {node: problem for node, problem in faults.items() if problem is not None}
+
+
+def overflow(arrays: Arrays, sent: Arrays) -> str | None:
+    """The reason why a strategy that squares or sums the clients' changes cannot use a reply, or None.
+
+    Flower's optimisers and robust strategies square them, Scaffold adds them up over the rounds: from one infinite
+    value on, the model is never finite again.
+    """
+    for key, value in arrays.items():
+        if value.dtype.kind != "f" or not value.size:
+            continue
+        with np.errstate(over="ignore"):
+            change = value - sent[key] if key in sent and sent[key].shape == value.shape else value
+        most, limit = float(np.abs(change).max()), math.sqrt(np.finfo(value.dtype).max) / 10
+        if not most <= limit:
+            return f"{key!r} changed by up to {most:.2g}; expected at most {limit:.2g}, so that squares can be added"
+    return None
