@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -94,16 +95,19 @@ def test_a_value_replaces_the_list_of_candidates_of_the_file_that_it_extends(tmp
     assert candidates("train: {lr: 0.5}\ntune: {train.lr: [3, 4]}\nstrategy: {proximal_mu: 2}") == [(3, 2), (4, 2)]
 
 
-def test_the_experiment_of_the_page_on_deployment_is_read() -> None:
-    """It is the text that a user of a remote SuperLink sends in a TOML file."""
-    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
-    (config,) = (text for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "experiment = " in text)
-    settings = tomllib.loads(config)
+def test_the_experiment_of_the_page_on_sites_is_read(tmp_path: Path) -> None:
+    """Its command makes the TOML file in which a user sends it as text to a remote SuperLink."""
+    page = (ROOT / "docs" / "sites.md").read_text(encoding="utf-8")
+    (experiment,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (command,) = re.findall(r"^\{ echo .*", page, re.MULTILINE)
+    (tmp_path / "heart.yaml").write_text(experiment)
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
+    settings = tomllib.loads((tmp_path / "heart.toml").read_text())
     assert (
         settings.keys() <= tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"].keys()
     )
     (run,) = from_run_config(settings).runs
-    assert (run.rounds, run.clients, run.data.name, run.strategy["name"]) == (20, 3, "/data", "FixBN")
+    assert (run.rounds, run.clients, run.model.name, run.strategy["name"]) == (10, 2, "mlp", "FedBN")
 
 
 def test_what_extends_nothing_readable_is_refused(tmp_path: Path) -> None:
