@@ -173,7 +173,7 @@ def datasets() -> Table:
                 f"`{name}`",
                 entry.title + domains,
                 str(entry.classes),
-                str(entry.size or f"crops of {entry.crop}"),
+                str(entry.size or (f"crops of {entry.crop}" if entry.crop else "")),  # a table has no pixels
                 hub,
                 augment,
             )

@@ -33,9 +33,28 @@ def blocks(language: str) -> list[str]:
 
 
 EXPERIMENTS = {" ".join(text.split())[:60]: SHORT | yaml.safe_load(text) for text in blocks("yaml")}
+EXPERIMENTS["a class as the strategy"] = SHORT | {
+    "strategy": {"name": "my_parts:WithoutOutliers", "share": 0.4},
+    "clients": 3,
+}
 
 
-TRACKING = """
+MORE = """
+from fedbn_flwr.strategies import FedAvg
+
+
+class WithoutOutliers(FedAvg):
+    def __init__(self, share=0.2, **options):
+        super().__init__(**options)
+        self.share = share
+
+    def weights(self, round, replies):
+        losses = [reply.metrics["train-loss"] for reply in replies]
+        limit = np.quantile(losses, 1 - self.share)
+        examples = super().weights(round, replies)
+        return [count if loss <= limit else 0.0 for count, loss in zip(examples, losses, strict=True)]
+
+
 class Tracking(nn.Module):
     def __init__(self, channels):
         super().__init__()
@@ -48,7 +67,7 @@ class Tracking(nn.Module):
 
 @pytest.fixture(autouse=True)
 def my_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "my_parts.py").write_text("\n".join([*blocks("python"), TRACKING]))
+    (tmp_path / "my_parts.py").write_text("\n".join([*blocks("python"), MORE]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
@@ -77,7 +96,7 @@ def test_an_experiment_of_the_page_runs(name: str, tmp_path: Path) -> None:
 
 EVERYTHING = SHORT | {
     "clients": 2,
-    "model": {"name": "my_parts:Net", "norm": "my_parts:FilterResponseNorm"},
+    "model": {"name": "my_parts:Net", "norm": "my_parts:RMSNorm"},
     "data": {
         "name": "my_parts:shapes",
         "options": {"count": 60},

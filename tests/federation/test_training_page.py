@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -9,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
+from fedbn_flwr import BNClient
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.loop import carry_out
 from fedbn_flwr.tasks import title_of
@@ -53,8 +57,17 @@ def test_the_experiments_train(tmp_path: Path, number: int) -> None:
 
 
 def test_the_clients_of_the_page_train() -> None:
-    (code,) = [block for block in python_blocks(PAGE) if block.startswith("import functools")]
-    scope: dict[str, Any] = {}
+    (code,) = [block for block in python_blocks(PAGE) if "BNClient(" in block]
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    batches = [(torch.randn(16, 4), torch.randint(0, 3, (16,))) for _ in range(2)]
+    scope: dict[str, Any] = {
+        "functools": functools,
+        "torch": torch,
+        "BNClient": BNClient,
+        "model": model,
+        "batches": batches,
+        "test_batches": batches,
+    }
     exec(compile(code, "docs/training.md", "exec", dont_inherit=True), scope)
     for name in ("client", "other"):
         client = scope[name]
