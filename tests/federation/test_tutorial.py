@@ -25,7 +25,7 @@ def test_the_tutorial_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.M
             page.compare(shown, printed(lambda code=code: exec(code, {"__name__": "tutorial"})))
         else:
             ran += page.command(text, shown)
-    assert ran == 10
+    assert ran == 9
     results = Results.read("runs/compare")
     assert len(results) == 6
     picture = TUTORIAL.parent / "images" / "tutorial.png"
