@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from sklearn.datasets import load_digits
 
 from fedbn_flwr import run
 from tests.support.command import ROOT, python_blocks
@@ -27,6 +29,12 @@ def test_the_page_s_code_runs(
     script = ModuleType("script_of_the_page")  # the reader's own script, whose classes are found by name
     monkeypatch.setitem(sys.modules, script.__name__, script)
     page: dict[str, Any] = vars(script)
+    images, labels = load_digits(return_X_y=True)
+    for site, brightness in {"north": 10, "south": 15}.items():  # the folders of the page's two sites
+        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+            folder = tmp_path / site / ("train" if number % 5 else "test") / str(label)
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((image * brightness).astype("uint8").reshape(8, 8)).save(folder / f"{number}.png")
     with imported():
         for code in BLOCKS:
             if code not in TORCHVISION:
