@@ -116,7 +116,7 @@ def test_downsample_batch_norm_of_resnet18_is_found() -> None:
     [("resnet18", 20, 3), ("mobilenet_v2", 52, 52), ("densenet121", 121, 121), ("vgg16_bn", 13, 13)],
 )
 def test_names_of_batch_norms_say_little(name: str, layers: int, missed: int) -> None:
-    """The numbers of docs/faq.md; its check has the means and the variances."""
+    """docs/faq.md says so, and its check, which finds the means and the variances."""
     with torch.device("meta"):
         model = torchvision.models.get_model(name)
     found = roles(model)
