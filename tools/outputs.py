@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from results import RESULTS, Row, Table, lines
+from results import RESULTS, Row, Table
 
 # --- what benchmarks.speed prints --------------------------------------------------
 
@@ -47,6 +47,10 @@ def figures(name: str) -> Mapping[str, tuple[Figure, ...]]:
         figure = Figure(float(median), float(low), float(high), unit, goal, bool(missed))
         found[title] = (*found.get(title, ()), figure)
     return found
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
 
 
 def short(value: float) -> str:

@@ -1,7 +1,7 @@
-"""The tables of what was measured, from the raw files of docs/results: those of the papers' items and of the pages.
+"""The tables of what was measured, from the raw files of docs/results.
 
-In docs/results: tables.yaml says what most tables have, index.yaml what was measured of each paper, claims.yaml what
-the papers claim.
+In docs/results: tables.yaml says what the tables of the pages have, index.yaml what was measured of each paper, and
+claims.yaml what the papers claim.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ class Run(NamedTuple):
     curve: Sequence[Mapping[str, Any]]
 
     @property
+    def seed(self) -> int:
+        return int(self.settings["seed"])
+
+    @property
     def finished(self) -> bool:
         return bool(self.summary.get("status", "finished") == "finished")
 
-    def after(self, server_round: int, key: str = "accuracy") -> float:
-        return float(next(point[key] for point in self.curve if point["round"] == server_round))
-
     def between(self, first: int, last: int) -> float:
-        """The mean accuracy of these rounds: single rounds vary more, with the clients chosen in them."""
-        return statistics.mean(float(point["accuracy"]) for point in self.curve if first <= point["round"] <= last)
+        """The mean accuracy of these rounds in percent: single rounds vary more, with the clients chosen in them."""
+        return 100 * statistics.mean(float(each["accuracy"]) for each in self.curve if first <= each["round"] <= last)
 
 
 @functools.cache
@@ -66,9 +67,9 @@ def read(name: str) -> tuple[Run, ...]:
 def by_label(name: str) -> dict[str, list[Run]]:
     """The runs of a set by their labels, each with all seeds in order."""
     found: dict[str, list[Run]] = {}
-    for run in read(name):
+    for run in sorted(read(name), key=lambda run: run.seed):
         found.setdefault(run.label, []).append(run)
-    return {label: sorted(runs, key=lambda run: int(run.settings["seed"])) for label, runs in found.items()}
+    return found
 
 
 def runs_of(reference: str, of_set: str = "") -> list[Run]:
@@ -78,45 +79,49 @@ def runs_of(reference: str, of_set: str = "") -> list[Run]:
     found = by_label(name if colon else of_set)
     whole = [label] if label in found else [each for each in found if each.startswith(f"{label}, ")]
     key, _, value = where.partition("=")
-    several = [
-        run for each in whole for run in found[each] if not where or str(flat_settings(run.settings)[key]) == value
-    ]
-    seeds = [run.settings["seed"] for run in several]
-    if len({*seeds}) < len(seeds):
+    runs = [run for each in whole for run in found[each] if not key or str(flat_settings(run.settings)[key]) == value]
+    if len({run.seed for run in runs}) < len(runs):
         raise ValueError(f"{reference} is several runs of a seed: {', '.join(whole)}")
-    return several
+    return runs
+
+
+def span(numbers: Iterable[float]) -> str:
+    """The smallest and the largest, or the number that all are."""
+    several = sorted(numbers)
+    return " to ".join(dict.fromkeys(f"{each:.{3 if each >= 10 else 2}g}" for each in (several[0], several[-1])))
 
 
 # --- the papers' items ----------------------------------------------------------
-
-
-class Measured(NamedTuple):
-    label: str  # in the experiment
-    seed: int
-    settings: Mapping[str, Any]
-    finished: bool
-
-
-def measured(item: Mapping[str, Any]) -> list[Measured]:
-    """The runs of an item's sets that count for it."""
-    found = []
-    for name, chosen in item.get("sets", {}).items():
-        runs = read(name)
-        labels = chosen or {run.label: run.label for run in runs}
-        if missing := set(labels) - {run.label for run in runs}:
-            raise ValueError(f"{name} has no run {', '.join(map(repr, missing))}")
-        found += [
-            Measured(labels[run.label], run.settings["seed"], run.settings, run.finished)
-            for run in runs
-            if run.label in labels
-        ]
-    return found
-
 
 # Elsewhere None is the default of the time of the run, which a raw file may have as a value.
 NONE_COUNTS = ("data.examples", "data.test_examples", "train.steps", "train.epochs", "train.schedule.switch")
 GONE = {"data.partition.assignment": "consecutive", "data.partition.by": "class"}  # options, and what holds since then
 WITHOUT_DEFAULTS = ("strategy.", "data.partition.")
+
+
+def items() -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Each table and figure with its paper and title."""
+    index = specification("results/index.yaml")
+    return [(paper, title, item) for paper, of_paper in index.items() for title, item in of_paper.items()]
+
+
+def rows_of(experiment: str, changes: Sequence[str] = ()) -> dict[str, dict[int, Settings]]:
+    """The settings of an experiment by the label of a row, for each seed."""
+    rows: dict[str, dict[int, Settings]] = {}
+    for paper in load_experiment(experiment, changes).runs:
+        rows.setdefault(condition(paper.cell), {}).setdefault(paper.seed, paper)
+    return rows
+
+
+def measured(item: Mapping[str, Any]) -> list[Run]:
+    """The runs of an item's sets that count for it, by their labels in the experiment."""
+    found = []
+    for name, chosen in item.get("sets", {}).items():
+        labels = chosen or {run.label: run.label for run in read(name)}
+        if missing := labels.keys() - by_label(name).keys():
+            raise ValueError(f"{name} has no run {', '.join(map(repr, missing))}")
+        found += [run._replace(label=labels[run.label]) for run in read(name) if run.label in labels]
+    return found
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,20 +134,14 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 def differing(paper: Settings, run: Mapping[str, Any]) -> set[str]:
     """The settings of a run that are not the experiment's; raw files may lack an option, or have one that is gone."""
     expected, found = flat(paper.model_dump(mode="json")), flat(run)
-    different = set()
-    for key in {*expected, *found}:
-        free = key.partition(".")[0] in FREE or key in (*FREE_KEYS, "rounds")
-        if free or expected.get(key) == found.get(key):
-            continue
-        if key.startswith(WITHOUT_DEFAULTS) or key in NONE_COUNTS or None not in (expected.get(key), found.get(key)):
-            different.add(key)
-    return different
-
-
-def items() -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Each table and figure with its paper and title."""
-    index = specification("results/index.yaml")
-    return [(paper, title, item) for paper, of_paper in index.items() for title, item in of_paper.items()]
+    return {
+        key
+        for key in {*expected, *found}
+        if key.partition(".")[0] not in FREE
+        and key not in (*FREE_KEYS, "rounds")
+        and expected.get(key) != found.get(key)
+        and (key.startswith(WITHOUT_DEFAULTS) or key in NONE_COUNTS or None not in (expected.get(key), found.get(key)))
+    }
 
 
 def coverage() -> tuple[int, int, int]:
@@ -150,63 +149,49 @@ def coverage() -> tuple[int, int, int]:
 
     A row of several experiments, which has the same figures of the same table, counts once.
     """
-    rows: dict[str, set[str]] = {}
+    rows: dict[str, set[bool]] = {}
     for _, _, item in items():
-        figures = read_content(item["experiment"])[0].get("published") or {}
-        papers = {condition(each.cell): each for each in load_experiment(item["experiment"]).runs}
-        for label, figure in figures.items():
+        papers = rows_of(item["experiment"])
+        for label, figure in (read_content(item["experiment"])[0].get("published") or {}).items():
             found = rows.setdefault(json.dumps(figure, sort_keys=True), set())
             for run in measured(item):
                 if run.label == label and run.finished:
-                    same = not differing(papers[label], run.settings) and "inferred" not in item
-                    found.add("whole" if same and run.settings["rounds"] == papers[label].rounds else "part")
-    whole = sum("whole" in found for found in rows.values())
-    return whole, sum(found == {"part"} for found in rows.values()), len(rows)
+                    paper = next(iter(papers[label].values()))
+                    whole = run.settings["rounds"] == paper.rounds and not differing(paper, run.settings)
+                    found.add(whole and "inferred" not in item)
+    in_full = sum(True in found for found in rows.values())
+    return in_full, sum(map(bool, rows.values())) - in_full, len(rows)
 
 
 def status(item: Mapping[str, Any]) -> tuple[str, str]:
     """What was measured of an item, and with how many seeds of the experiment's."""
-    name = item["experiment"]
-    needs = f"; needs {item['needs']}" if "needs" in item else ""
     if "impossible" in item:
         return f"not possible: {item['impossible']}", ""
     if "test" in item:
-        if not (ROOT / item["test"]).is_file():
-            raise ValueError(f"{item['test']} does not exist")
+        assert (ROOT / item["test"]).is_file(), item["test"]
         return f"counted by `{item['test']}`", ""
     if not (runs := measured(item)):
-        return f"not measured{needs}", ""
-    rows: dict[str, Settings] = {}
-    seeds: dict[str, set[int]] = {}
-    for paper in load_experiment(name, item.get("changes", [])).runs:
-        rows.setdefault(condition(paper.cell), paper)
-        seeds.setdefault(condition(paper.cell), set()).add(paper.seed)
-    done: dict[str, set[int]] = {}
-    failed, other, shares = set(), set(), set()
+        return "not measured" + (f"; needs {item['needs']}" if "needs" in item else ""), ""
+    rows, done = rows_of(item["experiment"], item.get("changes", ())), dict[str, set[int]]()
+    shares, other = set[float](), set[str]()
     for run in runs:
         if run.label not in rows:
-            raise ValueError(f"{name} has no run {run.label!r}")
+            raise ValueError(f"{item['experiment']} has no run {run.label!r}")
+        paper = next(iter(rows[run.label].values()))
+        shares.add(100 * run.settings["rounds"] / paper.rounds)
+        other |= differing(paper, run.settings)
         done.setdefault(run.label, set()).add(run.seed)
-        shares.add(100 * run.settings["rounds"] / rows[run.label].rounds)
-        other |= differing(rows[run.label], run.settings)
-        if not run.finished:
-            failed.add(run.label)
-    ends = (f"{share:.{3 if share >= 10 else 2}g}" for share in (min(shares), max(shares)))
-    budget = " to ".join(dict.fromkeys(ends))
-    if "inferred" in item:
-        words = [
-            f"{'all' if shares == {100} else f'{budget} % of the'} rounds of {item['inferred']}, which is inferred"
-        ]
-    else:
-        words = ["whole budget" if shares == {100} else f"{budget} % of the rounds"]
-    words += [] if done.keys() == rows.keys() else [f"{len(done)} of {len(rows)} runs"]
-    words += [f"{len(failed)} failed"] if failed else []
-    words += [f"other {', '.join(f'`{key}`' for key in sorted(other))}"] if other else []
-    words += [item["differs"]] if "differs" in item else []
-    counts = sorted({len(each) for each in done.values()})
-    return "; ".join(
-        words
-    ), f"{' to '.join(map(str, (counts[0], counts[-1])[: len(counts)]))} of {len(seeds[run.label])}"
+    failed = {run.label for run in runs if not run.finished}
+    budget = "all" if shares == {100} else f"{span(shares)} % of the"
+    whole = "whole budget" if shares == {100} else f"{budget} rounds"
+    words = (
+        f"{budget} rounds of {item['inferred']}, which is inferred" if "inferred" in item else whole,
+        f"{len(done)} of {len(rows)} runs" if len(done) < len(rows) else "",
+        f"{len(failed)} failed" if failed else "",
+        f"other {', '.join(f'`{key}`' for key in sorted(other))}" if other else "",
+        item.get("differs", ""),
+    )
+    return "; ".join(filter(None, words)), f"{span(map(len, done.values()))} of {len(rows[runs[-1].label])}"
 
 
 def papers() -> Table:
@@ -232,10 +217,10 @@ def mean(values: Sequence[float], digits: int = 1) -> str:
     return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
-def value(run: Run, keys: Sequence[str]) -> float | None:
+def value(run: Run, keys: str | Sequence[str]) -> float | None:
     """A fraction of the summary in percent, by the first of the keys that it has."""
-    key = next((key for key in keys if key in run.summary), None)
-    if key is None or (key.startswith("accuracy") and run.summary["accuracy_of"] != "the global model"):
+    key = next((key for key in ([keys] if isinstance(keys, str) else keys) if key in run.summary), "")
+    if not key or (key.startswith("accuracy") and run.summary["accuracy_of"] != "the global model"):
         return None
     return 100 * float(run.summary[key])
 
@@ -243,13 +228,12 @@ def value(run: Run, keys: Sequence[str]) -> float | None:
 def figure(published: Sequence[Any], names: Mapping[str, Any], label: str) -> Any:
     """What a paper prints for a run, under its label or another name or place; of a list the last, as an average is."""
     name = names.get(label, label)
-    path = name if isinstance(name, list) else [*published, name]
-    found = specification("published.yaml")
-    for key in path:
+    found = specification("published.yaml") if published else None
+    for key in name if isinstance(name, list) else [*published, name]:
         found = found.get(key) if isinstance(found, dict) else None
     if isinstance(found, list):
-        return found[-1][0] if isinstance(found[-1], list) else found[-1]
-    return found
+        found = found[-1]
+    return found[0] if isinstance(found, list) else found
 
 
 def bare(label: str) -> str:
@@ -257,70 +241,73 @@ def bare(label: str) -> str:
     return label.partition(", ")[0]
 
 
-def cell(kind: Mapping[str, Any], runs: list[Run], label: str = "") -> str:
+def cell(kind: Mapping[str, Any], runs: Sequence[Run], label: str = "") -> str:
     """The text of a cell by its kind, described at the head of tables.yaml."""
-    match kind:
-        case {"published": table}:
-            known = figure(table, kind.get("names", {}), label)
-            return "-" if known is None else f"{known:.{kind.get('digits', 1)}f}"
-        case {"values": values}:
-            return str(values.get(label, "-"))
+    digits = kind.get("digits", 1)
+    if "published" in kind or "values" in kind:
+        known = (
+            kind["values"].get(label) if "values" in kind else figure(kind["published"], kind.get("names", {}), label)
+        )
+        return "-" if known is None else f"{known:.{digits}f}"
     done = [run for run in runs if run.finished]
     if not done:
         return f"diverged in round {runs[0].summary['rounds'] + 1}" if runs else "-"
-    match kind:
-        case {"trips": _}:
-            return f"{statistics.mean(run.summary['communication_rounds'] for run in done):,.0f}"
-        case {"seeds": _}:
+    if "rounds" in kind:
+        first, last = kind["rounds"]
+        found = [run.between(first, last) for run in done if len(run.curve) > last - first]
+        return mean(found, digits) if found else "-"
+    match kind["key"]:
+        case "seeds":
             return str(len(done))
-        case {"by seed": _}:
-            return " / ".join(f"{100 * run.summary['accuracy']:.1f}" for run in done)
-        case {"MiB": digits}:
+        case "by seed":
+            return " / ".join(f"{each:.1f}" for each in by_seed(done).values())
+        case "trips":
+            return f"{statistics.mean(run.summary['communication_rounds'] for run in done):,.0f}"
+        case "MiB":
             return mean([(done[0].summary["bytes_down"] + done[0].summary["bytes_up"]) / 2**20], digits)
-        case {"after": number}:
-            return mean([100 * run.after(number) for run in done])
-        case {"rounds": [first, last]}:
-            values = [100 * run.between(first, last) for run in done if len(run.curve) > last - first]
-            return mean(values, kind["digits"]) if values else "-"
-    keys = [kind["key"]] if isinstance(kind["key"], str) else kind["key"]
-    found = [each for run in done if (each := value(run, keys)) is not None]
-    if len(found) < len(done):
+    values = [each for run in done if (each := value(run, kind["key"])) is not None]
+    if len(values) < len(done):
         return "-"
-    text = mean(found, kind.get("digits", 1))
+    text = mean(values, digits)
     if "beside" in kind:
-        paper, table, key = kind["beside"]
-        known = specification("published.yaml")[paper][table][label.partition(" ")[0]].get(key)
+        paper, table, place = kind["beside"]
+        known = specification("published.yaml")[paper][table][label.partition(" ")[0]].get(place)
         text += f" ({known[0]:.1f} ± {known[1]:.1f})" if known else ""
     return f"{text} ({len(done)})" if kind.get("count") else text
 
 
-def kind_of(short: Any) -> Mapping[str, Any]:
-    if isinstance(short, dict):
-        return short
-    return {short: True} if short in ("trips", "seeds", "by seed") else {"key": short}
-
-
-def grid(spec: Mapping[str, Any]) -> Table:
+def grid(name: str) -> Table:
     """A table with a row for each strategy, or what else has runs of its own."""
-    of_set, columns = spec.get("set", ""), {title: kind_of(short) for title, short in spec["columns"].items()}
-    titles = spec.get("rows")
-    if titles is None:
-        every = by_label(of_set)
-        same = len({bare(label) for label in every}) < len(every)  # the swept keys distinguish the rows
-        titles = {label if same else bare(label): label for label in every}
+    spec = specification("results/tables.yaml")[name]
+    of_set, keys = spec.get("set", ""), spec.get("keys", {})
+    if (titles := spec.get("rows")) is None:
+        titles = {bare(label): bare(label) for label in by_label(of_set)}
     if key := spec.get("sort"):
-        ends = {title: by_seed(runs_of(label, of_set), key).values() for title, label in titles.items()}
-        titles = {title: titles[title] for title in sorted(ends, key=lambda each: -statistics.mean(ends[each] or [0]))}
+        ends = {label: by_seed(runs_of(label, of_set), key).values() or [0] for label in titles.values()}
+        titles = dict(sorted(titles.items(), key=lambda row: -statistics.mean(ends[row[1]])))
     rows: list[Row] = []
     for title, label in titles.items():
         cells = []
-        for kind in columns.values():
-            own = {**kind, **({"key": spec["keys"][title]} if title in spec.get("keys", {}) else {})}
+        for short in spec["columns"].values():
+            kind = dict(short) if isinstance(short, dict) else {"key": short}
             reference = kind.get("run", label).format(row=bare(label))
             runs = runs_of(reference, of_set) if of_set or ":" in reference else []
-            cells.append(cell(own, runs, bare(label)))
+            kind |= {"key": keys[title]} if title in keys else {}
+            cells.append(cell(kind, runs, bare(label)))
         rows.append((title, *cells))
-    return (spec.get("first", "run"), *columns), rows
+    return (spec.get("first", "run"), *spec["columns"]), rows
+
+
+def evidence() -> Table:
+    """What docs/which-strategy.md decides by: a row has the run of a column in its set."""
+    spec = specification("results/tables.yaml")["evidence"]
+    rows: list[Row] = []
+    for title, row in spec["rows"].items():
+        found = {column: runs_of(row[column], row["set"]) for column in spec["columns"] if column in row}
+        kind = {"key": row.get("key", "accuracy")}
+        cells = (cell(kind, found[column]) if column in found else "" for column in spec["columns"])
+        rows.append((title, *cells, span(map(len, found.values()))))
+    return (spec["first"], *spec["columns"], "seeds"), rows
 
 
 # --- differences -----------------------------------------------------------------
@@ -328,29 +315,22 @@ def grid(spec: Mapping[str, Any]) -> Table:
 FEWEST = 3  # seeds for a test
 
 
-def small(p: float) -> str:
-    return "< 0.001" if p < 0.001 else f"{p:.1g}"
-
-
 class Difference(NamedTuple):
     title: str
     setup: str
     values: list[float]
     test: Paired
-    p: float  # corrected
+    p: float  # corrected; 1 with too few seeds
     published: float | None
-
-    @property
-    def significant(self) -> bool:
-        return self.test.pairs >= FEWEST and self.p < 0.05
 
     def cells(self) -> tuple[str, str, str, str]:
         if not self.values:
             return "-", "", "", ""
-        count = str(len(self.values))
-        if self.test.pairs < FEWEST:
-            return mean(self.values), count, "", ""
-        return mean(self.values), count, f"{self.test.low:.1f} to {self.test.high:.1f}", small(self.p)
+        tested = "", ""
+        if self.test.pairs >= FEWEST:
+            p = "< 0.001" if self.p < 0.001 else f"{self.p:.1g}"
+            tested = f"{self.test.low:.1f} to {self.test.high:.1f}", p
+        return mean(self.values), str(len(self.values)), *tested
 
 
 def corrected(tests: Sequence[Paired]) -> list[float]:
@@ -362,8 +342,9 @@ def corrected(tests: Sequence[Paired]) -> list[float]:
     return found
 
 
-def by_seed(runs: Iterable[Run], key: str = "accuracy") -> dict[int, float]:
-    return {run.settings["seed"]: 100 * run.summary[key] for run in runs if run.finished}
+def by_seed(runs: Iterable[Run], key: str = "accuracy", rounds: Sequence[int] = ()) -> dict[int, float]:
+    """A metric of the finished runs in percent, or their mean accuracy in these rounds."""
+    return {run.seed: run.between(*rounds) if rounds else 100 * run.summary[key] for run in runs if run.finished}
 
 
 def differences(name: str) -> list[Difference]:
@@ -372,40 +353,28 @@ def differences(name: str) -> list[Difference]:
     for entry in specification("results/tables.yaml")[name]["differences"]:
         pairs = entry["pairs"]
         pairs = pairs if isinstance(pairs, dict) else {f"{one} - {other}": [one, other] for one, other in pairs}
-        seeds = [
-            [
-                {run.settings["seed"]: 100 * run.between(*rounds[0]) for run in runs}
-                if rounds
-                else by_seed(runs, entry.get("metric", "accuracy"))
-                for runs in (runs_of(each, entry["set"]) for each in (one, other))
-            ]
-            for one, other, *rounds in pairs.values()
-        ]
-        tests = [paired(one, other) for one, other in seeds]
-        setup = entry.get("setup", "")
-        for (title, (first, second, *_)), (one, other), test, p in zip(
-            pairs.items(), seeds, tests, corrected(tests), strict=True
-        ):
-            known = [figure(entry.get("published", []), entry.get("names", {}), label) for label in (first, second)]
-            published = known[0] - known[1] if "published" in entry and None not in known else None
-            values = [one[seed] - other[seed] for seed in one if seed in other]
-            found.append(Difference(title, setup, values, test, p, published))
+        tests, values = list[Paired](), list[list[float]]()
+        for first, second, *rounds in pairs.values():
+            metric = entry.get("metric", "accuracy")
+            one, other = (by_seed(runs_of(label, entry["set"]), metric, *rounds) for label in (first, second))
+            tests.append(paired(one, other))
+            values.append([one[seed] - other[seed] for seed in one if seed in other])
+        for title, of_seeds, test, p in zip(pairs, values, tests, corrected(tests), strict=True):
+            known = [figure(entry.get("published", ()), entry.get("names", {}), label) for label in pairs[title][:2]]
+            published = None if None in known else known[0] - known[1]
+            found.append(Difference(title, entry.get("setup", ""), of_seeds, test, p, published))
     return found
 
 
 def compared(name: str) -> Table:
     found = differences(name)
-    shown = {
-        "set-up": len({each.setup for each in found}) > 1,
-        "paper": any(each.published is not None for each in found),
-    }
-    rows: list[Row] = []
-    for each in found:
-        more = [each.setup] if shown["set-up"] else []
-        more += ["-" if each.published is None else f"{each.published:.1f}"] if shown["paper"] else []
-        rows.append((each.title, *more, *each.cells()))
-    optional = [title for title, is_shown in shown.items() if is_shown]
-    return ("difference", *optional, "ours, points", "seeds", "95 % interval", "p (Holm)"), rows
+    columns = {"difference": [each.title for each in found]}
+    if len({each.setup for each in found}) > 1:
+        columns["set-up"] = [each.setup for each in found]
+    if any(each.published is not None for each in found):
+        columns["paper"] = ["-" if each.published is None else f"{each.published:.1f}" for each in found]
+    rows: list[Row] = [(*row, *each.cells()) for *row, each in zip(*columns.values(), found, strict=True)]
+    return (*columns, "ours, points", "seeds", "95 % interval", "p (Holm)"), rows
 
 
 # --- claims -------------------------------------------------------------------------
@@ -421,44 +390,35 @@ def verdict(expects: str, found: Sequence[Difference]) -> str:
     if any(each.test.pairs < FEWEST for each in found):
         return "not settled"
     if expects == "equal":
-        return (
-            "supported" if all(-MARGIN < each.test.low < each.test.high < MARGIN for each in found) else "not settled"
-        )
-    signs = {(each.test.difference > 0) == (expects == "above") for each in found if each.significant}
-    if signs == {True} and all(each.significant for each in found):
+        equal = all(-MARGIN < each.test.low < each.test.high < MARGIN for each in found)
+        return "supported" if equal else "not settled"
+    as_expected = [(each.test.difference > 0) == (expects == "above") for each in found]
+    significant = [each.p < 0.05 for each in found]
+    signs = {*itertools.compress(as_expected, significant)}
+    if signs == {True} and all(significant):
         return "supported"
     return "contradicted" if signs == {False} else "not settled"
 
 
-def claimed() -> list[tuple[str, str, str, str, str, str]]:
+def claims() -> Table:
     """Each claim with its source, the published and the measured differences, the seeds and the verdict."""
-    rows = []
-    for paper, claims in specification("results/claims.yaml").items():
-        for claim in claims:
-            every = differences(claim["table"]) if "table" in claim else []
+    rows: list[Row] = []
+    for paper, of_paper in specification("results/claims.yaml").items():
+        for claim in of_paper:
             setups = claim["setup"] if isinstance(claim.get("setup"), list) else [claim.get("setup")]
             chosen = [*itertools.product(claim.get("rows", []), setups)]
+            every = differences(claim["table"]) if chosen else []
             found = [each for each in every if (each.title, each.setup) in chosen]
-            if len(found) < len(chosen):
-                raise ValueError(f"{claim['table']} has no rows {chosen}")
+            assert len(found) == len(chosen), claim
             known = dict.fromkeys(f"{each.published:.1f}" for each in found if each.published is not None)
-            published = str(claim.get("published", ", ".join(known)))
-            ours = ", ".join(each.cells()[0] for each in found)
-            ours = (
-                f"[{ours}]({claim['page']}.md) ({'; '.join(map(str, setups))})" if found else claim.get("counted", "")
-            )
-            seeds = (
-                " to ".join(dict.fromkeys(str(each(d.test.pairs for d in found)) for each in (min, max)))
-                if found
-                else ""
-            )
             done = "supported" if "counted" in claim else verdict(claim.get("expects", "above"), found)
+            ours, seeds = claim.get("counted", ""), ""
+            if found:
+                ours = f"[{', '.join(each.cells()[0] for each in found)}]({claim['page']}.md) ({'; '.join(setups)})"
+                seeds = span(each.test.pairs for each in found)
+            published = str(claim.get("published", ", ".join(known)))
             rows.append((claim["claim"], f"{paper}, {claim['source']}", published, ours, seeds, done))
-    return rows
-
-
-def claims() -> Table:
-    return ("claim", "source", "published", "measured", "seeds", "verdict"), [*claimed()]
+    return ("claim", "source", "published", "measured", "seeds", "verdict"), rows
 
 
 # --- tables that are like no other ------------------------------------------------------
@@ -467,123 +427,69 @@ def claims() -> Table:
 def costs() -> Table:
     """FedTAN-II on MNIST; what the exchanges add is relative to the same messages without them."""
     rows: list[Row] = []
-    figures = specification("published.yaml")["FedTAN"]["Table 5"].items()
-    for (label, runs), (exact, paper) in zip(by_label("costs/table5").items(), figures, strict=True):
-        assert label == "FedTAN" or label.endswith(f"M={exact}")
-        summary, iterations = runs[0].summary, runs[0].settings["rounds"]
-        plain = 4 * summary["elements_down_per_client"] * (1 + runs[0].settings["clients"]) * iterations
+    published = specification("published.yaml")["FedTAN"]["Table 5"].values()
+    for (label, runs), paper in zip(by_label("costs/table5").items(), published, strict=True):
+        summary, settings = runs[0].summary, runs[0].settings
+        plain = 4 * summary["elements_down_per_client"] * (1 + settings["clients"]) * settings["rounds"]
         sent, trips = summary["broadcast_bytes"], summary["communication_rounds"]
-        shares = f"{paper['more rounds']:.2f}", f"{100 * (1 - iterations / trips):.2f}"
+        rounds = f"{paper['more rounds']:.2f}", f"{100 * (1 - settings['rounds'] / trips):.2f}"
         bits = f"{paper['Gibit']:.4f}", f"{8 * sent / 2**30:.4f}"
         more = f"{paper['more bits']:.4f}", f"{100 * (1 - plain / sent):.4f}"
-        accuracy = cell({"key": "accuracy", "digits": 2}, runs)
-        rows.append((label, accuracy, f"{trips:,}", *shares, *bits, *more))
+        rows.append((label, cell({"key": "accuracy", "digits": 2}, runs), f"{trips:,}", *rounds, *bits, *more))
     pairs = ("more rounds, %, paper", "ours", "Gibit, paper", "ours", "more bits, %, paper", "ours")
     return ("run", "accuracy, %", "communication rounds", *pairs), rows
 
 
-def common(values: Iterable[Any]) -> str:
-    """The values that at least half as many runs have as the most frequent one."""
-    counts = Counter(str(each) for each in values)
-    most = max(counts.values())
-    return " / ".join(each for each, count in counts.items() if 2 * count >= most)
-
-
-def data_of(settings: Mapping[str, Any]) -> str:
-    """The data set, the size of its images, and what a client has of it."""
-    data = settings["data"]
+def setup(settings: Mapping[str, Any]) -> dict[str, str]:
+    """What the table of a page's sets has of a run."""
+    data, train = settings["data"], settings["train"]
     own = {key.partition("_")[0]: number for key, number in data["partition"].items() if isinstance(number, int)}
-    kind = [] if data["partition"]["kind"] in own else [data["partition"]["kind"]]
     size = [f"{data['size']} pixels"] if data["size"] else []
-    return ", ".join([data["name"], *size, *kind, *(f"{number} {key}" for key, number in own.items())])
-
-
-def work_of(settings: Mapping[str, Any]) -> str:
-    kind = "epochs" if settings["train"].get("epochs") else "steps"
-    number = settings["train"][kind]
-    return f"{number} {kind}" if number > 1 else f"1 {kind[:-1]}"
-
-
-def rate_of(settings: Mapping[str, Any]) -> str:
-    """The learning rate, and the shares of the rounds after which it falls."""
-    train = settings["train"]
+    kind = [] if data["partition"]["kind"] in own else [data["partition"]["kind"]]
+    work = "epochs" if train.get("epochs") else "steps"
     schedule = train.get("schedule") or {}
     falls = [f"{100 * each:.0f} %" for each in schedule["milestones"]] if schedule.get("kind") == "step" else []
-    return f"{train['lr']:g}" + (f", falls after {' and '.join(falls)}" if falls else "")
+    return {
+        "data": ", ".join([data["name"], *size, *kind, *(f"{number} {key}" for key, number in own.items())]),
+        "network": settings["model"]["name"],
+        "clients": str(settings["clients"]),
+        "rounds": f"{settings['rounds']:,}",
+        "local work": f"{train[work]} {work if train[work] > 1 else work[:-1]}",
+        "batch": str(train["batch_size"]),
+        "rate": f"{train['lr']:g}" + (f", falls after {' and '.join(falls)}" if falls else ""),
+    }
 
 
-SETUP: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    "data": data_of,
-    "network": lambda settings: settings["model"]["name"],
-    "clients": lambda settings: settings["clients"],
-    "rounds": lambda settings: f"{settings['rounds']:,}",
-    "local work": work_of,
-    "batch": lambda settings: settings["train"]["batch_size"],
-    "rate": rate_of,
-}
+def common(values: Iterable[str]) -> str:
+    """The values that at least half as many runs have as the most frequent one."""
+    counts = Counter(values)
+    return " / ".join(each for each, count in counts.items() if 2 * count >= max(counts.values()))
 
 
 def sets(page: str) -> Table:
     """The sets of a page: what most of their runs have, their seeds, and their files."""
-    rows: list[Row] = []
+    rows, columns = list[Row](), dict[str, str]()
     for folder in sorted(file.parent for file in (RESULTS / page).glob("*/report.json")):
         runs = read(folder.relative_to(RESULTS).as_posix())
-        seeds = len({run.settings["seed"] for run in runs})
         kept = [file for file in sorted(folder.iterdir()) if file.suffix in (".json", ".yaml", ".py", ".txt")]
         links = ", ".join(f"[{file.stem}]({file.relative_to(RESULTS)})" for file in kept)
-        setup = (common(each(run.settings) for run in runs) for each in SETUP.values())
-        rows.append((folder.name, *setup, str(seeds), links))
-    return ("set", *SETUP, "seeds", "files"), rows
+        setups = [setup(run.settings) for run in runs]
+        columns = {key: common(each[key] for each in setups) for key in setups[0]}
+        rows.append((folder.name, *columns.values(), str(len({run.seed for run in runs})), links))
+    return ("set", *columns, "seeds", "files"), rows
 
 
-def lines(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
-
-
-EVIDENCE = {  # rows of `evidence`: what clients have, page and anchor, set, metric
-    "similar data: MNIST": ("mnist.md#accuracies", "mnist/iid-lr0.5"),
-    "few classes: MNIST": ("mnist.md#accuracies", "mnist/falling"),
-    "few classes: CIFAR-10": ("fixbn.md#accuracies", "fixbn/table4"),
-    "few classes: CIFAR-10, 16 pixels": ("fixbn.md#accuracies", "fixbn/table4-16px"),
-    "few classes: CIFAR-10, a LeNet": ("fixbn.md#accuracies", "fixbn/lenet"),
-    "few classes: CIFAR-10, 16 pixels, 20 % of the rounds": ("fedtan.md", "fedtan/table2-16px"),
-    "few classes, 5 of 100 clients a round: MNIST": ("clients.md", "clients/participation"),
-    "other images, 743 each: digits": ("fedwon.md#digits-five", "fedwon/digits"),
-    "other images, 62 each: objects": ("fedwon.md#office-caltech-10", "fedwon/office"),
-}
-
-
-def evidence() -> Table:
-    """What `docs/which-strategy.md` decides by: accuracies of the strategies, on the clients that it tells apart."""
-    labels = {"batch norm": ("FedAvg+BN", "FedAvg", "BN"), "group norm": ("FedAvg+GN", "GN"), "FixBN": ("FixBN",)}
-    labels |= {"FedTAN": ("FedTAN",), "FedBN": ("FedBN",), "FedWon": ("FedWon",), "own data only": ("Standalone",)}
-    rows: list[Row] = []
-    for name, (link, of_set) in EVIDENCE.items():
-        key = "clients_own_accuracy" if of_set.startswith("fedwon/") else "accuracy"
-        runs = by_label(of_set) if of_set != "mnist/falling" else by_label("mnist/noniid-lr0.5") | by_label(of_set)
-        runs = {bare(label): each for label, each in runs.items() if "_train=" not in label or "=0.05" in label}
-        found = {
-            column: next((runs[label] for label in names if label in runs), [])
-            for column, names in labels.items()
-            if key != "accuracy" or column not in ("FedBN", "own data only")  # with a model for each client
-        }
-        seeds = sorted({len(each) for each in found.values()} - {0})
-        cells = (cell({"key": key}, found[column]) if found.get(column) else "" for column in labels)
-        rows.append((f"[{name}](results/{link})", *cells, " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))))
-    return ("what clients have", *labels, "seeds"), rows
-
-
-def from_specification(name: str) -> Callable[[], Table]:
-    spec = specification("results/tables.yaml")[name]
-    return lambda: compared(name) if "differences" in spec else grid(spec)
-
-
-PAGES_WITH_SETS = sorted({file.parents[1].name for file in RESULTS.glob("*/*/report.json")})
 TABLES: dict[str, Callable[[], Table]] = {
+    **{
+        name: functools.partial(compared if "differences" in spec else grid, name)
+        for name, spec in specification("results/tables.yaml").items()
+    },
+    **{
+        f"sets {page}": functools.partial(sets, page)
+        for page in {file.parents[1].name for file in RESULTS.glob("*/*/report.json")}
+    },
     "papers": papers,
     "evidence": evidence,
     "claims": claims,
     "results costs": costs,
-    **{name: from_specification(name) for name in specification("results/tables.yaml")},
-    **{f"sets {page}": functools.partial(sets, page) for page in PAGES_WITH_SETS},
 }
