@@ -105,11 +105,12 @@ def items() -> list[tuple[str, str, Mapping[str, Any]]]:
     return [(paper, title, item) for paper, of_paper in index.items() for title, item in of_paper.items()]
 
 
-def rows_of(experiment: str, changes: Sequence[str] = ()) -> dict[str, dict[int, Settings]]:
-    """The settings of an experiment by the label of a row, for each seed."""
-    rows: dict[str, dict[int, Settings]] = {}
+def rows_of(experiment: str, changes: Sequence[str] = ()) -> dict[str, list[Settings]]:
+    """The settings of an experiment by the label of a row, once for each seed."""
+    rows: dict[str, list[Settings]] = {}
     for paper in load_experiment(experiment, changes).runs:
-        rows.setdefault(condition(paper.cell), {}).setdefault(paper.seed, paper)
+        row = rows.setdefault(condition(paper.cell), [])
+        row += [paper] if paper.seed not in {each.seed for each in row} else []
     return rows
 
 
@@ -156,7 +157,7 @@ def coverage() -> tuple[int, int, int]:
             found = rows.setdefault(json.dumps(figure, sort_keys=True), set())
             for run in measured(item):
                 if run.label == label and run.finished:
-                    paper = next(iter(papers[label].values()))
+                    paper = papers[label][0]
                     whole = run.settings["rounds"] == paper.rounds and not differing(paper, run.settings)
                     found.add(whole and "inferred" not in item)
     in_full = sum(True in found for found in rows.values())
@@ -165,8 +166,6 @@ def coverage() -> tuple[int, int, int]:
 
 def status(item: Mapping[str, Any]) -> tuple[str, str]:
     """What was measured of an item, and with how many seeds of the experiment's."""
-    if "impossible" in item:
-        return f"not possible: {item['impossible']}", ""
     if "test" in item:
         assert (ROOT / item["test"]).is_file(), item["test"]
         return f"counted by `{item['test']}`", ""
@@ -177,7 +176,7 @@ def status(item: Mapping[str, Any]) -> tuple[str, str]:
     for run in runs:
         if run.label not in rows:
             raise ValueError(f"{item['experiment']} has no run {run.label!r}")
-        paper = next(iter(rows[run.label].values()))
+        paper = rows[run.label][0]
         shares.add(100 * run.settings["rounds"] / paper.rounds)
         other |= differing(paper, run.settings)
         done.setdefault(run.label, set()).add(run.seed)
