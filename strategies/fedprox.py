@@ -7,14 +7,12 @@ written for Flower's FedProx, and Flower's FedProx works with a BNClient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
-import torch
 from annotated_types import Ge
-from torch import Tensor, nn
 
-from fedbn_flwr.client.rule import ClientRule, Key
+from fedbn_flwr.client.rule import ClientRule, Key, add_, clone, sub
+from fedbn_flwr.client.training import Kept, Tensors
 
 from ._rule import Round
 from .fedavg import FedAvg
@@ -46,17 +44,8 @@ class FedProxClient(ClientRule):
 
     keys = {PROXIMAL_MU: Key("float", "add mu/2 times the squared distance to the received parameters (Flower's key)")}
 
-    def begin(self) -> None:
-        parameters = self.local.optimizer.parameters.values()
-        self.received = {parameter: parameter.detach().clone() for parameter in parameters}  # w_t
+    def begin(self, w: Tensors) -> Kept:
+        return {"received": clone(w)}  # w_t
 
-    def adjust(self) -> None:
-        add_proximal(self.received, float(self.local.config[PROXIMAL_MU]))
-
-
-@torch.no_grad()
-def add_proximal(received: Mapping[nn.Parameter, Tensor], mu: float) -> None:
-    trained = {parameter: start for parameter, start in received.items() if parameter.grad is not None}
-    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    if gradients:
-        torch._foreach_add_(gradients, torch._foreach_sub(list(trained), list(trained.values())), alpha=mu)
+    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+        add_(g, sub(w, kept["received"]), alpha=float(self.local.config[PROXIMAL_MU]))

@@ -24,7 +24,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch.optim import SGD
 
-from fedbn_flwr.client.rule import ClientRule, Key
+from fedbn_flwr.client.rule import ClientRule
 from fedbn_flwr.client.training import Gradient
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, SettingsError
@@ -177,41 +177,27 @@ def algorithm_3(
 class FedTANClient(ClientRule):
     """The client's part: in the first local step, batch norm normalises over the batches of all clients."""
 
-    keys = {
-        protocol.COHORT: Key("`fused` or `paper`", "exchange statistics at each batch norm of the first step (FedTAN)"),
-        protocol.COHORT_BACKWARD: Key("bool", "exchange gradients too"),
-        protocol.COHORT_MIN_BATCH: Key(
-            "int", "refuse to exchange the statistics of a batch of fewer examples; if it is absent, of fewer than 32"
-        ),
-        protocol.COHORT_STEP: Key(
-            "int", "the number of this message in a layer-wise round: 0 begins it, k has the result of exchange k"
-        ),
-        protocol.COHORT_VALUES: Key(
-            "two floats",
-            "values per channel in the batches of all clients, and in an example, with an exchange's result",
-        ),
-        protocol.REPORT_BATCH: Key("true", "also report the metric `batch-examples`, the examples in the first batch"),
-    }
+    keys = protocol.COHORT_KEYS
 
     def first_gradient(self) -> Gradient | None:
-        local, config = self.local, self.local.config
+        local, config, training = self.local, self.local.config, self.local.training
         if protocol.COHORT not in config:
             return None
         if local.exchange is None:
             raise MessageError(f"{protocol.COHORT!r} needs a ClientApp made by fedbn_flwr.client_app")
-        if not exchanged_layers(local.client.model):
+        if Role.STATISTICS in training.frozen or not exchanged_layers(training.model):
             raise MessageError(
                 f"{protocol.COHORT!r} asks for exchanges of batch norm's statistics, and this client's model has no "
                 "batch norm that normalises by its batch (instance norm and frozen ones do not); use FedAvg, or a "
                 "model with batch norm"
             )
-        if not (local.client.epochs or local.client.steps):
+        if not local.length:
             raise MessageError(
                 f"{protocol.COHORT!r} asks for exchanges in the first step of a round, and this client makes no step; "
                 "expected epochs or steps above zero"
             )
         backward = bool(config.get(protocol.COHORT_BACKWARD, True))
-        if backward and not (isinstance(local.optimizer.torch, SGD) and local.client.clip is None):
+        if backward and not (isinstance(training.optimizer.torch, SGD) and training.clip is None):
             raise MessageError(
                 f"{protocol.COHORT_BACKWARD!r} makes the mean of the clients' first steps the step on the union of "
                 "their batches, which holds only for SGD without clipping; expected optimizer sgd and no clip"
@@ -220,10 +206,10 @@ class FedTANClient(ClientRule):
             local.exchange,
             fused=config[protocol.COHORT] == "fused",
             backward=backward,
-            examples=local.client.num_examples,
-            partition=local.client.identity.get(protocol.PARTITION),
+            examples=local.num_examples,
+            partition=local.partition,
             allowed=int(config.get(protocol.COHORT_MIN_BATCH, protocol.MIN_BATCH)),
-            own=local.client.min_batch,
+            own=local.min_batch,
         )
 
 

@@ -10,7 +10,6 @@ not clipped, as in Brock et al. 2021, who introduced adaptive clipping.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 import torch
@@ -18,6 +17,7 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from fedbn_flwr.client.rule import ClientRule, Key
+from fedbn_flwr.client.training import Kept, Tensors
 
 from ._rule import Round
 from .fedavg import FedAvg
@@ -55,27 +55,29 @@ class FedWonClient(ClientRule):
     keys = {CLIP: Key("float", "clip gradients adaptively by this factor, except those of the last linear layer")}
     order = 1  # clips the gradients that the other rules have changed
 
-    def begin(self) -> None:
-        linear = [module for module in self.local.client.model.modules() if isinstance(module, nn.Linear)]
-        exempt = {id(p) for p in linear[-1].parameters()} if linear else set()
-        self.clipped = [p for p in self.local.optimizer.parameters.values() if id(p) not in exempt]
+    elementwise = False  # it measures the norms of units
 
-    def adjust(self) -> None:
-        clip_adaptively(self.clipped, float(self.local.config[CLIP]))
+    def begin(self, w: Tensors) -> Kept:
+        model = self.local.training.model
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        last = {*map(id, linear[-1].parameters())} if linear else set()
+        self.exempt = {name for name, parameter in model.named_parameters() if id(parameter) in last}
+        return {}
+
+    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+        for name in g.keys() - self.exempt:
+            clip_adaptively(w[name], g[name], float(self.local.config[CLIP]))
 
 
 @torch.no_grad()
-def clip_adaptively(parameters: Iterable[nn.Parameter], factor: float, eps: float = 1e-3) -> None:
+def clip_adaptively(weight: Tensor, gradient: Tensor, factor: float, eps: float = 1e-3) -> None:
     """Limit the norm of each unit's gradient to `factor` times the norm of the unit's weights (at least `eps`).
 
     A unit is a row of a linear layer, a filter of a convolution, or a whole bias.
     """
-    for parameter in parameters:
-        if (gradient := parameter.grad) is None:
-            continue
-        limit = _unit_norm(parameter).clamp_(min=eps) * factor
-        norm = _unit_norm(gradient)
-        gradient.mul_(torch.where(norm > limit, limit / norm.clamp(min=1e-6), 1.0))
+    limit = _unit_norm(weight).clamp_(min=eps) * factor
+    norm = _unit_norm(gradient)
+    gradient.mul_(torch.where(norm > limit, limit / norm.clamp(min=1e-6), 1.0))
 
 
 def _unit_norm(x: Tensor) -> Tensor:

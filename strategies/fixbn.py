@@ -8,7 +8,6 @@ continue to train. This removes the mismatch between a client's batch statistics
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,14 +16,13 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.client.node_state import OWN
-from fedbn_flwr.client.rule import ClientRule, Key
+from fedbn_flwr.client.rule import ClientRule, Key, LocalRound
 from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
-from fedbn_flwr.norms.statistics import frozen_norm
 
 from ._rule import Round, require_norm
 from ._wrapper import Wrapper
@@ -134,12 +132,13 @@ class FixBNClient(ClientRule):
 
     keys = {FREEZE: Key("`statistics`, `affine`, or both with a comma", "freeze these roles at the received values")}
 
-    def around(self) -> AbstractContextManager[None]:
-        client, frozen, sent = self.local.client, frozen_roles(self.local.config), self.local.records["arrays"]
-        kept = {key: role for key, role in client.roles.items() if role in frozen and key not in sent}
+    def __init__(self, local: LocalRound) -> None:
+        super().__init__(local)
+        frozen, sent = frozen_roles(local.config), local.records["arrays"]
+        kept = {key: role for key, role in local.roles.items() if role in frozen and key not in sent}
         # A client that keeps roles (FedBN, SiloBN) and first trains after the freeze finds its values in this round.
-        own = client.state.load(OWN) if kept else {}
-        return frozen_norm(client.model, frozen - {role for key, role in kept.items() if key not in own})
+        own = local.state.load(OWN) if kept else {}
+        self.frozen = frozen - {role for key, role in kept.items() if key not in own}
 
 
 def frozen_roles(config: Mapping[str, Any]) -> frozenset[Role]:

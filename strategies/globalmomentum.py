@@ -18,9 +18,11 @@ import torch
 from flwr.serverapp.strategy import Strategy
 from torch.optim import SGD
 
-from fedbn_flwr.client.rule import ClientRule, Key
+from fedbn_flwr.client.rule import KeepOptimizerState, Key
+from fedbn_flwr.client.training import Kept
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
+from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 
@@ -62,34 +64,28 @@ class GlobalMomentum(Wrapper):
         self.memory.momentum = weighted_mean((reply.records[MOMENTUM_RECORD] for reply in replies), weights)
 
 
-class GlobalMomentumClient(ClientRule):
-    """Begins with the received momentum and sends it back; without the key (`keep_momentum`) the state of the
-    optimiser stays on the client.
-    """
+class GlobalMomentumClient(KeepOptimizerState):
+    """Begins with the received momentum, and sends it back."""
 
     keys = {MOMENTUM: Key("true", "begin with the momentum in the record `momentum`, and send it back")}
 
-    def begin(self) -> None:
-        optimizer, state = self.local.optimizer, dict(self.local.client.state.load(MOMENTUM))
-        if self.local.config.get(MOMENTUM):
-            is_sgd = isinstance(optimizer.torch, SGD)
-            if not (is_sgd and any(group["momentum"] for group in optimizer.torch.param_groups)):
-                how = "without it (momentum is 0)" if is_sgd else "by another optimizer"
-                raise MessageError(
-                    f"the server averages the momentum of SGD ({MOMENTUM!r}), but this client trains {how}; expected "
-                    "optimizer sgd and a momentum above zero"
-                )
-            state |= {f"{SLOT}{name}": value for name, value in self.local.records.get(MOMENTUM_RECORD, {}).items()}
-        optimizer.load_state(state)
+    def received(self) -> Arrays:
+        optimizer = self.local.training.optimizer.torch
+        is_sgd = isinstance(optimizer, SGD)
+        if not (is_sgd and any(group["momentum"] for group in optimizer.param_groups)):
+            how = "without it (momentum is 0)" if is_sgd else "by another optimizer"
+            raise MessageError(
+                f"the server averages the momentum of SGD ({MOMENTUM!r}), but this client trains {how}; expected "
+                "optimizer sgd and a momentum above zero"
+            )
+        sent = self.local.records.get(MOMENTUM_RECORD, {})
+        return {**super().received(), **{f"{SLOT}{name}": value for name, value in sent.items()}}
 
-    def finish(self, metrics: dict[str, Any], records: dict[str, Arrays]) -> None:
-        new = {**self.local.client.state.load(MOMENTUM), **copied(self.local.optimizer.state())}
-        if self.local.config.get(MOMENTUM):  # the momentum of a parameter that stays on the client stays there too
-            model = self.local.records["arrays"]
-            sent = {name: p for name, p in self.local.optimizer.parameters.items() if name in model}
-            # Zero if a parameter has had no gradient yet.
-            zeros = copied({name: torch.zeros_like(p) for name, p in sent.items() if f"{SLOT}{name}" not in new})
-            records[MOMENTUM_RECORD] = {
-                name: zeros[name] if name in zeros else new.pop(f"{SLOT}{name}") for name in sent
-            }
-        self.local.client.state.save(MOMENTUM, new)
+    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+        new, model = self.result(), self.local.records["arrays"]
+        # The momentum of a parameter that stays on the client stays there too.
+        sent = {name: p for name, p in self.local.training.optimizer.parameters.items() if name in model}
+        # Zero if a parameter has had no gradient yet.
+        zeros = copied({name: torch.zeros_like(p) for name, p in sent.items() if f"{SLOT}{name}" not in new})
+        records[MOMENTUM_RECORD] = {name: zeros[name] if name in zeros else new.pop(f"{SLOT}{name}") for name in sent}
+        self.local.state.save(self.stored, new)

@@ -25,10 +25,12 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.client.rule import ClientRule, Key
+from fedbn_flwr.client.rule import ClientRule, Key, add_
+from fedbn_flwr.client.training import Kept, Tensors
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
+from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply, with_config
 from fedbn_flwr.models.tensors import copied, tensor_like
 
@@ -106,27 +108,20 @@ class ScaffoldClient(ClientRule):
     }
     order = -1  # before the other rules: g_i is the unchanged gradient
 
-    def begin(self) -> None:
+    def begin(self, w: Tensors) -> Kept:
         self.known = int(self.local.config.get(CONTROL_ROUND, 0))  # the server has added the c_i of this round
-        self.own = self.local.client.state.load(f"{CONTROL}.{self.known}")
-        c, parameters = self.local.records.get(CONTROL_RECORD, {}), self.local.optimizer.parameters.items()
-        self.corrections = {
-            p: tensor_like(c.get(name), p) - tensor_like(self.own.get(name), p) for name, p in parameters
-        }
-        self.sums = {p: torch.zeros_like(p) for _, p in parameters}
-        self.steps = 0
+        self.own = self.local.state.load(f"{CONTROL}.{self.known}")
+        c = self.local.records.get(CONTROL_RECORD, {})
+        corrections = {name: tensor_like(c.get(name), p) - tensor_like(self.own.get(name), p) for name, p in w.items()}
+        return {"corrections": corrections, "sums": {name: torch.zeros_like(p) for name, p in w.items()}}
 
-    def adjust(self) -> None:
-        self.steps += 1
-        gradients = {parameter: parameter.grad for parameter in self.sums if parameter.grad is not None}
-        if gradients:
-            found = list(gradients.values())
-            torch._foreach_add_([self.sums[parameter] for parameter in gradients], found)
-            torch._foreach_add_(found, [self.corrections[parameter] for parameter in gradients])
+    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+        add_(kept["sums"], g)
+        add_(g, kept["corrections"])
 
-    def finish(self, metrics: dict[str, Any], records: dict[str, Arrays]) -> None:
-        before, state = self.own, self.local.client.state
-        new = copied({name: self.sums[p] / max(self.steps, 1) for name, p in self.local.optimizer.parameters.items()})
+    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+        before, state = self.own, self.local.state
+        new = copied({name: total / max(steps, 1) for name, total in kept["sums"].items()})
         if self.known and not before:
             metrics[CONTROL_LOST] = 1
         state.forget(CONTROL)

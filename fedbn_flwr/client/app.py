@@ -21,10 +21,11 @@ from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, record_of, unpack
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import arrays_of, sent_model, with_arrays, without_norm_state
 from fedbn_flwr.named import path_of
 
-from .client import BNClient, Config, Update
+from .client import BNClient, Update
 from .layerwise import continue_parked, parked_rounds, train_by_messages, without_parked
 from .node_state import place_of, return_to_round, stored_state
 from .training import ONE_VALUE

@@ -28,6 +28,7 @@ from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, negative_variance
+from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
@@ -36,23 +37,22 @@ from fedbn_flwr.tasks import Task, task_named
 from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
 from .node_state import OWN, NodeState, number_of, place_of, run_of
-from .rule import BY_KEY, ClientRule, LocalRound, known_keys, rule_of
+from .rule import BY_KEY, ClientRule, KeepOptimizerState, LocalRound, known_keys, rule_of
 from .training import (
-    Adjust,
     Batch,
     Epochs,
     Gradient,
     Loss,
     OptimizerSpec,
+    Trainer,
+    Training,
     backpropagate,
     local_batches,
     make_optimizer,
+    one_by_one,
     size_of,
-    train,
 )  # fmt: skip
 
-Config = Mapping[str, Any]
-Metrics = dict[str, Any]  # numbers
 TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
 
 
@@ -168,8 +168,7 @@ class BNClient(NumPyClient):
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip!r}; expected a norm above zero, or None")
         self.task = task_named(task) if isinstance(task, str) else task
-        if metrics:  # a module that rounds without do not execute
-            check_metrics(self.task, metrics)
+        check_metrics(self.task, metrics)
         loss = default_loss(self.task) if loss is None else loss
         if isinstance(model, nn.Module):
             if channels_last:
@@ -184,6 +183,7 @@ class BNClient(NumPyClient):
         self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
         self.channels_last, self.precision = channels_last, precision
         self.seed, self.min_batch = seed, min_batch
+        self.trainer: Trainer = one_by_one  # may be replaced: what turns loaded rounds into trained ones
         self.sums: Callable[[], np.ndarray] | None = None  # the answer to query.sums, of experiments
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
@@ -206,14 +206,21 @@ class BNClient(NumPyClient):
         `extras` are the message's other records of arrays, by name. `exchange` sends the tensors of a layer-wise step
         to the other clients and returns the result.
         """
-        wanted = rules_for({**config, "fedbn.momentum": True} if self.keep_momentum else config)
+        wanted = rules_for(config)
+        if self.keep_momentum and not any(issubclass(rule, KeepOptimizerState) for rule in wanted):
+            wanted.add(KeepOptimizerState)
         own = self._load(arrays, config, self._needed(arrays, config))
         # Before the first result the model is the only place of the client's own values.
         before = {} if own else self._parts.taken([key for key in self.roles if key not in arrays])
         records = {} if extras is None else extras
         records["arrays"] = arrays
         try:
-            return self._round(LocalRound(config, records, self, exchange), wanted)
+            with ExitStack() as resources:
+                local = LocalRound(
+                    config, records, self.state, self.roles, self.num_examples, self.identity.get(protocol.PARTITION),
+                    self.min_batch, self.epochs or self.steps or 0, resources, exchange,
+                )  # fmt: skip
+                return self._round(local, wanted)
         except BaseException:
             self._parts.load(before)
             raise
@@ -221,26 +228,24 @@ class BNClient(NumPyClient):
     def _round(self, local: LocalRound, wanted: Iterable[type[ClientRule]]) -> Update:
         """The result of a round that begins with the loaded model."""
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
-        loss, first_batch = self._trained(local, rules)
+        (trained,) = self.trainer([self._training(local, rules)])
         config = local.config
-        sent, returned = set(local.records["arrays"]), frozenset[Role]()
-        if protocol.RETURN in config:  # a round of FedAvg does not execute the module
-            returned = protocol.roles_of(config, protocol.RETURN, frozenset(Role))
+        sent, returned = set(local.records["arrays"]), protocol.roles_of(config, protocol.RETURN, frozenset(Role))
         taken = self._parts.taken([key for key, role in self.roles.items() if key in sent or role in returned])
-        metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: loss}
+        metrics: Metrics = {protocol.NUM_EXAMPLES: local.num_examples, protocol.TRAIN_LOSS: trained.loss}
         if config.get(protocol.REPORT_BATCH):
-            metrics[protocol.BATCH_EXAMPLES] = first_batch
+            metrics[protocol.BATCH_EXAMPLES] = trained.first_batch
         update, own = Update(taken, metrics, {}), self._parts.taken([key for key in self.roles if key not in sent])
         problem = fault(taken, taken) or fault(own, own)
-        if not math.isfinite(loss):
-            problem = f"its {protocol.TRAIN_LOSS} is {loss} (the client diverged?)"
+        if not math.isfinite(trained.loss):
+            problem = f"its {protocol.TRAIN_LOSS} is {trained.loss} (the client diverged?)"
         if problem:
             raise MessageError(f"{problem}; the client keeps its state of before this round")
         # Save state only after everything that can fail: a replay of the round must begin with the same state.
         self.state.save(OWN, own)
         with self._seeded("finish", int(config.get(protocol.ROUND, 1)), self.train_data):
-            for rule in rules:
-                rule.finish(update.metrics, update.extras)
+            for rule, kept in zip(rules, trained.kept, strict=True):
+                rule.finish(kept, trained.steps, update.metrics, update.extras)
         return update
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
@@ -307,53 +312,44 @@ class BNClient(NumPyClient):
 
     def _seeded(self, purpose: str, server_round: int, loader: object = None) -> AbstractContextManager[None]:
         """Random numbers as functions of purpose, round and client, also those of a DataLoader's own generator."""
+        return seeding.streams(self._seed(purpose, server_round, loader), self._parts.device)
+
+    def _seed(self, purpose: str, server_round: int, loader: object) -> int:
         seed = seeding.seed_for(self.seed, purpose, server_round, self._number)
         batches = getattr(loader, "batch_sampler", None)
         for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
             if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
-        return seeding.streams(seed, self._parts.device)
+        return seed
 
-    def _trained(self, local: LocalRound, rules: Sequence[ClientRule]) -> tuple[float, int]:
-        """Train the model that is loaded; the mean loss, and the size of the first batch."""
+    def _training(self, local: LocalRound, rules: Sequence[ClientRule]) -> Training:
+        """The round of the model that is loaded."""
         server_round = int(local.config.get(protocol.ROUND, 1))
         # The server scales the rate after the round in which its strategy switched.
-        lr = (self.lr(server_round) if callable(self.lr) else self.lr) * float(
-            local.config.get(protocol.LR_FACTOR, 1.0)
-        )
-        not_begun = iter(rules)
-
-        def begin() -> None:
-            for rule in not_begun:
-                rule.begin()
-
-        adjust: list[Adjust] = [begin, *(rule.adjust for rule in rules)]
+        factor = float(local.config.get(protocol.LR_FACTOR, 1.0))
+        lr = (self.lr(server_round) if callable(self.lr) else self.lr) * factor
+        frozen = frozenset[Role]().union(*(rule.frozen for rule in rules))
+        trained = {name: each for name, each in self._parts.trained.items() if self.roles.get(name) not in frozen}
+        gradient: Gradient = functools.partial(backpropagate, precision=self.precision)
+        if self.compile:
+            gradient = part("passes", "compiled")(gradient, getattr(self.train_data, "batch_size", None))
+        pairs = self._pairs(local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps))
         self._parts.train()
-        with ExitStack() as stack:
-            stack.enter_context(self._seeded("model", server_round, self.train_data))
-            for rule in rules:
-                stack.enter_context(rule.around())
-            local.optimizer = self._optimizer(self._parts.trained, lr)
-            if self.clip is not None:
-                parameters = list(local.optimizer.parameters.values())
-                adjust.append(functools.partial(nn.utils.clip_grad_norm_, parameters, self.clip))
-            gradient: Gradient = functools.partial(backpropagate, precision=self.precision)
-            if self.compile:
-                size = getattr(self.train_data, "batch_size", None)
-                gradient = part("passes", "compiled")(gradient, size)
-            pairs = self._pairs(local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps))
-            trained = train(
-                self.model,
-                ((each(_channels_last, inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
-                local.optimizer,
-                self.loss,
-                device=self._parts.device,
-                adjust=adjust,
-                first_step=next((step for rule in rules if (step := rule.first_gradient()) is not None), None),
-                gradient=gradient,
-            )
-            begin()  # if the round had no step
-        return trained
+        local.training = Training(
+            self.model,
+            ((each(_channels_last, inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
+            self._optimizer(trained, lr),
+            self.loss,
+            self._parts.device,
+            rules,
+            frozen,
+            self.clip,
+            gradient,
+            seed=self._seed("model", server_round, self.train_data),
+        )
+        firsts = (rule.first_gradient() for rule in rules)
+        local.training.first_step = next((first for first in firsts if first is not None), None)
+        return local.training
 
     def _sent(self) -> list[str]:
         return [key for key, role in self.roles.items() if role is not Role.COUNTER]

@@ -13,7 +13,7 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -27,6 +27,7 @@ from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_re
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import arrays_of
 
 from .client import BNClient, Update
@@ -179,7 +180,7 @@ def _end() -> None:
 
 
 def train_by_messages(
-    make: MakeClient, content: RecordDict, config: Mapping[str, Any], extras: dict[str, Arrays], context: Context
+    make: MakeClient, content: RecordDict, config: Config, extras: dict[str, Arrays], context: Context
 ) -> Contribution | Update:
     """Begin a round (step 0) or continue it with the result of exchange `step`, up to the next exchange or the end."""
     step, run = int(config[protocol.COHORT_STEP]), run_of(config)
@@ -236,7 +237,7 @@ def _place(context: Context) -> tuple[Place, str]:
     return (str(record["run"]), context.run_id, context.node_id), str(record["number"])
 
 
-def without_parked(make: MakeClient, config: Mapping[str, Any], context: Context) -> Any:
+def without_parked(make: MakeClient, config: Config, context: Context) -> Any:
     """The client for a round of another kind.
 
     The node's parked round in this process is ended, since the server has continued without the client, and so are
@@ -249,9 +250,7 @@ def without_parked(make: MakeClient, config: Mapping[str, Any], context: Context
     return client
 
 
-def _replayed(
-    make: MakeClient, state: NodeState, config: Mapping[str, Any], extras: dict[str, Arrays], number: str
-) -> Session:
+def _replayed(make: MakeClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str) -> Session:
     """The round with the agreements that the client's state has, not begun."""
     client, step = make(), int(config[protocol.COHORT_STEP])
     received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]

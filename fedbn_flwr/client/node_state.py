@@ -28,6 +28,7 @@ from fedbn_flwr.errors import MessageError, StorageError, UserError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import read_store, write_store, writing
 
@@ -36,7 +37,7 @@ ARRAYS = "fedbn.arrays."
 OWN = "fedbn.local"  # the arrays that stay on the client; names without this prefix are of other projects' rules
 
 
-def run_of(config: Mapping[str, Any]) -> str | None:
+def run_of(config: Config) -> str | None:
     """The training run of a message; None if the server does not name one."""
     names = [str(config[key]) for key in (protocol.RUN, protocol.TOKEN) if key in config]
     return " ".join(names) or None
@@ -83,7 +84,7 @@ class NodeState:
 
 
 @contextmanager
-def stored_state(message: Message, config: Mapping[str, Any], context: Context) -> Iterator[None]:
+def stored_state(message: Message, config: Config, context: Context) -> Iterator[None]:
     """Restores the state from the state folder before a message is handled, and saves it there after training."""
     folder, kind = _folder(config, context), message.metadata.message_type
     if folder is None:
@@ -105,7 +106,7 @@ def stored_state(message: Message, config: Mapping[str, Any], context: Context) 
         unfinished.unlink(missing_ok=True)
 
 
-def return_to_round(config: Mapping[str, Any], context: Context) -> dict[str, int]:
+def return_to_round(config: Config, context: Context) -> dict[str, int]:
     """Delete the states of rounds after `server-round`, from which the run resumes; report the latest round left."""
     if (folder := _folder(config, context)) is None:
         return {}
@@ -143,7 +144,7 @@ def kept_state(folder: Path, token: str, last: int, client: int | None = None) -
     return client, latest, parse(read_store(rounds[latest])["state"])
 
 
-def _folder(config: Mapping[str, Any], context: Context) -> Path | None:
+def _folder(config: Config, context: Context) -> Path | None:
     """The states of this client in this training run, one store for each round.
 
     None if the node config has no state folder, or the message names no run or round: one that only asks for the

@@ -1,9 +1,13 @@
 """Client rules: the client's half of a method, in the file of its strategy.
 
 A message selects a client rule by a config key, and a client imports only the files of the rules that it is asked for.
-For each round `BNClient` creates an object of the class and calls its hooks in this order: `around` encloses training,
-`first_gradient` computes the gradient of the first batch, `begin` runs between this gradient and the first step,
-`adjust` before each step, and `finish` after training.
+For each round `BNClient` makes an object of the class and calls its hooks in this order: `first_gradient` returns how
+the gradient of the first batch is computed, `begin` runs between this gradient and the first step, `adjust` before each
+step, and `finish` after training. `frozen` has the roles that do not train.
+
+`begin` and `adjust` are functions of named tensors: w are the parameters, g their gradients, and `kept` is what `begin`
+returned. In rules that are `elementwise` they may be those of several clients, with a leading axis: such rules use
+the operations below, or others that act on each element alone.
 """
 
 from __future__ import annotations
@@ -11,29 +15,61 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
+
+import torch
 
 from fedbn_flwr import extensions
-from fedbn_flwr.client.training import Gradient, LocalOptimizer
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.aggregate import Array, Arrays
+from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.protocol import Key as Key
+from fedbn_flwr.models.tensors import copied
+from fedbn_flwr.norms.roles import Role
+
+from .node_state import NodeState
+from .training import Gradient, Kept, Tensors, Training
+
+# --- arithmetic on named tensors ---
+
+
+def clone(x: Tensors) -> Tensors:
+    return {name: value.detach().clone() for name, value in x.items()}
+
+
+def sub(x: Tensors, y: Tensors) -> Tensors:
+    return dict(zip(x, torch._foreach_sub([*x.values()], [y[name] for name in x]), strict=True)) if x else {}
+
+
+def add_(x: Tensors, y: Tensors, alpha: float = 1.0) -> None:
+    """x += alpha y in place, of the names that both have."""
+    if names := [name for name in x if name in y]:
+        torch._foreach_add_([x[name] for name in names], [y[name] for name in names], alpha=alpha)
+
+
+# --- the rules ---
 
 
 @dataclass(eq=False)
 class LocalRound:
     """A client's round, from which a client rule reads what it needs."""
 
-    config: Mapping[str, Any]
+    config: Config
     # The message's records of arrays: "arrays" is the model. Of a layer-wise round the last message has the others,
     # so read them in `begin` or later.
     records: Mapping[str, Arrays]
-    client: Any  # the BNClient, with its `model`, its `state` between rounds, and its arguments
+    state: NodeState  # arrays that the client keeps between rounds
+    roles: Mapping[str, Role]  # of the model's tensors, by key
+    num_examples: int  # in the client's training data
+    partition: int | None  # the number of the client, if it has one
+    min_batch: int  # the client exchanges no statistics of a batch of fewer examples
+    length: int  # of the round, in epochs or steps
+    resources: ExitStack  # what must be closed when the round ends, with its error if it fails
     exchange: Exchange | None = None  # with the other clients, in a layer-wise round
-    optimizer: LocalOptimizer = field(init=False)  # set after `around`; has the trainable parameters by name
+    training: Training = field(init=False)  # of the loaded model, with the optimiser; set after the rules are made
 
 
 class ClientRule:
@@ -43,6 +79,8 @@ class ClientRule:
     # prefix `fedbn.` is refused by clients without the rule; a key without it is ignored there.
     keys: ClassVar[Mapping[str, Key]] = {}
     order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
+    elementwise: ClassVar[bool] = True  # whether `adjust` treats each element of the gradients alone
+    frozen: frozenset[Role] = frozenset()  # roles of batch norm's arrays that keep the received values
 
     def __init_subclass__(cls) -> None:
         own = vars(cls).get("keys", {})
@@ -55,21 +93,18 @@ class ClientRule:
     def __init__(self, local: LocalRound) -> None:
         self.local = local
 
-    def around(self) -> AbstractContextManager[None]:
-        """A context manager that encloses training."""
-        return nullcontext()
-
     def first_gradient(self) -> Gradient | None:
         """A function that computes loss and gradient of the first batch instead of backpropagation, or None."""
         return None
 
-    def begin(self) -> None:
-        """Prepare the round, after the gradient of the first batch and before the first step."""
+    def begin(self, w: Tensors) -> Kept:
+        """What the round remembers, from the parameters as they were received."""
+        return {}
 
-    def adjust(self) -> None:
-        """Change the gradients before each step."""
+    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+        """Change gradients in place; parameters without a gradient are not among them."""
 
-    def finish(self, metrics: dict[str, Any], records: dict[str, Arrays]) -> None:
+    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         """Add metrics and records to the reply, and save state. The round must not fail after the state is saved."""
 
 
@@ -82,12 +117,7 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     "fedbn.momentum": "fedbn_flwr.strategies.globalmomentum:GlobalMomentumClient",
     "fedbn.control": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
     "fedbn.control-round": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
-    protocol.COHORT: "fedbn_flwr.strategies.fedtan:FedTANClient",
-    protocol.COHORT_BACKWARD: "fedbn_flwr.strategies.fedtan:FedTANClient",
-    protocol.COHORT_MIN_BATCH: "fedbn_flwr.strategies.fedtan:FedTANClient",
-    protocol.COHORT_STEP: "fedbn_flwr.strategies.fedtan:FedTANClient",
-    protocol.COHORT_VALUES: "fedbn_flwr.strategies.fedtan:FedTANClient",
-    protocol.REPORT_BATCH: "fedbn_flwr.strategies.fedtan:FedTANClient",
+    **dict.fromkeys(protocol.COHORT_KEYS, "fedbn_flwr.strategies.fedtan:FedTANClient"),
     **extensions.declared("client_keys"),
 }
 _OURS = {key: str(where) for key, where in BY_KEY.items()}
@@ -106,3 +136,23 @@ def known_keys() -> dict[str, Key]:
         rule_of(key)  # of an extension, whose module has more keys
     of_mods = {key: extensions.part("client_mods", key).keys[key] for key in extensions.declared("client_mods")}
     return protocol.RUN_KEYS | {key: rule_of(key).keys[key] for key in BY_KEY} | of_mods
+
+
+class KeepOptimizerState(ClientRule):
+    """Begins with the state of the optimiser at the end of the client's last round (`BNClient.keep_momentum`)."""
+
+    stored = "fedbn.momentum"  # its name in the client's state
+
+    def begin(self, w: Tensors) -> Kept:
+        self.local.training.optimizer.load_state(self.received())
+        return {}
+
+    def received(self) -> Arrays:
+        return self.local.state.load(self.stored)
+
+    def result(self) -> dict[str, Array]:
+        # A parameter that is frozen now keeps the state that it had.
+        return {**self.local.state.load(self.stored), **copied(self.local.training.optimizer.state())}
+
+    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+        self.local.state.save(self.stored, self.result())

@@ -1,5 +1,8 @@
 """The local training loop `train` that all client rules share, its batches, learning rates and optimisers.
 
+A loaded round is a value, `Training`, and a `Trainer` is a function of several: `one_by_one`, or another one that
+`BNClient.trainer` is set to.
+
 `SGD` is the default optimiser. Creating another one imports PyTorch's compiler, which takes a second or more. An
 experiment does it once, when it checks the settings, and its workers are forked after that.
 """
@@ -13,23 +16,30 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedbn_flwr import named
+from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Value, count, each, first
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages.aggregate import Array
+from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.norms.statistics import frozen_norm
+
+if TYPE_CHECKING:
+    from .rule import ClientRule
 
 Batch = Any  # what the loader yields: (inputs, targets), see fedbn_flwr.batch
 Loss = Callable[[Any, Any], Tensor]  # of what the model returns, and the targets
 # (model, inputs, targets, loss_fn): the loss. `Gradient` also sets the gradients of the parameters, and detaches it.
 Forward = Callable[[nn.Module, Value, Value, Loss], Tensor]
 Gradient = Callable[[nn.Module, Value, Value, Loss], Tensor]
-Adjust = Callable[[], Any]
+Tensors = Mapping[str, Tensor]  # by the names of parameters
+Kept = dict[str, Tensors]  # what a client rule remembers from its `begin` to its `finish`, by name
 
 ONE_VALUE = "more than 1 value per channel"  # PyTorch's words on batch norm of one example
 
@@ -103,39 +113,101 @@ def backpropagate(
     return loss.detach()
 
 
-def train(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    optimizer: LocalOptimizer | Optimizer,
-    loss_fn: Loss,
-    *,
-    device: torch.device,
-    adjust: Sequence[Adjust] = (),
-    first_step: Gradient | None = None,
-    gradient: Gradient = backpropagate,
-) -> tuple[float, int]:
-    """One optimiser step per batch; returns the mean loss over examples, and the first batch's size.
+@dataclass(eq=False)
+class Training:
+    """A client's round between loading the model and replying: all that its training needs, and nothing of Flower.
 
-    `adjust` are functions that change the gradients between the backward pass and the step, in this order (a proximal
-    term, control variates, clipping). `first_step` computes loss and gradients of the first batch instead of `gradient`
-    (FedTAN's exchange with the other clients). The caller sets the model to training mode and freezes parts of it.
+    Parameters
+    ----------
+    model, device
+        In training mode, with the values that the round begins with; `device` has it.
+    batches
+        Pairs (inputs, targets); one step each.
+    optimizer
+        It has the parameters that train, by name, without those of the roles `frozen`.
+    rules
+        Client rules, which change the gradients before each step in this order.
+    clip
+        After that, the largest norm of the gradients, if any.
+    gradient, first_step
+        How loss and gradients of a batch are computed; those of the first one perhaps in another way (FedTAN's
+        exchange with the other clients).
+    seed
+        Of all random draws.
     """
+
+    model: nn.Module
+    batches: Iterable[Batch]
+    optimizer: LocalOptimizer
+    loss: Loss
+    device: torch.device
+    rules: Sequence[ClientRule] = ()
+    frozen: frozenset[Role] = frozenset()
+    clip: float | None = None
+    gradient: Gradient = backpropagate
+    first_step: Gradient | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of a `Training`, besides the values of its model's tensors."""
+
+    loss: float  # the mean over examples
+    first_batch: int  # the examples in it
+    steps: int
+    kept: Sequence[Kept]  # of each rule
+
+
+Trainer = Callable[[Sequence[Training]], Sequence[Trained]]
+
+
+def one_by_one(rounds: Sequence[Training]) -> list[Trained]:
+    return [train(training) for training in rounds]
+
+
+def train(training: Training) -> Trained:
+    """One optimiser step per batch."""
+    frozen = frozen_norm(training.model, training.frozen) if training.frozen else nullcontext()
+    with seeding.streams(training.seed, training.device), frozen:
+        return _trained(training)
+
+
+def _trained(training: Training) -> Trained:
+    model, optimizer, gradient = training.model, training.optimizer, training.first_step or training.gradient
     # On the device: reading the loss would make the host wait for the device at every step.
-    total = torch.zeros((), device=device, dtype=torch.float64)
-    examples = first = 0
-    to_device = operator.methodcaller("to", device, non_blocking=True)
-    for inputs, targets in batches:
+    total = torch.zeros((), device=training.device, dtype=torch.float64)
+    to_device = operator.methodcaller("to", training.device, non_blocking=True)
+    steps = examples = first_batch = 0
+    for inputs, targets in training.batches:
         inputs, targets = each(to_device, inputs), each(to_device, targets)
         optimizer.zero_grad()
         size = count(inputs)
-        total += (gradient if examples or not first_step else first_step)(model, inputs, targets, loss_fn) * size
-        for change in adjust:
-            change()
+        total += gradient(model, inputs, targets, training.loss) * size
+        if not steps:
+            kept, gradient, first_batch = _begun(training), training.gradient, size
+        if training.rules:
+            _adjust(training, kept)
+        if training.clip is not None:
+            nn.utils.clip_grad_norm_(optimizer.parameters.values(), training.clip)
         optimizer.step()
-        examples += size
-        first = first or examples
+        steps, examples = steps + 1, examples + size
     optimizer.zero_grad()  # frees the gradients, which take as much memory as the model
-    return float(total) / max(examples, 1), first
+    return Trained(float(total) / max(examples, 1), first_batch, steps, kept if steps else _begun(training))
+
+
+@torch.no_grad()
+def _begun(training: Training) -> list[Kept]:
+    return [rule.begin(training.optimizer.parameters) for rule in training.rules]
+
+
+@torch.no_grad()
+def _adjust(training: Training, kept: Sequence[Kept]) -> None:
+    """A function of its own, so that no name holds the gradients while the next ones are computed."""
+    w = training.optimizer.parameters
+    g = {name: parameter.grad for name, parameter in w.items() if parameter.grad is not None}
+    for rule, own in zip(training.rules, kept, strict=True):
+        rule.adjust(w, g, own)
 
 
 # --- learning rates of a round, by its number and the number of rounds ---

@@ -18,6 +18,9 @@ from typing import Any
 from fedbn_flwr.errors import MessageError, did_you_mean
 from fedbn_flwr.norms.roles import Role
 
+Config = Mapping[str, Any]  # of a message: numbers, texts, bytes, and lists of them
+Metrics = dict[str, Any]  # of a reply: numbers, and lists of them
+
 
 @dataclass(frozen=True)
 class Key:
@@ -48,13 +51,27 @@ RUN_KEYS = {
     READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 
-# The keys of a layer-wise round (FedTAN), which strategies/fedtan.py declares.
+# The keys of a layer-wise round (FedTAN).
 COHORT = "fedbn.cohort"
 COHORT_BACKWARD = "fedbn.cohort-backward"
 COHORT_STEP = "fedbn.cohort-step"
 COHORT_VALUES = "fedbn.cohort-values"
 COHORT_MIN_BATCH = "fedbn.cohort-min-batch"
 REPORT_BATCH = "fedbn.report-batch"
+COHORT_KEYS = {
+    COHORT: Key("`fused` or `paper`", "exchange statistics at each batch norm of the first step (FedTAN)"),
+    COHORT_BACKWARD: Key("bool", "exchange gradients too"),
+    COHORT_MIN_BATCH: Key(
+        "int", "refuse to exchange the statistics of a batch of fewer examples; if it is absent, of fewer than 32"
+    ),
+    COHORT_STEP: Key(
+        "int", "the number of this message in a layer-wise round: 0 begins it, k has the result of exchange k"
+    ),
+    COHORT_VALUES: Key(
+        "two floats", "values per channel in the batches of all clients, and in an example, with an exchange's result"
+    ),
+    REPORT_BATCH: Key("true", "also report the metric `batch-examples`, the examples in the first batch"),
+}
 
 # Examples that a batch must have for its statistics to be exchanged, unless fewer are allowed: docs/privacy.md has what
 # smaller batches reveal.
@@ -86,7 +103,7 @@ STATISTICS_QUERY = "query.statistics"  # reply: statistics of the client's data 
 QUERIES = frozenset({PARTITION_QUERY, SUMS_QUERY, STATISTICS_QUERY})  # outside of training
 
 
-def check_known(config: Mapping[str, Any], known: Collection[str]) -> None:
+def check_known(config: Config, known: Collection[str]) -> None:
     """Refuse a message with a key that begins with `fedbn.` and is not among `known`."""
     for key in config:
         if key.startswith(PREFIX) and key not in known:
@@ -97,7 +114,7 @@ def check_known(config: Mapping[str, Any], known: Collection[str]) -> None:
             )
 
 
-def run_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def run_keys(config: Config) -> dict[str, Any]:
     """The keys of a config that identify the run, and so the model that clients build and how they read their data."""
     return {key: config[key] for key in (*OF_RUN, MEANS, DEVIATIONS) if key in config}
 
@@ -110,7 +127,7 @@ def join(names: Iterable[str]) -> str:
     return ",".join(sorted(names)) or _NOTHING
 
 
-def roles_of(config: Mapping[str, Any], key: str, allowed: frozenset[Role]) -> frozenset[Role]:
+def roles_of(config: Config, key: str, allowed: frozenset[Role]) -> frozenset[Role]:
     """The roles in the value of a key; empty if the key is absent."""
     names = [name.strip() for name in str(config.get(key, "")).split(",") if name.strip() not in ("", _NOTHING)]
     for name in names:

@@ -250,7 +250,7 @@ def copied(tensors: Mapping[str, Tensor]) -> Arrays:
 _own_layout = functools.lru_cache(maxsize=256)(layout_of)  # kept between the messages of a client
 
 
-def tensor_like(value: np.ndarray | None, parameter: nn.Parameter) -> Tensor:
+def tensor_like(value: np.ndarray | None, parameter: Tensor) -> Tensor:
     """`value` with the dtype and device of a parameter; zeros if it is None."""
     if value is None:
         return torch.zeros_like(parameter)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.client.training import SGD, Batch, train
+from fedbn_flwr.client.training import Batch, Training, make_optimizer, train
 from fedbn_flwr.data.batches import ClientBatches, Normaliser
 from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.experiment.file.layers import load_experiment
@@ -191,7 +191,7 @@ def test_the_host_waits_for_no_step(momentum: float) -> None:
     data = ClientBatches(
         images(GPU), torch.arange(60), MOMENTS, batch_size=8, client=0, seed=0, augment=("crop", "flip", "rotate")
     )
-    optimizer = SGD(model.parameters(), 0.01, momentum)
+    optimizer = make_optimizer("sgd", dict(model.named_parameters()), 0.01, momentum=momentum)
 
     def checked() -> Iterator[Batch]:
         try:
@@ -201,8 +201,7 @@ def test_the_host_waits_for_no_step(momentum: float) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
     for batches in (data.epoch(1, 0), checked()):  # the first epoch allocates what all epochs use
-        loss, _ = train(model, batches, optimizer, F.cross_entropy, device=GPU)
-        assert loss > 0
+        assert train(Training(model, batches, optimizer, F.cross_entropy, GPU)).loss > 0
 
 
 @pytest.mark.filterwarnings("default")  # of PyTorch about itself

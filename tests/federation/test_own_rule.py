@@ -391,9 +391,9 @@ class Noted(ClientRule):
 
     keys = {"noted": Key("true", "for this test")}
 
-    def finish(self, metrics: dict[str, Any], records: Any) -> None:
+    def finish(self, kept: Any, steps: int, metrics: dict[str, Any], records: Any) -> None:
         for name in ("momentum", "control", "local"):
-            self.local.client.state.save(name, {"w": np.ones(2)})
+            self.local.state.save(name, {"w": np.ones(2)})
         metrics |= {"drawn": torch.rand(2), "loss": 0.5, "accuracy": np.float32(0.25), "many": [1, True], "auc": 0.75}
         metrics |= {"text": "no number", "ragged": [[1], [1, 2]], "none": None}
         metrics["free"] = torch.ones((), dtype=torch.bfloat16, requires_grad=True)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from flwr.app import ConfigRecord, RecordDict
 
-from fedbn_flwr.client.rule import ClientRule, Key
+from fedbn_flwr.client.rule import ClientRule, Key, LocalRound
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import (
     Agreement,
@@ -77,9 +77,9 @@ class Streams(ClientRule):
         DIRECT_TIMEOUT: Key("float", "fail if an exchange takes more than this number of seconds"),
     }
 
-    @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
-        config = self.local.config
+    def __init__(self, local: LocalRound) -> None:
+        super().__init__(local)
+        config = local.config
         try:
             called = service_at(
                 config[DIRECT], config[DIRECT_TOKEN], config[DIRECT_TIMEOUT],
@@ -87,8 +87,7 @@ class Streams(ClientRule):
             )  # fmt: skip
         except KeyError as error:
             raise MessageError(f"the message has {DIRECT!r} but no {error.args[0]!r}") from None
-        with called as self.local.exchange:
-            yield
+        local.exchange = local.resources.enter_context(called)
 
 
 @contextlib.contextmanager

@@ -357,7 +357,7 @@ def test_an_error_in_code_of_the_user_names_file_and_line(
     class Faulty(ClientRule):
         keys = {"fedbn.faulty": Key("true", "fail")}
 
-        def begin(self) -> None:
+        def begin(self, w: Any) -> Any:
             self.model.eval()  # type: ignore[attr-defined]
 
     fed, line = federation(), inspect.getsourcelines(Faulty.begin)[1] + 1

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from fedbn_flwr.strategies.fedprox import add_proximal  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.training import backpropagate, cosine_rate, local_batches, make_optimizer, step_rate, train
+from fedbn_flwr.client.rule import ClientRule, add_, clone, sub
+from fedbn_flwr.client.training import (
+    Batch,
+    Kept,
+    Tensors,
+    Trained,
+    Training,
+    backpropagate,
+    cosine_rate,
+    local_batches,
+    make_optimizer,
+    one_by_one,
+    step_rate,
+    train,
+)  # fmt: skip
 
 CPU = torch.device("cpu")
 Data = list[tuple[Tensor, Tensor]]
@@ -69,6 +83,15 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Data]:
     return model, [(torch.randn(size, 5, dtype=dtype), torch.randint(0, 3, (size,))) for size in (6, 6, 4)]
 
 
+def trained(
+    model: nn.Module, data: Iterable[Batch], *rules: ClientRule, lr: float = 0.1, momentum: float = 0.0, **more: Any
+) -> Trained:
+    optimizer = make_optimizer(
+        "sgd", {name: p for name, p in model.named_parameters() if p.requires_grad}, lr, momentum=momentum
+    )
+    return train(Training(model, data, optimizer, F.cross_entropy, CPU, rules, **more))
+
+
 def assert_same(one: nn.Module, two: nn.Module) -> None:
     other = two.state_dict()
     for key, value in one.state_dict().items():
@@ -80,8 +103,8 @@ def test_train_equals_a_hand_written_loop_bit_for_bit() -> None:
     lr, momentum, decay = 0.1, 0.9, 0.01
     model, data = problem()
     twin = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=decay)
-    loss, first = train(model, data * 2, optimizer, F.cross_entropy, device=CPU)
+    optimizer = make_optimizer("sgd", dict(model.named_parameters()), lr, momentum=momentum, weight_decay=decay)
+    (found,) = one_by_one([Training(model, data * 2, optimizer, F.cross_entropy, CPU)])
 
     weights = list(twin.parameters())
     velocity: list[Tensor] = []
@@ -99,23 +122,30 @@ def test_train_equals_a_hand_written_loop_bit_for_bit() -> None:
                 weight.sub_(v, alpha=lr)
         total += float(value.detach()) * len(targets)
     assert_same(model, twin)
-    assert first == 6
-    assert loss == pytest.approx(total / 32, rel=1e-6)
+    assert (found.first_batch, found.steps, found.kept) == (6, 6, [])
+    assert found.loss == pytest.approx(total / 32, rel=1e-6)
 
 
 def test_the_loss_is_the_mean_over_examples() -> None:
     """Batches of 6, 6 and 4 examples at a rate of zero: the loss of all 16."""
     model, data = problem(torch.float64)
     model.eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    loss, *_ = train(model, data, optimizer, F.cross_entropy, device=CPU)
+    loss = trained(model, data, lr=0.0).loss
     inputs, targets = (torch.cat(parts) for parts in zip(*data, strict=True))
     assert loss == pytest.approx(float(F.cross_entropy(model(inputs), targets).detach()), rel=1e-13)
 
 
-def proximal(parameters: Iterable[nn.Parameter], mu: float) -> Callable[[], None]:
-    received = {parameter: parameter.detach().clone() for parameter in parameters}
-    return lambda: add_proximal(received, mu)
+class Proximal(ClientRule):
+    """FedProx without a message."""
+
+    def __init__(self, mu: float) -> None:
+        self.mu = mu
+
+    def begin(self, w: Tensors) -> Kept:
+        return {"received": clone(w)}
+
+    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+        add_(g, sub(w, kept["received"]), alpha=self.mu)
 
 
 def test_the_proximal_term_equals_one_in_the_loss() -> None:
@@ -123,8 +153,7 @@ def test_the_proximal_term_equals_one_in_the_loss() -> None:
     mu, lr = 0.7, 0.1
     model, data = problem(torch.float64)
     twin, start = copy.deepcopy(model), copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
-    loss, *_ = train(model, data * 3, optimizer, F.cross_entropy, device=CPU, adjust=[proximal(model.parameters(), mu)])
+    loss = trained(model, data * 3, Proximal(mu), lr=lr, momentum=0.5).loss
 
     twin_optimizer = torch.optim.SGD(twin.parameters(), lr=lr, momentum=0.5)
     total = 0.0
@@ -148,8 +177,8 @@ def test_the_proximal_term_equals_one_in_the_loss() -> None:
 def test_a_proximal_weight_of_zero_changes_nothing() -> None:
     model, data = problem()
     twin = copy.deepcopy(model)
-    for each, adjust in ((model, [proximal(model.parameters(), 0.0)]), (twin, [])):
-        train(each, data, torch.optim.SGD(each.parameters(), lr=0.1), F.cross_entropy, device=CPU, adjust=adjust)
+    trained(model, data, Proximal(0.0))
+    trained(twin, data)
     assert_same(model, twin)
 
 
@@ -157,8 +186,7 @@ def test_what_does_not_train_has_no_proximal_term() -> None:
     model, data = problem()
     model[0].requires_grad_(False)
     before = model[0].weight.clone()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    train(model, data, optimizer, F.cross_entropy, device=CPU, adjust=[proximal(model.parameters(), 1.0)])
+    trained(model, data, Proximal(1.0))
     assert model[0].weight.equal(before)
 
 
@@ -173,9 +201,87 @@ def test_a_parameter_without_gradient_does_not_change() -> None:
 
     net, (_, data) = Net(), problem()
     before = net.unused.weight.clone()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    train(net, data, optimizer, F.cross_entropy, device=CPU, adjust=[proximal(net.parameters(), 0.5)])
+    trained(net, data, Proximal(0.5))
     assert net.unused.weight.equal(before)
+
+
+class Noting(ClientRule):
+    """Notes what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def begin(self, w: Tensors) -> Kept:
+        self.seen.append(("begin", [*w], float(w["3.bias"].sum())))
+        return {"sums": {name: torch.zeros_like(value) for name, value in w.items()}}
+
+    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+        self.seen.append(("adjust", [*g]))
+        add_(kept["sums"], g)
+
+
+def test_rules_begin_between_the_first_gradient_and_the_first_step() -> None:
+    """A layer-wise round has its records only then. The result has what they keep: here the move, divided by -lr."""
+    model, data = problem(torch.float64)
+    nn.init.constant_(model[3].bias, 2.0)
+    names, rule, start = [name for name, _ in model.named_parameters()], Noting(), copy.deepcopy(model)
+
+    def first(*given: Any) -> Tensor:
+        rule.seen.append("first gradient")
+        return backpropagate(*given)
+
+    found = trained(model, data, rule, first_step=first)
+    assert rule.seen == ["first gradient", ("begin", names, 6.0), *[("adjust", names)] * 3]
+    for name, value in start.named_parameters():
+        moved = model.get_parameter(name) + 0.1 * found.kept[0]["sums"][name]
+        torch.testing.assert_close(moved, value, rtol=1e-12, atol=1e-14)
+
+
+def test_rules_begin_in_a_round_without_a_step_too() -> None:
+    rule = Noting()
+    found = trained(problem()[0], [], rule)
+    assert (found.steps, found.first_batch, found.loss) == (0, 0, 0.0)
+    assert [name for name, *_ in rule.seen] == ["begin"]
+    assert found.kept[0]["sums"]["3.bias"].equal(torch.zeros(3))
+
+
+def test_gradients_are_clipped_after_the_rules() -> None:
+    """A rule that multiplies by 1000, one step of rate 1: the model moves by the largest norm."""
+
+    class Scaled(ClientRule):
+        def __init__(self) -> None:
+            pass
+
+        def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+            add_(g, g, alpha=999.0)
+
+    model, data = problem(torch.float64)
+    start = copy.deepcopy(model)
+    trained(model, data[:1], Scaled(), lr=1.0, clip=0.25)
+    moves = [(p - q).square().sum() for p, q in zip(model.parameters(), start.parameters(), strict=True)]
+    assert float(torch.stack(moves).sum().sqrt().detach()) == pytest.approx(0.25, rel=1e-6)
+
+
+def test_one_rule_serves_stacked_clients() -> None:
+    """Parameters of two clients with a leading axis: each has the gradient that it has alone."""
+    torch.manual_seed(0)
+    shapes = {"a": (2, 3), "b": (3,)}
+    clients = [[{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(3)] for _ in range(2)]
+    rule = Proximal(0.5)
+
+    def adjusted(start: Tensors, w: Tensors, g: Tensors) -> Tensors:
+        kept, g = rule.begin(start), clone(g)
+        rule.adjust(w, {"b": g["b"]}, kept)  # "a" has no gradient
+        return g
+
+    def stacked(tensors: Sequence[Tensors]) -> Tensors:
+        return {name: torch.stack([each[name] for each in tensors]) for name in tensors[0]}
+
+    alone = stacked([adjusted(*client) for client in clients])
+    together = adjusted(*(stacked(part) for part in zip(*clients, strict=True)))
+    assert all(together[name].equal(alone[name]) for name in alone)
+    assert together["a"].equal(stacked([client[2] for client in clients])["a"])
+    assert not together["b"].equal(stacked([client[2] for client in clients])["b"])
 
 
 # --- schedules ---------------------------------------------------------------
@@ -268,8 +374,8 @@ def test_bfloat16_is_only_for_passes() -> None:
         each = copy.deepcopy(model)
         optimizer = make_optimizer("sgd", dict(each.named_parameters()), 0.1, momentum=0.9)
         passes = partial(backpropagate, precision=precision)
-        loss, *_ = train(each, [batch], optimizer, F.cross_entropy, device=CPU, gradient=passes)
-        assert math.isfinite(loss)
+        found = train(Training(each, [batch], optimizer, F.cross_entropy, CPU, gradient=passes))
+        assert math.isfinite(found.loss)
         tensors = [*each.state_dict().values(), *optimizer.state().values()]
         assert {tensor.dtype for tensor in tensors} == {torch.float32, torch.int64}
         assert not each[1].running_mean.equal(model[1].running_mean)
