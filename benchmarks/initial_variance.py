@@ -47,14 +47,14 @@ def spreads(name: str, norm: str) -> list[float]:
 def loss_after(name: str, norm: str, lr: float, clip: float) -> float:
     model, losses = begin(name, norm), []
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    clipped = [p for key, p in model.named_parameters() if not key.startswith("classify")]
+    clipped = {key: p for key, p in model.named_parameters() if not key.startswith("classify")}
     for _ in range(150):
         rows = torch.randint(0, len(targets), (32,))
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs[rows]), targets[rows])
         loss.backward()
         if clip:
-            clip_adaptively(clipped, clip)
+            clip_adaptively(clipped, {key: p.grad for key, p in clipped.items()}, clip)
         optimizer.step()
         losses.append(loss.item())
     return sum(losses[-20:]) / 20

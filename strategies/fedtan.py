@@ -180,12 +180,12 @@ class FedTANClient(ClientRule):
     keys = protocol.COHORT_KEYS
 
     def first_gradient(self) -> Gradient | None:
-        local, config, training = self.local, self.local.config, self.local.training
+        local, config = self.local, self.local.config
         if protocol.COHORT not in config:
             return None
         if local.exchange is None:
             raise MessageError(f"{protocol.COHORT!r} needs a ClientApp made by fedbn_flwr.client_app")
-        if Role.STATISTICS in training.frozen or not exchanged_layers(training.model):
+        if Role.STATISTICS in frozen_roles(config) or not exchanged_layers(local.model):
             raise MessageError(
                 f"{protocol.COHORT!r} asks for exchanges of batch norm's statistics, and this client's model has no "
                 "batch norm that normalises by its batch (instance norm and frozen ones do not); use FedAvg, or a "
@@ -197,7 +197,7 @@ class FedTANClient(ClientRule):
                 "expected epochs or steps above zero"
             )
         backward = bool(config.get(protocol.COHORT_BACKWARD, True))
-        if backward and not (isinstance(training.optimizer.torch, SGD) and training.clip is None):
+        if backward and not (isinstance(local.optimizer.torch, SGD) and local.clip is None):
             raise MessageError(
                 f"{protocol.COHORT_BACKWARD!r} makes the mean of the clients' first steps the step on the union of "
                 "their batches, which holds only for SGD without clipping; expected optimizer sgd and no clip"

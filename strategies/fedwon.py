@@ -58,26 +58,27 @@ class FedWonClient(ClientRule):
     elementwise = False  # it measures the norms of units
 
     def begin(self, w: Tensors) -> Kept:
-        model = self.local.training.model
+        model = self.local.model
         linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
         last = {*map(id, linear[-1].parameters())} if linear else set()
         self.exempt = {name for name, parameter in model.named_parameters() if id(parameter) in last}
         return {}
 
     def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
-        for name in g.keys() - self.exempt:
-            clip_adaptively(w[name], g[name], float(self.local.config[CLIP]))
+        clipped = {name: gradient for name, gradient in g.items() if name not in self.exempt}
+        clip_adaptively(w, clipped, float(self.local.config[CLIP]))
 
 
 @torch.no_grad()
-def clip_adaptively(weight: Tensor, gradient: Tensor, factor: float, eps: float = 1e-3) -> None:
+def clip_adaptively(w: Tensors, g: Tensors, factor: float, eps: float = 1e-3) -> None:
     """Limit the norm of each unit's gradient to `factor` times the norm of the unit's weights (at least `eps`).
 
     A unit is a row of a linear layer, a filter of a convolution, or a whole bias.
     """
-    limit = _unit_norm(weight).clamp_(min=eps) * factor
-    norm = _unit_norm(gradient)
-    gradient.mul_(torch.where(norm > limit, limit / norm.clamp(min=1e-6), 1.0))
+    for name, gradient in g.items():
+        limit = _unit_norm(w[name]).clamp_(min=eps) * factor
+        norm = _unit_norm(gradient)
+        gradient.mul_(torch.where(norm > limit, limit / norm.clamp(min=1e-6), 1.0))
 
 
 def _unit_norm(x: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class GlobalMomentumClient(KeepOptimizerState):
     keys = {MOMENTUM: Key("true", "begin with the momentum in the record `momentum`, and send it back")}
 
     def received(self) -> Arrays:
-        optimizer = self.local.training.optimizer.torch
+        optimizer = self.local.optimizer.torch
         is_sgd = isinstance(optimizer, SGD)
         if not (is_sgd and any(group["momentum"] for group in optimizer.param_groups)):
             how = "without it (momentum is 0)" if is_sgd else "by another optimizer"
@@ -84,7 +84,7 @@ class GlobalMomentumClient(KeepOptimizerState):
     def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         new, model = self.result(), self.local.records["arrays"]
         # The momentum of a parameter that stays on the client stays there too.
-        sent = {name: p for name, p in self.local.training.optimizer.parameters.items() if name in model}
+        sent = {name: p for name, p in self.local.optimizer.parameters.items() if name in model}
         # Zero if a parameter has had no gradient yet.
         zeros = copied({name: torch.zeros_like(p) for name, p in sent.items() if f"{SLOT}{name}" not in new})
         records[MOMENTUM_RECORD] = {name: zeros[name] if name in zeros else new.pop(f"{SLOT}{name}") for name in sent}

@@ -217,8 +217,10 @@ class BNClient(NumPyClient):
         try:
             with ExitStack() as resources:
                 local = LocalRound(
-                    config, records, self.state, self.roles, self.num_examples, self.identity.get(protocol.PARTITION),
-                    self.min_batch, self.epochs or self.steps or 0, resources, exchange,
+                    config, records, self.state, self.model, self.roles,
+                    num_examples=self.num_examples, partition=self.identity.get(protocol.PARTITION),
+                    min_batch=self.min_batch, length=self.epochs or self.steps or 0, clip=self.clip,
+                    resources=resources, exchange=exchange,
                 )  # fmt: skip
                 return self._round(local, wanted)
         except BaseException:
@@ -335,21 +337,21 @@ class BNClient(NumPyClient):
             gradient = part("passes", "compiled")(gradient, getattr(self.train_data, "batch_size", None))
         pairs = self._pairs(local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps))
         self._parts.train()
-        local.training = Training(
+        local.optimizer = self._optimizer(trained, lr)
+        firsts = (rule.first_gradient() for rule in rules)
+        return Training(
             self.model,
             ((each(_channels_last, inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
-            self._optimizer(trained, lr),
+            local.optimizer,
             self.loss,
             self._parts.device,
             rules,
             frozen,
             self.clip,
             gradient,
-            seed=self._seed("model", server_round, self.train_data),
+            next((first for first in firsts if first is not None), None),
+            self._seed("model", server_round, self.train_data),
         )
-        firsts = (rule.first_gradient() for rule in rules)
-        local.training.first_step = next((first for first in firsts if first is not None), None)
-        return local.training
 
     def _sent(self) -> list[str]:
         return [key for key, role in self.roles.items() if role is not Role.COUNTER]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from fedbn_flwr import extensions
 from fedbn_flwr.exchange.step import Exchange
@@ -31,7 +32,7 @@ from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import Role
 
 from .node_state import NodeState
-from .training import Gradient, Kept, Tensors, Training
+from .training import Gradient, Kept, LocalOptimizer, Tensors
 
 # --- arithmetic on named tensors ---
 
@@ -62,14 +63,16 @@ class LocalRound:
     # so read them in `begin` or later.
     records: Mapping[str, Arrays]
     state: NodeState  # arrays that the client keeps between rounds
+    model: nn.Module
     roles: Mapping[str, Role]  # of the model's tensors, by key
     num_examples: int  # in the client's training data
     partition: int | None  # the number of the client, if it has one
     min_batch: int  # the client exchanges no statistics of a batch of fewer examples
     length: int  # of the round, in epochs or steps
+    clip: float | None  # the largest norm of the gradients
     resources: ExitStack  # what must be closed when the round ends, with its error if it fails
     exchange: Exchange | None = None  # with the other clients, in a layer-wise round
-    training: Training = field(init=False)  # of the loaded model, with the optimiser; set after the rules are made
+    optimizer: LocalOptimizer = field(init=False)  # of the parameters that train; set after the rules are made
 
 
 class ClientRule:
@@ -144,7 +147,7 @@ class KeepOptimizerState(ClientRule):
     stored = "fedbn.momentum"  # its name in the client's state
 
     def begin(self, w: Tensors) -> Kept:
-        self.local.training.optimizer.load_state(self.received())
+        self.local.optimizer.load_state(self.received())
         return {}
 
     def received(self) -> Arrays:
@@ -152,7 +155,7 @@ class KeepOptimizerState(ClientRule):
 
     def result(self) -> dict[str, Array]:
         # A parameter that is frozen now keeps the state that it had.
-        return {**self.local.state.load(self.stored), **copied(self.local.training.optimizer.state())}
+        return {**self.local.state.load(self.stored), **copied(self.local.optimizer.state())}
 
     def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         self.local.state.save(self.stored, self.result())

@@ -32,6 +32,7 @@ from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.strategies import (
     FedAvg,
+    FedProx,
     FixBN,
     GlobalMomentum,
     MeanStatistics,
@@ -42,6 +43,7 @@ from fedbn_flwr.strategies import (
     state_of,
 )
 from tests.support.command import PATIENCE, ROOT, fedbn, python_blocks
+from tests.support.federations import same
 
 Federations = Callable[..., Any]
 PAGE = "# fednova.py"  # the first line of its code
@@ -75,13 +77,17 @@ def test_the_page_s_other_code_runs(
     monkeypatch.setattr(module, "FedNova", fed_nova, raising=False)
     monkeypatch.setitem(sys.modules, "fednova", module)
     page: dict[str, Any] = {"FedAvg": FedAvg, "Traits": Traits, "Wrapper": Wrapper, "replace": replace}
+    page |= {"ClientRule": ClientRule, "Key": Key}
     others = [block for block in BLOCKS if not block.startswith(PAGE)]
-    assert len(others) == 4
+    assert len(others) == 5
     for block in others:
         exec(block, page)
     fed = federation((8, 12), steps=2)
     for rule in (page["strategy"], page["WithState"](), page["OwnWrapper"](FedAvg())):
         rule.start(fed.grid(), fed.arrays(), num_rounds=2)
+    with_mu = type("WithMu", (FedAvg,), {"instructions": lambda self, round: {"fedbn.mu": 0.5}})
+    assert same(after(fed, with_mu(), 2), after(fed, FedProx(proximal_mu=0.5), 2))
+    BY_KEY.pop("fedbn.mu")
     with pytest.raises(RunFailed, match="'control'"):
         page["WithRecord"]().start(fed.grid(), fed.arrays(), num_rounds=1)
 

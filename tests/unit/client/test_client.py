@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr import BNClient, LocalGrid, client_app, seeding
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key
+from fedbn_flwr.client.training import Kept, Trained, Training
 from fedbn_flwr.errors import MessageError
+from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support.federations import same
 from tests.support.foreign import Foreign
@@ -710,6 +714,102 @@ def test_a_model_that_computes_with_its_counters_is_not_shared() -> None:
     clients[0].train_round(sent_by(clients[0]), {})
     with pytest.raises(MessageError, match=r"does not send '1\.num_batches_tracked', which stays on the client"):
         clients[1].train_round(sent_by(clients[1]), {})
+
+
+# --- a loaded round is a value ---
+
+
+def by_hand(rounds: Sequence[Training]) -> list[Trained]:
+    """A trainer of its own, from what a `Training` has; it takes a step of each round in turn."""
+    begun = [seeded_batches(each) for each in rounds]
+    kept: list[list[Kept]] = [[] for _ in rounds]
+    ends: list[list[Tensor]] = [[] for _ in rounds]
+    for number in range(max(map(len, begun))):
+        for training, batches, own, losses in zip(rounds, begun, kept, ends, strict=True):
+            inputs, targets = batches[number]
+            training.optimizer.zero_grad()
+            losses.append(training.gradient(training.model, inputs, targets, training.loss))
+            w = training.optimizer.parameters
+            with torch.no_grad():
+                own += [] if number else [rule.begin(w) for rule in training.rules]
+                for rule, each in zip(training.rules, own, strict=True):
+                    rule.adjust(w, {name: p.grad for name, p in w.items()}, each)
+            training.optimizer.step()
+    return [
+        Trained(float(torch.stack(losses).mean()), 8, len(losses), own) for losses, own in zip(ends, kept, strict=True)
+    ]
+
+
+def seeded_batches(training: Training) -> list[Any]:
+    with seeding.streams(training.seed):
+        return list(training.batches)
+
+
+@pytest.mark.parametrize("config", [{}, {"fedbn.control": True}, {"proximal-mu": 0.5, "fedbn.control": True}])
+def test_another_trainer_trains_the_rounds_of_a_client(config: dict[str, Any]) -> None:
+    """Model, loss and control variates are those of `one_by_one`, bit for bit."""
+    clients = [BNClient(small(), shuffled(), epochs=2, lr=0.2, momentum=0.9) for _ in range(2)]
+    seen: list[Training] = []
+
+    def trainer(rounds: Sequence[Training]) -> list[Trained]:
+        seen.extend(rounds)
+        return by_hand(rounds)
+
+    clients[1].trainer = trainer
+    for number in (1, 2):
+        one, two = (client.train_round(sent_by(client), {"server-round": number, **config}) for client in clients)
+        assert same(dict(one.arrays), dict(two.arrays))
+        assert one.metrics == pytest.approx(two.metrics, rel=1e-12)
+        assert [*one.extras] == [*two.extras] == (["control"] if "fedbn.control" in config else [])
+        assert all(same(dict(one.extras[name]), dict(two.extras[name])) for name in one.extras)
+    assert [each.device.type for each in seen] == ["cpu", "cpu"]
+
+
+def test_a_trainer_may_train_clients_together() -> None:
+    """Two loaded rounds in one call, their steps in turn: each has the values that it has alone."""
+    loaded: list[Training] = []
+
+    def load(rounds: Sequence[Training]) -> list[Trained]:
+        loaded.extend(rounds)
+        raise NotImplementedError
+
+    clients = [BNClient(small(), shuffled(), lr=0.1 * (1 + i), context=context(i)) for i in range(2)]
+    alone = [BNClient(small(), shuffled(), lr=0.1 * (1 + i), context=context(i)) for i in range(2)]
+    for client in clients:
+        client.trainer = load
+        with pytest.raises(NotImplementedError):
+            client.train_round(sent_by(client), {"proximal-mu": 0.5})
+    together = by_hand(loaded)
+    for client, twin, trained in zip(clients, alone, together, strict=True):
+        update = twin.train_round(sent_by(twin), {"proximal-mu": 0.5})
+        assert same(sent_by(client), dict(update.arrays))
+        assert trained.loss == pytest.approx(update.metrics["train-loss"], rel=1e-12)
+
+
+def test_a_round_leaves_no_cycle_that_would_keep_its_tensors_in_memory() -> None:
+    client = BNClient(small(), shuffled(), momentum=0.9, keep_momentum=True)
+    alive = weakref.ref(client.model)
+    gc.collect()
+    gc.disable()
+    try:
+        client.train_round(sent_by(client), {"proximal-mu": 0.5, "fedbn.control": True, "fedbn.freeze": "statistics"})
+        del client
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("config", [{"fedbn.freeze": "statistics"}, {}])
+def test_frozen_batch_norms_have_no_statistics_to_exchange(config: dict[str, Any]) -> None:
+    def exchange(contribution: Contribution) -> Agreement:
+        raise InterruptedError(contribution.kind)
+
+    client = BNClient(small(), shuffled())
+    words = "no batch norm that normalises by its batch" if config else "moments"
+    with pytest.raises(MessageError if config else InterruptedError, match=words):
+        client.train_round(
+            sent_by(client), {"fedbn.cohort": "fused", "fedbn.cohort-min-batch": 2, **config}, {}, exchange
+        )
 
 
 def context(partition: int) -> Context:
