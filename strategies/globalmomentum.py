@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Strategy
 from torch.optim import SGD
 
 from fedbn_flwr.client.rule import KeepOptimizerState, Key
-from fedbn_flwr.client.training import Kept
+from fedbn_flwr.client.training import Kept, Tensors
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.protocol import Metrics
@@ -69,20 +69,23 @@ class GlobalMomentumClient(KeepOptimizerState):
 
     keys = {MOMENTUM: Key("true", "begin with the momentum in the record `momentum`, and send it back")}
 
-    def received(self) -> Arrays:
-        optimizer = self.local.optimizer.torch
-        is_sgd = isinstance(optimizer, SGD)
-        if not (is_sgd and any(group["momentum"] for group in optimizer.param_groups)):
+    def begin(self, w: Tensors) -> Kept:
+        optimizer = self.local.optimizer
+        is_sgd = isinstance(optimizer.torch, SGD)
+        if not (is_sgd and any(group["momentum"] for group in optimizer.torch.param_groups)):
             how = "without it (momentum is 0)" if is_sgd else "by another optimizer"
             raise MessageError(
                 f"the server averages the momentum of SGD ({MOMENTUM!r}), but this client trains {how}; expected "
                 "optimizer sgd and a momentum above zero"
             )
         sent = self.local.records.get(MOMENTUM_RECORD, {})
-        return {**super().received(), **{f"{SLOT}{name}": value for name, value in sent.items()}}
+        received = {f"{SLOT}{name}": value for name, value in sent.items()}
+        optimizer.load_state({**self.local.state.load(self.stored), **received})
+        return {}
 
     def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
-        new, model = self.result(), self.local.records["arrays"]
+        super().finish(kept, steps, metrics, records)
+        new, model = dict(self.local.state.load(self.stored)), self.local.records["arrays"]
         # The momentum of a parameter that stays on the client stays there too.
         sent = {name: p for name, p in self.local.optimizer.parameters.items() if name in model}
         # Zero if a parameter has had no gradient yet.

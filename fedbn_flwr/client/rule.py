@@ -25,7 +25,7 @@ from torch import nn
 from fedbn_flwr import extensions
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Array, Arrays
+from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.protocol import Key as Key
 from fedbn_flwr.models.tensors import copied
@@ -147,15 +147,10 @@ class KeepOptimizerState(ClientRule):
     stored = "fedbn.momentum"  # its name in the client's state
 
     def begin(self, w: Tensors) -> Kept:
-        self.local.optimizer.load_state(self.received())
+        self.local.optimizer.load_state(self.local.state.load(self.stored))
         return {}
 
-    def received(self) -> Arrays:
-        return self.local.state.load(self.stored)
-
-    def result(self) -> dict[str, Array]:
-        # A parameter that is frozen now keeps the state that it had.
-        return {**self.local.state.load(self.stored), **copied(self.local.optimizer.state())}
-
     def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
-        self.local.state.save(self.stored, self.result())
+        # A parameter that is frozen now keeps the state that it had.
+        new = {**self.local.state.load(self.stored), **copied(self.local.optimizer.state())}
+        self.local.state.save(self.stored, new)

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,6 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages.aggregate import Array
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
-
-if TYPE_CHECKING:
-    from .rule import ClientRule
 
 Batch = Any  # what the loader yields: (inputs, targets), see fedbn_flwr.batch
 Loss = Callable[[Any, Any], Tensor]  # of what the model returns, and the targets
@@ -113,6 +110,16 @@ def backpropagate(
     return loss.detach()
 
 
+class Rule(Protocol):
+    """What training needs of a client rule, which describes it (`fedbn_flwr.client.rule.ClientRule`)."""
+
+    elementwise: ClassVar[bool]
+
+    def begin(self, w: Tensors) -> Kept: ...
+
+    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None: ...
+
+
 @dataclass(eq=False)
 class Training:
     """A client's round between loading the model and replying: all that its training needs, and nothing of Flower.
@@ -141,7 +148,7 @@ class Training:
     optimizer: LocalOptimizer
     loss: Loss
     device: torch.device
-    rules: Sequence[ClientRule] = ()
+    rules: Sequence[Rule] = ()
     frozen: frozenset[Role] = frozenset()
     clip: float | None = None
     gradient: Gradient = backpropagate
@@ -168,32 +175,26 @@ def one_by_one(rounds: Sequence[Training]) -> list[Trained]:
 
 def train(training: Training) -> Trained:
     """One optimiser step per batch."""
+    optimizer, gradient = training.optimizer, training.first_step or training.gradient
     frozen = frozen_norm(training.model, training.frozen) if training.frozen else nullcontext()
-    with seeding.streams(training.seed, training.device), frozen:
-        return _trained(training)
-
-
-def _trained(training: Training) -> Trained:
-    model, optimizer, gradient = training.model, training.optimizer, training.first_step or training.gradient
     # On the device: reading the loss would make the host wait for the device at every step.
     total = torch.zeros((), device=training.device, dtype=torch.float64)
     to_device = operator.methodcaller("to", training.device, non_blocking=True)
     steps = examples = first_batch = 0
-    for inputs, targets in training.batches:
-        inputs, targets = each(to_device, inputs), each(to_device, targets)
-        optimizer.zero_grad()
-        size = count(inputs)
-        total += gradient(model, inputs, targets, training.loss) * size
-        if not steps:
-            kept, gradient, first_batch = _begun(training), training.gradient, size
-        if training.rules:
-            _adjust(training, kept)
-        if training.clip is not None:
-            nn.utils.clip_grad_norm_(optimizer.parameters.values(), training.clip)
-        optimizer.step()
-        steps, examples = steps + 1, examples + size
-    optimizer.zero_grad()  # frees the gradients, which take as much memory as the model
-    return Trained(float(total) / max(examples, 1), first_batch, steps, kept if steps else _begun(training))
+    with seeding.streams(training.seed, training.device), frozen:
+        for inputs, targets in training.batches:
+            inputs, targets = each(to_device, inputs), each(to_device, targets)
+            optimizer.zero_grad()
+            size = count(inputs)
+            total += gradient(training.model, inputs, targets, training.loss) * size
+            if not steps:
+                kept, first_batch, gradient = _begun(training), size, training.gradient
+            if training.rules or training.clip is not None:
+                _adjust(training, kept)
+            optimizer.step()
+            steps, examples = steps + 1, examples + size
+        optimizer.zero_grad()  # frees the gradients, which take as much memory as the model
+        return Trained(float(total) / max(examples, 1), first_batch, steps, kept if steps else _begun(training))
 
 
 @torch.no_grad()
@@ -208,6 +209,8 @@ def _adjust(training: Training, kept: Sequence[Kept]) -> None:
     g = {name: parameter.grad for name, parameter in w.items() if parameter.grad is not None}
     for rule, own in zip(training.rules, kept, strict=True):
         rule.adjust(w, g, own)
+    if training.clip is not None:
+        nn.utils.clip_grad_norm_(w.values(), training.clip)
 
 
 # --- learning rates of a round, by its number and the number of rounds ---

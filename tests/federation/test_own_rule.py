@@ -253,9 +253,9 @@ ROUND = {
     "fedbn_flwr.engines.local",
     "fedbn_flwr.models.tensors", "fedbn_flwr.batch",
     "fedbn_flwr.client.app", "fedbn_flwr.client.client", "fedbn_flwr.client.training", "fedbn_flwr.client.losses",
-    "fedbn_flwr.client.node_state",
+    "fedbn_flwr.client.evaluation", "fedbn_flwr.client.node_state",
     "fedbn_flwr.messages.arrays", "fedbn_flwr.messages.gate", "fedbn_flwr.messages.reply",
-    "fedbn_flwr.messages.votes", "fedbn_flwr.messages.aggregate",
+    "fedbn_flwr.messages.votes", "fedbn_flwr.messages.aggregate", "fedbn_flwr.messages.protocol",
     "fedbn_flwr.seeding",
 }  # fmt: skip
 
