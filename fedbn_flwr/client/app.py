@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from logging import ERROR
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -21,7 +21,7 @@ from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, record_of, unpack
-from fedbn_flwr.messages.protocol import Config
+from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import arrays_of, sent_model, with_arrays, without_norm_state
 from fedbn_flwr.named import path_of
 
@@ -98,7 +98,7 @@ class _App(ClientApp):
             raise ClientFailed(f"this client could not answer: {problem}")
         return super().__call__(message, context)
 
-    def __reduce__(self) -> tuple[Callable[..., ClientApp], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., ClientApp], tuple[object, ...]]:
         return _App, self._given  # its handlers cannot be pickled
 
     def _answer(self, task: str, handle: Handler, message: Message, context: Context) -> Message:
@@ -120,7 +120,7 @@ class _App(ClientApp):
         config = _config(message)
         make_client: Callable[..., NumPyClient] = self._given[0]
 
-        def make() -> Any:
+        def make() -> BNClient | _Other:
             client = make_client(*(context, config)[: self._wants])
             if not isinstance(client, NumPyClient):
                 raise MessageError(
@@ -168,10 +168,10 @@ class _Other:
     def __init__(self, client: NumPyClient) -> None:
         self._client = client
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise MessageError(f"{type(self._client).__name__} cannot do this; a BNClient can")
 
-    def train_round(self, arrays: Arrays, config: Config, *rest: Any) -> Update:
+    def train_round(self, arrays: Arrays, config: Config, *rest: object) -> Update:
         values, num_examples, metrics = self._client.fit(self._positions(arrays, config), dict(config))
         if len(values) != len(arrays):
             raise MessageError(
@@ -179,7 +179,7 @@ class _Other:
             )
         return Update(dict(zip(arrays, values, strict=True)), {protocol.NUM_EXAMPLES: num_examples, **metrics}, {})
 
-    def evaluate_round(self, arrays: Arrays, config: Config) -> Mapping[str, Any]:
+    def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
         loss, num_examples, metrics = self._client.evaluate(self._positions(arrays, config), dict(config))
         return {"loss": loss, protocol.NUM_EXAMPLES: num_examples, **metrics}
 
@@ -283,7 +283,7 @@ def _reply(update: Update, context: Context) -> RecordDict:
     return RecordDict({"arrays": pack(update.arrays), "metrics": _numbers(update.metrics), **_claim(context), **extras})
 
 
-def _numbers(metrics: Mapping[str, Any]) -> MetricRecord:
+def _numbers(metrics: Metrics) -> MetricRecord:
     """The numbers among the metrics, and lists of them, as Python's types, which a MetricRecord needs."""
     found = {}
     for key, value in metrics.items():

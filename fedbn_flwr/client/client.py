@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -292,14 +291,14 @@ class BNClient(NumPyClient):
     def get_parameters(self, config: Config) -> list[np.ndarray]:
         return [value.copy() for value in self._parts.taken(self._sent()).values()]
 
-    def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Any]:
+    def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Metrics]:
         if key := next((key for key in declared("client_mods") if key in config), None):
             raise MessageError(f"{key!r} needs a ClientApp made by fedbn_flwr.client_app")  # which has the mod
         update = self.train_round(self._named(parameters), config)
         metrics = update.metrics | self.identity
         return [value.copy() for value in update.arrays.values()], int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
 
-    def evaluate(self, parameters: list[np.ndarray], config: Config) -> tuple[float, int, Any]:
+    def evaluate(self, parameters: list[np.ndarray], config: Config) -> tuple[float, int, Metrics]:
         metrics = self.evaluate_round(self._named(parameters), config) | self.identity
         return metrics.pop("loss"), int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
 
@@ -309,7 +308,7 @@ class BNClient(NumPyClient):
     def num_examples(self) -> int:
         return size_of(self.train_data, self._pairs)
 
-    def _pairs(self, batches: Iterable[Any]) -> Iterator[Batch]:
+    def _pairs(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         return (split_batch(batch, self.batch) for batch in batches)
 
     def _seeded(self, purpose: str, server_round: int, loader: object = None) -> AbstractContextManager[None]:

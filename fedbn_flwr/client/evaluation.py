@@ -26,7 +26,7 @@ from .training import Batch, Loss
 Metric = str | Callable[[Any, Any], float]
 
 
-def answers(task: Task, outputs: Any, targets: Any) -> tuple[Tensor, Tensor] | None:
+def answers(task: Task, outputs: Any, targets: Value) -> tuple[Tensor, Tensor] | None:
     """Outputs and targets as the task's figures need them; None if the user's model and loss have others.
 
     Of classes they are logits [N, C, ...] and numbers of classes [N, ...], which may be given as [N, 1, ...], one logit
@@ -62,7 +62,7 @@ def _needed(task: Task) -> str:
     return "logits [N, C, ...] of at least two classes, and whole numbers [N, ...] or [N, 1, ...]"
 
 
-def _found(value: Any) -> str:
+def _found(value: object) -> str:
     return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
@@ -204,9 +204,9 @@ class Measurement:
         self._by_class = not _RATIOS.keys().isdisjoint(self.metrics.values())
         self._needs_all = any(callable(metric) or metric in _OF_ALL for metric in self.metrics.values())
         self._counts: list[Counts | None] = []
-        self._examples: list[tuple[Any, Any]] = []
+        self._examples: list[tuple[Any, Value]] = []
 
-    def add(self, outputs: Any, targets: Any) -> Counts | None:
+    def add(self, outputs: Any, targets: Value) -> Counts | None:
         """Add a batch; returns its counts, None if there are none of such outputs and targets.
 
         The task's figures are then left out, while a metric that was asked for by name raises an error.

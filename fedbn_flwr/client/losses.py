@@ -85,7 +85,7 @@ def binary_cross_entropy(
     return -losses.mean()
 
 
-def _of_numbers(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
+def _of_numbers(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor, **options: object) -> Tensor:
     return loss(*aligned(outputs, targets), **options)
 
 
@@ -119,7 +119,7 @@ _LOSSES: dict[str, Loss] = {
 }
 
 
-def make_loss(name: str, **options: Any) -> Loss:
+def make_loss(name: str, **options: object) -> Loss:
     """A loss by a name of `tasks.LOSSES`, with its options, which of cross entropies are those of the function."""
     return partial(_LOSSES[name], **options) if options else _LOSSES[name]
 

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 
@@ -28,7 +27,7 @@ from fedbn_flwr.errors import MessageError, StorageError, UserError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
-from fedbn_flwr.messages.protocol import Config
+from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import read_store, write_store, writing
 
@@ -43,7 +42,7 @@ def run_of(config: Config) -> str | None:
     return " ".join(names) or None
 
 
-def place_of(context: Context) -> dict[str, Any]:
+def place_of(context: Context) -> Metrics:
     """The node's partition if it has one; the server sorts replies by it, since node ids are random."""
     return {protocol.PARTITION: number_of(context)} if "partition-id" in context.node_config else {}
 
@@ -53,7 +52,7 @@ def number_of(context: Context) -> int:
     return int(context.node_config.get("partition-id", context.node_id))
 
 
-def _owner(records: RecordDict) -> Mapping[str, Any]:
+def _owner(records: RecordDict) -> Config:
     """The name of the run that a state belongs to and, in a folder, its round."""
     return configs_in(records).get(_RUN, {})
 

@@ -49,7 +49,7 @@ class Epochs(Protocol):
     def epoch(self, server_round: int, epoch: int) -> Iterator[Batch]: ...
 
 
-def size_of(data: Epochs | Iterable[Any], pairs: Callable[[Iterable[Any]], Iterable[Batch]]) -> int:
+def size_of(data: Epochs | Iterable[Batch], pairs: Callable[[Iterable[Batch]], Iterable[Batch]]) -> int:
     """The number of examples in training data; `pairs` turns its batches into (inputs, targets)."""
     if hasattr(data, "num_examples"):
         return int(data.num_examples)
@@ -247,7 +247,7 @@ class SGD(torch.optim.SGD):
 class LocalOptimizer:
     """An optimiser of torch.optim as `torch`, with its parameters and its state by name."""
 
-    def __init__(self, make: MakeOptimizer, parameters: Mapping[str, nn.Parameter], **options: Any) -> None:
+    def __init__(self, make: MakeOptimizer, parameters: Mapping[str, nn.Parameter], **options: object) -> None:
         self.parameters = dict(parameters)
         self.torch = make([*self.parameters.values()] or [{"params": []}], **options)
         if not isinstance(self.torch, Optimizer):
@@ -282,7 +282,7 @@ class LocalOptimizer:
 # torch.optim.RMSprop or functools.partial(torch.optim.AdamW, betas=(0.9, 0.95)).
 MakeOptimizer = Callable[..., Optimizer]
 # As BNClient and `train.optimizer` have it: a name, {"name": ..., option: ...}, or a function.
-OptimizerSpec = str | Mapping[str, Any] | MakeOptimizer
+OptimizerSpec = str | Mapping[str, object] | MakeOptimizer
 
 
 def make_optimizer(
@@ -299,7 +299,7 @@ def make_optimizer(
     refused.
     """
     given = spec if isinstance(spec, Mapping) else {"name": spec}
-    options: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    options: dict[str, object] = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
     name: Any = options.pop("name", "sgd")
     make, shown = name if callable(name) else _by_name(str(name)), getattr(name, "__name__", name)
     if keys := sorted(options.keys() & {"lr", "momentum", "weight_decay"}):

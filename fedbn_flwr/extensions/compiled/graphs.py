@@ -62,7 +62,7 @@ def made_once(kept: dict[Hashable, Any], key: Hashable, make: Callable[[], Any])
     return kept[key]
 
 
-def _identity(function: Any) -> Hashable:
+def _identity(function: object) -> Hashable:
     """Clients have partial objects of their own, with the same options."""
     if not isinstance(function, functools.partial):
         return ref(function)  # which may hold the model
