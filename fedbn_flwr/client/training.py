@@ -140,7 +140,7 @@ class Training:
         How loss and gradients of a batch are computed; those of the first one perhaps in another way (FedTAN's
         exchange with the other clients).
     seed
-        Of all random draws.
+        Of all random draws, those of the batches among them.
     """
 
     model: nn.Module
@@ -166,6 +166,7 @@ class Trained:
     kept: Sequence[Kept]  # of each rule
 
 
+# Trains the models of some rounds, whose tensors then have the new values; the results are in the order of the rounds.
 Trainer = Callable[[Sequence[Training]], Sequence[Trained]]
 
 
