@@ -55,9 +55,9 @@ def exchange(options: Options) -> Iterator[Figure]:
     if importlib.util.find_spec("ray") is None:
         return
     from fedbn_flwr.extensions.ray.experiment import connected
-    from fedbn_flwr.extensions.ray.grid import RayGrid
+    from fedbn_flwr.extensions.ray.grid import ray_grid
 
-    with connected(), RayGrid(app, 5, workers=options.workers) as actors:
+    with connected(), ray_grid(app, 5, workers=options.workers) as actors:
         yield measured(actors, f"{options.workers} Ray actors", 10.0)
 
 

@@ -7,15 +7,16 @@ grid.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from flwr.app import Context, Message
+from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import LOG, RunFailed
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
+    from flwr.proto.node_pb2 import NodeInfo
     from flwr.supercore.run import Run  # elsewhere in other versions of Flower
 
     from fedbn_flwr.exchange.carriers import Answers
@@ -85,34 +86,57 @@ def wait_for_nodes(grid: Grid, needed: int, timeout: float, hint: str, *, began:
     return nodes
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    """A method that calls that of the inner grid."""
-
-    def call(self: GridAround, *args: Any, **kwargs: Any) -> Any:
-        grid = capabilities(self.inner) if hasattr(Capabilities, name) else self.inner
-        return getattr(grid, name)(*args, **kwargs)
-
-    return call
-
-
 class GridAround(Capabilities, Grid):
-    """A grid that wraps another and forwards all calls, capabilities included; subclasses override some."""
+    """A grid that wraps another and passes all calls on, capabilities included; subclasses override some."""
 
     def __init__(self, inner: Grid) -> None:
         self.inner = inner  # the grid that does the work
+
+    # --- Flower's interface ---
 
     @property
     def run(self) -> Run:
         return self.inner.run
 
-    set_run = _forwarded("set_run")
-    create_message = _forwarded("create_message")
-    get_node_ids = _forwarded("get_node_ids")
-    push_messages = _forwarded("push_messages")
-    pull_messages = _forwarded("pull_messages")
-    send_and_receive = _forwarded("send_and_receive")
+    def set_run(self, run: Run) -> None:
+        self.inner.set_run(run)
 
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return self.inner.create_message(content, message_type, dst_node_id, group_id, ttl)
 
-for _name in vars(Capabilities):
-    if not _name.startswith("_"):
-        setattr(GridAround, _name, _forwarded(_name))
+    def get_node_ids(self) -> Iterable[int]:
+        return self.inner.get_node_ids()
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return self.inner.get_nodes()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self.inner.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self.inner.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self.inner.send_and_receive(messages, timeout=timeout)
+
+    # --- capabilities ---
+
+    def start(self) -> int | None:
+        return capabilities(self.inner).start()
+
+    def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
+        capabilities(self.inner).observe(replied, given_up)
+
+    def contexts(self) -> Mapping[int, Context] | None:
+        return capabilities(self.inner).contexts()
+
+    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
+        return capabilities(self.inner).exchange(nodes, agreement, timeout)
+
+    def count_exchange(self, up: Sequence[Arrays], down: Sequence[Arrays]) -> None:
+        capabilities(self.inner).count_exchange(up, down)
+
+    def report(self, what: str, done: int, total: int) -> None:
+        capabilities(self.inner).report(what, done, total)

@@ -1,4 +1,4 @@
-"""What serves nodes beside the server's process, one job at a time: for the local engine, a forked process.
+"""Workers, which do one job at a time outside of the server's process; those of the local engine are forked.
 
 A forked process shares the memory of its parent. Where the parent has other threads, as in a notebook, a lock that one
 of them holds at the fork stays locked in the new process: a worker that does not start is forked again. Its first
@@ -39,20 +39,17 @@ _TOO_SLOW = (
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _WATCH = 2  # seconds between two looks whether the parent lives
 _IDLE = 1  # seconds without a job, after which a worker returns freed memory to the system
-_KEPT, _ALL = 256 << 20, -1  # bytes
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 Then = Callable[[Any, str], object]  # gets a job's result, or the reason why there is none
 
 
 class NodeWorker(ABC):
-    """Serves nodes, one job at a time. It is started before its first job, and again when it was lost."""
+    """Does one job at a time. It is started before its first job, and restarted after a crash."""
 
     then: Then | None = None  # gets the result of the current job, of which the first one is its start
     is_ready = False
     problem = ""  # why it is not started again
-    serving: int | None = None  # the node that the current message is for
-    held: dict[int, bool]  # the nodes whose layer-wise rounds it is to run; true: they are parked there, with the state
     _failures = 0  # to start, one after the other
 
     @property
@@ -80,7 +77,6 @@ class NodeWorker(ABC):
         result, lost = self.receive()
         if lost:
             self.close()
-            self.held.clear()
         assert then is not None
         then(result, lost)
 
@@ -89,7 +85,7 @@ class NodeWorker(ABC):
 
     @abstractmethod
     def send(self, then: Then, call: str, *arguments: Any) -> None:
-        """Call a method of what it serves, `local.Nodes`."""
+        """Begin a job: call a method of the object that this worker serves, such as `pool.Nodes.serve`."""
 
     @abstractmethod
     def receive(self) -> tuple[Any, str]:
@@ -136,11 +132,9 @@ class Worker(NodeWorker):
     """A forked process."""
 
     process: BaseProcess | None = None
-    channel: Channel
-    _began: float
 
-    def __init__(self, nodes: object) -> None:
-        self.nodes, self.held = nodes, {}
+    def __init__(self, served: object) -> None:
+        self.served = served
 
     def begin(self) -> None:
         if self.process is not None and not self.is_ready and time.monotonic() - self._began > START_TIMEOUT:
@@ -152,7 +146,7 @@ class Worker(NodeWorker):
         here, there = socket.socketpair()
         self.channel, self._began = Channel(here), time.monotonic()
         fork = multiprocessing.get_context("fork")
-        self.process = fork.Process(target=_serve, args=(self.nodes, there), daemon=True)
+        self.process = fork.Process(target=_serve, args=(self.served, there), daemon=True)
         with there, _signals_later():
             self.process.start()
 
@@ -219,7 +213,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _serve(nodes: object, end: socket.socket) -> None:
+def _serve(served: object, end: socket.socket) -> None:
     """In the new process: take the locks that other threads may hold, and answer until the parent ends it."""
     torch.get_rng_state()  # takes the lock of PyTorch's generator
     sys.stdout.flush()
@@ -235,20 +229,20 @@ def _serve(nodes: object, end: socket.socket) -> None:
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
         channel.send(problem)
         with ThreadPoolExecutor(1, "jobs") as thread:
-            thread.submit(_serve_all, nodes, channel).result()
+            thread.submit(_serve_all, served, channel).result()
 
 
-def _serve_all(nodes: object, channel: Channel) -> None:
+def _serve_all(served: object, channel: Channel) -> None:
     while True:
-        _serve_next(nodes, channel)
+        _serve_next(served, channel)
 
 
-def _serve_next(nodes: object, channel: Channel) -> None:
+def _serve_next(served: object, channel: Channel) -> None:
     """Do a job. A function, so that no message or reply stays in memory while the worker waits."""
-    if not wait([channel], _IDLE):  # type: ignore[list-item]  # it has a descriptor
+    if not wait([channel.fileno()], _IDLE):
         return_freed_memory()  # the server aggregates or evaluates now, and needs memory too
     call, arguments = channel.receive()
-    channel.send(getattr(nodes, call)(*arguments))
+    channel.send(getattr(served, call)(*arguments))
 
 
 def keep_freed_memory() -> None:
@@ -261,8 +255,8 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         malloc = ctypes.CDLL(None).mallopt
-        malloc(_M_MMAP_THRESHOLD, _KEPT)
-        malloc(_M_TRIM_THRESHOLD, _ALL)
+        malloc(_M_MMAP_THRESHOLD, 256 << 20)
+        malloc(_M_TRIM_THRESHOLD, -1)  # never
         malloc(_M_ARENA_MAX, 1)
 
 

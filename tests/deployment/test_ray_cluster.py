@@ -24,11 +24,11 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 import fedbn_flwr
-from fedbn_flwr import client_app
+from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.extensions.ray.experiment import connected
-from fedbn_flwr.extensions.ray.grid import RayGrid, cluster_text, end, fits, machines
+from fedbn_flwr.extensions.ray.grid import cluster_text, end, fits, machines, ray_grid
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support import sessions
 from tests.support.command import PATIENCE, ROOT, environment, fedbn
@@ -123,8 +123,8 @@ def app() -> ClientApp:
     return made
 
 
-def ray_grid(nodes: int, **options: Any) -> RayGrid:
-    return RayGrid(app(), nodes, start_timeout=PATIENCE, **options)
+def actors(nodes: int, **options: Any) -> LocalGrid:
+    return ray_grid(app(), nodes, start_timeout=PATIENCE, **options)
 
 
 def count(message: Message, context: Context) -> Message:
@@ -156,7 +156,7 @@ def to(node: int, do: str = "") -> Message:
     return Message(RecordDict({"config": ConfigRecord({"do": do})}), node, "train")
 
 
-def until_ready(grid: RayGrid, nodes: int) -> list[Message]:
+def until_ready(grid: LocalGrid, nodes: int) -> list[Message]:
     """Send short messages to as many nodes as the grid has actors, until each actor answers one."""
     deadline, processes = time.monotonic() + READY, set[Any]()
     while len(processes) < nodes:  # for a while: an actor that is ready could answer a second message
@@ -184,7 +184,7 @@ def counts(replies: Any) -> list[Any]:
 
 
 def test_actors_have_the_code_of_this_process_and_what_they_declare(idle: list[Any]) -> None:
-    with ray_grid(4, cpus=1, gpus=0.5) as grid:
+    with actors(4, cpus=1, gpus=0.5) as grid:
         assert grid.start() == 2, "half of the GPU each"
         replies = list(grid.send_and_receive(map(to, (1, 2, 3, 4)), timeout=PATIENCE))
     for reply in replies:
@@ -195,8 +195,8 @@ def test_actors_have_the_code_of_this_process_and_what_they_declare(idle: list[A
     with pytest.raises(
         RunFailed, match=r"no machine of the Ray cluster has 64 CPUs for a client; it has .*\(CPU 2, GPU 1\)"
     ):
-        RayGrid(app(), 1, cpus=64)
-    with RayGrid(app(), 1, workers=1, cpus=64, start_timeout=1) as grid:
+        ray_grid(app(), 1, cpus=64)
+    with ray_grid(app(), 1, workers=1, cpus=64, start_timeout=1) as grid:
         with pytest.raises(RunFailed, match="no actor has started on the Ray cluster for 1 s; each needs 64 CPUs"):
             grid.start()
 
@@ -205,7 +205,7 @@ def test_arrays_arrive_as_they_were_sent(idle: list[Any]) -> None:
     """Those of a large model go through the object store."""
     sent = [np.arange(size, dtype=np.float32) for size in (3, 200_000)]
     content = RecordDict({str(i): pack({"values": values}) for i, values in enumerate(sent)})
-    with ray_grid(3, idle=idle) as grid:
+    with actors(3, idle=idle) as grid:
         for reply in grid.send_and_receive([Message(content, node, "query.echo") for node in (1, 2, 3)]):
             assert reply.metadata.message_type == "query.echo"
             for i, values in enumerate(sent):
@@ -213,7 +213,7 @@ def test_arrays_arrive_as_they_were_sent(idle: list[Any]) -> None:
 
 
 def test_a_client_that_ends_its_process_loses_no_state(idle: list[Any]) -> None:
-    with ray_grid(4, idle=idle) as grid:
+    with actors(4, idle=idle) as grid:
         assert counts(grid.send_and_receive(map(to, (1, 2, 3, 4)))) == [1, 1, 1, 1]
         replies = list(grid.send_and_receive([to(1), to(2, "die"), to(3), to(4)]))
         assert counts(replies) == [2, "error", 2, 2]
@@ -225,7 +225,7 @@ def test_a_client_that_ends_its_process_loses_no_state(idle: list[Any]) -> None:
 
 
 def test_a_late_client_is_left_out_and_ends_with_the_grid(idle: list[Any]) -> None:
-    with ray_grid(2, workers=2, idle=idle) as grid:
+    with actors(2, workers=2, idle=idle) as grid:
         before = counts(until_ready(grid, 2))[0]
         began = time.monotonic()
         assert counts(grid.send_and_receive([to(1), to(2, "sleep")], timeout=5)) == [before + 1]
@@ -240,7 +240,7 @@ def test_a_resumed_run_has_the_arrays_of_the_local_engine(case: str, idle: list[
     sessions.session(case, tmp_path / "local")
     for stop in (2, 0):
         made = client_app(make_client)
-        with RayGrid(made, 3, workers=1, run_config=run_config, start_timeout=PATIENCE, idle=idle) as grid:
+        with ray_grid(made, 3, workers=1, run_config=run_config, start_timeout=PATIENCE, idle=idle) as grid:
             sessions.session(case, tmp_path / "ray", stop, grid=grid)
     assert sessions.outcome(tmp_path / "ray") == sessions.outcome(tmp_path / "local")
 
@@ -248,7 +248,7 @@ def test_a_resumed_run_has_the_arrays_of_the_local_engine(case: str, idle: list[
 def test_a_machine_that_is_lost_in_a_round_costs_its_clients_this_round(idle: list[Any], address: str) -> None:
     end(idle)
     first = {node["NodeID"] for node in machines()}
-    with ray_node(f"--address={address}", "--num-cpus=1") as machine, ray_grid(3, workers=3) as grid:
+    with ray_node(f"--address={address}", "--num-cpus=1") as machine, actors(3, workers=3) as grid:
         (second,) = {node["NodeID"] for node in machines()} - first
         unpack_code_on(second)
         replies = until_ready(grid, 3)

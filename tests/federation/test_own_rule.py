@@ -214,7 +214,7 @@ def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> 
 # --- the modules of a round --------------------------------------------------
 
 
-def test_a_round_of_fedavg_executes_fourteen_modules(federation: Federations) -> None:
+def test_a_round_of_fedavg_executes_fifteen_modules(federation: Federations) -> None:
     """From configure_train through two clients on the local engine to aggregate_train, each client with its model."""
     parked_rounds.clear()  # of other tests, which the next train message would end
     fed = federation()
@@ -250,7 +250,7 @@ def test_a_round_of_fedavg_executes_fourteen_modules(federation: Federations) ->
 OURS = ("fedbn_flwr", "strategies")
 ROUND = {
     "strategies.fedavg", "strategies._rule",
-    "fedbn_flwr.engines.local",
+    "fedbn_flwr.engines.local", "fedbn_flwr.engines.pool",
     "fedbn_flwr.models.tensors", "fedbn_flwr.batch",
     "fedbn_flwr.client.app", "fedbn_flwr.client.client", "fedbn_flwr.client.training", "fedbn_flwr.client.losses",
     "fedbn_flwr.client.evaluation", "fedbn_flwr.client.node_state",

@@ -93,11 +93,10 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress
                     raise RunFailed(worker.problem)
                 if worker.is_free:
                     worker.send(functools.partial(end, place), "carry_out")
-            channels: list[Any] = [worker.channel for worker in running.values()]  # each has a descriptor
-            ready: list[Any] = wait([news, *channels], timeout=0.2)
+            ready = wait([news, *(worker.channel.fileno() for worker in running.values())], timeout=0.2)
             while news.poll():  # before the end of the run that sent them
                 progress.news(*news.recv())
-            for worker in [worker for worker in running.values() if worker.channel in ready]:
+            for worker in [worker for worker in running.values() if worker.channel.fileno() in ready]:
                 worker.proceed()
     finally:
         for worker in running.values():

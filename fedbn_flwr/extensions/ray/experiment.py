@@ -41,7 +41,7 @@ from fedbn_flwr.experiment.settings import Engine, Experiment
 from fedbn_flwr.named import in_a_line, names_in
 from fedbn_flwr.storage import temporary_folder
 
-from .grid import RayGrid, end, machines
+from .grid import end, machines, ray_grid
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
             gpus = _gpus(engine)
             for other in idle.keys() - {(cpus, gpus)}:
                 end(idle.pop(other))  # the new ones need their room
-            with RayGrid(
+            with ray_grid(
                 client_app(sent),
                 run.clients,
                 workers=None if engine.workers == "auto" else engine.workers,

@@ -1,17 +1,19 @@
 """The Ray engine: a grid whose nodes are served by actors on the machines of a Ray cluster.
 
-An actor serves any node, as a worker process of the local engine does: the node's state travels with the message. So an
-actor or a machine that is lost loses no state, and the order of the messages is the local engine's. Arrays that several
-messages share are sent to each machine once, through Ray's object store.
+Actors are another kind of workers of the local engine's pool: a node's state is sent with the message, so that losing
+an actor or a machine loses no state. Arrays that several messages share are sent to each machine once, through Ray's
+object store.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import pickle
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -19,14 +21,16 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from ray.exceptions import RayError
 
-from fedbn_flwr.engines.local import LocalGrid, Nodes, identify
+from fedbn_flwr.engines.base import Replied
+from fedbn_flwr.engines.local import LocalGrid, identify
+from fedbn_flwr.engines.pool import Nodes, WorkerPool
 from fedbn_flwr.engines.worker import NodeWorker, Then, keep_freed_memory
 from fedbn_flwr.errors import RunFailed, few
 from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
 from fedbn_flwr.named import in_a_line
 
 _SHARED = 100_000  # bytes from which a record goes through the object store; Ray sends smaller values directly
-_KEPT = 4  # records whose place in the object store is remembered
+_REMEMBERED = 4  # records whose place in the object store is remembered
 _FETCH_TIMEOUT = 120  # seconds to fetch a result from another machine
 
 
@@ -58,7 +62,17 @@ def cluster_text() -> str:
     return few(each, 8) or "none"
 
 
-class RayGrid(LocalGrid):
+def ray_grid(
+    client_app: ClientApp,
+    num_nodes: int,
+    *,
+    workers: int | None = None,
+    cpus: float = 1,
+    gpus: float = 0,
+    start_timeout: float = 120,
+    idle: list[Any] | None = None,
+    **nodes: Any,
+) -> LocalGrid:
     """A grid of `num_nodes` nodes that actors of the connected Ray cluster serve.
 
     Parameters
@@ -72,68 +86,14 @@ class RayGrid(LocalGrid):
     idle
         Actors with these needs, which serve before new ones start, and to which a grid adds its own when it closes;
         None: they end with the grid.
-
-    The others are those of `LocalGrid`.
+    nodes
+        The other arguments of `LocalGrid`.
     """
-
-    def __init__(
-        self,
-        client_app: ClientApp,
-        num_nodes: int,
-        *,
-        workers: int | None = None,
-        cpus: float = 1,
-        gpus: float = 0,
-        start_timeout: float = 120,
-        idle: list[Any] | None = None,
-        **nodes: Any,
-    ) -> None:
-        self._idle, self._ends_actors = [] if idle is None else idle, idle is None
-        self._needs = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
-        if workers is None and not (workers := fits(self._needs)):
-            raise RunFailed(
-                f"no machine of the Ray cluster has {_in_words(self._needs)} for a client; it has {cluster_text()}"
-            )
-        self._records = _SharedRecords()
-        super().__init__(client_app, num_nodes, workers=workers, **nodes)
-        self._start_timeout = start_timeout
-        self._served_at: float | None = None  # when some actor was last ready
-
-    def _make_workers(self, nodes: Nodes, count: int) -> list[ActorWorker]:
-        sent = ray.put(nodes)
-        return [ActorWorker(sent, self._needs, self._idle, self._records) for _ in range(count)]
-
-    def close(self) -> None:
-        for worker in self._workers:
-            if worker.is_free:
-                worker.release()
-        super().close()
-        if self._ends_actors:
-            end(self._idle)
-
-    def _wait(self, timeout: float) -> list[Any]:
-        waited = {actor.waited: actor for actor in self._workers if actor.then}
-        found = ray.wait(list(waited), num_returns=1, timeout=timeout)[0] if waited else []
-        if found or not timeout:
-            return [waited[ref] for ref in found]
-        # Ray can take minutes to report for each result that its machine is lost.
-        alive = {"", *(str(node["NodeID"]) for node in machines())}
-        lost = [actor for actor in waited.values() if actor.node not in alive]
-        for actor in lost:
-            actor.waited = None
-        return lost
-
-    def _receive(self, timeout: float) -> None:
-        now = time.monotonic()
-        if self._served_at is None or any(actor.is_ready for actor in self._workers):
-            self._served_at = now
-        if now - self._served_at > self._start_timeout:
-            raise RunFailed(
-                f"no actor has started on the Ray cluster for {self._start_timeout:g} s; each needs "
-                f"{_in_words(self._needs)}, and the machines are {cluster_text()}, which other programs may use; if "
-                "their processes start slowly, set a longer start_timeout (engine.node_timeout of an experiment)"
-            )
-        super()._receive(timeout)
+    needs = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
+    if workers is None and not (workers := fits(needs)):
+        raise RunFailed(f"no machine of the Ray cluster has {_in_words(needs)} for a client; it has {cluster_text()}")
+    pool = functools.partial(ActorPool, needs=needs, start_timeout=start_timeout, idle=idle)
+    return LocalGrid(client_app, num_nodes, workers=workers, pool=pool, **nodes)
 
 
 def end(actors: list[Any]) -> None:
@@ -145,14 +105,14 @@ class _SharedRecords:
     """Puts large records of arrays into the object store, once for all messages of a round that contain them."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[ArrayRecord, Any]] = {}  # by identity, which the record keeps
+        self._places: dict[int, tuple[ArrayRecord, Any]] = {}  # by identity, which the record keeps
 
     def put(self, record: ArrayRecord) -> Any:
-        if id(record) not in self._kept:
-            self._kept[id(record)] = record, ray.put(record)
-            if len(self._kept) > _KEPT:
-                del self._kept[next(iter(self._kept))]
-        return self._kept[id(record)][1]
+        if id(record) not in self._places:
+            self._places[id(record)] = record, ray.put(record)
+            if len(self._places) > _REMEMBERED:
+                del self._places[next(iter(self._places))]
+        return self._places[id(record)][1]
 
     def apart(self, message: Message) -> tuple[Message, dict[str, Any]]:
         """The message without its large records, and where they are, by name."""
@@ -192,12 +152,11 @@ class ActorWorker(NodeWorker):
 
     nodes: Any  # in the object store
     needs: Mapping[str, float]
-    idle: list[Any]
+    idle: list[Any] | None
     records: _SharedRecords
-    waited: Any = None  # the reference of the result of the current job; None: its machine is lost
+    result: Any = None  # the current job's, in the object store; None: its machine is lost
     machine: str = ""  # its address
     node: str = ""  # Ray's name of the machine; empty until the actor is ready
-    held: dict[int, bool] = field(default_factory=dict)
     _actor: Any = None
 
     def launch(self) -> None:
@@ -205,25 +164,25 @@ class ActorWorker(NodeWorker):
         reserved = {"num_cpus": self.needs.get("CPU", 0), "num_gpus": self.needs.get("GPU", 0)}
         make = ray.remote(_Actor).options(**reserved, scheduling_strategy="SPREAD").remote
         self._actor = self.idle.pop() if self.idle else make()
-        self.waited = self._actor.begin.remote(self.nodes)
+        self.result = self._actor.begin.remote(self.nodes)
 
     def send(self, then: Then, call: str, *arguments: Any) -> None:
         self.then, large = then, dict[str, Any]()
         if call == "serve":
             message, large = self.records.apart(arguments[0])
             arguments = message, *arguments[1:]
-        self.waited = self._actor.handle.remote(
+        self.result = self._actor.handle.remote(
             pickle.dumps((call, arguments), protocol=5), list(large), *large.values()
         )
 
     def receive(self) -> tuple[Any, str]:
         how = "was lost"
         try:
-            if self.waited is not None:
-                result = pickle.loads(ray.get(self.waited, timeout=_FETCH_TIMEOUT))  # noqa: S301  # of our own actor
+            if self.result is not None:
+                value = pickle.loads(ray.get(self.result, timeout=_FETCH_TIMEOUT))  # noqa: S301  # of our own actor
                 if self.is_ready:
-                    return result, ""
-                self.machine, self.node = result
+                    return value, ""
+                self.machine, self.node = value
                 return None, ""
         except RayError as error:
             if not self.is_ready:
@@ -232,11 +191,59 @@ class ActorWorker(NodeWorker):
         return None, f"the client's actor on {self.machine} {how}"
 
     def release(self) -> None:
-        """Leave the actor, which is free, to the next grid."""
-        self.idle.append(self._actor)
-        self._actor = None
+        """Leave the actor to the next grid, if it is free and there is one."""
+        if self.is_free and self.idle is not None:
+            self.idle.append(self._actor)
+            self._actor = None
 
     def close(self) -> None:
         if self._actor is not None:
             ray.kill(self._actor)
-        self._actor, self.waited, self.then, self.node, self.is_ready = None, None, None, "", False
+        self._actor, self.result, self.then, self.node, self.is_ready = None, None, None, "", False
+
+
+class ActorPool(WorkerPool[ActorWorker]):
+    """Actors of the connected Ray cluster; `ray_grid` describes the arguments."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        replied: Replied,
+        count: int,
+        *,
+        needs: Mapping[str, float],
+        start_timeout: float,
+        idle: list[Any] | None,
+    ) -> None:
+        sent, records = ray.put(nodes.for_worker()), _SharedRecords()
+        super().__init__(nodes, replied, [ActorWorker(sent, needs, idle, records) for _ in range(count)])
+        self._needs, self._start_timeout = needs, start_timeout
+        self._served_at = math.inf  # when an actor was last ready, or the first ones began to start
+
+    def wait(self, busy: Sequence[ActorWorker], timeout: float) -> Iterable[ActorWorker]:
+        by_result = {actor.result: actor for actor in busy}
+        found = ray.wait(list(by_result), num_returns=1, timeout=timeout)[0]
+        if found or not timeout:
+            return [by_result[result] for result in found]
+        # Ray can take minutes to report for each result that its machine is lost.
+        alive = {"", *(str(node["NodeID"]) for node in machines())}
+        lost = [actor for actor in busy if actor.node not in alive]
+        for actor in lost:
+            actor.result = None
+        return lost
+
+    def receive(self, timeout: float) -> None:
+        now = time.monotonic()
+        self._served_at = now if any(actor.is_ready for actor in self.workers) else min(now, self._served_at)
+        if now - self._served_at > self._start_timeout:
+            raise RunFailed(
+                f"no actor has started on the Ray cluster for {self._start_timeout:g} s; each needs "
+                f"{_in_words(self._needs)}, and the machines are {cluster_text()}, which other programs may use; if "
+                "their processes start slowly, set a longer start_timeout (engine.node_timeout of an experiment)"
+            )
+        super().receive(timeout)
+
+    def close(self) -> None:
+        for actor in self.workers:
+            actor.release()
+        super().close()

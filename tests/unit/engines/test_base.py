@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.engines.base import GridAround, capabilities
+from fedbn_flwr.engines.base import Capabilities, GridAround, capabilities
 from fedbn_flwr.engines.network import PollingGrid
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 
@@ -32,6 +34,27 @@ def test_a_grid_around_another_passes_on_its_capabilities(federation: Federation
         assert contexts is not None
         contexts[2].state = RecordDict({"kept": ArrayRecord()})
         assert list(local.contexts()[2].state) == ["kept"]
+
+
+CALLS = {name for name in {*vars(Grid), *vars(Capabilities)} if not name.startswith("_")} - {"run"}
+WITHOUT_RESULT = {"set_run", "observe", "count_exchange", "report"}
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_a_grid_around_another_passes_on_every_call_with_its_arguments(name: str) -> None:
+    calls = list[Any]()
+
+    def called(self: Grid, *args: Any, **kwargs: Any) -> str:
+        calls.append((args, kwargs))
+        return "a result"
+
+    inner = type("Inner", (Capabilities, Grid), dict.fromkeys(Grid.__abstractmethods__) | {name: called})()
+    declared = getattr(Capabilities, name, None) or getattr(Grid, name)
+    parameters = [*inspect.signature(declared).parameters.values()][1:]  # without `self`
+    args = tuple(each.name for each in parameters if each.kind is not each.KEYWORD_ONLY)
+    kwargs = {each.name: each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert getattr(GridAround(inner), name)(*args, **kwargs) == (None if name in WITHOUT_RESULT else "a result")
+    assert calls == [(args, kwargs)]
 
 
 def test_an_exchange_is_counted_through_another_grid(federation: Federations) -> None:

@@ -12,7 +12,8 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.engines.local import Nodes
+from fedbn_flwr.engines.base import Replied
+from fedbn_flwr.engines.pool import Nodes, WorkerPool
 from fedbn_flwr.engines.worker import NodeWorker, Then
 from fedbn_flwr.messages.protocol import COHORT_QUERY
 
@@ -20,8 +21,8 @@ from fedbn_flwr.messages.protocol import COHORT_QUERY
 class Timed(NodeWorker):
     """Answers after `seconds` of its node."""
 
-    def __init__(self, grid: TimedGrid) -> None:
-        self.grid, self.held, self.until = grid, {}, 0.0
+    def __init__(self, pool: TimedPool) -> None:
+        self.pool, self.until = pool, 0.0
         self.served: list[int] = []
 
     def launch(self) -> None:
@@ -30,9 +31,9 @@ class Timed(NodeWorker):
     def send(self, then: Then, call: str, *arguments: Any) -> None:
         message, context = arguments
         node = message.metadata.dst_node_id
-        self.then, self.until = then, self.grid.now + self.grid.seconds[node]
+        self.then, self.until = then, self.pool.now + self.pool.seconds[node]
         self.served.append(node)
-        assert (context is None) == self.held.get(node, False)
+        assert (context is None) == (node in self.pool._parked)
         parked = message.metadata.message_type == COHORT_QUERY
         self.result = Message(RecordDict(), reply_to=message), None if parked else RecordDict()
 
@@ -40,36 +41,49 @@ class Timed(NodeWorker):
         return self.result, ""
 
     def close(self) -> None:
-        pass
+        self.is_ready = False
 
 
-class TimedGrid(LocalGrid):
+class TimedPool(WorkerPool[Timed]):
     now = 0.0
 
-    def __init__(self, work: Mapping[int, float], workers: int) -> None:
-        self.seconds = work
-        super().__init__(ClientApp(), len(work), workers=workers, work=list(work.values()), node_ids=list(work))
-        self.start()
+    def __init__(self, nodes: Nodes, replied: Replied, count: int) -> None:
+        super().__init__(nodes, replied, [Timed(self) for _ in range(count)])
+        self.seconds = nodes.work
 
-    def _make_workers(self, nodes: Nodes, count: int) -> Sequence[NodeWorker]:
-        return [Timed(self) for _ in range(count)]
-
-    def _wait(self, timeout: float) -> list[Any]:
-        busy = [worker for worker in self._workers if worker.then]
-        first = min(busy, key=lambda worker: worker.until, default=None)
-        if first is None or first.until == math.inf or (not timeout and first.until > self.now):
+    def wait(self, busy: Sequence[Timed], timeout: float) -> Iterable[Timed]:
+        first = min(busy, key=lambda worker: worker.until)
+        if first.until == math.inf or (not timeout and first.until > self.now):
             return []
         self.now = first.until
         return [first]
 
+    def nodes_of(self, worker: Timed) -> set[int]:
+        return {node for node, each in self._worker_of.items() if each is worker}
+
+
+class TimedGrid(LocalGrid):
+    def __init__(self, work: Mapping[int, float], workers: int) -> None:
+        pools = list[TimedPool]()
+
+        def make(nodes: Nodes, replied: Replied, count: int) -> TimedPool:
+            pools.append(TimedPool(nodes, replied, count))
+            return pools[0]
+
+        options: dict[str, Any] = {"work": list(work.values()), "node_ids": list(work)}
+        super().__init__(ClientApp(), len(work), workers=workers, pool=make, **options)
+        (self.pool,) = pools
+        self.start()
+
     def ask(self, nodes: Iterable[int], kind: str = "train") -> float:
         """The seconds until all of these nodes have answered."""
-        began = self.now
+        began = self.pool.now
         self.send_and_receive([Message(RecordDict(), node, kind) for node in nodes], timeout=0.5)
-        return self.now - began
+        return self.pool.now - began
 
-    def held(self) -> list[set[int]]:
-        return [{*worker.held} for worker in self._workers]
+    def shares(self) -> list[set[int]]:
+        """The nodes of each worker."""
+        return [self.pool.nodes_of(worker) for worker in self.pool.workers]
 
 
 def least(seconds: Sequence[float], workers: int) -> float:
@@ -92,32 +106,32 @@ def test_workers_are_busy_until_the_end(kind: str, workers: int) -> None:
     grid = TimedGrid(work, workers)
     for _ in range(3):
         chosen = [int(node) for node in 1 + random.choice(100, size=5 * workers, replace=False)]
-        grid.seconds = {node: work[node] * random.uniform(0.97, 1.03) for node in chosen}
-        assert grid.ask(chosen) <= 1.05 * least(list(grid.seconds.values()), workers)
+        grid.pool.seconds = {node: work[node] * random.uniform(0.97, 1.03) for node in chosen}
+        assert grid.ask(chosen) <= 1.05 * least(list(grid.pool.seconds.values()), workers)
 
 
 def test_a_node_stays_with_its_worker_until_its_layer_wise_round_ends() -> None:
     grid = TimedGrid(dict.fromkeys(range(1, 6), 1.0), 2)
     for _ in range(2):
         grid.ask(range(1, 6), COHORT_QUERY)
-        held = grid.held()
-        assert sorted(map(len, held)) == [2, 3]
+        shares = grid.shares()
+        assert sorted(map(len, shares)) == [2, 3]
         grid.ask(range(1, 6), COHORT_QUERY)
-        assert grid.held() == held
-        for worker in grid._workers:
+        assert grid.shares() == shares
+        for worker in grid.pool.workers:
             worker.served.clear()
         grid.ask(range(1, 6))
-        assert [{*worker.served} for worker in grid._workers] == held
-        assert grid.held() == [set(), set()]
+        assert [{*worker.served} for worker in grid.pool.workers] == shares
+        assert grid.shares() == [set(), set()]
 
 
 def test_the_nodes_of_a_worker_that_died_go_to_any_worker() -> None:
     grid = TimedGrid({1: 1.0, 2: 1.0}, 2)
     grid.ask([1, 2], COHORT_QUERY)
-    first, other = grid._workers
+    first, other = grid.pool.workers
     first.receive = lambda: (None, "it died")
-    grid.ask(first.held, COHORT_QUERY)
-    assert (first.held, len(other.held)) == ({}, 1)
+    grid.ask(grid.pool.nodes_of(first), COHORT_QUERY)
+    assert sorted(map(len, grid.shares())) == [0, 1]
     first.is_ready, first.problem = False, "it cannot start"
     grid.ask([1, 2])
     assert {*other.served} == {1, 2}
@@ -126,12 +140,23 @@ def test_the_nodes_of_a_worker_that_died_go_to_any_worker() -> None:
 def test_a_worker_that_hangs_loses_its_own_node_only() -> None:
     """It hangs in the message of node 1. The node that was to begin there next begins elsewhere in the next round."""
     grid = TimedGrid(dict.fromkeys(range(1, 5), 1.0), 2)
-    grid.seconds = {**grid.seconds, 1: math.inf}
+    grid.pool.seconds = {**grid.pool.seconds, 1: math.inf}
     grid.ask(range(1, 5), COHORT_QUERY)
-    first, other = grid._workers
+    first, other = grid.pool.workers
     assert (first.served, len(other.served)) == ([1], 2)
     grid.ask(range(2, 5), COHORT_QUERY)
-    assert (first.held, {*other.held}) == ({1: False}, {2, 3, 4})
-    first.until = grid.now  # it no longer hangs; what was given up is not handled
+    assert grid.shares() == [{1}, {2, 3, 4}]
+    assert grid.pool._parked == {2, 3, 4}
+    first.until = grid.pool.now  # it no longer hangs; what was given up is not handled
     grid.ask([1])
     assert first.served == [1, 1]
+
+
+def test_a_worker_that_cannot_start_keeps_no_node() -> None:
+    """The nodes whose layer-wise rounds were to begin there begin at the other worker."""
+    grid = TimedGrid(dict.fromkeys(range(1, 5), 1.0), 2)
+    broken, other = grid.pool.workers
+    broken.is_ready, broken.receive = False, lambda: ("no memory", "")  # type: ignore[method-assign]
+    grid.ask(range(1, 5), COHORT_QUERY)
+    assert broken.problem == "no memory"
+    assert sorted(other.served) == [1, 2, 3, 4]

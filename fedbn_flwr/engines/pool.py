@@ -1,0 +1,260 @@
+"""Pools, which serve the nodes of a grid: in this process, or in workers.
+
+Any worker serves any node: the node's state is sent with the message, and comes back with the reply. Only a layer-wise
+round, which cannot be sent, stays with its worker until it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+
+from fedbn_flwr.errors import FedbnError, RunFailed, described
+from fedbn_flwr.messages.protocol import COHORT_QUERY
+
+from .base import Replied
+from .worker import NodeWorker, Worker
+
+if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
+    from fedbn_flwr.exchange.carriers import Answers
+    from fedbn_flwr.exchange.codec import Agreement, Contribution
+
+_LOOK = 1.0  # seconds without a result, after which the pool checks for workers that are lost or do not start
+
+
+@dataclass
+class Nodes:
+    """The nodes of a grid and their contexts; in a worker, those whose layer-wise rounds are parked there."""
+
+    client_app: ClientApp
+    threads: int | None  # PyTorch's threads while serving a node; None: their number stays
+    contexts: dict[int, Context] = field(default_factory=dict)
+    work: Mapping[int, float] = field(default_factory=dict)  # the expected relative duration of a node's messages
+
+    def for_worker(self) -> Nodes:
+        """What a worker needs of them before its first message."""
+        return Nodes(self.client_app, self.threads or 1)
+
+    def serve(self, message: Message, context: Context | None) -> tuple[Message, RecordDict | None]:
+        """In a worker: the reply, and the node's new state. None instead of context or state: the worker has it."""
+        node = message.metadata.dst_node_id
+        context = self.contexts.pop(node) if context is None else context
+        reply = self.answer(message, context)
+        if message.metadata.message_type != COHORT_QUERY:  # after one, a layer-wise round is parked here
+            return reply, context.state
+        self.contexts[node] = context
+        return reply, None
+
+    def exchange(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
+        """Continue the nodes' rounds, which are parked in this process; the reason in place of each that fails."""
+        answers: dict[int, Contribution | str] = {}
+        for node in nodes:
+            try:
+                answers[node] = self.client_app.exchange(self.contexts[node], agreement)  # type: ignore[attr-defined]
+            except (Exception, SystemExit) as error:
+                answers[node] = _reason(error)
+        return answers
+
+    def answer(self, message: Message, context: Context) -> Message:
+        """The ClientApp's reply, or an error reply."""
+        if self.threads is not None and torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        asked = message.metadata
+        try:
+            # The messages of a round share their content; a change by one client must not reach the next.
+            own = RecordDict({key: record.copy() for key, record in message.content.items()})
+            reply = self.client_app(Message(content=own, metadata=asked), context)  # type: ignore[call-overload]
+            if not isinstance(reply, Message):  # a handler returned nothing
+                reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"  # type: ignore[unreachable]
+            elif reply.has_error():  # a mod made it
+                reason = reply.error.reason
+            # Flower's SuperLink refuses such replies too.
+            elif (given := reply.metadata).reply_to_message_id != asked.message_id:
+                reason = f"it replied to message {given.reply_to_message_id!r} instead of {asked.message_id!r}"
+            elif given.src_node_id != asked.dst_node_id:
+                reason = f"its reply says that it is from node {given.src_node_id} instead of {asked.dst_node_id}"
+            else:
+                return reply
+        except (Exception, SystemExit) as error:
+            reason = _reason(error)
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def _reason(error: BaseException) -> str:
+    """The text of the exception that is being handled, for the server."""
+    if os.environ.get("FEDBN_DEBUG"):
+        traceback.print_exc(file=sys.stderr)
+    return str(error) if isinstance(error, FedbnError) else described(error)
+
+
+class Pool:
+    """Serves the nodes of a grid in this process, where a debugger can step through; subclasses have workers.
+
+    The nodes' states are in `nodes.contexts`. `replied` gets every reply, also those that are late.
+    """
+
+    def __init__(self, nodes: Nodes, replied: Replied) -> None:
+        self.nodes, self.replied = nodes, replied
+
+    def start(self) -> int:
+        """Start the workers, and wait until one is ready. Returns how many nodes are served at once."""
+        return 1
+
+    def put(self, messages: Sequence[Message]) -> None:
+        """Queue messages; this process handles them at once."""
+        for message in messages:
+            self.replied(self.nodes.answer(message, self.nodes.contexts[message.metadata.dst_node_id]))
+
+    def serve(self, timeout: float) -> None:
+        """Let workers handle the queue; waits up to `timeout` seconds for the first reply."""
+
+    def drop(self, message_ids: Collection[str]) -> None:
+        """Remove messages from the queue. A message that a worker has begun still changes its node's state."""
+
+    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
+        """The contributions of `Capabilities.exchange`, from the nodes whose layer-wise rounds are parked."""
+        return self.nodes.exchange(nodes, agreement)
+
+    def contexts(self) -> Mapping[int, Context]:
+        """The contexts of `Capabilities.contexts`; workers abandon their layer-wise rounds."""
+        return self.nodes.contexts
+
+    def close(self) -> None:
+        """End the workers."""
+
+
+W = TypeVar("W", bound=NodeWorker)
+
+
+class WorkerPool(Pool, ABC, Generic[W]):
+    """Workers, each of which takes the next message when it is free. Messages with the most work come first."""
+
+    def __init__(self, nodes: Nodes, replied: Replied, workers: Sequence[W]) -> None:
+        super().__init__(nodes, replied)
+        self.workers = workers
+        self._queue: list[Message] = []  # the most work first, and those to one node in their order
+        self._handling: dict[W, Message] = {}
+        self._worker_of: dict[int, W] = {}  # of nodes that are being served, or in a layer-wise round
+        self._parked: set[int] = set()  # the nodes whose layer-wise rounds, with their states, are in their workers
+
+    @abstractmethod
+    def wait(self, busy: Sequence[W], timeout: float) -> Iterable[W]:
+        """The workers whose job has a result; waits up to `timeout` seconds for the first."""
+
+    def start(self) -> int:
+        while not any(worker.is_ready for worker in self.workers):
+            self.receive(_LOOK)
+        return len(self.workers)
+
+    def put(self, messages: Sequence[Message]) -> None:
+        self._queue = sorted([*self._queue, *messages], key=lambda each: -self.nodes.work[each.metadata.dst_node_id])
+        # Exchanges need workers with equal times: deal out the nodes whose layer-wise rounds are to begin.
+        able = [worker for worker in self.workers if not worker.problem]
+        free = [worker for worker in able if worker not in self._handling] or able  # not one that is late
+        asked = [each.metadata.dst_node_id for each in self._queue if each.metadata.message_type == COHORT_QUERY]
+        new = dict.fromkeys(node for node in asked if node not in self._worker_of)
+        self._worker_of.update(zip(new, itertools.cycle(free)))
+
+    def serve(self, timeout: float) -> None:
+        self.receive(timeout)
+        for worker in self.workers:
+            if worker.is_free and (message := self._next(worker)) is not None:
+                node = message.metadata.dst_node_id
+                self._handling[worker], self._worker_of[node] = message, worker
+                context = None if node in self._parked else self.nodes.contexts[node]
+                worker.send(functools.partial(self._end, worker), "serve", message, context)
+
+    def _next(self, worker: W) -> Message | None:
+        """Remove and return the next message for a worker; a node has one worker at a time."""
+        for place, message in enumerate(self._queue):
+            if self._worker_of.get(message.metadata.dst_node_id, worker) is worker:
+                return self._queue.pop(place)
+        return None
+
+    def receive(self, timeout: float) -> None:
+        """Start the workers that are not, and collect results; waits up to `timeout` seconds for the first."""
+        for worker in self.workers:
+            worker.begin()  # all at once, because a process can take seconds until it is ready
+        if all(worker.problem for worker in self.workers):
+            raise RunFailed(self.workers[0].problem)
+        if busy := [worker for worker in self.workers if worker.then]:
+            for worker in self.wait(busy, min(timeout, _LOOK)):
+                worker.proceed()
+        lost = {worker for worker in self.workers if not (worker.is_ready or worker.then)}
+        self._worker_of = {node: worker for node, worker in self._worker_of.items() if worker not in lost}
+        self._parked &= self._worker_of.keys()
+
+    def _end(self, worker: W, result: tuple[Message, RecordDict | None], lost: str) -> None:
+        """Pass on the reply to the message that a worker has handled, and store the node's state if it came back."""
+        message = self._handling.pop(worker)
+        node = message.metadata.dst_node_id
+        if lost:
+            reason = f"{lost}; its node has the state from before this message"
+            reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
+        else:
+            reply, state = result
+            if state is None:
+                self._parked.add(node)
+            else:
+                self._parked.discard(node)
+                del self._worker_of[node]
+                self.nodes.contexts[node].state = state
+        self.replied(reply)
+
+    def drop(self, message_ids: Collection[str]) -> None:
+        self._queue = [each for each in self._queue if each.metadata.message_id not in message_ids]
+        kept = self._parked.union(message.metadata.dst_node_id for message in self._handling.values())
+        self._worker_of = {node: worker for node, worker in self._worker_of.items() if node in kept}
+
+    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
+        answers: dict[int, Contribution | str] = {}
+
+        def end(asked: Sequence[int], result: Answers, lost: str) -> None:
+            answers.update(dict.fromkeys(asked, lost) if lost else result)
+
+        parked = [node for node in nodes if node in self._parked]
+        to_ask = {worker: [node for node in parked if self._worker_of[node] is worker] for worker in self.workers}
+        deadline = time.monotonic() + timeout
+        while len(answers) < len(parked) and (left := deadline - time.monotonic()) > 0:
+            for worker in [each for each in to_ask if each.is_free]:  # others are late with a message
+                if asked := to_ask.pop(worker):
+                    worker.send(functools.partial(end, asked), "exchange", asked, agreement)
+            self.receive(left)
+        return answers.copy()  # a worker that is late with this exchange adds its answers
+
+    def contexts(self) -> Mapping[int, Context]:
+        self._parked.clear()
+        self.drop(())
+        return super().contexts()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+class ForkPool(WorkerPool[Worker]):
+    """Forked processes: they share the memory of data loaded before, and cannot use a GPU."""
+
+    def __init__(self, nodes: Nodes, replied: Replied, count: int) -> None:
+        if nodes.threads not in (None, 1):
+            # One core for each; how many clients train at once is `workers`.
+            raise ValueError(f"threads is {nodes.threads}; worker processes train with one, or give workers=0")
+        super().__init__(nodes, replied, [Worker(nodes.for_worker()) for _ in range(count)])
+
+    def wait(self, busy: Sequence[Worker], timeout: float) -> Iterable[Worker]:
+        ready = wait([worker.channel.fileno() for worker in busy], timeout)
+        return [worker for worker in busy if worker.channel.fileno() in ready]
