@@ -5,13 +5,13 @@ from typing import Any
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages.reply import Reply as Reply
 
+from ._foreign import as_rule as as_rule
 from ._rule import Round as Round
 from ._rule import Rule as Rule
 from ._rule import Traits as Traits
 from ._rule import restore as restore
 from ._rule import state_of as state_of
 from ._wrapper import Wrapper as Wrapper
-from ._wrapper import as_rule as as_rule
 
 # One line for each strategy: from these names an experiment can choose, and from those of extensions.
 from .fedavg import FedAvg as FedAvg

@@ -12,7 +12,9 @@ It has the arguments of Flower's FedAvg and differs from it where Flower's resul
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Never
 
 import numpy as np
@@ -23,7 +25,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import seeding
 from fedbn_flwr.engines.base import wait_for_nodes
-from fedbn_flwr.errors import LOG
+from fedbn_flwr.errors import LOG, did_you_mean
 from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
@@ -33,12 +35,12 @@ from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem, partiti
 from fedbn_flwr.messages.votes import common_metrics
 from fedbn_flwr.norms.roles import roles, split_by_role
 
-from ._rule import Leaf, Round, refuse_bounds, unknown_argument
+from ._rule import BaseStrategy, Round, Rule, refuse_bounds
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
 
-class FedAvg(Leaf, FlowerFedAvg):
+class FedAvg(BaseStrategy, FlowerFedAvg):
     """The mean of the clients' models, weighted by their numbers of examples.
 
     It has the arguments of Flower's FedAvg and those below.
@@ -53,7 +55,7 @@ class FedAvg(Leaf, FlowerFedAvg):
         Bounds on the influence of one client, for instance `{"max_share": 0.2}` (docs/robustness.md).
     """
 
-    lacks = {}
+    breaks = {}
 
     def __init__(
         self,
@@ -74,8 +76,8 @@ class FedAvg(Leaf, FlowerFedAvg):
         **options: Never,
     ) -> None:
         if options:
-            raise unknown_argument(type(self), next(iter(options)))
-        Leaf.__init__(self)
+            raise _unknown_argument(type(self), next(iter(options)))
+        BaseStrategy.__init__(self)
         FlowerFedAvg.__init__(
             self, fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
             weighted_by_key, arrayrecord_key, configrecord_key,
@@ -85,63 +87,53 @@ class FedAvg(Leaf, FlowerFedAvg):
         is_made = bounds is None or hasattr(bounds, "outliers")
         self.bounds = bounds if is_made else part("bounds", "from_settings")(bounds)
         if self.bounds is not None:
-            self.lacks = {**self.lacks, "mean": "compares the replies of single clients (bounds)"}
+            self.breaks = {**self.breaks, "mean": "compares the replies of single clients (bounds)"}
         refuse_bounds(self)
 
     # --- sending ---
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        round = self._begins(server_round, arrays, config, grid)
+    def messages(self, round: Round, config: ConfigRecord) -> list[Message]:
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
-        self.asked, self.left_out = nodes, []
-        keys, records = self._additions(round)
-        kept = self.traits.kept
-        if kept:  # roles of the model, which may lack counters
-            keys[protocol.RETURN] = protocol.join({role for role in roles(arrays).values() if kept.get(role)})
-        return self._messages(round, records, keys, nodes, MessageType.TRAIN)
+        local, more = self.traits.local_roles, {}
+        if local:  # roles of the model, which may lack counters
+            more[protocol.RETURN] = protocol.join({role for role in roles(round.arrays).values() if local.get(role)})
+        messages = self._messages(MessageType.TRAIN, round, nodes, more)
+        self.training = self.attendance(f"round {round.number}", messages, round.arrays)
+        return messages
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         round = Round(server_round, arrays, self._named(config), grid)
         nodes = self._choose(round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
-        return self._messages(round, {}, {}, nodes, MessageType.EVALUATE)
+        return self._messages(MessageType.EVALUATE, round, nodes)
 
-    def outgoing(self, arrays: ArrayRecord) -> ArrayRecord:
+    def sent(self, arrays: ArrayRecord) -> ArrayRecord:
         """The arrays of the global model that clients receive: all roles except those that stay on the client."""
-        kept = self.traits.kept
-        return record_of(split_by_role(arrays, roles(arrays), {*kept})[1]) if kept else arrays
+        local = self.traits.local_roles
+        return record_of(split_by_role(arrays, roles(arrays), {*local})[1]) if local else arrays
 
     def _messages(
-        self,
-        round: Round,
-        records: Mapping[str, ArrayRecord],
-        instructions: Mapping[str, Any],
-        nodes: Iterable[int],
-        kind: str,
+        self, kind: str, round: Round, nodes: Iterable[int], more: Mapping[str, Any] = MappingProxyType({})
     ) -> list[Message]:
         # A new record, since Flower passes the same object in every round.
-        config = ConfigRecord({**round.config, **instructions, protocol.ROUND: round.number})
-        content = RecordDict(
-            {self.arrayrecord_key: self.outgoing(round.arrays), **records, self.configrecord_key: config}
-        )
+        config = ConfigRecord({**round.config, **more, protocol.ROUND: round.number})
+        content = RecordDict({self.arrayrecord_key: self.sent(round.arrays), self.configrecord_key: config})
         return [Message(content, node, kind) for node in nodes]
 
     def _choose(self, round: Round, fraction: float, least: int, purpose: str) -> list[int]:
         """The nodes of this round; the choice depends only on the seed, the round and the partitions."""
         if fraction == 0.0:
             return []
-        partitions = self.memory.partitions
+        roster = self.roster
         nodes = self._connected(round.grid, max(self.min_available_nodes, least))
-        for node in sorted(partitions.keys() - set(nodes), key=self._position):
-            LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, self._who(node))
+        for node in sorted(roster.partitions.keys() - set(nodes), key=roster.position):
+            LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, roster.name(node))
         count = _share(len(nodes), fraction, least)
         if count >= len(nodes):
-            return sorted(nodes, key=self._position)
-        self._ask_for_partitions(round, [node for node in nodes if node not in partitions])
-        nodes.sort(key=self._position)
+            return sorted(nodes, key=roster.position)
+        self._ask_for_partitions(round, [node for node in nodes if node not in roster.partitions])
+        nodes.sort(key=roster.position)
         random = np.random.default_rng(seeding.seed_for(self.seed, f"choose-{purpose}", round.number))
         return [nodes[i] for i in sorted(random.choice(len(nodes), size=count, replace=False))]
 
@@ -150,26 +142,25 @@ class FedAvg(Leaf, FlowerFedAvg):
 
     def _connected(self, grid: Grid, needed: int) -> list[int]:
         hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
-        nodes = list(grid.get_node_ids())  # an ordinary round does not execute the module that waits
-        return nodes if len(nodes) >= needed else wait_for_nodes(grid, needed, self.node_timeout, hint)
+        return wait_for_nodes(grid, needed, self.node_timeout, hint)
 
     def _ask_for_partitions(self, round: Round, nodes: Sequence[int]) -> None:
         """The choice of clients depends on partitions, since node ids are random in every run."""
         content = RecordDict({self.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
         queries = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
         replies = gate(round.grid.send_and_receive(queries, timeout=self.node_timeout)) if queries else ()
-        self.learn({r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()})
+        self.roster.learn({r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()})
 
     # --- receiving ---
 
-    def unusable(self, reply: Reply, sent: Arrays) -> str | None:
+    def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
         unsent = self.traits.unsent
         expected = [key for key, role in roles(sent).items() if role not in unsent] if unsent else None
         return number_problem(reply.metrics, self.weighted_by_key) or fault(reply.arrays, sent, expected)
 
-    def unfit(self, model: Arrays, sent: Arrays) -> str | None:
+    def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
         """Also for what a model of Flower's strategies may have: another dtype, and negative variances."""
-        return super().unfit(model, sent) or fault(model, sent, model)
+        return super().model_problem(model, sent) or fault(model, sent, model)
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
@@ -199,3 +190,24 @@ def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:
 
 def _share(nodes: int, fraction: float, least: int) -> int:
     return max(int(nodes * fraction + 1e-9), least, 1)  # 0.29 * 100 is 28.999999999999996
+
+
+# The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.
+OLD_NAMES = {
+    "fraction_fit": "fraction_train",
+    "min_fit_clients": "min_train_nodes",
+    "min_evaluate_clients": "min_evaluate_nodes",
+    "min_available_clients": "min_available_nodes",
+    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
+    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
+    "on_fit_config_fn": "train_config of start()",
+    "on_evaluate_config_fn": "evaluate_config of start()",
+    "evaluate_fn": "evaluate_fn of start()",
+    "initial_parameters": "initial_arrays of start()",
+}
+
+
+def _unknown_argument(strategy: type, key: str) -> TypeError:
+    known = {name for each in strategy.__mro__ if issubclass(each, Rule) for name in inspect.signature(each).parameters}
+    hint = f"did you mean {OLD_NAMES[key]}?" if key in OLD_NAMES else did_you_mean(key, known - {"options"})
+    return TypeError(f"{strategy.__name__} has no argument {key!r}; {hint}")

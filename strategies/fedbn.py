@@ -25,19 +25,20 @@ class LocalNorm(FedAvg):
     `global_norm` is described in the subclasses; FedAvg's arguments are accepted too.
     """
 
-    kept: frozenset[Role]  # the roles that stay on the client
+    local_roles: frozenset[Role]  # the roles that stay on the client
 
     def __init__(self, *, global_norm: Literal["average", "initial"] = "average", **options: Any) -> None:
         super().__init__(**options)
         self.global_norm = global_norm
         self.traits = Traits(
-            client_memory="their own batch norm", kept=dict.fromkeys(self.kept, global_norm == "average")
+            client_memory="their own batch norm",
+            local_roles=dict.fromkeys(self.local_roles, global_norm == "average"),
         )
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        kept = " and ".join(sorted(role.value for role in self.kept - {Role.COUNTER}))
-        require_norm(self, self.kept, arrays, f"keeps batch norm ({kept}) on the clients")
+        names = " and ".join(sorted(role.value for role in self.local_roles - {Role.COUNTER}))
+        require_norm(self, self.local_roles, arrays, f"keeps batch norm ({names}) on the clients")
 
     def notes(self) -> dict[str, Any]:
         return {**super().notes(), "global_norm": self.global_norm}
@@ -56,4 +57,4 @@ class FedBN(LocalNorm):
         The server never sends batch norm: a new client begins with that of its newly built model.
     """
 
-    kept = frozenset({Role.AFFINE, Role.STATISTICS, Role.COUNTER})
+    local_roles = frozenset({Role.AFFINE, Role.STATISTICS, Role.COUNTER})

@@ -46,7 +46,7 @@ class FedBS(FedAvg):
         mu of FedProx, after the switch.
     """
 
-    lacks = {"mean": "weights the clients by the loss of each"}
+    breaks = {"mean": "weights the clients by the loss of each"}
 
     @dataclass
     class Memory(FedAvg.Memory):
@@ -69,7 +69,7 @@ class FedBS(FedAvg):
         """`switch_round` is the first round of FedProx, or None."""
         return {**super().notes(), "switch_round": self.memory.switch_round}
 
-    def instructions(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> dict[str, Any]:
         return {} if self.memory.switch_round is None else {PROXIMAL_MU: float(self.proximal_mu)}
 
     def problem(self, round: Round, reply: Reply) -> str | None:

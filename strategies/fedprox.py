@@ -35,7 +35,7 @@ class FedProx(FedAvg):
         super().__init__(**options)
         self.proximal_mu = proximal_mu
 
-    def instructions(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> dict[str, Any]:
         return {PROXIMAL_MU: float(self.proximal_mu)}
 
 

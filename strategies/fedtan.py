@@ -13,22 +13,22 @@ exchanges travel; all give the same results.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge, Gt
-from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord, Message
 from torch.optim import SGD
 
 from fedbn_flwr.client.rule import ClientRule
 from fedbn_flwr.client.training import Gradient
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange import carriers
+from fedbn_flwr.exchange.carriers import Asks, ByMessages, Carrier, ExchangesDone, judged, service
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, exchanged_layers
 from fedbn_flwr.messages import protocol
@@ -64,7 +64,7 @@ class FedTAN(FedAvg):
         messages; False always uses messages.
     """
 
-    lacks = {}
+    breaks = {}
     backward = True  # the backward pass exchanges gradients
     traits = Traits(steps=frozenset({"linear"}))
 
@@ -89,14 +89,14 @@ class FedTAN(FedAvg):
         self.traits = replace(self.traits, min_batch=min_batch)
         self.exchange, self.weights_by = exchange, weights
         self.exchange_timeout, self.direct = exchange_timeout, direct
-        self.service = carriers.service() if direct else None
-        self._carrier: carriers.Carrier | None = None
+        self.service = service() if direct else None
+        self._carrier: Carrier | None = None
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
         require_norm(self, {Role.STATISTICS}, arrays, "exchanges batch norm's statistics")
 
-    def instructions(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> dict[str, Any]:
         asked = {protocol.REPORT_BATCH: True} if self.weights_by == "batch" else {}
         if Role.STATISTICS in frozen_roles(round.config):  # frozen batch norms compute no batch statistics
             return asked
@@ -107,38 +107,45 @@ class FedTAN(FedAvg):
             **asked,
         }
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        messages = list(super().configure_train(server_round, arrays, config, grid))
-        if not messages or Role.STATISTICS in frozen_roles(config):
+    def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+        """The train messages: the exchanges come before them or, over streams, while clients handle them."""
+        if not messages or Role.STATISTICS in frozen_roles(round.config):
             return messages
-        engine = capabilities(grid)
-        by_messages = partial(carriers.ByMessages, pass_on=engine.exchange if self.direct else None)
-        self._carrier = (self.service or by_messages)(grid, messages, self.exchange_timeout)
-        return self._carrier.run(
-            lambda ask: carriers.run_exchanges(
-                ask,
-                self.asked,
-                f"round {server_round}",
-                self.agree,
-                self.admit,
-                outliers=None if self.bounds is None else self.bounds.outliers,
-                report=engine.report,
-                per_layer=(1 if self.exchange == "fused" else 2) + self.backward,
-            )
-        )
+        passed = capabilities(round.grid).exchange if self.direct else None
+        make = self.service or partial(ByMessages, pass_on=passed)
+        carrier = self._carrier = make(round.grid, messages, self.exchange_timeout)
+        return carrier.begin(partial(self.exchanges, round, carrier))
+
+    def exchanges(self, round: Round, carrier: Asks) -> ExchangesDone:
+        """All exchanges of a round. A client without a valid contribution is left out of the rest of the round."""
+        nodes, agreement, remaining, steps = self.training.asked, None, None, Counter[str]()
+        while remaining != 0:
+            answers = carrier.ask(nodes, steps.total(), agreement)
+            exchange = f"round {round.number}, exchange {steps.total() + 1}"
+            found, problems = judged(nodes, answers, remaining, self.bounds and self.bounds.outliers)
+            if not steps or problems or len(found) < len(nodes):  # otherwise all stay, and are in order
+                partitions = {node: each.partition for node, each in found.items()}
+                nodes = self.training.admit(exchange, partitions, problems)
+            agreement, first = self.agree(exchange, [found[node] for node in nodes]), found[nodes[0]]
+            remaining = first.remaining
+            steps[first.kind] += 1
+            self._report(round, first.kind, steps, remaining)
+        assert agreement is not None
+        return ExchangesDone(nodes, steps.total(), agreement)
+
+    def _report(self, round: Round, kind: str, steps: Counter[str], remaining: int) -> None:
+        way, per_layer = "backward" if kind == "gradients" else "forward", 1 if self.exchange == "fused" else 2
+        layers = (steps.total() + remaining) // (per_layer + self.backward)
+        capabilities(round.grid).report(f"{way} pass, layers", steps[kind], layers)
 
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
         """The result of the exchange that messages call `what`."""
         p = [each.examples if self.weights_by == "data" else each.batch for each in contributions]
         return algorithm_3(contributions, p, partial(self.bounded, what))
 
-    def arrived(self, replies: Iterable[Message]) -> Iterable[Message]:
+    def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         carrier, self._carrier = self._carrier, None
-        if carrier is not None:
-            replies, self.asked = carrier.finish(replies)
-        return replies
+        return messages if carrier is None else carrier.finish(messages)
 
 
 def algorithm_3(

@@ -45,7 +45,7 @@ class FedWon(FedAvg):
         super().__init__(**options)
         self.clip = clip
 
-    def instructions(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> dict[str, Any]:
         return {CLIP: float(self.clip)} if self.clip else {}
 
 

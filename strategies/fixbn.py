@@ -48,11 +48,13 @@ class FixBN(Wrapper):
         The roles to freeze: "statistics", "affine" (gamma and beta), or both. The paper compares the three (Table H).
     """
 
-    lacks = {}
+    breaks = {}
     argument = "freeze_round"  # the name of the argument T*, for errors
 
     def __init__(self, strategy: Strategy, *, freeze_round: LastFree = 0.5, freeze: Frozen = ("statistics",)) -> None:
-        cure = "FixBN would freeze what is no statistic of the data; wrap it: FixBN(MeanStatistics({inside}(...)), ...)"
+        cure = (
+            "FixBN would freeze values that are not data statistics; wrap it: FixBN(MeanStatistics({inside}(...)), ...)"
+        )
         super().__init__(strategy, {"statistics": cure} if "statistics" in freeze else {})
         self.freeze_round = freeze_round
         self.freeze = frozenset(map(Role, [freeze] if isinstance(freeze, str) else freeze))
@@ -77,7 +79,7 @@ class FixBN(Wrapper):
         if last < num_rounds:
             require_norm(self, self.freeze, arrays, "freezes batch norm", instead="its base strategy")
 
-    def instructions(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> dict[str, Any]:
         if self._is_free(round):
             return {}
         return {FREEZE: protocol.join(self.freeze | frozen_roles(round.config))}  # a rule around it may freeze others
@@ -114,7 +116,7 @@ class FixBN(Wrapper):
 
     def _frozen(self, round: Round) -> Arrays:
         """The arrays that are frozen in the round, without those that stay on the clients (FedBN), each its own."""
-        which = self.freeze - self.traits.kept.keys()
+        which = self.freeze - self.traits.local_roles.keys()
         return {} if self._is_free(round) else split_by_role(unpack(round.arrays), roles(round.arrays), which)[0]
 
 

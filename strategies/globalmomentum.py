@@ -45,7 +45,7 @@ class GlobalMomentum(Wrapper):
         momentum: Arrays = field(default_factory=dict)  # empty before the first round
 
     memory: Memory
-    lacks = {}
+    breaks = {}
 
     def __init__(self, strategy: Strategy) -> None:
         words = "averages with the weights of its base; wrap one of fedbn_flwr.strategies, for instance"
@@ -57,8 +57,11 @@ class GlobalMomentum(Wrapper):
         )
         refuse_bounds(self)
 
-    def instructions(self, round: Round) -> dict[str, Any]:
-        return {MOMENTUM: True, MOMENTUM_RECORD: self.memory.momentum}
+    def config(self, round: Round) -> dict[str, Any]:
+        return {MOMENTUM: True}
+
+    def records(self, round: Round) -> dict[str, Arrays]:
+        return {MOMENTUM_RECORD: self.memory.momentum}
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         self.memory.momentum = weighted_mean((reply.records[MOMENTUM_RECORD] for reply in replies), weights)

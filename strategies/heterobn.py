@@ -11,6 +11,7 @@ implemented.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 from flwr.app import ArrayRecord
@@ -18,8 +19,9 @@ from flwr.app import ArrayRecord
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
-from fedbn_flwr.messages.reply import Reply, number_problem
-from fedbn_flwr.messages.votes import fault_problems
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.reply import Reply, number_problem, read_reply
+from fedbn_flwr.messages.votes import fault_problems, odd_metrics
 from fedbn_flwr.norms.roles import Role, roles
 
 from ._rule import Round
@@ -47,14 +49,14 @@ class HeteroBN(FedAvg):
         super().__init__(**options)
         self.statistics = statistics
         if statistics == "query":
-            self.lacks = {**self.lacks, "mean": "queries the statistics of each client's data"}
+            self.breaks = {**self.breaks, "mean": "queries the statistics of each client's data"}
 
     def global_model(self, round: Round) -> ArrayRecord:
         """The model, with "query" including the statistics of all clients' data under it."""
         if self.statistics == "batch":
             return round.arrays
         nodes = self._connected(round.grid, self.min_available_nodes)
-        queries = self._messages(round, {}, {}, nodes, protocol.STATISTICS_QUERY)
+        queries = self._messages(protocol.STATISTICS_QUERY, round, nodes)
         what = f"round {round.number}, statistics"
         answers = round.grid.send_and_receive(queries, timeout=3600)  # as that of a round
 
@@ -67,8 +69,9 @@ class HeteroBN(FedAvg):
         def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
             problems = fault_problems(found, {})
             left = {node: reply for node, reply in found.items() if node not in problems}
-            return problems | self.compare(left, {})
+            return {**odd_metrics(found), **problems, **self.compare(left, {})}
 
-        replies = self.screen(what, answers, nodes, problem, compare, left_out=[]).replies
+        attendance = self.attendance(what, queries, round.arrays)
+        replies = attendance.screen(gate(answers), partial(read_reply, name=self.arrayrecord_key), problem, compare)
         weights = self.bounded(what, self.weights(round, replies))
         return record_of({**round.arrays, **pack(weighted_mean((reply.arrays for reply in replies), weights))})

@@ -15,10 +15,10 @@ privacy neither count them in the norm that they clip nor add noise to them, whi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import SettingsError
@@ -30,7 +30,7 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 from ._rule import Round
 from ._wrapper import Wrapper
 
-OF_NORMS = frozenset({Role.STATISTICS, Role.COUNTER})
+NORM_STATE = frozenset({Role.STATISTICS, Role.COUNTER})
 
 
 class MeanStatistics(Wrapper):
@@ -48,27 +48,25 @@ class MeanStatistics(Wrapper):
         to any value. Around a robust strategy such as `FedMedian()` use "median".
     """
 
-    lacks = {"statistics": ""}
+    breaks = {}
+    restores = frozenset({"statistics"})
 
     def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "median"] = "mean") -> None:
         super().__init__(strategy)
-        if OF_NORMS & self.traits.unsent:
+        if NORM_STATE & self.traits.unsent:
             raise SettingsError(
                 f"MeanStatistics has nothing to combine around this {strategy}, whose clients do not send batch norm's "
                 f"statistics; use {strategy} without it"
             )
         if statistics == "median":
-            self.lacks = {**self.lacks, "mean": "takes the median of the clients' statistics"}
+            self.breaks = {"mean": "takes the median of the clients' statistics"}
         self.statistics = statistics
-
-    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        super().begin(num_rounds, arrays)
-        self.chain[-1].hidden = OF_NORMS
+        self.traits = replace(self.traits, hidden=NORM_STATE)
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)
-        of_norms = split_by_role(sent, roles(sent), OF_NORMS)[0]
-        statistics = [{key: reply.arrays[key] for key in of_norms} for reply in replies]
+        norm_state = split_by_role(sent, roles(sent), NORM_STATE)[0]
+        statistics = [{key: reply.arrays[key] for key in norm_state} for reply in replies]
         combined = median(statistics) if self.statistics == "median" else weighted_mean(statistics, weights)
         model = {**super().combine(round, replies, weights), **combined}
         # Keep the dtypes that were sent: FedAdam returns float64 arrays.

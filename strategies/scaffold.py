@@ -17,13 +17,12 @@ Choices that the paper leaves open:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
+from flwr.app import Message
 
 from fedbn_flwr.client.rule import ClientRule, Key, add_
 from fedbn_flwr.client.training import Kept, Tensors
@@ -49,7 +48,7 @@ class Scaffold(FedAvg):
     The arguments are FedAvg's.
     """
 
-    lacks = {}
+    breaks = {}
     traits = Traits(client_memory="their control variates", records={CONTROL_RECORD: True})
 
     @dataclass
@@ -59,21 +58,22 @@ class Scaffold(FedAvg):
 
     memory: Memory
 
-    def instructions(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> dict[str, Any]:
+        return {CONTROL: True}
+
+    def records(self, round: Round) -> dict[str, Arrays]:
         connected, number = list(round.grid.get_node_ids()), self.memory.partitions
         known = {number[node] for node in connected if node in number}
         # N: clients may join, be away, or have another node id since a restart.
         total = max(len(connected), len(known.union(self.memory.added)), 1)
-        return {CONTROL: True, CONTROL_RECORD: {key: each / total for key, each in self.memory.control.items()}}
+        return {CONTROL_RECORD: {key: each / total for key, each in self.memory.control.items()}}
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        messages, added = list(super().configure_train(server_round, arrays, config, grid)), self.memory.added
-        if self._round is not None and added:  # a client may be back under another node id
-            known = self.memory.partitions
-            unknown = [node for node in self.asked if node not in known and self._number(node) not in added]
-            self._ask_for_partitions(self._round, unknown)
+    def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+        known, added = self.memory.partitions, self.memory.added
+        if added:  # a client may be back under another node id
+            nodes = self.training.asked
+            unknown = [node for node in nodes if node not in known and self._number(node) not in added]
+            self._ask_for_partitions(round, unknown)
         return [
             with_config(message, {CONTROL_ROUND: added.get(self._number(message.metadata.dst_node_id), 0)})
             for message in messages
@@ -82,7 +82,7 @@ class Scaffold(FedAvg):
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Line 17: N c <- N c + sum_i (c_i+ - c_i)"""
         memory, clients = self.memory, {reply.message.metadata.src_node_id: reply for reply in replies}
-        if lost := [self._who(node) for node, reply in clients.items() if reply.metrics.get(CONTROL_LOST)]:
+        if lost := [self.roster.name(node) for node, reply in clients.items() if reply.metrics.get(CONTROL_LOST)]:
             memory.control, memory.added = {}, {}
             words = "round %d: all control variates begin at zero again, since %s lost the state with its own"
             LOG.warning(words, round.number, ", ".join(lost))

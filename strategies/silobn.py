@@ -25,4 +25,4 @@ class SiloBN(LocalNorm):
         The server never sends statistics: a new client begins with those of its newly built model.
     """
 
-    kept = frozenset({Role.STATISTICS, Role.COUNTER})
+    local_roles = frozenset({Role.STATISTICS, Role.COUNTER})

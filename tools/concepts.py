@@ -99,13 +99,17 @@ def kept(traits: Traits) -> str:
 
 def local(traits: Traits) -> str:
     """The roles that stay on the client."""
-    return "the model" if {*traits.kept} == {*Role} else ", ".join(WORDS[role] for role in WORDS if role in traits.kept)
+    return (
+        "the model"
+        if {*traits.local_roles} == {*Role}
+        else ", ".join(WORDS[role] for role in WORDS if role in traits.local_roles)
+    )
 
 
 def more(rule: Rule) -> str | None:
     """What is sent besides the model."""
     if rule.traits.min_batch:
-        leaf: Any = rule.chain[-1]
+        leaf: Any = rule.base
         each = "2 exchanges" if leaf.backward else "1 exchange"
         return f"{each} for each batch norm" + (", until the freeze" if len(rule.chain) > 1 else "")
     return ", ".join(f"`{name}`, as large as the parameters" for name in rule.traits.records) or None
@@ -120,8 +124,7 @@ def needs(rule: Rule) -> str:
         tracking, found = plain, ["a model without running statistics"]
     rule.begin(10, tracking)
     round, traits = Round(10, tracking, ConfigRecord(), cast(Grid, None)), rule.traits
-    asked = traits.kept or traits.records  # instructions of others ask for nothing of the grid
-    if asked or any(key.startswith("fedbn.") for each in rule.chain for key in each.instructions(round)):
+    if traits.local_roles or any(key.startswith("fedbn.") for each in rule.chain for key in each.config(round)):
         found.append("`BNClient`")
     found += [STEPS[kind] for kind in sorted(traits.steps)]
     found += [f"batches of {traits.min_batch} or more"] if traits.min_batch else []

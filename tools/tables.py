@@ -139,7 +139,8 @@ def leaves() -> Table:
         traits = describe(name).traits
         sends = "in a sum" if name == "Secure" else "yes"
         sent = [
-            sends if role not in traits.kept else "by default" if traits.kept[role] else "no" for role in _TRAVELLING
+            sends if role not in traits.local_roles else "by default" if traits.local_roles[role] else "no"
+            for role in _TRAVELLING
         ]
         rows.append((f"`{name}`", *sent, "; ".join(traits.besides) or "nothing", traits.client_memory or "nothing"))
     return ("strategy", "weights", "gamma, beta", "running statistics", "besides", "stored for each client"), rows

@@ -1,8 +1,7 @@
-"""The server's side of a round's exchanges: the loop over them, and how they travel.
+"""How a round's exchanges travel, and which contributions can be used.
 
-The loop depends on neither messages nor streams: it has a function that sends an agreement and collects the clients'
-contributions. A `Carrier` has it, by Flower's messages or by a service of an extension. A client without a valid
-contribution is excluded from the rest of the round.
+A `Carrier` sends an agreement and collects the clients' contributions, by Flower's messages or by a service of an
+extension. The loop over the exchanges, in `strategies.fedtan`, depends on neither.
 
 By messages, one exchange is a `query.cohort` to each client. An engine that has the clients' parked rounds in its
 processes passes on all exchanges but the first and the last itself: the first message contains the model, and the last
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,42 +35,41 @@ _TENSORS = {"moments": {"mean", "var"}, "mean": {"mean"}, "variance": {"var"}, "
 _MOST_EXCHANGES = 100_000  # in a round
 _LARGEST = 1e18  # of a contribution's values: their squares and sums are finite in float32
 
-Answers = Mapping[int, Contribution | str]  # by node; a string is the reason why there is no contribution
-Agree = Callable[[str, Sequence[Contribution]], Agreement]  # the name of the exchange in messages, and what to average
-# Returns the nodes that stay in the round, in order. Arguments: the name of the exchange in messages; the partition
-# that each node reports; the reasons for rejecting an answer, with the node; the nodes asked. Logs the reasons; raises
-# RunFailed if too few nodes remain.
-Admit = Callable[[str, Mapping[int, int | None], Sequence[tuple[int, str]], Sequence[int]], list[int]]
+Answers = Mapping[int, Contribution | str]  # by node; a string is the problem because of which there is none
 # Why tensors are too far from the others, by position.
 Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]
-Report = Callable[[str, int, int], None]  # what is counted, how many are done, of how many
 # An engine's exchange of parked rounds (nodes, agreement, seconds); None: the engine cannot.
 PassOn = Callable[[Sequence[int], Agreement, float], Answers | None]
-# Sends an agreement to nodes, that of exchange `step` (None at first), and returns their contributions to the next one.
-# A node that does not answer in time has no entry.
-Ask = Callable[[Sequence[int], int, Agreement | None], Answers]
 
 
 @dataclass(frozen=True)
 class ExchangesDone:
     """The end of a round's exchanges."""
 
-    nodes: list[int]  # the nodes that took part in all exchanges
+    nodes: Sequence[int]  # the nodes that took part in all exchanges
     steps: int
     agreement: Agreement  # the last agreement, which the nodes have not received yet
 
 
-Exchanges = Callable[[Ask], ExchangesDone]  # all exchanges of a round
+class Asks(Protocol):
+    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
+        """Send an agreement to nodes, that of exchange `step` (None at first), and return their next contributions.
+
+        A node that does not answer in time has no entry.
+        """
 
 
-class Carrier(Protocol):
+class Carrier(Asks, Protocol):
     """How the exchanges of one round travel."""
 
-    def run(self, exchanges: Exchanges) -> list[Message]:
-        """The round's train messages; the exchanges have been run, or run while the clients handle these messages."""
+    def begin(self, exchanges: Callable[[], ExchangesDone]) -> list[Message]:
+        """The round's train messages. `exchanges`, which calls `ask`, runs now or while clients handle these messages.
 
-    def finish(self, replies: Iterable[Message]) -> tuple[list[Message], Sequence[int]]:
-        """The replies of the clients that took part in all exchanges, and the nodes of these clients."""
+        So a carrier decides in which thread it runs.
+        """
+
+    def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
+        """The replies of the clients that took part in all exchanges."""
 
 
 MakeCarrier = Callable[[Grid, Sequence[Message], float], Carrier]  # for these train messages, with a time limit
@@ -93,15 +91,13 @@ class ByMessages:
 
     def __init__(self, grid: Grid, messages: Sequence[Message], timeout: float, pass_on: PassOn | None) -> None:
         self._grid, self._first, self._timeout, self._pass_on = grid, messages[0], timeout, pass_on
-        self._left: Sequence[int] = ()
 
-    def run(self, exchanges: Exchanges) -> list[Message]:
-        done = exchanges(self.ask)
-        self._left = done.nodes
+    def begin(self, exchanges: Callable[[], ExchangesDone]) -> list[Message]:
+        done = exchanges()
         return self._messages(MessageType.TRAIN, done.nodes, done.steps, done.agreement)
 
-    def finish(self, replies: Iterable[Message]) -> tuple[list[Message], Sequence[int]]:
-        return gate(replies), self._left
+    def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
+        return replies  # the others received no train message
 
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
         if agreement is not None and self._pass_on is not None:
@@ -129,46 +125,23 @@ def _answer(reply: Message) -> Contribution | str:
         return str(error)
 
 
-# --- the loop ---
+# --- which contributions can be used ---
 
 
-def run_exchanges(
-    ask: Ask,
-    nodes: Sequence[int],
-    what: str,
-    agree: Agree,
-    admit: Admit,
-    *,
-    outliers: Outliers | None,
-    report: Report,
-    per_layer: int,
-) -> ExchangesDone:
-    """All exchanges of a round, `per_layer` for each batch norm; `what` is the round's name in messages."""
-    agreement: Agreement | None = None
-    step, remaining, done = 0, None, Counter[str]()
-    while remaining != 0:
-        answers = ask(nodes, step, agreement)
-        step += 1
-        exchange = f"{what}, exchange {step}"
-        found = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
-        refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
-        refused |= problems(found, remaining)
-        usable = [node for node in found if node not in refused]
-        tensors = [found[node].tensors for node in usable]
-        far = absurd(tensors, {}, () if usable and found[usable[0]].kind == "gradients" else ("var",))
-        if usable and outliers is not None:
-            far |= outliers(tensors, sorted(tensors[0]))
-        refused |= {usable[i]: f"{found[usable[i]].kind}: {reason}" for i, reason in far.items()}
-        if step == 1 or len(usable) < len(nodes) or refused:  # otherwise all stay, and are in order
-            partitions = {node: each.partition for node, each in found.items()}
-            nodes = admit(exchange, partitions, list(refused.items()), nodes)
-        first = found[nodes[0]]
-        agreement, remaining = agree(exchange, [found[node] for node in nodes]), first.remaining
-        done[first.kind] += 1
-        way = "backward" if first.kind == "gradients" else "forward"
-        report(f"{way} pass, layers", done[first.kind], (step + remaining) // per_layer)
-    assert agreement is not None
-    return ExchangesDone(list(nodes), step, agreement)
+def judged(
+    nodes: Sequence[int], answers: Answers, remaining: int | None, outliers: Outliers | None
+) -> tuple[dict[int, Contribution], list[tuple[int, str]]]:
+    """The contributions by node, and the problems of those that cannot be used; see `problems` for `remaining`."""
+    found = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
+    refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
+    refused |= problems(found, remaining)
+    usable = [node for node in found if node not in refused]
+    tensors = [found[node].tensors for node in usable]
+    far = absurd(tensors, {}, () if usable and found[usable[0]].kind == "gradients" else ("var",))
+    if usable and outliers is not None:
+        far |= outliers(tensors, sorted(tensors[0]))
+    refused |= {usable[i]: f"{found[usable[i]].kind}: {reason}" for i, reason in far.items()}
+    return found, list(refused.items())
 
 
 def problems(found: Mapping[int, Contribution], remaining: int | None) -> dict[int, str]:

@@ -93,7 +93,7 @@ def make_rule(run: Settings) -> Rule:
         client_learning_rate=run.train.lr,  # of QFedAvg
     )
     rule = as_rule(strategy)
-    name, options, traits, hides = strategy_name(run.strategy), run.evaluate, rule.traits, rule.lacks.get("inside")
+    name, options, traits, hides = strategy_name(run.strategy), run.evaluate, rule.traits, rule.breaks.get("inside")
     refuse(
         {
             f"evaluate.clients is false, but {name} trains no global model, and only clients can be evaluated; leave "
@@ -109,14 +109,14 @@ def make_rule(run: Settings) -> Rule:
 
 def check_moments(run: Settings, rule: Rule) -> None:
     """Refuse to ask sites for the sums of their columns if the strategy hides or limits what one of them sends."""
-    name, hides = strategy_name(run.strategy), rule.lacks.get("inside")
+    name, hides = strategy_name(run.strategy), rule.breaks.get("inside")
     asks = "data.normalise is 'moments', for which each site sends the sums of its columns to the server,"
     instead = "use unit or official, without data.missing"
     refuse(
         {
             f"{asks} but {name} {hides}; {instead}": hides is not None,
             f"{asks} but strategy.bounds limits the influence of one client, and sums have no limit; "
-            f"{instead}": rule.chain[-1].bounds is not None,
+            f"{instead}": rule.base.bounds is not None,
         }
     )
 

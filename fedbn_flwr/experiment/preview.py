@@ -49,7 +49,7 @@ def explain(experiment: Experiment) -> list[ExplainedRun]:
         label, traits = prepared.run.label, prepared.rule.traits
         if label not in found:
             model = _parts_of(prepared)
-            down = (*(role for role in model if role not in {Role.COUNTER, *traits.kept}), *traits.besides)
+            down = (*(role for role in model if role not in {Role.COUNTER, *traits.local_roles}), *traits.besides)
             up = (*(role for role in model if role not in {Role.COUNTER, *traits.unsent}), *traits.besides)
             columns = prepared.dataset.columns if prepared.dataset else {}
             found[label] = ExplainedRun(label, tuple(settings_of(experiment, prepared.run)), model, down, up, columns)

@@ -180,7 +180,7 @@ def test_a_client_that_skips_a_round_keeps_its_batch_norm(federation: Federation
     assert len(trained) == 1
     before = {key: clients[trained[0]].model.state_dict()[key].clone() for key in STATISTICS | AFFINE}
     others = [node for node in (1, 2, 3) if node not in trained]
-    content = RecordDict({"arrays": strategy.outgoing(fed.arrays()), "config": ConfigRecord({"server-round": 2})})
+    content = RecordDict({"arrays": strategy.sent(fed.arrays()), "config": ConfigRecord({"server-round": 2})})
     list(grid.send_and_receive([Message(content, node, "train") for node in others]))
     list(grid.send_and_receive([Message(content, node, "evaluate") for node in trained]))
     for key, value in before.items():
@@ -193,7 +193,7 @@ def test_counters_of_the_server_s_model_stay_local_too(federation: Federations) 
     arrays = ArrayRecord(fed.model.state_dict())
     app, clients = replaced(fed)
     strategy = FedBN()
-    assert "1.num_batches_tracked" not in strategy.outgoing(arrays)
+    assert "1.num_batches_tracked" not in strategy.sent(arrays)
     result = strategy.start(fed.grid(app), arrays, num_rounds=3)
     assert [int(client.model[1].num_batches_tracked) for client in clients.values()] == [6, 6]
     counter = result.arrays["1.num_batches_tracked"].numpy()
@@ -219,8 +219,8 @@ def test_batch_norm_is_found_by_role_wherever_it_sits(model: Callable[[], nn.Mod
         for key in module.state_dict()
     }
     arrays = pack({k: v.numpy() for k, v in net.state_dict().items() if roles(net)[k] is not Role.COUNTER})
-    assert set(FedBN().outgoing(arrays)) == set(net.state_dict()) - norms
-    assert set(SiloBN().outgoing(arrays)) == {k for k in arrays if not k.endswith(("running_mean", "running_var"))}
+    assert set(FedBN().sent(arrays)) == set(net.state_dict()) - norms
+    assert set(SiloBN().sent(arrays)) == {k for k in arrays if not k.endswith(("running_mean", "running_var"))}
 
 
 @every_rule
@@ -288,7 +288,7 @@ def test_arguments_that_mean_nothing_are_refused(arguments: dict[str, Any], mess
 
 
 def test_wrappers_report_that_their_rule_personalises() -> None:
-    assert [bool(FixBN(rule()).traits.kept) for rule in (FedBN, SiloBN, Standalone, FedAvg)] == [
+    assert [bool(FixBN(rule()).traits.local_roles) for rule in (FedBN, SiloBN, Standalone, FedAvg)] == [
         True,
         True,
         True,

@@ -42,7 +42,7 @@ from fedbn_flwr.strategies import (
     SiloBN,
     Standalone,
 )
-from strategies._rule import OLD_NAMES
+from strategies.fedavg import OLD_NAMES
 from tests.support.command import ROOT, python_blocks
 from tests.support.federations import same
 from tests.support.foreign import Foreign as ForeignClient

@@ -302,12 +302,14 @@ def test_the_query_leaves_the_training_s_clients_as_they_are(federation: Federat
     replies = grid.send_and_receive(strategy.configure_train(1, fed.arrays(), ConfigRecord(), grid))
     arrays, _ = strategy.aggregate_train(1, replies)
     assert arrays is not None
-    before = [*strategy.used], [*strategy.left_out], [*strategy.refused]
+    training = strategy.training
+    before = [*training.used], [*training.left_out], [*training.refused]
     assert before[0] == [1, 2]
     assert ["its memory is full" in reason for reason in before[1]] == [True]
     trains = False
     assert "1.running_mean" in strategy.global_model(Round(1, arrays, {}, grid))
-    assert ([*strategy.used], [*strategy.left_out], [*strategy.refused]) == before
+    assert strategy.training is training
+    assert ([*training.used], [*training.left_out], [*training.refused]) == before
 
 
 def test_too_few_answers_end_the_run(federation: Federations) -> None:

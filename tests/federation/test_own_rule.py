@@ -11,24 +11,22 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context
+from flwr.app import Context
 from flwr.serverapp.strategy import FedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles, run
-from fedbn_flwr.client.layerwise import parked_rounds
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, rule_of
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.registry import class_of
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.strategies import (
     FedAvg,
@@ -149,7 +147,7 @@ def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(nam
         around(FixBN(fed_nova(), freeze_round=1))
 
     class Harmless(FedAvg):
-        lacks = {}
+        breaks = {}
 
         def combine(self, round: Any, replies: Any, weights: Any) -> Any:
             return super().combine(round, replies, weights)
@@ -211,55 +209,6 @@ def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> 
     assert stdout("-c", client) == "{<class 'fedbn_flwr.strategies.fednova.FedNovaClient'>}\n"
 
 
-# --- the modules of a round --------------------------------------------------
-
-
-def test_a_round_of_fedavg_executes_fifteen_modules(federation: Federations) -> None:
-    """From configure_train through two clients on the local engine to aggregate_train, each client with its model."""
-    parked_rounds.clear()  # of other tests, which the next train message would end
-    fed = federation()
-    tensors = [ModelTensors(copy.deepcopy(fed.model)) for _ in fed.data]
-
-    def make(context: Context) -> BNClient:
-        partition = int(context.node_config["partition-id"])
-        return BNClient(tensors[partition], fed.data[partition], context=context)
-
-    grid, strategy, executed = LocalGrid(client_app(make), 2), FedAvg(), set()
-    arrays = fed.arrays()
-    strategy.begin(2, arrays)
-
-    def one_round(number: int) -> None:
-        messages = strategy.configure_train(number, arrays, ConfigRecord(), grid)
-        strategy.aggregate_train(number, grid.send_and_receive(messages))
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] in OURS:
-            executed.add(".".join(file.relative_to(ROOT).with_suffix("").parts))
-
-    one_round(1)
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        one_round(2)
-    finally:
-        sys.setprofile(before)
-    assert executed == ROUND
-
-
-OURS = ("fedbn_flwr", "strategies")
-ROUND = {
-    "strategies.fedavg", "strategies._rule",
-    "fedbn_flwr.engines.local", "fedbn_flwr.engines.pool",
-    "fedbn_flwr.models.tensors", "fedbn_flwr.batch",
-    "fedbn_flwr.client.app", "fedbn_flwr.client.client", "fedbn_flwr.client.training", "fedbn_flwr.client.losses",
-    "fedbn_flwr.client.evaluation", "fedbn_flwr.client.node_state",
-    "fedbn_flwr.messages.arrays", "fedbn_flwr.messages.gate", "fedbn_flwr.messages.reply",
-    "fedbn_flwr.messages.votes", "fedbn_flwr.messages.aggregate", "fedbn_flwr.messages.protocol",
-    "fedbn_flwr.seeding",
-}  # fmt: skip
-
-
 # --- what goes wrong without a word in a rule of one's own ---
 
 
@@ -281,7 +230,7 @@ def test_bounds_apply_to_a_combine_of_its_own(federation: Federations, fed_nova:
 class Equal(FedAvg):
     """All clients count equally."""
 
-    lacks = {}
+    breaks = {}
 
     def weights(self, round: Any, replies: Any) -> list[float]:
         return [1.0] * len(replies)
@@ -312,7 +261,7 @@ def test_weights_of_its_own_and_hooks_of_a_mixin_need_the_single_replies(name: s
 
 
 class Declared(Largest, FedAvg):
-    lacks = {}
+    breaks = {}
 
 
 class Inherits(Declared):
@@ -320,7 +269,7 @@ class Inherits(Declared):
 
 
 class InheritsWeights(Equal):
-    lacks = {}
+    breaks = {}
 
 
 @pytest.mark.parametrize("name", declared("strategies"))
@@ -406,7 +355,7 @@ class Noted(ClientRule):
 
 
 class Notes(FedAvg):
-    def instructions(self, round: Any) -> dict[str, Any]:
+    def config(self, round: Any) -> dict[str, Any]:
         return {"noted": True}
 
     def after_round(self, round: Any, replies: Any, weights: Any) -> None:
@@ -419,8 +368,8 @@ def test_arrays_that_it_keeps_on_a_client_are_apart_from_the_library_s(rule: Any
     plain = after(fed, rule(), 3)
 
     class Own(rule):  # type: ignore[misc]
-        def instructions(self, round: Any) -> dict[str, Any]:
-            return {**super().instructions(round), "noted": True}
+        def config(self, round: Any) -> dict[str, Any]:
+            return {**super().config(round), "noted": True}
 
     for key, value in after(fed, Own(), 3).items():
         assert value.tobytes() == plain[key].tobytes(), key
@@ -459,7 +408,7 @@ from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.strategies import FedAvg
 
 class Mine(FedAvg):
-    def instructions(self, round):
+    def config(self, round):
         return {"my-mu": 0.5}
 
 class MineClient(ClientRule):

@@ -47,7 +47,7 @@ class Evaluate(Listener):
         self.prepared = prepared
         self.threads = threads if prepared.device.type == "cpu" else 1
         self.rule = prepared.rule
-        only_by_clients = bool(self.rule.traits.kept) or not run.evaluate.server
+        only_by_clients = bool(self.rule.traits.local_roles) or not run.evaluate.server
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
         self.loss = plain_loss(run, prepared.task)
         self.names = (*prepared.task.figures, *map(evaluation.name_of, prepared.metrics))
@@ -105,7 +105,7 @@ class Evaluate(Listener):
         if not replies:
             return {}, {}
         metrics = self.rule.aggregate_evaluate(at.number, replies)
-        used = self.rule.chain[-1].used
+        used = self.rule.base.evaluation.used
         values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_examples")
         means = {name_of(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
         figures = {**means, **own_means(values), **spreads(values)}

@@ -143,7 +143,7 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
     replies = gate(running.grid.send_and_receive(messages, timeout=run.engine.timeout))
     found, metrics = rule.aggregate_train(number, replies)
     arrays = before.arrays if found is None else found
-    used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.chain[-1].used]
+    used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.base.training.used]
     trained = [number_of(reply) for reply in used]
     figures = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
     named = partial(_in_history, task=running.prepared.task, metrics=[*map(metric_name, running.prepared.metrics)])
@@ -159,7 +159,7 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
         trained={**before.trained, **dict.fromkeys(trained, number)},
         replies=used if run.evaluate.dynamics else (),
         line=line,
-        clients={} if "inside" in rule.lacks else values_of(used, "examples", named),
+        clients={} if "inside" in rule.breaks else values_of(used, "examples", named),
         kept_round=before.kept_round,
     )
 

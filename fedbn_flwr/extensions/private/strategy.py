@@ -40,7 +40,7 @@ from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-unty
 
 from .noise import Change, Parts, applied, change_of, clipped, epsilon_of, gaussian, parts_of
 
-# The properties that the strategy inside must have (`check_composition` in `strategies/_wrapper.py`).
+# The guarantees that the strategy inside must give (`strategies/_composition.py`).
 _NEEDS = {
     "inside": "{outer} must clip or check the change of each client; use one of the two",
     "mean": "{outer} does not account for this",
@@ -101,8 +101,8 @@ class Private(Wrapper):
         evaluated: bool = False  # clients sent metrics of evaluations
 
     memory: Memory
-    lacks = {"inside": "adds noise to the mean"}
-    compares = False  # what one client sends must not decide whether another one's change counts
+    breaks = {"inside": "adds noise to the mean"}
+    compares_replies = False  # what one client sends must not decide whether another one's change counts
 
     def __init__(
         self,
@@ -136,29 +136,12 @@ class Private(Wrapper):
         """Strategies of Flower only compare the replies' arrays with each other."""
         return None if self._asked is None else fault(reply.arrays, unpack(round.arrays), self._asked.keys)
 
-    def _accepted(self, round: Round, replies: Iterable[Message]) -> list[Reply]:
-        """From every client the private mean, with the weight 1."""
-        found, asked, before = super()._accepted(round, replies), self._asked, unpack(round.arrays)
-        assert asked is not None
-        self._charge(asked)
-        mean = {**before, **applied(asked.parts, self._mean(round.number, asked, before, found), before)}
-        arrays = {key: mean[key] for key in asked.keys}
-        return [self._shown(reply, arrays) for reply in found]
-
-    def notes(self) -> dict[str, Any]:
-        """Epsilon and delta of what was released so far; `not_accounted` lists what was released besides."""
-        return {**super().notes(), "privacy": self._report()}
-
-    # --- messages ---
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        messages, self._asked = list(super().configure_train(server_round, arrays, config, grid)), None
+    def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+        self._asked = None
         if not messages:
             return messages
-        content, of = messages[0].content, roles(arrays)  # the messages of a round are equal
-        asked = next(iter(configs_in(content).values()))
+        content, arrays = messages[0].content, round.arrays  # the messages of a round are equal
+        asked, of = next(iter(configs_in(content).values())), roles(arrays)
         sent, returned = arrays_of(content), protocol.roles_of(asked, protocol.RETURN, frozenset(Role))
         keys = tuple(key for key in arrays if key in sent or of[key] in returned)  # that clients send in reply
         parts = parts_of({key: unpack(arrays)[key] for key in keys}, of, frozenset(Role) - frozen_roles(asked))
@@ -170,6 +153,21 @@ class Private(Wrapper):
         self.memory.releases += 1
         return messages
 
+    def accepted(self, round: Round, replies: Sequence[Reply]) -> list[Reply]:
+        """From every client the private mean, with the weight 1."""
+        asked, before = self._asked, unpack(round.arrays)
+        assert asked is not None
+        self._charge(asked)
+        mean = {**before, **applied(asked.parts, self._mean(round.number, asked, before, replies), before)}
+        arrays = {key: mean[key] for key in asked.keys}
+        return [self._shown(reply, arrays) for reply in replies]
+
+    def notes(self) -> dict[str, Any]:
+        """Epsilon and delta of what was released so far; `not_accounted` lists what was released besides."""
+        return {**super().notes(), "privacy": self._report()}
+
+    # --- messages ---
+
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -179,7 +177,7 @@ class Private(Wrapper):
 
     def _shown(self, reply: Reply, arrays: Arrays) -> Reply:
         shown = reply.metrics if self.metrics else {}
-        metrics = MetricRecord({**shown, protocol.NUM_EXAMPLES: 1, self.chain[-1].weighted_by_key: 1})
+        metrics = MetricRecord({**shown, protocol.NUM_EXAMPLES: 1, self.base.weighted_by_key: 1})
         content = RecordDict({**configs_in(reply.message.content), "arrays": pack(arrays), "metrics": metrics})
         return replace(reply, arrays=arrays, metrics=metrics, message=with_content(reply.message, content))
 
@@ -201,7 +199,7 @@ class Private(Wrapper):
     def _charge(self, asked: _Asked) -> None:
         """Charge a round to the clients that were asked, if all are known; otherwise it counts for every client."""
         memory = self.memory
-        known = self.chain[-1].memory.partitions
+        known = self.base.roster.partitions
         if known.keys() >= {*asked.nodes}:
             memory.known += asked.cost
             for partition in {known[node] for node in asked.nodes}:

@@ -32,7 +32,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, fault
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
 from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.reply import Reply, read_reply, reason_of, refused, sent_model, with_config, with_content
+from fedbn_flwr.messages.reply import read_reply, reason_of, refused, sent_model, with_config, with_content
 from fedbn_flwr.norms.roles import is_variance
 from fedbn_flwr.strategies import Round, Wrapper
 
@@ -64,7 +64,7 @@ _Range = Annotated[float, Ge(1), Le(2**31), "a number from 1 to 2**31"]
 _MOST_SKIPPED = 3  # rounds in a row
 
 
-# The properties that the strategy inside must have (`check_composition` in `strategies/_wrapper.py`).
+# The guarantees that the strategy inside must give (`strategies/_composition.py`).
 _NEEDS = {
     "inside": "{outer} hides the single replies; use one of them",
     **dict.fromkeys(
@@ -101,7 +101,7 @@ class Secure(Wrapper):
         skipped: list[int] = field(default_factory=list)  # rounds
 
     memory: Memory
-    lacks = {"inside": "hides the replies of single clients"}
+    breaks = {"inside": "hides the replies of single clients"}
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Secure(Wrapper):
         super().__init__(strategy, _NEEDS)
         if self.traits.min_batch:
             raise SettingsError(
-                f"{self.chain[-1]} exchanges statistics of batches, which Secure does not mask; use it without Secure"
+                f"{self.base} exchanges statistics of batches, which Secure does not mask; use it without Secure"
             )
         for name, value in {"update_range": update_range, "statistics_range": statistics_range}.items():
             if value * max_examples > 2**44:
@@ -136,14 +136,16 @@ class Secure(Wrapper):
 
     # --- a round ---
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        messages, self._masked = list(super().configure_train(server_round, arrays, config, grid)), None
-        if not messages:
-            return messages
-        self._masked = MaskedRound(grid, self, messages)
-        return self._masked.masking(messages)
+    def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+        self._masked = MaskedRound(round.grid, self, messages) if messages else None
+        return self._masked.masking(messages) if self._masked else messages
+
+    def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+        """From every client in the sum the mean reply."""
+        assert self._masked is not None
+        means = gate(self._masked.means(messages, unpack(round.arrays)))
+        self._check(round, means[0])
+        return means
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -152,15 +154,7 @@ class Secure(Wrapper):
             return super().aggregate_train(server_round, replies)
         except NotOpened as error:
             self._skip(server_round, error)
-        self.chain[-1].used = ()
         return None if self._round is None else self._round.arrays, MetricRecord({"skipped": 1})
-
-    def _accepted(self, round: Round, replies: Iterable[Message]) -> Sequence[Reply]:
-        """From every client in the sum the mean reply."""
-        assert self._masked is not None
-        means = self._masked.means(replies, unpack(round.arrays))
-        self._check(round, means[0])
-        return super()._accepted(round, means)
 
     def _check(self, round: Round, mean: Message) -> None:
         """NotOpened if the mean has values that honest replies do not have, which a rule would refuse in all copies."""
@@ -199,7 +193,7 @@ class MaskedRound:
         self.threshold = max(2, int(rule.threshold * len(nodes) + 1e-9) + 1)
         self._keys = self._ask("keys", nodes, {}, (1, 3 * KEY_BYTES))
         self.roster = sorted(self._keys)
-        self._fixed = FixedPoint(len(self.roster), *rule.ranges, rule.chain[-1].weighted_by_key, rule.equal)
+        self._fixed = FixedPoint(len(self.roster), *rule.ranges, rule.base.weighted_by_key, rule.equal)
         keys = np.concatenate([self._keys[node] for node in self.roster])
         agreed = {"nodes": np.array(self.roster, np.uint64), "keys": keys, "threshold": np.array(self.threshold)}
         self._shares = self._ask("shares", self.roster, agreed, (len(self.roster), 2 * SEALED_BYTES))
@@ -211,7 +205,7 @@ class MaskedRound:
             client.SESSION: self._config[client.SESSION],
             client.PEERS: np.array(self._peers, "<u8").tobytes(),
             client.RANGES: [*self.rule.ranges],
-            client.WEIGHT: self.rule.chain[-1].weighted_by_key,
+            client.WEIGHT: self.rule.base.weighted_by_key,
             client.EQUAL: protocol.join(self.rule.equal),
         }
         return [with_config(message, more) for message in messages if message.metadata.dst_node_id in self._shares]
@@ -223,7 +217,7 @@ class MaskedRound:
         means = self._fixed.means(sums, self._fixed.kinds(like), len(found))
         # Counts and weights too are means, so that they add up to the total.
         metrics = MetricRecord({key: float(mean) for (name, key), mean in means.items() if name == TOTALS})
-        weight: Any = metrics[self.rule.chain[-1].weighted_by_key]
+        weight: Any = metrics[self.rule.base.weighted_by_key]
         error = self._fixed.resolution("statistics") / (weight * len(found) or 1)
         content = RecordDict({"arrays": pack({}), "metrics": metrics})
         for name in sorted({name for name, _ in sums} - {TOTALS}):

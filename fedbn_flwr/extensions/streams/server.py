@@ -12,7 +12,7 @@ import functools
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
-from fedbn_flwr.exchange.carriers import Exchanges, content_like
+from fedbn_flwr.exchange.carriers import ExchangesDone, content_like
 from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution, contribution_from_records
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.reply import sent_model
@@ -62,7 +62,7 @@ class StreamCarrier:
         self._model = sent_model(messages[0].content)
         self._nodes = [message.metadata.dst_node_id for message in messages]
         self._up: list[Arrays] = []  # the contributions to the current exchange
-        self._ended: Future[list[int]] = Future()  # the nodes that took part in all exchanges
+        self._ended: Future[Sequence[int]] = Future()  # the nodes that took part in all exchanges
         self._service = ExchangeService(settings, self._nodes)
         ca = settings.read("ca")
         self._config = {
@@ -72,7 +72,7 @@ class StreamCarrier:
             **({} if ca is None else {DIRECT_CA: ca.decode()}),
         }
 
-    def run(self, exchanges: Exchanges) -> list[Message]:
+    def begin(self, exchanges: Callable[[], ExchangesDone]) -> list[Message]:
         threading.Thread(target=self._run, args=[exchanges], daemon=True, name="fedbn-exchanges").start()
         self._engine.observe(self.replied, self.given_up)
         configs = {node: {**self._config, DIRECT_TOKEN: token} for node, token in self._service.tokens.items()}
@@ -81,9 +81,8 @@ class StreamCarrier:
             for node, config in configs.items()
         ]
 
-    def finish(self, replies: Iterable[Message]) -> tuple[list[Message], Sequence[int]]:
+    def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
         """Raises the error that ended the exchanges."""
-        replies = list(replies)
         for reply in replies:
             self.replied(reply)
         wait([self._ended], 1)
@@ -91,7 +90,7 @@ class StreamCarrier:
         done = self._ended.result(_JOIN_SECONDS)
         # Clients that dropped out were already reported; ignore their final reply.
         lost = {*self._nodes}.difference(done)
-        return [reply for reply in replies if reply.metadata.src_node_id not in lost], done
+        return [reply for reply in replies if reply.metadata.src_node_id not in lost]
 
     # --- what an engine that observes replies calls ---
 
@@ -115,10 +114,10 @@ class StreamCarrier:
         self._up = [answer.tensors for answer in answers.values() if isinstance(answer, Contribution)]
         return answers
 
-    def _run(self, exchanges: Exchanges) -> None:
+    def _run(self, exchanges: Callable[[], ExchangesDone]) -> None:
         try:
             with self._service:
-                done = exchanges(self.ask)
+                done = exchanges()
                 self._send(done.nodes, done.agreement, last=True)
             self._ended.set_result(done.nodes)
         except BaseException as error:

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fedbn_flwr.strategies._roster import Attendance  # type: ignore[import-untyped]
 from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-untyped]
+from flwr.app import ArrayRecord
 
-from fedbn_flwr.engines.base import Capabilities
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.exchange.carriers import ExchangesDone, problem, run_exchanges
+from fedbn_flwr.exchange.carriers import ExchangesDone, problem
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.strategies import FedTAN
+from fedbn_flwr.strategies import FedTAN, Round
 
 
 class Scripted:
@@ -30,31 +31,18 @@ class Scripted:
         return {node: answer for node in nodes if (answer := self.script[node][step]) is not None}
 
 
-class Admission:
-    """Admits every usable client in the order of partitions, and keeps the reasons of the others."""
-
-    def __init__(self) -> None:
-        self.reasons: dict[int, str] = {}
-
-    def __call__(
-        self, what: str, answered: Mapping[int, int | None], refused: Sequence[tuple[int, str]], asked: Sequence[int]
-    ) -> list[int]:
-        self.reasons |= {node: f"{what}: {reason}" for node, reason in refused}
-        return sorted(answered.keys() - dict(refused).keys(), key=lambda node: answered[node] or 0)
-
-
 def mean(value: float, *, remaining: int, partition: int, **changes: Any) -> Contribution:
     tensors = {"mean": np.full(2, value)}
     return replace(Contribution("mean", tensors, 4, 8, remaining, examples=10, partition=partition), **changes)
 
 
-def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[ExchangesDone, Scripted, dict[int, str]]:
-    carrier, admission = Scripted(script), Admission()
-    agree, report = FedTAN().agree, Capabilities().report
-    done = run_exchanges(
-        carrier.ask, list(script), "round 3", agree, admission, outliers=None, report=report, per_layer=2
-    )
-    return done, carrier, admission.reasons
+def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[ExchangesDone, Scripted, list[str]]:
+    """All exchanges with these nodes, their end, and the clients that were left out."""
+    carrier, strategy = Scripted(script), FedTAN(exchange="paper", min_train_nodes=1)
+    strategy.training = Attendance(roster=strategy.roster, asked=list(script))
+    grid: Any = None  # of an engine without capabilities
+    done = strategy.exchanges(Round(3, ArrayRecord(), {}, grid), carrier)
+    return done, carrier, strategy.training.left_out
 
 
 def two(first: float, partition: int) -> list[Contribution]:
@@ -79,14 +67,15 @@ def test_a_client_without_an_answer_is_out_of_the_rest_of_the_round(answer: str 
     assert done.nodes == [7, 9]
     assert [nodes for nodes, _ in carrier.asked] == [[7, 8, 9], [7, 8, 9]]
     assert done.agreement.tensors["mean"].tolist() == [3.0, 3.0]
-    assert reasons == ({} if answer is None else {8: "round 3, exchange 2: its disk is full"})
+    assert reasons == [f"client 1 (node 8): {answer or 'it did not answer in time'}"]
 
 
 def test_a_contribution_unlike_most_others_is_refused() -> None:
     other = [mean(9.0, remaining=1, partition=0, tensors={"mean": np.ones(3)})]
     done, _, reasons = run({7: other, 8: two(1.0, 1), 9: two(1.0, 2)})
     assert done.nodes == [8, 9]
-    assert "do all clients have the same model?" in reasons[7]
+    assert reasons[0].startswith("client 0 (node 7): it sent ")
+    assert "do all clients have the same model?" in reasons[0]
 
 
 def test_of_two_equally_common_forms_the_first_partition_s_counts() -> None:
@@ -148,16 +137,16 @@ def test_a_contribution_that_would_make_the_mean_overflow_is_left_out() -> None:
     done, _, reasons = run(script)
     alone, _, _ = run({7: script[7], 9: script[9]})
     assert done.nodes == [7, 9]
-    assert reasons.keys() == {8}
-    assert "round 3, exchange 1: 'mean' has values from 1e+30 to 1e+30, expected -1e+09 to 1e+09" in reasons[8]
+    assert len(reasons) == 1
+    assert "(node 8): 'mean' has values from 1e+30 to 1e+30, expected -1e+09 to 1e+09" in reasons[0]
     for name, value in alone.agreement.tensors.items():
         assert done.agreement.tensors[name].tobytes() == value.tobytes()
 
 
 def test_a_batch_that_exceeds_its_data_set_does_not_count() -> None:
     done, _, reasons = run({7: two(1.0, 0), 8: two(3.0, 1), 9: [mean(1.0, remaining=1, partition=2, batch=2**31)]})
-    assert (done.nodes, list(reasons)) == ([7, 8], [9])
-    assert "its batch has 2147483648 examples, and its data set 10" in reasons[9]
+    assert done.nodes == [7, 8]
+    assert reasons == ["client 2 (node 9): its batch has 2147483648 examples, and its data set 10"]
 
 
 def test_a_cohort_without_weight_ends_the_run() -> None:

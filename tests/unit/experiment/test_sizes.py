@@ -79,9 +79,8 @@ def work(run: Settings) -> float:
     training = images * of_an_image + steps * OF_A_MILLION_PARAMETERS * parameters / 1e6
     tested = run.data.test_examples or TEST_IMAGES.get(run.data.name, MOST_TEST_IMAGES)
     by_server = 2 if CATALOGUE[run.data.name].domains else 1  # all images, and those of each domain
-    personal = (
-        bool(describe(run.strategy["name"]).traits.kept) if run.evaluate.clients is None else run.evaluate.clients
-    )
+    traits = describe(run.strategy["name"]).traits
+    personal = bool(traits.local_roles) if run.evaluate.clients is None else run.evaluate.clients
     # Each tests on all images, perhaps again by domain, and on its own.
     by_clients = run.clients * (1 + run.evaluate.domains) + 1 if personal else 0
     evaluations = math.ceil(run.rounds / run.evaluate.every)

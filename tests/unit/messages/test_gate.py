@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fedbn_flwr.strategies._roster import Attendance, Roster  # type: ignore[import-untyped]
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -21,7 +22,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, read_npy, unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.quote import one_line
-from fedbn_flwr.messages.reply import Reply
+from fedbn_flwr.messages.reply import Reply, read_reply
 from fedbn_flwr.messages.votes import odd_metrics
 from fedbn_flwr.strategies import FedAvg, Round
 
@@ -246,12 +247,12 @@ def test_the_keys_of_replies_do_not_stay_in_memory() -> None:
     def rounds(numbers: Iterable[int]) -> int:
         for number in numbers:
             rule.begin(1, arrays)
-            rule.asked, rule.left_out = [1, 2], []
+            rule.training = Attendance(asked=[1, 2])
             rule._round = Round(number, arrays, {}, LocalGrid(ClientApp(), 1))
             rule.aggregate_train(number, [reply(1), other_keys(number)])
-            assert len(rule.left_out) == 1
-            assert "which the server did not request" in rule.left_out[0]
-        rule.refused, rule._round = [], None
+            (left_out,) = rule.training.left_out
+            assert "which the server did not request" in left_out
+        rule._round = None
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
@@ -283,36 +284,34 @@ def test_a_batch_is_no_larger_than_its_data_set_unless_most_are() -> None:
 
 def test_a_node_keeps_its_partition() -> None:
     rule = FedAvg()
-    assert not rule.learn({1: 0, 2: None, 3: 2})
-    assert rule.learn({1: 1, 2: 1, 3: None}) == {1: "its partition-id is 1, and it reported 0 before"}
-    assert rule.memory.partitions == {1: 0, 2: 1, 3: 2}
+    assert not rule.roster.learn({1: 0, 2: None, 3: 2})
+    assert rule.roster.learn({1: 1, 2: 1, 3: None}) == {1: "its partition-id is 1, and it reported 0 before"}
+    assert rule.memory.partitions == {1: 0, 2: 1, 3: 2}, "a checkpoint has them"
 
 
 def test_a_client_that_is_refused_for_two_reasons_is_counted_once() -> None:
     """Otherwise the third client, which does not answer, would not be named."""
-    rule = FedAvg(min_train_nodes=1)
-    rule.learn({1: 0, 2: 1, 3: 2})
-    assert rule.admit("round 2", {1: 0, 2: 7}, [(2, "'w' is not finite")], [1, 2, 3]) == [1]
-    assert rule.left_out == [
+    attendance = Attendance(roster=Roster({1: 0, 2: 1, 3: 2}), asked=[1, 2, 3])
+    assert attendance.admit("round 2", {1: 0, 2: 7}, [(2, "'w' is not finite")]) == [1]
+    assert attendance.left_out == [
         "client 1 (node 2): its partition-id is 7, and it reported 1 before",
         "client 2 (node 3): it did not answer in time",
     ]
 
 
 def test_a_reply_with_another_partition_is_an_error_with_the_reason() -> None:
-    rule = FedAvg(min_train_nodes=1)
-    rule.learn({1: 0, 2: 1})
-    found = rule.screen("round 2", [reply(1), reply(2, **{"partition-id": 7})], [1, 2], lambda reply: None)
-    assert [*found.nodes] == [1]
-    assert [each.error.reason for each in found.refused] == ["its partition-id is 7, and it reported 1 before"]
+    attendance = Attendance(roster=Roster({1: 0, 2: 1}), asked=[1, 2])
+    replies = attendance.screen([reply(1), reply(2, **{"partition-id": 7})], read_reply, lambda reply: None)
+    assert [each.message.metadata.src_node_id for each in replies] == attendance.used == [1]
+    assert [each.error.reason for each in attendance.refused] == ["its partition-id is 7, and it reported 1 before"]
 
 
 def test_a_node_cannot_exclude_another_one_by_its_partition() -> None:
     """Which of them it belongs to is not known; it may also be one node that has returned under another id."""
-    rule = FedAvg()
-    assert not rule.learn({9: 2})
-    assert not rule.learn({3: 2, 4: 2})
-    assert rule.memory.partitions == {9: 2, 3: 2, 4: 2}
+    roster = Roster()
+    assert not roster.learn({9: 2})
+    assert not roster.learn({3: 2, 4: 2})
+    assert roster.partitions == {9: 2, 3: 2, 4: 2}
 
 
 def test_texts_of_clients_are_one_short_line() -> None:

@@ -1,0 +1,200 @@
+"""Strategies that are not rules: Flower's own, or those of another project."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp import strategy as flower
+from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy.fedopt import FedOpt
+
+from fedbn_flwr import seeding
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays, fault
+from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
+from fedbn_flwr.messages.reply import Reply, number_problem, with_arrays, with_content
+from fedbn_flwr.messages.votes import common_metrics, fault_problems, overflow
+from fedbn_flwr.norms.roles import roles, split_by_role
+
+from ._rule import NOISED, BaseStrategy, Round, Rule, restore, state_of
+
+# Strategies whose result depends on the mean of the replies only.
+_MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)
+_ROBUST = (flower.FedMedian, flower.FedTrimmedAvg, flower.Krum, flower.MultiKrum, flower.Bulyan)
+_BREAKS = (
+    ((FedOpt, flower.FedAvgM, flower.QFedAvg), "statistics", "changes statistics by steps of its optimiser"),
+    ((flower.QFedAvg,), "mean", "weights the clients by the loss of each"),
+    (_ROBUST, "mean", "compares the clients' models"),
+    (NOISED, "mean", "clips the changes of the clients and adds noise"),
+)
+
+_NOT_SAVED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial, Strategy)
+
+
+class Foreign(BaseStrategy):
+    """A strategy that is not a `Rule`: it chooses the clients and combines their replies.
+
+    With a `seed`, this and the round decide where it chooses clients at random. Its attributes are its state. Functions
+    and classes are not saved, since a new instance receives them as arguments. A strategy that it wraps is saved in the
+    same way. The state of Python's and NumPy's global random generators, which it may use, is not saved.
+
+    Strategies derived from Flower's FedAvg expect one record of arrays and one of metrics in a reply, with the same
+    names and keys in all replies; so they receive such replies.
+    """
+
+    def __init__(self, strategy: Strategy, seed: int | None = None) -> None:
+        super().__init__()
+        self.strategy, self.seed = strategy, seed
+        key = self.find_attribute("weighted_by_key")  # of a strategy derived from Flower's FedAvg
+        self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
+        self._metrics: MetricRecord | None = None
+        self._first: bytes | None = None  # the state at the first `begin`
+        self.breaks = {"weights": "does not report the weights of its mean"}
+        if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
+            self.breaks["known"] = "is not known to compute with nothing but the mean of the replies"
+        for each in self.strategies():
+            within = "" if each is strategy else f"contains {type(each).__name__}, which "
+            self.breaks |= {need: within + why for kinds, need, why in _BREAKS if isinstance(each, kinds)}
+            if isinstance(each, Rule) and (each.traits.local_roles or each.traits.records):
+                self.breaks["inside"] = f"{within}keeps arrays on the clients or adds records"
+
+    def __str__(self) -> str:
+        return type(self.strategy).__name__
+
+    def strategies(self) -> list[Strategy]:
+        """The strategy and those inside it."""
+        found = [self.strategy]
+        for each in found:
+            found += [value for value in vars(each).values() if isinstance(value, Strategy) and value not in found]
+        return found
+
+    def find_attribute(self, attribute: str) -> Any:
+        """An attribute of the strategy, or of the outermost one inside it that has it."""
+        return next((getattr(each, attribute) for each in self.strategies() if hasattr(each, attribute)), None)
+
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        """Also reset what an earlier run with this object left in it, such as moments of a server optimiser."""
+        super().begin(num_rounds, arrays)
+        with suppress(ValueError):  # it cannot be saved
+            if self._first is None:
+                self._first = state_of(self)
+            else:  # by copies, so not in a first run: a list among them may be the caller's
+                restore(self, self._first)
+
+    def notes(self) -> Mapping[str, Any]:
+        return {} if self.seed is None else {"strategy_of_flower": str(self)}
+
+    # --- the round ---
+
+    def _drawing(self, purpose: str, server_round: int) -> AbstractContextManager[None]:
+        if self.seed is None:
+            return nullcontext()
+        return seeding.streams(seeding.seed_for(self.seed, f"choose-{purpose}", server_round))
+
+    def messages(self, round: Round, config: ConfigRecord) -> list[Message]:
+        arrays, shown = round.arrays, round.arrays
+        if round.hidden:
+            shown = record_of(split_by_role(arrays, roles(arrays), round.hidden)[1])
+        with self._drawing("train", round.number):
+            messages = list(self.strategy.configure_train(round.number, shown, config, round.grid))
+        self.training = self.attendance(f"round {round.number}", messages, arrays)
+
+        def whole(sent: ArrayRecord) -> ArrayRecord:
+            return arrays if sent is shown else record_of({**arrays, **sent})
+
+        return [with_arrays(message, whole) for message in messages] if round.hidden else messages
+
+    def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
+        form = fault(reply.arrays, sent) if round.hidden else None  # `MeanStatistics` needs all arrays
+        if not self.weighs:
+            return form
+        keys = filter(None, (self.weighted_by_key, self.find_attribute("train_loss_key")))  # QFedAvg's weights
+        problems = (number_problem(reply.metrics, key) for key in keys)
+        return next(filter(None, problems), None) or form or overflow(reply.arrays, sent)
+
+    def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+        if not self.weighs:
+            return {}
+        weights = {node: reply.metrics[self.weighted_by_key] for node, reply in found.items()}
+        # Krum may choose a reply without examples, and would divide by their sum.
+        empty = [node for node, weight in weights.items() if not weight] if any(weights.values()) else []
+        problems = dict.fromkeys(empty, f"its {self.weighted_by_key} is 0")
+        problems |= fault_problems(found, sent)
+        return problems | super().compare({node: each for node, each in found.items() if node not in problems}, sent)
+
+    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
+        if not self.weighs and any(number_problem(reply.metrics, self.weighted_by_key) for reply in replies):
+            return [1.0] * len(replies)
+        weights = super().weights(round, replies)
+        # Another strategy may not weight by examples.
+        return weights if self.weighs or any(weights) else [1.0] * len(replies)
+
+    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
+        metrics = common_metrics([reply.metrics for reply in replies])
+        messages = []
+        for reply, numbers in zip(replies, metrics, strict=True):
+            of, sent = roles(reply.arrays), reply.arrays
+            # QFedAvg takes arrays by their place.
+            keys = (key for key in {**round.arrays, **sent} if key in sent and of[key] not in round.hidden)
+            arrays = pack({key: sent[key] for key in keys})
+            content = RecordDict(
+                {**configs_in(reply.message.content), self.arrayrecord_key: arrays, "metrics": numbers}
+            )
+            messages.append(with_content(reply.message, content))
+        model, self._metrics = self.strategy.aggregate_train(
+            round.number, [*messages, *self._errors(self.training.refused)]
+        )
+        return unpack(round.arrays if model is None else model)
+
+    def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
+        return self._metrics
+
+    # --- evaluation ---
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        with self._drawing("evaluate", server_round):
+            return list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
+
+    def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
+        messages = [reply.message for reply in replies]
+        if self.weighs:
+            metrics = [MetricRecord({**reply.metrics, self.weighted_by_key: reply.metrics[key]}) for reply in replies]
+            messages = [
+                with_content(each, RecordDict({**configs_in(each.content), "metrics": numbers}))
+                for each, numbers in zip(messages, common_metrics(metrics), strict=True)
+            ]
+        return self.strategy.aggregate_evaluate(server_round, [*messages, *self._errors(self.evaluation.refused)])
+
+    def _errors(self, refused: Sequence[Message]) -> Sequence[Message]:
+        """The refused replies, for the strategy: Flower's only log them, and are given none.
+
+        One around them (for privacy) aggregates nothing if there is an error.
+        """
+        return [] if hasattr(self.strategy, "weighted_by_key") else refused
+
+    def summary(self) -> None:
+        self.strategy.summary()
+
+    def state_dict(self) -> Any:
+        """The attributes of the strategy and of those inside it."""
+        return [
+            {name: value for name, value in vars(each).items() if not isinstance(value, _NOT_SAVED)}
+            for each in self.strategies()
+        ]
+
+    def load_state_dict(self, values: Any) -> None:
+        for strategy, attributes in zip(self.strategies(), values, strict=True):
+            vars(strategy).update(attributes)
+
+
+def as_rule(strategy: Strategy, seed: int | None = None) -> Rule:
+    """The strategy itself if it is a rule; otherwise a rule that forwards every call to it."""
+    return strategy if isinstance(strategy, Rule) else Foreign(strategy, seed)
