@@ -22,6 +22,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -118,6 +119,7 @@ class Rule(Strategy):
     traits: Traits = Traits()
     memory: Memory
     chain: tuple[Rule, ...]  # this rule, the one inside it, and so on to the innermost
+    base: BaseStrategy  # the innermost
     # The guarantees (`_composition.GUARANTEES`) that this rule breaks, each with the reason, and those it restores.
     # A class with a hook that sees the replies of single clients must declare what it breaks. One that breaks "inside"
     # hides these replies from all who read the run.
@@ -142,11 +144,6 @@ class Rule(Strategy):
             cls.breaks = {**cls.breaks, "mean": f"{reason} (if it uses only their mean, declare this: breaks = {{}})"}
         if "Memory" in vars(cls) and "__dataclass_params__" not in vars(cls.Memory):  # the decorator may be left out
             cls.Memory = dataclass(cls.Memory)  # type: ignore[misc]
-
-    @property
-    def base(self) -> BaseStrategy:
-        """The innermost rule of the chain."""
-        return self._inside.base
 
     def __str__(self) -> str:
         """The strategy's name in messages."""
@@ -217,14 +214,14 @@ class Rule(Strategy):
             self.begin(self._rounds or 0, arrays)
             self._name = _drawn_name()
         round = Round(server_round, arrays, self._named(config), grid, self.traits.hidden)
-        chain, nested = self._flat()
+        # A user's class with a `configure_train` of its own makes the messages of all rules from there on.
+        chain = [self, *takewhile(lambda rule: type(rule).configure_train is Rule.configure_train, self.chain[1:])]
         for rule in chain:
             round = replace(round, config={**round.config, **rule.config(round)})
         self._round, passed = round, ConfigRecord({**round.config})
+        own = self.chain[len(chain) :]
         messages: Sequence[Message] = (
-            self.base.messages(round, passed)
-            if nested is None
-            else [*nested.configure_train(server_round, arrays, passed, grid)]
+            [*own[0].configure_train(server_round, arrays, passed, grid)] if own else self.base.messages(round, passed)
         )
         # They may change the config of this round and all later ones, as in Flower's tutorial: config["lr"] *= 0.5
         config.update({key: value for key, value in passed.items() if round.config.get(key) != value})
@@ -234,14 +231,6 @@ class Rule(Strategy):
         if not records:
             return messages
         return [with_content(message, RecordDict({**message.content, **records})) for message in messages]
-
-    def _flat(self) -> tuple[Sequence[Rule], Rule | None]:
-        """The rules whose hooks this one calls to send, and the first whose class has a `configure_train` of its own.
-
-        That of a user's class, as in Flower's tutorial, makes the messages of all rules from there on.
-        """
-        own = [rule for rule in self.chain[1:] if type(rule).configure_train is not Rule.configure_train]
-        return (self.chain[: self.chain.index(own[0])], own[0]) if own else (self.chain, None)
 
     def _check_outer(self) -> None:
         """Raise SettingsError if a strategy of Flower for privacy around this one would clip records of the rule."""
@@ -286,10 +275,8 @@ class Rule(Strategy):
             messages = rule.incoming(round, messages)
 
         def problem(reply: Reply) -> str | None:
-            found = base.form_problem(round, reply, sent)
-            for rule in self.chain:
-                found = found or rule.problem(round, reply)
-            return found
+            problems = (rule.problem(round, reply) for rule in self.chain)
+            return base.form_problem(round, reply, sent) or next(filter(None, problems), None)
 
         def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
             if not all(rule.compares_replies for rule in self.chain):
@@ -379,12 +366,8 @@ class BaseStrategy(Rule):
     min_train_nodes: int = 1  # usable replies that a round needs
 
     def __init__(self) -> None:
-        self.memory, self.chain = self.Memory(), (self,)
+        self.memory, self.chain, self.base = self.Memory(), (self,), self
         self.training, self.evaluation = Attendance(), Attendance()  # of the last round and the last evaluation
-
-    @property
-    def base(self) -> BaseStrategy:
-        return self
 
     @property
     def roster(self) -> Roster:

@@ -44,7 +44,8 @@ class Wrapper(Rule):
             )
         self.strategy = strategy
         self._inside = as_rule(strategy)
-        self.chain, self.traits, self.memory = (self, *self._inside.chain), self._inside.traits, self.Memory()
+        self.chain, self.base = (self, *self._inside.chain), self._inside.base
+        self.traits, self.memory = self._inside.traits, self.Memory()
         own = type(self)
         if own.weights is not Rule.weights and own.combine is Rule.combine:  # those inside must use them
             needs = {"weights": "{outer} has others; wrap one of fedbn_flwr.strategies, for instance FedAvg()", **needs}

@@ -28,7 +28,7 @@ from fedbn_flwr.client.rule import ClientRule
 from fedbn_flwr.client.training import Gradient
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.carriers import Asks, ByMessages, Carrier, ExchangesDone, judged, service
+from fedbn_flwr.exchange.carriers import ByMessages, Carrier, ExchangesDone, judged, service
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, exchanged_layers
 from fedbn_flwr.messages import protocol
@@ -116,8 +116,9 @@ class FedTAN(FedAvg):
         carrier = self._carrier = make(round.grid, messages, self.exchange_timeout)
         return carrier.begin(partial(self.exchanges, round, carrier))
 
-    def exchanges(self, round: Round, carrier: Asks) -> ExchangesDone:
+    def exchanges(self, round: Round, carrier: Carrier) -> ExchangesDone:
         """All exchanges of a round. A client without a valid contribution is left out of the rest of the round."""
+        report, per_layer = capabilities(round.grid).report, (1 if self.exchange == "fused" else 2) + self.backward
         nodes, agreement, remaining, steps = self.training.asked, None, None, Counter[str]()
         while remaining != 0:
             answers = carrier.ask(nodes, steps.total(), agreement)
@@ -129,14 +130,10 @@ class FedTAN(FedAvg):
             agreement, first = self.agree(exchange, [found[node] for node in nodes]), found[nodes[0]]
             remaining = first.remaining
             steps[first.kind] += 1
-            self._report(round, first.kind, steps, remaining)
+            way = "backward" if first.kind == "gradients" else "forward"
+            report(f"{way} pass, layers", steps[first.kind], (steps.total() + remaining) // per_layer)
         assert agreement is not None
         return ExchangesDone(nodes, steps.total(), agreement)
-
-    def _report(self, round: Round, kind: str, steps: Counter[str], remaining: int) -> None:
-        way, per_layer = "backward" if kind == "gradients" else "forward", 1 if self.exchange == "fused" else 2
-        layers = (steps.total() + remaining) // (per_layer + self.backward)
-        capabilities(round.grid).report(f"{way} pass, layers", steps[kind], layers)
 
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
         """The result of the exchange that messages call `what`."""

@@ -51,16 +51,14 @@ class ExchangesDone:
     agreement: Agreement  # the last agreement, which the nodes have not received yet
 
 
-class Asks(Protocol):
+class Carrier(Protocol):
+    """How the exchanges of one round travel."""
+
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
         """Send an agreement to nodes, that of exchange `step` (None at first), and return their next contributions.
 
         A node that does not answer in time has no entry.
         """
-
-
-class Carrier(Asks, Protocol):
-    """How the exchanges of one round travel."""
 
     def begin(self, exchanges: Callable[[], ExchangesDone]) -> list[Message]:
         """The round's train messages. `exchanges`, which calls `ask`, runs now or while clients handle these messages.

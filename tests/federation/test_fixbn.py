@@ -341,5 +341,5 @@ def test_a_client_that_keeps_its_statistics_finds_them_in_its_first_round_after_
 
 
 def test_a_strategy_of_flower_around_one_that_keeps_arrays_is_refused_inside_it() -> None:
-    with pytest.raises(SettingsError, match=r"contains FedBN, which keeps arrays on the clients.*cannot be around it"):
+    with pytest.raises(SettingsError, match=r"contains FedBN, which keeps arrays on the clients.*cannot wrap it"):
         FixBN(private(FedBN()), freeze_round=1)

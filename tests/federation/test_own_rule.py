@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context
+from flwr.app import ConfigRecord, Context
 from flwr.serverapp.strategy import FedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
@@ -27,10 +27,13 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.registry import class_of
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.reply import with_config
 from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import (
     FedAvg,
     FedProx,
+    FedTAN,
     FixBN,
     GlobalMomentum,
     MeanStatistics,
@@ -252,8 +255,13 @@ class FromMixin(Largest, FedAvg):
     pass
 
 
+class ReadsMessages(FedAvg):
+    def incoming(self, round: Any, messages: Any) -> Any:
+        return messages
+
+
 @pytest.mark.parametrize("name", declared("strategies"))
-@pytest.mark.parametrize(("rule", "hook"), [(Equal, "weights"), (FromMixin, "combine")])
+@pytest.mark.parametrize(("rule", "hook"), [(Equal, "weights"), (FromMixin, "combine"), (ReadsMessages, "incoming")])
 def test_weights_of_its_own_and_hooks_of_a_mixin_need_the_single_replies(name: str, rule: Any, hook: str) -> None:
     around: Any = class_of(name)
     with pytest.raises(SettingsError, match=rf"{rule.__name__} has {hook}\(\) of its own"):
@@ -285,6 +293,119 @@ def test_weights_of_its_own_are_refused_around_what_does_not_use_them(inside: Ca
     FirstOnly(FedAvg())
     with pytest.raises(SettingsError, match="does not report the weights of its mean, and FirstOnly has others"):
         FirstOnly(inside())
+
+
+class Fades(FedAvg):
+    breaks = {"colour": "fades"}
+
+
+class Dyes(Wrapper):
+    breaks = {}
+    restores = frozenset({"colour"})
+
+
+class NeedsColour(Wrapper):
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy, {"colour": "{outer} needs its colour; wrap it: {outer}(Dyes({inside}()))"})
+
+
+def test_a_guarantee_of_its_own_is_broken_and_restored() -> None:
+    NeedsColour(FedAvg())
+    NeedsColour(FixBN(Dyes(FixBN(Fades()))))
+    words = "Fades fades, and NeedsColour needs its colour; wrap it: NeedsColour(Dyes(Fades()))"
+    with pytest.raises(SettingsError, match=f"^{re.escape(words)}$"):
+        NeedsColour(FixBN(Fades()))
+
+
+def test_messages_pass_from_the_inside_out_and_replies_from_the_outside_in(federation: Federations) -> None:
+    """The records are added last: in the second round the momentum is in no message that a hook sees."""
+    seen: list[str] = []
+
+    class Noting(Wrapper):
+        breaks = {}
+
+        def __init__(self, strategy: Any, name: str) -> None:
+            super().__init__(strategy)
+            self.name = name
+
+        def config(self, round: Any) -> dict[str, Any]:
+            seen.append(f"config {self.name} {'outer' in round.config}")
+            return {self.name: True, "nearest": self.name}
+
+        def outgoing(self, round: Any, messages: Any) -> Any:
+            assert not any("momentum" in message.content for message in messages)
+            seen.append(f"outgoing {self.name} {round.config['nearest']}")
+            return [with_config(message, {"last": self.name}) for message in messages]
+
+        def incoming(self, round: Any, messages: Any) -> Any:
+            seen.append(f"incoming {self.name}")
+            return messages
+
+        def accepted(self, round: Any, replies: Any) -> Any:
+            seen.append(f"accepted {self.name} {len(replies)}")
+            return replies
+
+    fed = federation((8, 12), momentum=0.9)
+    rule = Noting(GlobalMomentum(Noting(FedAvg(), "inner")), "outer")
+    grid, arrays = fed.grid(), fed.arrays()
+    rule.begin(2, arrays)
+    for number in (1, 2):
+        seen.clear()
+        messages = rule.configure_train(number, arrays, ConfigRecord(), grid)
+        assert [("momentum" in each.content, each.content["config"]["last"]) for each in messages] == [
+            (number == 2, "outer")
+        ] * 2
+        arrays, _ = rule.aggregate_train(number, grid.send_and_receive(messages))
+        assert arrays is not None
+    assert seen == [
+        *("config outer False", "config inner True", "outgoing inner inner", "outgoing outer inner"),
+        *("incoming outer", "incoming inner", "accepted inner 2", "accepted outer 2"),
+    ]
+
+
+def test_evaluation_leaves_the_attendance_of_training_as_it_is(federation: Federations) -> None:
+    """Client 1 does not train, and client 0 is not evaluated."""
+    fed, bad = federation((8, 12, 6)), 1
+
+    def make(context: Context) -> BNClient:
+        if context.node_config["partition-id"] == bad:
+            raise OSError("its memory is full")
+        return fed.make_client(context)  # type: ignore[no-any-return]
+
+    rule, grid, arrays = FixBN(FedAvg(), freeze_round=1), fed.grid(client_app(make)), fed.arrays()
+    rule.begin(1, arrays)
+    rule.aggregate_train(1, grid.send_and_receive(rule.configure_train(1, arrays, ConfigRecord(), grid)))
+    bad = 0
+    rule.aggregate_evaluate(1, grid.send_and_receive(rule.configure_evaluate(1, arrays, ConfigRecord(), grid)))
+    assert (rule.base.training.used, rule.base.evaluation.used) == ([1, 3], [2, 3])
+    left_out = rule.base.training.left_out, rule.base.evaluation.left_out
+    assert [[text[:17] for text in each] for each in left_out] == [["node 2: client 1 "], ["client 0 (node 1)"]]
+
+
+class Passes(FedTAN):
+    """A class with a configure_train of its own, as in Flower's tutorial."""
+
+    def configure_train(self, *given: Any) -> Any:
+        return super().configure_train(*given)
+
+
+def test_a_configure_train_of_its_own_inside_another_sends_the_same_messages(federation: Federations) -> None:
+    """Two rounds of exchanges and a frozen one; client 2 is left out of the exchanges, and counted once."""
+    fed = federation((8, 12, 6), steps=2)
+
+    def make(context: Context) -> BNClient:
+        if context.node_config["partition-id"] == 2:
+            raise OSError("its memory is full")
+        return fed.make_client(context)  # type: ignore[no-any-return]
+
+    found, counts = [], []
+    for kind in (FedTAN, Passes):
+        rule, grid = FixBN(kind(min_batch=2), freeze_round=2), MeteredGrid(fed.grid(client_app(make)))
+        found.append(unpack(rule.start(grid, fed.arrays(), num_rounds=3).arrays))
+        counts.append((grid.take(), rule.base.training.left_out))
+    assert counts[0] == counts[1]
+    assert len(counts[0][1]) == 1
+    assert all(value.tobytes() == found[1][key].tobytes() for key, value in found[0].items())
 
 
 def test_a_wrapper_s_traits_are_those_of_the_strategy_inside() -> None:

@@ -41,7 +41,7 @@ def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[Exch
     carrier, strategy = Scripted(script), FedTAN(exchange="paper", min_train_nodes=1)
     strategy.training = Attendance(roster=strategy.roster, asked=list(script))
     grid: Any = None  # of an engine without capabilities
-    done = strategy.exchanges(Round(3, ArrayRecord(), {}, grid), carrier)
+    done = strategy.exchanges(Round(3, ArrayRecord(), {}, grid), carrier)  # type: ignore[arg-type]
     return done, carrier, strategy.training.left_out
 
 

@@ -379,7 +379,7 @@ def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.
         (lambda: Private(Secure(FedAvg())), "Secure hides the replies of single clients, and Private must clip"),
         (lambda: Secure(Private(FedAvg())), "Private adds noise to the mean, and Secure hides the single replies"),
         (lambda: FixBN(Private(FedAvg()), freeze_round=1), r"expected Private\(FixBN\(...\), ...\)"),
-        (lambda: MeanStatistics(Private(FedAvg())), "MeanStatistics cannot be around it"),
+        (lambda: MeanStatistics(Private(FedAvg())), "MeanStatistics cannot wrap it"),
         (lambda: Private(flower.FedAdam()), r"Private\(MeanStatistics\(FedAdam"),
         (lambda: Private(build_strategy({"name": "Krum"})), "Krum compares the clients' models"),
         (lambda: Private(flower.FedMedian()), "FedMedian compares the clients' models"),

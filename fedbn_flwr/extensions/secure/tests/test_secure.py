@@ -632,7 +632,7 @@ def test_rules_that_need_single_replies_are_refused(make: Callable[[], Strategy]
 
 
 def test_it_must_be_the_outermost_rule() -> None:
-    with pytest.raises(SettingsError, match=r"FixBN cannot be around it; expected Secure\(FixBN\(...\), ...\)"):
+    with pytest.raises(SettingsError, match=r"FixBN cannot wrap it; expected Secure\(FixBN\(...\), ...\)"):
         FixBN(Secure(FedAvg()))
 
 
