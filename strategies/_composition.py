@@ -1,22 +1,23 @@
-"""What strategies guarantee to those around them, which decides what composes."""
+"""What strategies guarantee to those around them, which decides what composes.
+
+A rule gives these guarantees unless it, or a rule inside it, breaks them; a rule may restore those that are broken inside
+it. A wrapper names those that it needs, and may need others than these:
+
+- `inside`: it may be inside another rule.
+- `mean`: the mean of the replies is enough for it, together with the number of clients.
+- `known`: this is known of it, and it does not need one reply per client either.
+- `statistics`: the statistics of its model are means of the clients' statistics.
+- `weights`: it reports the weights of its mean.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from fedbn_flwr.errors import SettingsError
 
 from ._foreign import Foreign
 from ._rule import BaseStrategy, Rule
-
-# By name; a rule breaks some of them, restores some, and a wrapper needs some. A wrapper may need others than these.
-GUARANTEES: Mapping[str, str] = {
-    "inside": "it may be inside another rule",
-    "mean": "the mean of the replies is enough for it, together with the number of clients",
-    "known": "this is known of it, and it does not need one reply per client either",
-    "statistics": "the statistics of its model are means of the clients' statistics",
-    "weights": "it reports the weights of its mean",
-}
 
 
 def broken(rule: Rule) -> Mapping[str, str]:
@@ -27,20 +28,13 @@ def broken(rule: Rule) -> Mapping[str, str]:
     return {"mean": "has weights() of its own, which need the single replies", **rule.breaks}
 
 
-def guaranteed(rule: Rule, needs: Iterable[str]) -> frozenset[str]:
-    """Those of the needs that the rule guarantees, along with those inside it."""
-    found = needs = frozenset(needs)
-    for each in reversed(rule.chain):
-        found = found - broken(each).keys() | (needs & each.restores)
-    return found
-
-
 def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
     """Raise SettingsError if those inside `outer` do not guarantee what it needs; `needs` has the error's rest."""
     needs = {"inside": "{outer} cannot wrap it; expected {inside}({outer}(...), ...)", **needs}
-    inner = outer.chain[1:]
-    missing = needs.keys() - guaranteed(inner[0], needs)
-    for need in (each for each in needs if each in missing):
+    given, inner = {*needs}, outer.chain[1:]
+    for rule in reversed(inner):
+        given = given - broken(rule).keys() | (needs.keys() & rule.restores)
+    for need in (each for each in needs if each not in given):
         inside = next(rule for rule in reversed(inner) if need in broken(rule))
         rest = needs[need].format(inside=inside, outer=outer)
         raise SettingsError(f"{inside} {broken(inside)[need]}, and {rest}")

@@ -120,7 +120,7 @@ class Rule(Strategy):
     memory: Memory
     chain: tuple[Rule, ...]  # this rule, the one inside it, and so on to the innermost
     base: BaseStrategy  # the innermost
-    # The guarantees (`_composition.GUARANTEES`) that this rule breaks, each with the reason, and those it restores.
+    # The guarantees (see `_composition`) that this rule breaks, each with the reason, and those it restores.
     # A class with a hook that sees the replies of single clients must declare what it breaks. One that breaks "inside"
     # hides these replies from all who read the run.
     breaks: Mapping[str, str] = {}
@@ -313,10 +313,10 @@ class Rule(Strategy):
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         self.begin(num_rounds, initial_arrays)
-        arguments = self.run_arguments(grid, train_config, evaluate_config, evaluate_fn)
+        arguments = self._run_arguments(grid, train_config, evaluate_config, evaluate_fn)
         return super().start(grid, initial_arrays, num_rounds, timeout, *arguments)
 
-    def run_arguments(
+    def _run_arguments(
         self, grid: Grid, train: ConfigRecord | None, evaluate: ConfigRecord | None, evaluate_fn: EvaluateFn | None
     ) -> tuple[ConfigRecord, ConfigRecord, EvaluateFn | None]:
         """The last arguments of `start`: clients keep no state of an earlier run, and `global_model` is evaluated."""

@@ -83,7 +83,7 @@ class Wrapper(Rule):
     ) -> Result:
         """Run the federation by the `start` of the wrapped strategy, which may be one of the user's."""
         self.begin(num_rounds, initial_arrays)
-        train_config, evaluate_config, evaluate_fn = self.run_arguments(
+        train_config, evaluate_config, evaluate_fn = self._run_arguments(
             grid, train_config, evaluate_config, evaluate_fn
         )
         return _calling(self.strategy, self).start(
@@ -108,7 +108,7 @@ def _calling(strategy: Strategy, rule: Rule) -> Strategy:
     """
     methods = {name: staticmethod(getattr(rule, name)) for name in _ROUND}
     methods["begin"] = staticmethod(lambda *_: None)  # `rule` has begun
-    methods["run_arguments"] = staticmethod(lambda grid, *arguments: arguments)
+    methods["_run_arguments"] = staticmethod(lambda grid, *arguments: arguments)
     calling: Strategy = object.__new__(type(type(rule).__name__, (type(strategy),), methods))
     calling.__dict__ = strategy.__dict__
     return calling

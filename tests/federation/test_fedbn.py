@@ -239,7 +239,7 @@ def test_local_keys_are_never_sent_down_and_initial_sends_none_up(federation: Fe
 
 def test_arrays_that_clients_do_not_send_may_be_inside_mean_statistics(federation: Federations) -> None:
     class KeepsAffine(LocalNorm):
-        kept = frozenset({Role.AFFINE})
+        local_roles = frozenset({Role.AFFINE})
 
     fed = federation((8, 12))
     alone, inside = KeepsAffine(global_norm="initial"), MeanStatistics(KeepsAffine(global_norm="initial"))
