@@ -1,7 +1,7 @@
 """What strategies guarantee to those around them, which decides what composes.
 
-A rule gives these guarantees unless it, or a rule inside it, breaks them; a rule may restore those that are broken inside
-it. A wrapper names those that it needs, and may need others than these:
+A rule gives these guarantees unless it, or a rule inside it, breaks them; a rule may restore those that are broken
+inside it. A wrapper names those that it needs, and may need others than these:
 
 - `inside`: it may be inside another rule.
 - `mean`: the mean of the replies is enough for it, together with the number of clients.

@@ -312,9 +312,21 @@ class Rule(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
+        """Run the federation by the `start` of Flower, or of a wrapped strategy, which may be one of the user's."""
         self.begin(num_rounds, initial_arrays)
-        arguments = self._run_arguments(grid, train_config, evaluate_config, evaluate_fn)
-        return super().start(grid, initial_arrays, num_rounds, timeout, *arguments)
+        train, evaluate, evaluate_model = self._run_arguments(grid, train_config, evaluate_config, evaluate_fn)
+        return self._start()(
+            grid=grid,
+            initial_arrays=initial_arrays,
+            num_rounds=num_rounds,
+            timeout=timeout,
+            train_config=train,
+            evaluate_config=evaluate,
+            evaluate_fn=evaluate_model,
+        )
+
+    def _start(self) -> Callable[..., Result]:
+        return super().start
 
     def _run_arguments(
         self, grid: Grid, train: ConfigRecord | None, evaluate: ConfigRecord | None, evaluate_fn: EvaluateFn | None

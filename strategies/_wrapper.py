@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -14,7 +14,7 @@ from fedbn_flwr.errors import SettingsError
 
 from ._composition import check_composition
 from ._foreign import as_rule
-from ._rule import EvaluateFn, Rule
+from ._rule import Rule
 
 
 class Wrapper(Rule):
@@ -71,30 +71,8 @@ class Wrapper(Rule):
 
     # --- the run ---
 
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: EvaluateFn | None = None,
-    ) -> Result:
-        """Run the federation by the `start` of the wrapped strategy, which may be one of the user's."""
-        self.begin(num_rounds, initial_arrays)
-        train_config, evaluate_config, evaluate_fn = self._run_arguments(
-            grid, train_config, evaluate_config, evaluate_fn
-        )
-        return _calling(self.strategy, self).start(
-            grid=grid,
-            initial_arrays=initial_arrays,
-            num_rounds=num_rounds,
-            timeout=timeout,
-            train_config=train_config,
-            evaluate_config=evaluate_config,
-            evaluate_fn=evaluate_fn,
-        )
+    def _start(self) -> Callable[..., Result]:
+        return _calling(self.strategy, self).start
 
 
 _ROUND = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate", "summary")
