@@ -114,5 +114,6 @@ def overflow(arrays: Arrays, sent: Arrays) -> str | None:
             change = value - sent[key] if key in sent and sent[key].shape == value.shape else value
         most, limit = float(np.abs(change).max()), math.sqrt(np.finfo(value.dtype).max) / 10
         if not most <= limit:
-            return f"{key!r} changed by up to {most:.2g}; expected at most {limit:.2g}, since larger changes overflow when squared"
+            why = "larger changes overflow when squared"
+            return f"{key!r} changed by up to {most:.2g}; expected at most {limit:.2g}, since {why}"
     return None
