@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -14,15 +14,6 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
-
-from .errors import SettingsError
-
-
-def refuse(faults: Mapping[str, bool], error: type[Exception] = SettingsError) -> None:
-    """Raise the first fault that is found."""
-    for fault, is_found in faults.items():
-        if is_found:
-            raise error(fault)
 
 
 def expects(words: str) -> WrapValidator:
@@ -44,13 +35,14 @@ class Section(BaseModel):
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
 
-    def faults(self) -> dict[str, bool]:
-        """What may be wrong with the values together, and whether it is."""
-        return {}
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the values together; the first problem is reported."""
+        return iter(())
 
     @model_validator(mode="after")
-    def _has_no_fault(self) -> Self:
-        refuse(self.faults(), ValueError)
+    def _has_no_problem(self) -> Self:
+        for problem in self.problems():
+            raise ValueError(problem)
         return self
 
 

@@ -29,7 +29,7 @@ from fedbn_flwr.client.rule import known_keys
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partitions import KINDS
 from fedbn_flwr.experiment import settings
-from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
+from fedbn_flwr.experiment.file.content import KEYS_OF_A_FILE, read_content, shipped_experiments
 from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
@@ -82,7 +82,7 @@ def run_keys() -> Table:
     ]
     return ("key", "default", "meaning"), [
         *rows,
-        *((f"`{name}`", None, meaning) for name, meaning in settings.KEYS_OF_A_FILE.items()),
+        *((f"`{name}`", None, meaning) for name, meaning in KEYS_OF_A_FILE.items()),
     ]
 
 

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.errors import DataError, needs
-from fedbn_flwr.schema import refuse
+from fedbn_flwr.errors import DataError, SettingsError, needs
 
 from .catalogue import CATALOGUE, Entry
 from .columns import ARRAYS, read
@@ -37,19 +36,16 @@ def load(source: Source) -> DataSet:
     """The data set that `source` describes, checked against what it says of classes and channels."""
     dataset = random_images(source) if source.random else _read(source)
     name, names = source.name, dataset.class_names
-    expected = {"classes": (source.classes, dataset.classes), "channels": (source.channels, dataset.channels)}
-    refuse(
-        {
-            f"data.class_names is {list(source.class_names)}, but {name!r} has {list(names)}": not source.random
-            and source.class_names not in ((), names),
-            f"data.size is {source.size}, but {name!r} has arrays of {'x'.join(map(str, dataset.size))} pixels, "
-            "and only image files are resized": dataset.is_image and source.pixels not in (None, dataset.size),
-        }
-        | {
-            f"data.{key} is {wanted}, but {name!r} has {found} {key}": wanted not in (None, found)
-            for key, (wanted, found) in expected.items()
-        }
-    )
+    if not source.random and source.class_names not in ((), names):
+        raise SettingsError(f"data.class_names is {list(source.class_names)}, but {name!r} has {list(names)}")
+    if dataset.is_image and source.pixels not in (None, dataset.size):
+        raise SettingsError(
+            f"data.size is {source.size}, but {name!r} has arrays of {'x'.join(map(str, dataset.size))} pixels, and "
+            "only image files are resized"
+        )
+    for key in ("classes", "channels"):
+        if (wanted := getattr(source, key)) not in (None, found := getattr(dataset, key)):
+            raise SettingsError(f"data.{key} is {wanted}, but {name!r} has {found} {key}")
     return dataset
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
@@ -182,15 +182,15 @@ class Source(Section):
             object.__setattr__(self, "classes", len(self.class_names))  # not among the keys that are set
         return self
 
-    def faults(self) -> dict[str, bool]:
-        first, names = next(iter(self.options), ""), self.class_names
-        return {
-            f"class_names is {list(names)}; expected different texts": len({*names}) < len(names),
-            f"classes is {self.classes}, but class_names has {len(names)}; leave classes out": bool(names)
-            and self.classes not in (None, len(names)),
-            f"options.{first} is an argument of a data set module:callable, but name is {self.name!r}": bool(first)
-            and not is_name(self.name),
-        }
+    def problems(self) -> Iterator[str]:
+        names = self.class_names
+        if len({*names}) < len(names):
+            yield f"class_names is {list(names)}; expected different texts"
+        if names and self.classes not in (None, len(names)):
+            yield f"classes is {self.classes}, but class_names has {len(names)}; leave classes out"
+        if self.options and not is_name(self.name):
+            option = next(iter(self.options))
+            yield f"options.{option} is an argument of a data set module:callable, but name is {self.name!r}"
 
     @property
     def pixels(self) -> Size | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import warnings
@@ -18,10 +17,11 @@ from fedbn_flwr.errors import SettingsError, UserError, options_as
 from fedbn_flwr.results.folder import out_folder
 from fedbn_flwr.results.result import Result, Results
 from fedbn_flwr.results.text import shorten
+from fedbn_flwr.results.yaml_text import check_values
 
 from .data import forget_data
 from .file.content import extended, read_content
-from .file.layers import read_experiment
+from .file.layers import changed, read_experiment
 from .node import free_models
 from .run.loop import carry_out, check_failures, run_folders
 from .settings import Experiment, Settings
@@ -128,9 +128,10 @@ def _planned(source: Source, only: str | Sequence[str] | None, changes: Mapping[
         content = {**content, "runs": plain.pop("runs")}
     if only is not None:
         plain["only"] = _plain("only", only)
-    # As on a command line, whose values are checked when they are read.
-    words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in plain.items()]
-    return read_experiment(content, words, name=name)
+    overrides: dict[str, Any] = {}
+    for key, value in plain.items():
+        overrides = changed(overrides, key, value)
+    return read_experiment(content, overrides, name=name)
 
 
 def _plain(key: str, value: Any) -> Any:
@@ -147,7 +148,9 @@ def _plain(key: str, value: Any) -> Any:
             )
         return f"{value.__module__}:{name}"
 
-    return _JSON.dump_python(value, mode="json", exclude_unset=True, fallback=other)
+    plain = _JSON.dump_python(value, mode="json", exclude_unset=True, fallback=other)
+    check_values(plain, key)
+    return plain
 
 
 @options_as("out", "resume=True")

@@ -22,10 +22,10 @@ from fedbn_flwr.data.partitions import partition, share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.results.folder.summary import SPREAD
-from fedbn_flwr.schema import refuse
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, TASKS, Task
 
-from .settings import AUGMENTATIONS, Data, Settings, name_in, options_in
+from .file.types import AUGMENTATIONS, name_in, options_in
+from .settings import Data, Settings
 
 _kept: dict[tuple[str, str, str], DataSet] = {}  # by settings, device and working directory
 _received: dict[tuple[str, str], DataSet] = {}
@@ -225,25 +225,26 @@ def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
     """Check that crops and augmentations suit the inputs, and the labels, which are per example or per pixel."""
     name, data, cut, size = run.data.name, run.data, run.data.crop, dataset.size
     drawn = [kind for kind in data.augment or () if kind in AUGMENTATIONS]
-    moved = [name_in(part) for part in data.augment or () if name_in(part) != "flip"]
     of_images = {"augment": drawn, "size": data.size, "crop": cut, "channels": data.channels}
-    refuse(
-        {
-            f"data.{key} is {value!r}, which is for images, but {name!r} has inputs of shape {list(dataset.shape)}; "
-            "leave it out": not dataset.is_image and bool(value)
-            for key, value in of_images.items()
-        }
-        | {
-            f"data.missing is 'mean', which needs data.normalise: moments, but it is {data.normalise!r}": bool(
-                data.missing
+    for key, value in of_images.items() if not dataset.is_image else ():
+        if value:
+            raise SettingsError(
+                f"data.{key} is {value!r}, which is for images, but {name!r} has inputs of shape "
+                f"{list(dataset.shape)}; leave it out"
             )
-            and data.normalise != "moments",
+    if data.missing and data.normalise != "moments":
+        raise SettingsError(
+            f"data.missing is 'mean', which needs data.normalise: moments, but it is {data.normalise!r}"
+        )
+    if cut is not None and not dataset.dense:
+        raise SettingsError(
             f"data.crop is {cut}, but {name!r} has one label per example; data.crop is for segmentation data "
-            "(data.augment has crops for classification: crop, resized_crop)": not dataset.dense and cut is not None,
+            "(data.augment has crops for classification: crop, resized_crop)"
+        )
+    if dataset.dense and (moved := [name_in(part) for part in data.augment or () if name_in(part) != "flip"]):
+        raise SettingsError(
             f"data.augment has {moved[:1]}, but {name!r} is segmentation data, and it would not transform the masks; "
-            "use flip, and data.crop": dataset.dense and bool(moved),
-            f"data.crop is {cut}, but the images of {name!r} have {'x'.join(map(str, size))} pixels": dataset.dense
-            and cut is not None
-            and cut > min(size),
-        }
-    )
+            "use flip, and data.crop"
+        )
+    if cut is not None and cut > min(size):
+        raise SettingsError(f"data.crop is {cut}, but the images of {name!r} have {'x'.join(map(str, size))} pixels")

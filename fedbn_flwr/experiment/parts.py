@@ -24,7 +24,8 @@ from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.tasks import Task
 
 from .data import Shape, load_data, normalisation_of, shape_without_data, shares_of
-from .settings import Settings, name_in, options_in
+from .file.types import name_in, options_in
+from .settings import Settings
 
 if TYPE_CHECKING:  # clients need no strategies
     from fedbn_flwr.strategies import Rule

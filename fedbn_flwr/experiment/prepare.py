@@ -26,13 +26,14 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
-from fedbn_flwr.schema import refuse
 from fedbn_flwr.strategies import Rule, as_rule
 from fedbn_flwr.tasks import Task
 
 from .data import Shape, check_labels, try_data
+from .file.problems import naming
+from .file.types import name_in, tracker_of
 from .parts import Parts, has_own_loss, learning_rate, plain_loss
-from .settings import Experiment, Settings, name_in, naming, strategy_name, tracker_of
+from .settings import Experiment, Settings, strategy_name
 
 
 def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_data: bool = False) -> list[Parts]:
@@ -94,14 +95,16 @@ def make_rule(run: Settings) -> Rule:
     )
     rule = as_rule(strategy)
     name, options, traits, hides = strategy_name(run.strategy), run.evaluate, rule.traits, rule.breaks.get("inside")
-    refuse(
-        {
+    if options.clients is False and not traits.has_global_model:
+        raise SettingsError(
             f"evaluate.clients is false, but {name} trains no global model, and only clients can be evaluated; leave "
-            "evaluate.clients out": options.clients is False and not traits.has_global_model,
+            "evaluate.clients out"
+        )
+    if options.dynamics and hides is not None:
+        raise SettingsError(
             f"evaluate.dynamics is true and reads the statistics of single clients, but {name} {hides}; leave "
-            "evaluate.dynamics out": options.dynamics and hides is not None,
-        }
-    )
+            "evaluate.dynamics out"
+        )
     if not options.server and run.data.normalise == "moments":
         check_moments(run, rule)
     return rule
@@ -112,13 +115,12 @@ def check_moments(run: Settings, rule: Rule) -> None:
     name, hides = strategy_name(run.strategy), rule.breaks.get("inside")
     asks = "data.normalise is 'moments', for which each site sends the sums of its columns to the server,"
     instead = "use unit or official, without data.missing"
-    refuse(
-        {
-            f"{asks} but {name} {hides}; {instead}": hides is not None,
-            f"{asks} but strategy.bounds limits the influence of one client, and sums have no limit; "
-            f"{instead}": rule.base.bounds is not None,
-        }
-    )
+    if hides is not None:
+        raise SettingsError(f"{asks} but {name} {hides}; {instead}")
+    if rule.base.bounds is not None:
+        raise SettingsError(
+            f"{asks} but strategy.bounds limits the influence of one client, and sums have no limit; {instead}"
+        )
 
 
 def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
@@ -138,19 +140,18 @@ def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
 
 def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
     others = [type(layer).__name__ for layer in norm_layers(model).values() if not isinstance(layer, _BatchNorm)]
-    other = next(iter(others), "")
     model.train()
-    needs_bn = rule.traits.min_batch and not exchanged_layers(model)
-    refuse(
-        {
+    if others and run.evaluate.statistics == "reestimated":
+        raise SettingsError(
             f"evaluate.statistics is 'reestimated', which measures inputs of batch norms, but {run.model.name!r} with "
-            f"norm {run.model.norm!r} has {other}, whose statistics may be others; leave it out": bool(others)
-            and run.evaluate.statistics == "reestimated",
+            f"norm {run.model.norm!r} has {others[0]}, whose statistics may be others; leave it out"
+        )
+    if rule.traits.min_batch and not exchanged_layers(model) and others:  # it raises for other kinds of batch norm
+        raise SettingsError(
             f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches, but the layers of "
-            f"{run.model.name!r} that track statistics are {other}, which normalises otherwise; use another strategy, "
-            "or a model with batch norm": bool(others) and bool(needs_bn),
-        }
-    )
+            f"{run.model.name!r} that track statistics are {others[0]}, which normalises otherwise; use another "
+            "strategy, or a model with batch norm"
+        )
 
 
 # --- checks ------------------------------------------------------------------
@@ -230,23 +231,28 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
     train, name = run.train, strategy_name(run.strategy)
     optimizer = name_in(train.optimizer)
     by_sgd, traits = optimizer.lower() == "sgd", rule.traits
-    found = f"train.momentum is {train.momentum}" if by_sgd else f"train.optimizer is {optimizer!r}"
-    refuse(
-        {
+    if "linear" in traits.steps and not by_sgd:
+        raise SettingsError(
             f"train.optimizer is {optimizer!r}, but strategy {name} needs sgd: the mean of its clients' first steps is "
-            "the step on the union of their batches, which holds only for a step that is linear in the "
-            "gradient": "linear" in traits.steps and not by_sgd,
+            "the step on the union of their batches, which holds only for a step that is linear in the gradient"
+        )
+    if "linear" in traits.steps and train.clip is not None:
+        raise SettingsError(
             f"train.clip is {train.clip}, but in the first step of strategy {name} each client has a part of the "
-            "gradient of all, and clipping the parts changes their mean; leave train.clip out": "linear" in traits.steps
-            and train.clip is not None,
+            "gradient of all, and clipping the parts changes their mean; leave train.clip out"
+        )
+    if train.batch_size < traits.min_batch:
+        raise SettingsError(
             f"train.batch_size is {train.batch_size}, but with strategy {name} clients refuse to exchange the "
             f"statistics of batches of fewer than {traits.min_batch} examples, because these reveal the examples; use "
-            f"a larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}": train.batch_size
-            < traits.min_batch,
+            f"a larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}"
+        )
+    if "momentum" in traits.steps and not (by_sgd and train.momentum > 0):
+        found = f"train.momentum is {train.momentum}" if by_sgd else f"train.optimizer is {optimizer!r}"
+        raise SettingsError(
             f"{found}, but strategy {name} averages the momentum of SGD; expected train.optimizer sgd and a "
-            "train.momentum above zero": "momentum" in traits.steps and not (by_sgd and train.momentum > 0),
-        }
-    )
+            "train.momentum above zero"
+        )
 
 
 def _check_names(task: Task, metrics: Sequence[Metric], notes: Collection[str]) -> None:
@@ -351,26 +357,26 @@ def targets_like(task: Task, count: int, number: int, size: Sequence[int] = ()) 
 
 def check_loss(run: Settings, shape: DataSet | Shape) -> None:
     """Refuse a loss, or an option of it, that does not suit the targets."""
-    train, task = run.train, shape.task
+    train, task, weights = run.train, shape.task, run.train.class_weights
     found = f"{run.data.name!r} has {task.targets} ({task.name})"
-    weights, count = train.class_weights, shape.classes
-    suited = f"{' or '.join(task.losses)}, or " if task.losses else ""
     name = name_in(train.loss) if train.loss is not None else task.losses[0] if task.losses else "missing"
-    refuse(
-        {
-            f"data.task is 'binary', but {run.data.name!r} has {count} classes; expected two, or task: "
-            "classification": task.name == "binary" and count != 2,
-            f"train.loss is {name}, but {found}; expected {suited}module:callable, a loss of your own": name
-            not in task.losses
-            and not has_own_loss(run),
-            f"train.label_smoothing is {train.label_smoothing}, but {found}; leave it out": train.label_smoothing > 0
-            and "label_smoothing" not in task.options,
-            f"train.class_weights is {weights}, but {found}; leave it out": weights is not None
-            and "class_weights" not in task.options,
+    if task.name == "binary" and shape.classes != 2:
+        raise SettingsError(
+            f"data.task is 'binary', but {run.data.name!r} has {shape.classes} classes; expected two, or task: "
+            "classification"
+        )
+    if name not in task.losses and not has_own_loss(run):
+        suited = f"{' or '.join(task.losses)}, or " if task.losses else ""
+        raise SettingsError(f"train.loss is {name}, but {found}; expected {suited}module:callable, a loss of your own")
+    for key in ("label_smoothing", "class_weights"):
+        if (value := getattr(train, key)) and key not in task.options:
+            raise SettingsError(f"train.{key} is {value}, but {found}; leave it out")
+    if weights == "balanced" and shape.dense:
+        raise SettingsError(
             "train.class_weights is 'balanced', but segmentation data have masks of labels, which are not counted "
-            "before training; give a list of weights": weights == "balanced" and shape.dense,
-            f"train.class_weights has {len(weights or ())} weights, but the data have {count} classes": weights
-            not in (None, "balanced")
-            and len(weights or ()) != count,
-        }
-    )
+            "before training; give a list of weights"
+        )
+    if isinstance(weights, tuple) and len(weights) != shape.classes:
+        raise SettingsError(
+            f"train.class_weights has {len(weights)} weights, but the data have {shape.classes} classes"
+        )

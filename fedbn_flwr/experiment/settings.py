@@ -1,4 +1,4 @@
-"""The settings of an experiment, frozen; `check_settings` makes them from a file, and reports its first faults.
+"""The settings of an experiment, frozen. `file/problems.py` makes them from a file.
 
 Only this folder uses them: `prepare.py` and `node.py` pass plain arguments to the rest of the library.
 docs/settings.md lists the keys, with the descriptions below.
@@ -8,99 +8,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    Tag,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.partitions import KINDS, Options, OwnOptions
+from fedbn_flwr.data.partitions import KINDS
 from fedbn_flwr.data.source import Source
-from fedbn_flwr.errors import SettingsError, UserError, did_you_mean
-from fedbn_flwr.experiment.registry import check_strategy
+from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.report.curves import Measure
-from fedbn_flwr.results.text import file_name, shorten
+from fedbn_flwr.results.text import file_name
 from fedbn_flwr.schema import Names, Positive, Section, expects
 from fedbn_flwr.tasks import LOSSES, METRICS
 
 from .file.expansion import PAPER, Cell
-
-AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
-OWN = "module:callable"
-
-
-def _kind_of(partition: Any) -> Any:
-    """The tag that selects the options of a partition."""
-    kind = partition.get("kind") if isinstance(partition, Mapping) else getattr(partition, "kind", None)
-    return OWN if isinstance(kind, str) and is_name(kind) else kind
-
-
-if TYPE_CHECKING:
-    Partition = Options
-else:  # one of the registered kinds, chosen by `kind`, or one of the user
-    Partition = Annotated[
-        Union[tuple(Annotated[kind, Tag(name)] for name, kind in {**KINDS, OWN: OwnOptions}.items())],  # noqa: UP007  # of a tuple
-        Discriminator(_kind_of),
-    ]
-
-
-def _named(value: Any) -> str | Mapping[str, Any]:
-    name = value.get("name") if isinstance(value, Mapping) else value
-    if isinstance(name, str):
-        return name if value == {"name": name} else value
-    raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
-
-
-# A part by its name, or by a mapping of its name and options.
-Named = Annotated[str | Mapping[str, Any], PlainValidator(_named), PlainSerializer(lambda value: value)]
-# One part or several.
-Parts = Annotated[
-    tuple[Named, ...],
-    Field(strict=False),
-    BeforeValidator(lambda value: [value] if isinstance(value, str | Mapping) else value or ()),
-]
-
-
-def name_in(part: str | Mapping[str, Any]) -> str:
-    return part if isinstance(part, str) else str(part["name"])
-
-
-def options_in(part: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    return {key: value for key, value in part.items() if key != "name"} if isinstance(part, Mapping) else {}
-
-
-def tracker_of(part: str | Mapping[str, Any]) -> str:
-    """The `module:callable` of a tracker."""
-    name = name_in(part)
-    return "fedbn_flwr.experiment.tensorboard:TensorBoard" if name == "tensorboard" else name
-
-
-def _augmentation(part: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
-    """One of these names without options, or a part of the user."""
-    if not is_name(name_in(part)) and part not in AUGMENTATIONS:
-        hint = did_you_mean(name_in(part), AUGMENTATIONS)
-        raise ValueError(f"{name_in(part)!r} is not an augmentation; {hint}, or module:callable for your own")
-    return part
-
-
-Augment = Annotated[tuple[Annotated[Named, AfterValidator(_augmentation)], ...], Field(strict=False)]
+from .file.types import Augment, Line, Named, Partition, Parts, Strategy, Weights, name_in, options_in
 
 
 def of_catalogue(name: str) -> dict[str, Any]:
@@ -150,16 +76,19 @@ class Data(Source):
                 object.__setattr__(self, key, value)  # not among the keys that are set
         return self
 
-    def faults(self) -> dict[str, bool]:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         official = [name for name, entry in CATALOGUE.items() if entry.moments is not None]
-        return {
-            **super().faults(),
-            f"normalise is 'official', but {self.name!r} has no official mean and standard deviation; use moments or "
-            f"unit (official values are known for {', '.join(official)})": self.normalise == "official"
-            and self.name not in official,
-            f"normalise is 'own', which is for the sites of partition natural, but partition.kind is "
-            f"{self.partition.kind!r}; use moments": self.normalise == "own" and self.partition.kind != "natural",
-        }
+        if self.normalise == "official" and self.name not in official:
+            yield (
+                f"normalise is 'official', but {self.name!r} has no official mean and standard deviation; use moments "
+                f"or unit (official values are known for {', '.join(official)})"
+            )
+        if self.normalise == "own" and self.partition.kind != "natural":
+            yield (
+                "normalise is 'own', which is for the sites of partition natural, but partition.kind is "
+                f"{self.partition.kind!r}; use moments"
+            )
 
 
 class Renorm(Section):
@@ -171,11 +100,10 @@ class Renorm(Section):
     r_steps: int = Field(default=40_000, ge=0)
     d_steps: int = Field(default=25_000, ge=0)
 
-    def faults(self) -> dict[str, bool]:
-        return {
-            f"{name} ({steps}) is less than warmup ({self.warmup}), when bounds begin to widen": steps < self.warmup
-            for name, steps in (("r_steps", self.r_steps), ("d_steps", self.d_steps))
-        }
+    def problems(self) -> Iterator[str]:
+        for name, steps in (("r_steps", self.r_steps), ("d_steps", self.d_steps)):
+            if steps < self.warmup:
+                yield f"{name} ({steps}) is less than warmup ({self.warmup}), when bounds begin to widen"
 
 
 class Model(Section):
@@ -223,10 +151,6 @@ class Model(Section):
     )
 
 
-Weights = Annotated[
-    Literal["balanced"] | Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)],
-    expects("balanced, or a list with a weight for each class, zero or more"),
-]
 MILESTONES = (0.5, 0.75)
 
 
@@ -260,19 +184,20 @@ class Schedule(Section):
         ),
     )
 
-    def faults(self) -> dict[str, bool]:
-        kinds = ("constant", "step", "cosine")
-        kind, odd = self.kind, next((each for each in self.milestones if each <= 0 or (each > 1 and each % 1)), 1)
-        return {
-            f"kind is {kind!r}; {did_you_mean(kind, kinds)}, or module:function": kind not in kinds and ":" not in kind,
-            f"gamma ({self.gamma}) is for kind step, but kind is {kind!r}": self.gamma is not None
-            and kind in ("constant", "cosine"),
-            f"milestones ({list(self.milestones)}) are for kind step, but kind is {kind!r}": self.milestones
-            != MILESTONES
-            and kind in ("constant", "cosine"),
-            f"milestones has {odd:g}; expected a fraction of the rounds, above 0 and below 1, or a round "
-            "(1, 2, ...)": odd != 1,
-        }
+    def problems(self) -> Iterator[str]:
+        kind = self.kind
+        if kind not in (kinds := ("constant", "step", "cosine")) and ":" not in kind:
+            yield f"kind is {kind!r}; {did_you_mean(kind, kinds)}, or module:function"
+        if self.gamma is not None and kind in ("constant", "cosine"):
+            yield f"gamma ({self.gamma}) is for kind step, but kind is {kind!r}"
+        if self.milestones != MILESTONES and kind in ("constant", "cosine"):
+            yield f"milestones ({list(self.milestones)}) are for kind step, but kind is {kind!r}"
+        for each in self.milestones:
+            if each <= 0 or (each > 1 and each % 1):
+                yield (
+                    f"milestones has {each:g}; expected a fraction of the rounds, above 0 and below 1, or a round "
+                    "(1, 2, ...)"
+                )
 
 
 class Train(Section):
@@ -354,26 +279,25 @@ class Train(Section):
         ),
     )
 
-    def faults(self) -> dict[str, bool]:
-        loss, own = name_in(self.loss or ""), is_name(name_in(self.loss or ""))
-        options = options_in(self.loss).keys() - {*LOSSES.get(loss, ())}
-        option = next((key for key in ("label_smoothing", "class_weights") if getattr(self, key)), "")
-        return {
-            f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one": self.epochs is not None
-            and self.steps is not None,
-            "class_weights are all 0; expected a weight above 0 for some class": self.class_weights is not None
-            and not any(self.class_weights),
-            "keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9": self.keep_momentum
-            and not self.momentum
-            and name_in(self.optimizer).lower() == "sgd",
-            f"loss is {loss!r}; {did_you_mean(loss, LOSSES)}, or module:function for your own": self.loss is not None
-            and not own
-            and loss not in LOSSES,
-            f"loss {loss} has no option {', '.join(sorted(options))}; train.label_smoothing and train.class_weights "
-            "are keys of their own": not own and bool(options),
-            f"{option} ({getattr(self, option, None)}) is an option of cross_entropy and bce, but loss is "
-            f"{loss!r}": bool(option) and loss not in ("", "cross_entropy", "bce"),
-        }
+    def problems(self) -> Iterator[str]:
+        loss = name_in(self.loss or "")
+        if self.epochs is not None and self.steps is not None:
+            yield f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one"
+        if self.class_weights is not None and not any(self.class_weights):
+            yield "class_weights are all 0; expected a weight above 0 for some class"
+        if self.keep_momentum and not self.momentum and name_in(self.optimizer).lower() == "sgd":
+            yield "keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9"
+        if self.loss is not None and not is_name(loss):
+            if loss not in LOSSES:
+                yield f"loss is {loss!r}; {did_you_mean(loss, LOSSES)}, or module:function for your own"
+            elif unknown := options_in(self.loss).keys() - {*LOSSES[loss]}:
+                yield (
+                    f"loss {loss} has no option {', '.join(sorted(unknown))}; train.label_smoothing and "
+                    "train.class_weights are keys of their own"
+                )
+        for option in ("label_smoothing", "class_weights") if loss not in ("", "cross_entropy", "bce") else ():
+            if value := getattr(self, option):
+                yield f"{option} ({value}) is an option of cross_entropy and bce, but loss is {loss!r}"
 
 
 class Evaluate(Section):
@@ -442,16 +366,16 @@ class Evaluate(Section):
         ),
     )
 
-    def faults(self) -> dict[str, bool]:
-        unknown = next((name for name in self.metrics if name not in METRICS and ":" not in name), None)
-        return {
-            f"metrics has {unknown!r}; {did_you_mean(str(unknown), METRICS)}, or module:function": unknown is not None,
-            "server and clients are both false; one of them must evaluate": not self.server and self.clients is False,
-            "domains is true, which is for clients that evaluate, but clients is false; leave one out": self.domains
-            and self.clients is False,
-            "statistics is 'reestimated', which needs the server's test examples, but server is false": not self.server
-            and self.statistics == "reestimated",
-        }
+    def problems(self) -> Iterator[str]:
+        for name in self.metrics:
+            if name not in METRICS and ":" not in name:
+                yield f"metrics has {name!r}; {did_you_mean(name, METRICS)}, or module:function"
+        if not self.server and self.clients is False:
+            yield "server and clients are both false; one of them must evaluate"
+        if self.domains and self.clients is False:
+            yield "domains is true, which is for clients that evaluate, but clients is false; leave one out"
+        if not self.server and self.statistics == "reestimated":
+            yield "statistics is 'reestimated', which needs the server's test examples, but server is false"
 
 
 class Engine(Section):
@@ -513,22 +437,19 @@ class Engine(Section):
         default=None, description="rounds between checkpoints, see [Resuming](run-folder.md#resuming)"
     )
 
-    def faults(self) -> dict[str, bool]:
-        is_ray, workers, threads = self.name == "ray", self.workers, self.threads
-        only_ray = ("address", "cpus_per_client", "gpus_per_client")
-        given = next((key for key in only_ray if getattr(self, key) is not None), "") if not is_ray else ""
-        return {
-            "workers is 0, but on Ray clients run in actors; give a number of them, or 'auto'": is_ray and workers == 0,
-            f"threads={threads} needs workers=0, found {workers}: a worker has one thread": not is_ray
-            and threads > 1
-            and workers not in (0, "auto"),
-            f"{given} is {getattr(self, given, None)!r}, which is for name ray, but name is {self.name!r}": bool(given),
-            "device is 'cuda', but gpus_per_client is 0; give a number, such as 1 or 0.25, or 'cpu'": self.device
-            == "cuda"
-            and self.gpus_per_client == 0,
-            f"device is 'cpu', but gpus_per_client is {self.gpus_per_client}; leave it out": self.device == "cpu"
-            and bool(self.gpus_per_client),
-        }
+    def problems(self) -> Iterator[str]:
+        is_ray, workers, gpus = self.name == "ray", self.workers, self.gpus_per_client
+        if is_ray and workers == 0:
+            yield "workers is 0, but on Ray clients run in actors; give a number of them, or 'auto'"
+        if not is_ray and self.threads > 1 and workers not in (0, "auto"):
+            yield f"threads={self.threads} needs workers=0, found {workers}: a worker has one thread"
+        for key in ("address", "cpus_per_client", "gpus_per_client") if not is_ray else ():
+            if (value := getattr(self, key)) is not None:
+                yield f"{key} is {value!r}, which is for name ray, but name is {self.name!r}"
+        if self.device == "cuda" and gpus == 0:
+            yield "device is 'cuda', but gpus_per_client is 0; give a number, such as 1 or 0.25, or 'cpu'"
+        if self.device == "cpu" and gpus:
+            yield f"device is 'cpu', but gpus_per_client is {gpus}; leave it out"
 
 
 class Published(BaseModel):
@@ -552,11 +473,6 @@ class Published(BaseModel):
             if Measure.of(key).is_fraction and (value[0] if isinstance(value, tuple) else value) > 1:
                 raise ValueError(f"{key} is {value}; expected a fraction, for instance 0.7689, not percent")
         return self
-
-
-# Arguments without a name are those of the default, as in `strategy.fraction_train=0.5`.
-Strategy = Annotated[Mapping[str, Any], AfterValidator(lambda spec: check_strategy({"name": "FedAvg", **spec}))]
-Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # without control characters, which terminals obey
 
 
 DERIVED = ("label", "cell", "size")  # keys of a run that no file gives
@@ -602,14 +518,13 @@ class Settings(Section):
     cell: Cell = Cell()
     size: str = PAPER
 
-    def faults(self) -> dict[str, bool]:
-        of_brn, steps = self.model.brn.warmup, self.rounds * (self.train.steps or 0)
-        return {
-            f"model.norm: brn is batch norm in a client's first {of_brn} steps (model.brn.warmup), and a client takes "
-            f"at most {steps} steps in this run; set a smaller warmup": self.model.norm == "brn"
-            and self.train.steps is not None
-            and of_brn >= steps,
-        }
+    def problems(self) -> Iterator[str]:
+        warmup, steps = self.model.brn.warmup, self.rounds * (self.train.steps or 0)
+        if self.model.norm == "brn" and self.train.steps is not None and warmup >= steps:
+            yield (
+                f"model.norm: brn is batch norm in a client's first {warmup} steps (model.brn.warmup), and a client "
+                f"takes at most {steps} steps in this run; set a smaller warmup"
+            )
 
 
 @dataclass(frozen=True)
@@ -646,83 +561,3 @@ class Experiment:
 def strategy_name(spec: Mapping[str, Any]) -> str:
     base = spec.get("base")
     return f"{spec['name']}({strategy_name(base)})" if isinstance(base, Mapping) else str(spec["name"])
-
-
-# --- faults, each with its key, the value found and the value expected ---------
-
-KEYS_OF_A_FILE = {  # in addition to the keys of a run
-    "description": "one line",
-    "extends": (
-        "a shipped experiment (`fixbn/table4`), or a file relative to this one, to start from. Its `name`, "
-        "`description`, `runs`, `sweep` and `published` aren't taken over; a value here replaces the other file's "
-        "`tune` of its key"
-    ),
-    "seeds": "a list of seeds; each run is repeated with each seed, and the report shows mean and standard deviation",
-    "runs": (
-        "a mapping from labels to the settings that differ; a `strategy` with another name, or a `partition` of "
-        "another kind, replaces the one above"
-    ),
-    "sweep": "conditions: lists of values by key, all of which are run and shown, see [Sweeps and sizes](sweeps.md)",
-    "tune": "hyperparameters: lists of values by key, of which the best is chosen on held-out training examples",
-    "sizes": "smaller sizes of the experiment: a mapping from names to changes, for `--size NAME`",
-}
-_FAULTS = 10  # explained; each may list the known keys
-
-
-@contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Around the check of a run, whose error then says where the fault is."""
-    try:
-        yield
-    except UserError as error:
-        raise type(error)(f"{where}: {error}") from error.__cause__  # one traceback in notebooks
-
-
-def check_settings(settings: Mapping[str, Any]) -> Settings:
-    try:
-        return Settings.model_validate(dict(settings))
-    except ValidationError as error:
-        faults = list(map(_explain, error.errors()))
-        more = [f"and {len(faults) - _FAULTS} further faults"] if len(faults) > _FAULTS else []
-        raise SettingsError("; ".join([*faults[:_FAULTS], *more])) from None
-
-
-# Where pydantic's words are not those of an experiment file.
-_EXPECTED = {
-    "tuple_type": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "string_pattern_mismatch": "one line without control characters",
-}
-
-
-def _explain(details: ErrorDetails) -> str:
-    # Pydantic adds the kind of a partition to the path, but the file does not have it there.
-    parts = [str(part) for part in details["loc"]]
-    key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
-    found, kind, value = details["input"], details["type"], shorten(repr(details["input"]), 200)
-    if kind == "extra_forbidden":
-        return f"unknown key {key!r} (= {value}); {did_you_mean(parts[-1], _section(parts[:-1]))}"
-    if kind == "missing":
-        return f"{key!r} is missing"
-    if kind.startswith("union_tag"):  # of a partition
-        name = found.get("kind") if isinstance(found, Mapping) else found
-        wrong = f".kind={name!r} is not a partition" if name else ".kind is missing"
-        return f"{key}{wrong}; {did_you_mean(str(name), KINDS)}, or {OWN} for your own"
-    if kind == "value_error":
-        error = details["ctx"]["error"]
-        return f"{key + ': ' if key and not isinstance(error, SettingsError) else ''}{error}"
-    return f"{key} is {value}: expected {_EXPECTED.get(kind) or details['msg'].removeprefix('Input should be ')}"
-
-
-def _section(path: Sequence[str]) -> list[str]:
-    """The known keys of the section at `path`."""
-    model: type[BaseModel] = Settings
-    for part in path:
-        if part in (OWN, *KINDS):
-            model = KINDS.get(part, OwnOptions)
-        elif part in model.model_fields:
-            annotation = model.model_fields[part].annotation
-            model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else model
-    extra = KEYS_OF_A_FILE if model is Settings else ()
-    return [*(name for name in model.model_fields if model is not Settings or name not in DERIVED), *extra]

@@ -72,7 +72,7 @@ def parse_yaml(text: str, source: str = "", most: float = LENGTH) -> Any:
         if len(text) > most:
             raise SettingsError(f"the YAML text has {len(text)} characters; expected at most {most}")
         content = _Loader(text).get_single_data()
-        _check(content)
+        check_values(content)
         return content
     except SettingsError as error:
         reason = str(error)
@@ -85,14 +85,14 @@ def parse_yaml(text: str, source: str = "", most: float = LENGTH) -> Any:
     raise SettingsError(f"{source}: {reason}" if source else reason)
 
 
-def _check(value: Any, key: str = "", depth: int = 1) -> None:
-    """Refuse what a node cannot receive as JSON."""
-    if depth > DEPTH:
-        raise RecursionError
+def check_values(value: Any, key: str = "", depth: int = 1) -> None:
+    """Raise SettingsError for a value that a node cannot receive as JSON."""
     match value:
+        case dict() | list() if depth > DEPTH:
+            key, wrong = f"{key[:100]}...", f"nested more than {DEPTH} levels deep"
         case dict() | list():
             for name, part in value.items() if isinstance(value, dict) else enumerate(value):
-                _check(part, f"{key}.{name}".removeprefix("."), depth + 1)
+                check_values(part, f"{key}.{name}".removeprefix("."), depth + 1)
             return
         case int() if abs(value) >= 10**DIGITS:
             wrong = f"a number of more than {DIGITS} digits"

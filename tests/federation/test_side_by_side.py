@@ -16,7 +16,7 @@ from fedbn_flwr import cli
 from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.api import run_all
-from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
+from fedbn_flwr.experiment.file.layers import parse_overrides, parse_yaml, read_experiment
 from fedbn_flwr.experiment.run import loop as run_module
 from fedbn_flwr.experiment.run.side_by_side import jobs_of
 from fedbn_flwr.results.folder import RunFolder
@@ -206,7 +206,7 @@ def test_all_runs_continue_after_a_stop(sent: signal.Signals, straight: Path, tm
 def test_as_many_runs_as_cores_run_side_by_side(
     changes: list[str], unfinished: int, given: int | None, expected: int
 ) -> None:
-    runs = read_experiment(parse_yaml(EXPERIMENT), changes).runs
+    runs = read_experiment(parse_yaml(EXPERIMENT), parse_overrides(changes)).runs
     assert jobs_of(runs, unfinished, given) == expected
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.experiment.file.layers import load_experiment, read_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides, read_experiment
 from fedbn_flwr.experiment.registry import STRATEGIES, arguments, class_of
 from fedbn_flwr.experiment.settings import Experiment, Settings
 from fedbn_flwr.named import is_name
@@ -23,7 +23,7 @@ def smoke_runs(name: str) -> Iterator[Experiment]:
     first = {run.cell.row: run for run in reversed(load_experiment(name).runs)}
     for run in reversed(first.values()):
         words = [f"{key}={json.dumps(value)}" for key, value in changes(run).items()]
-        yield read_experiment(run.model_dump(mode="json"), words, name=name)
+        yield read_experiment(run.model_dump(mode="json"), parse_overrides(words), name=name)
 
 
 def changes(run: Settings) -> dict[str, Any]:

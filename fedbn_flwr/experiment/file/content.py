@@ -12,6 +12,23 @@ from fedbn_flwr.named import path_of
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.yaml_text import LENGTH, parse_yaml
 
+KEYS_OF_A_FILE = {  # in addition to the keys of a run
+    "description": "one line",
+    "extends": (
+        "a shipped experiment (`fixbn/table4`), or a file relative to this one, to start from. Its `name`, "
+        "`description`, `runs`, `sweep` and `published` aren't taken over; a value here replaces the other file's "
+        "`tune` of its key"
+    ),
+    "seeds": "a list of seeds; each run is repeated with each seed, and the report shows mean and standard deviation",
+    "runs": (
+        "a mapping from labels to the settings that differ; a `strategy` with another name, or a `partition` of "
+        "another kind, replaces the one above"
+    ),
+    "sweep": "conditions: lists of values by key, all of which are run and shown, see [Sweeps and sizes](sweeps.md)",
+    "tune": "hyperparameters: lists of values by key, of which the best is chosen on held-out training examples",
+    "sizes": "smaller sizes of the experiment: a mapping from names to changes, for `--size NAME`",
+}
+
 
 def shipped_experiments() -> dict[str, Path]:
     """The files by name: those outside of a paper's folder first, then PAPER/TABLE."""

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
@@ -15,8 +16,8 @@ from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.yaml_text import DEPTH, parse_yaml
 
-from ..settings import DERIVED, KEYS_OF_A_FILE, Experiment, Layer, Settings, check_settings, naming, of_catalogue
-from .content import checked_mapping, merge, nested, put, read_content, without, written_out
+from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue
+from .content import KEYS_OF_A_FILE, checked_mapping, merge, nested, put, read_content, without, written_out
 from .expansion import (
     LISTS,
     MOST,
@@ -31,6 +32,7 @@ from .expansion import (
     lists_of,
     values_in_words,
 )
+from .problems import check_settings, naming
 
 COMMAND_LINE = "command line"
 # Settings that a paper's figure does not depend on, or that it has no word on.
@@ -41,7 +43,7 @@ FREE_KEYS = ("data.root", "data.revision", "data.memory", "train.compile")
 def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
     """Read an experiment (name of a shipped one, file ending in .yaml, or YAML text) and apply the overrides."""
     content, name = read_content(source)
-    return read_experiment(content, overrides, name=name)
+    return read_experiment(content, parse_overrides(overrides), name=name)
 
 
 def from_run_config(run_config: Mapping[str, Any]) -> Experiment:
@@ -64,10 +66,11 @@ class _Row:
     lists: Lists
 
 
-def read_experiment(content: Any, overrides: Sequence[str] = (), *, name: str = "experiment") -> Experiment:
-    """Check a parsed file with the overrides of a command line, and expand it into its runs."""
-    content = written_out(checked_mapping(content, name))
-    changes = parse_overrides(overrides)
+def read_experiment(
+    content: Any, overrides: Mapping[str, Any] = MappingProxyType({}), *, name: str = "experiment"
+) -> Experiment:
+    """Check a parsed file with the changes of a caller or a command line, and expand it into its runs."""
+    content, changes = written_out(checked_mapping(content, name)), dict(overrides)
     for key in ("runs", "sizes", "extends"):
         if key in changes:
             raise SettingsError(
@@ -235,18 +238,23 @@ def split_changes(text: str) -> list[str]:
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """`["rounds=3", "train.lr=0.1"]` as `{"rounds": 3, "train": {"lr": 0.1}}`; values are YAML."""
-    changes: dict[str, Any] = {}
     if wrong := [word for word in words if not re.match("[^=]+=", word)]:
         raise SettingsError(
             f"{wrong[0]!r} is not of the form key=value, for instance rounds=3 or train.lr=0.1; put one that has "
             "blanks in quotes: 'strategy={name: FedBN}'"
         )
-    for word in words:
-        key, _, value = word.partition("=")
-        if key.count(".") >= DEPTH:
-            raise SettingsError(f"{shorten(word, 200)!r}: the key has more than {DEPTH} parts")
+    changes: dict[str, Any] = {}
+    for key, value in (word.split("=", 1) for word in words):
         # A label is selected as it is written, also one such as `yes` or `A #2`.
         is_label = key == "only" and not value.startswith(("[", '"', "'"))
-        put(changes, key, value if is_label else parse_yaml(value, shorten(key, 200)))
-        changes = written_out(changes)
+        changes = changed(changes, key, value if is_label else parse_yaml(value, shorten(key, 200)))
     return changes
+
+
+def changed(changes: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """The changes with one more, by a key such as `train.lr`."""
+    if key.count(".") >= DEPTH:
+        raise SettingsError(f"{shorten(key, 200)!r}: the key has more than {DEPTH} parts")
+    found = dict(changes)
+    put(found, key, value)
+    return written_out(found)

@@ -21,7 +21,7 @@ from fedbn_flwr import named
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.results.folder import RunFolder, flat_settings
 
-from ..settings import name_in, options_in, tracker_of
+from ..file.types import name_in, options_in, tracker_of
 from .listener import Listener, Round, Running
 
 LAST_FIGURES = 30  # seconds that a run waits for its tracker at the end

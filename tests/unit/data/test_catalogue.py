@@ -19,7 +19,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.data import normalisation_of
-from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides, parse_yaml, read_experiment
 from fedbn_flwr.experiment.node import ClientParts
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Settings
@@ -29,7 +29,7 @@ AUGMENTS = {"crop", "flip", "resized_crop", "rotate"}
 
 
 def run_of(text: str, *overrides: str) -> Settings:
-    (run,) = read_experiment(parse_yaml(text), overrides).runs
+    (run,) = read_experiment(parse_yaml(text), parse_overrides(overrides)).runs
     return run
 
 

@@ -17,11 +17,11 @@ from fedbn_flwr.errors import SettingsError
         ({"seed": (number for number in range(2))}, r"seed is \[0, 1\]: expected a valid integer"),
         ({"seed": {1, 2}}, r"seed is \[1, 2\]: expected a valid integer"),
         ({"strategy": lambda: None}, "strategy has a function .*; expected .* functions and classes at the top"),
-        ({"train": {"lr": float("inf")}}, "train.lr is 'Infinity': expected a valid number"),
-        ({"train": {"lr": np.float32("nan")}}, "train.lr is 'NaN': expected a valid number"),
+        ({"train": {"lr": float("inf")}}, "train.lr is inf; expected a finite number"),
+        ({"train": {"lr": np.float32("nan")}}, "train.lr is nan; expected a finite number"),
         (
             {"train": {"schedule": {"milestones": np.array([1, -np.inf])}}},
-            "train.schedule.milestones.1 is '-Infinity': expected a valid number",
+            "train.schedule.milestones.1 is -inf; expected a finite number",
         ),
     ],
 )

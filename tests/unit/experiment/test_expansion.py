@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
+from fedbn_flwr.experiment.file.layers import parse_overrides, parse_yaml, read_experiment
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.experiments import fault
 
@@ -22,7 +22,7 @@ sizes:
 
 
 def runs(text: str, *overrides: str) -> tuple[Settings, ...]:
-    return read_experiment(parse_yaml(text), overrides).runs
+    return read_experiment(parse_yaml(text), parse_overrides(overrides)).runs
 
 
 def labels(text: str, *overrides: str) -> list[str]:
@@ -115,7 +115,7 @@ def test_a_changed_run_of_a_sweep_leaves_its_place() -> None:
     before = runs("sweep: {train.lr: [0.1, 0.2]}\nruns: {A: {}}")[0].model_dump(mode="json")
 
     def again(*overrides: str) -> Settings:
-        return read_experiment(before, overrides).runs[0]
+        return read_experiment(before, parse_overrides(overrides)).runs[0]
 
     assert (again("seed=7").label, again("seed=7").cell.sweep) == ("A, lr=0.1", {"train.lr": 0.1})
     assert (again("train.lr=0.7").label, again("train.lr=0.7").cell.sweep) == ("A", {})
@@ -146,7 +146,8 @@ def test_seeds_repeat_each_cell() -> None:
 
 def test_an_override_of_a_listed_key_selects_cells_with_their_folders() -> None:
     whole, some = (
-        list(read_experiment(parse_yaml(SWEPT), overrides).named) for overrides in ([], ["train.lr=0.1", "only=FixBN"])
+        list(read_experiment(parse_yaml(SWEPT), parse_overrides(overrides)).named)
+        for overrides in ([], ["train.lr=0.1", "only=FixBN"])
     )
     assert some == ["FixBN-alpha=0.1-lr=0.1", "FixBN-alpha=1.0-lr=0.1"]
     assert set(some) < set(whole)

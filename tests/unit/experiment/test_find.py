@@ -197,7 +197,7 @@ def test_an_override_below_a_value_is_refused() -> None:
 
 def test_overrides_reach_every_run() -> None:
     content = parse_yaml("rounds: 5\nruns: {a: {train: {lr: 1}}, b: {rounds: 7}}")
-    runs = read_experiment(content, ["rounds=2", "train.momentum=0.5"]).runs
+    runs = read_experiment(content, parse_overrides(["rounds=2", "train.momentum=0.5"])).runs
     assert [run.rounds for run in runs] == [2, 2]
     assert [run.train.momentum for run in runs] == [0.5, 0.5]
     assert [run.train.lr for run in runs] == [1, 0.1]
@@ -241,8 +241,8 @@ def test_seeds_expand_each_run() -> None:
 
 def test_a_seed_on_the_command_line_asks_for_that_one() -> None:
     content = parse_yaml("seeds: [0, 1, 2]")
-    assert [run.seed for run in read_experiment(content, ["seed=7"]).runs] == [7]
-    assert [run.seed for run in read_experiment(content, ["seeds=[4, 5]"]).runs] == [4, 5]
+    assert [run.seed for run in read_experiment(content, parse_overrides(["seed=7"])).runs] == [7]
+    assert [run.seed for run in read_experiment(content, parse_overrides(["seeds=[4, 5]"])).runs] == [4, 5]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_seed_on_the_command_line_asks_for_that_one() -> None:
     ],
 )
 def test_the_seeds_of_a_nearer_place_count_and_names_stay(content: str, overrides: list[str], names: list[str]) -> None:
-    assert [*read_experiment(parse_yaml(content), overrides).named] == names
+    assert [*read_experiment(parse_yaml(content), parse_overrides(overrides)).named] == names
 
 
 def test_a_file_s_seed_counts_and_not_the_seeds_of_the_file_that_it_extends(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ runs:
 
 
 def labels(*overrides: str) -> list[str]:
-    return [run.label for run in read_experiment(parse_yaml(COMPARISON), overrides).runs]
+    return [run.label for run in read_experiment(parse_yaml(COMPARISON), parse_overrides(overrides)).runs]
 
 
 def test_an_override_of_a_key_that_no_run_sets_leaves_the_labels() -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from fedbn_flwr import cli
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
+from fedbn_flwr.experiment.file.layers import parse_overrides, parse_yaml, read_experiment
 from fedbn_flwr.results.folder import deciding
 from tests.support.command import ROOT
 from tests.support.experiments import fault, read
@@ -21,7 +21,7 @@ RUNS = "{runs: {FixBN: {rounds: 2}, FedAvg: {rounds: 1}}, published: {FixBN: {ac
 
 
 def test_published_figures_belong_to_the_run_of_their_label() -> None:
-    fixbn, fedavg = read_experiment(parse_yaml(RUNS), ("seeds=[3]",)).runs
+    fixbn, fedavg = read_experiment(parse_yaml(RUNS), parse_overrides(("seeds=[3]",))).runs
     assert fixbn.model_dump(mode="json")["published"] == {"source": "Table 1", "differs": None, "accuracy": [0.7, 0.01]}
     assert fedavg.published is None
     assert "published" not in deciding(fixbn.model_dump(mode="json")), "a run may be resumed with other figures"
@@ -35,7 +35,7 @@ published: {BN: {accuracy: 0.5, source: a}, "GN, steps=5": {accuracy: 0.6, sourc
 
 
 def published_of(*overrides: str) -> list[tuple[str, Any, Any]]:
-    runs = read_experiment(parse_yaml(CELLS), overrides).runs
+    runs = read_experiment(parse_yaml(CELLS), parse_overrides(overrides)).runs
     return [(run.label, *((f.source, f.differs) if (f := run.published) else (None, None))) for run in runs]
 
 
@@ -70,7 +70,7 @@ def test_changed_settings_of_a_run_are_another_set_up() -> None:
     """As `config.yaml` has them."""
     settings = read_experiment(parse_yaml(CELLS)).runs[0].model_dump(mode="json")
     assert settings["published"]["differs"] is None
-    (run,) = read_experiment(settings, ["rounds=3"]).runs
+    (run,) = read_experiment(settings, parse_overrides(["rounds=3"])).runs
     assert run.published is not None
     assert run.published.differs == "rounds"
 
@@ -95,9 +95,11 @@ def test_wrong_published_figures_are_refused(published: str, says: list[str]) ->
 def test_a_label_never_leaves_the_folder_of_its_experiment() -> None:
     labels = ["..", ".", "../../x", "a/b", ".hidden", "\u00e9" * 300]
     runs = {"runs": {label: {"rounds": i + 1} for i, label in enumerate(labels)}}
-    names = list(read_experiment(runs, ("only=[..]",)).named)
+    names = list(read_experiment(runs, parse_overrides(("only=[..]",))).named)
     assert names == ["run"]
-    names = list(read_experiment(runs, ("only=['../../x', a/b, .hidden, '" + labels[-1] + "']",)).named)
+    names = list(
+        read_experiment(runs, parse_overrides(("only=['../../x', a/b, .hidden, '" + labels[-1] + "']",))).named
+    )
     assert names[:3] == ["x", "a-b", "hidden"]
     assert len(names[3].encode()) <= 200
 

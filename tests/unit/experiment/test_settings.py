@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment, settings_of
+from fedbn_flwr.experiment.file.layers import parse_overrides, parse_yaml, read_experiment, settings_of
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.experiments import fault, read
 
@@ -105,7 +105,9 @@ def test_a_wrong_value_is_named_with_what_is_expected(text: str, words: list[str
 
 def test_arguments_without_a_name_are_those_of_the_default_strategy() -> None:
     assert read("{}", "strategy.fraction_train=0.5").strategy == {"name": "FedAvg", "fraction_train": 0.5}
-    runs = read_experiment(parse_yaml("runs: {A: {}, B: {strategy: FedProx}}"), ["strategy.fraction_train=0.5"]).runs
+    runs = read_experiment(
+        parse_yaml("runs: {A: {}, B: {strategy: FedProx}}"), parse_overrides(["strategy.fraction_train=0.5"])
+    ).runs
     assert [run.strategy for run in runs] == [{"name": name, "fraction_train": 0.5} for name in ("FedAvg", "FedProx")]
 
 
@@ -135,7 +137,7 @@ def test_wrong_names_are_reported_with_wrong_types() -> None:
         assert word in found
 
 
-def test_ten_faults_of_a_run_are_reported() -> None:
+def test_ten_problems_of_a_run_are_reported() -> None:
     sections = {
         "train": ("lr", "momentum", "clip", "epochs", "steps", "batch_size"),
         "evaluate": ("every", "validation"),
@@ -143,7 +145,7 @@ def test_ten_faults_of_a_run_are_reported() -> None:
     words = [f"{section}.{key}=x" for section, keys in sections.items() for key in keys]
     found = fault("{}", *words, "rounds=x", "clients=x", "seed=x", "engine.threads=x")
     assert found.count("'x'") == 10
-    assert found.endswith("; and 2 further faults")
+    assert found.endswith(" and 2 more")
 
 
 def test_a_fault_in_a_run_names_the_run() -> None:
@@ -207,7 +209,7 @@ def test_a_name_keeps_the_keys_that_do_not_depend_on_it() -> None:
 def test_a_listed_strategy_is_selected_by_its_name_and_keeps_its_place() -> None:
     text = "sweep: {strategy: [FedAvg, {name: FixBN, freeze_round: 1}]}"
     whole = read_experiment(parse_yaml(text))
-    (run,) = read_experiment(parse_yaml(text), ["strategy=FedAvg"]).runs
+    (run,) = read_experiment(parse_yaml(text), parse_overrides(["strategy=FedAvg"])).runs
     assert run.label == "FedAvg, strategy=FedAvg"
     (again,) = read_experiment(run.model_dump(mode="json")).runs
     assert again.cell == run.cell

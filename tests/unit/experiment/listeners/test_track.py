@@ -13,9 +13,9 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.file.types import name_in
 from fedbn_flwr.experiment.listeners import track
 from fedbn_flwr.experiment.listeners.track import TrackedRun
-from fedbn_flwr.experiment.settings import name_in
 from fedbn_flwr.results.folder import RunFolder, deciding
 from tests.support.command import PATIENCE, ROOT
 from tests.support.experiments import fault, read

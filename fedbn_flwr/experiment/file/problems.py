@@ -1,0 +1,77 @@
+"""Makes the settings of a run from the mapping in a file, and explains what is wrong with its keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from fedbn_flwr.data.partitions import KINDS, OwnOptions
+from fedbn_flwr.errors import SettingsError, UserError, did_you_mean, few
+from fedbn_flwr.results.text import shorten
+
+from ..settings import DERIVED, Settings
+from .content import KEYS_OF_A_FILE
+from .types import OWN
+
+_EXPLAINED = 10  # problems; each may list the known keys
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Around the check of a run, whose error then begins with this place."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{where}: {error}") from error.__cause__  # one traceback in notebooks
+
+
+def check_settings(settings: Mapping[str, Any]) -> Settings:
+    try:
+        return Settings.model_validate(dict(settings))
+    except ValidationError as error:
+        raise SettingsError(few(map(_explain, error.errors()), _EXPLAINED, "; ")) from None
+
+
+# Where pydantic's words are not those of an experiment file.
+_EXPECTED = {
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "string_pattern_mismatch": "one line without control characters",
+}
+
+
+def _explain(details: ErrorDetails) -> str:
+    # Pydantic adds the kind of a partition to the path, but the file does not have it there.
+    parts = [str(part) for part in details["loc"]]
+    key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
+    found, kind, value = details["input"], details["type"], shorten(repr(details["input"]), 200)
+    if kind == "extra_forbidden":
+        return f"unknown key {key!r} (= {value}); {did_you_mean(parts[-1], _section(parts[:-1]))}"
+    if kind == "missing":
+        return f"{key!r} is missing"
+    if kind.startswith("union_tag"):  # of a partition
+        name = found.get("kind") if isinstance(found, Mapping) else found
+        wrong = f".kind={name!r} is not a partition" if name else ".kind is missing"
+        return f"{key}{wrong}; {did_you_mean(str(name), KINDS)}, or {OWN} for your own"
+    if kind == "value_error":
+        error = details["ctx"]["error"]
+        return f"{key + ': ' if key and not isinstance(error, SettingsError) else ''}{error}"
+    return f"{key} is {value}: expected {_EXPECTED.get(kind) or details['msg'].removeprefix('Input should be ')}"
+
+
+def _section(path: Sequence[str]) -> list[str]:
+    """The known keys of the section at `path`."""
+    model: type[BaseModel] = Settings
+    for part in path:
+        if part in (OWN, *KINDS):
+            model = KINDS.get(part, OwnOptions)
+        elif part in model.model_fields:
+            annotation = model.model_fields[part].annotation
+            model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else model
+    extra = KEYS_OF_A_FILE if model is Settings else ()
+    return [*(name for name in model.model_fields if model is not Settings or name not in DERIVED), *extra]
