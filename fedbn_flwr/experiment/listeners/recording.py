@@ -131,6 +131,7 @@ class Saving(Listener):
             unsaved=unsaved,
             trained=dict(at.trained),
             settings=self.settings,
+            history=running.folder.digest,
         )
 
     def _write_models(self, folder: RunFolder, snapshot: Snapshot, model: ArrayRecord) -> None:

@@ -24,7 +24,6 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -91,6 +90,12 @@ os.register_at_fork(after_in_child=_close_locks)
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lines = hashlib.sha256()  # of history.jsonl, from `begin` on
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of history.jsonl, by which a checkpoint knows the rounds before it."""
+        return self._lines.hexdigest()
 
     def check(self, config: Mapping[str, Any], *, resume: bool) -> None:
         """Refuse to overwrite a run, or to resume one with other settings."""
@@ -164,7 +169,9 @@ class RunFolder:
                 f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, but history.jsonl has the "
                 f"rounds {rounds}; restore the folder from a copy, or start again with another --out"
             )
-        if saved is not None and saved.history != self._history_digest(done):
+        texts = {name: "".join(f"{to_json(line)}\n" for line in lines) for name, lines in kept.items()}
+        self._lines = hashlib.sha256(texts["history.jsonl"].encode())
+        if saved is not None and saved.history != self.digest:
             raise damaged(self.path / "history.jsonl", "its rounds are not those that the checkpoint follows")
         summary = self.readable_summary()
         session = {**environment(), "modules": sources(config), **more}
@@ -180,9 +187,9 @@ class RunFolder:
         if first:
             content["resumed"] = [*first.get("resumed", []), {"after_round": done, **session}]
         self.write("environment.json", content, indent=2, durable=True)
-        for name, lines in kept.items():
-            if lines or name == "history.jsonl":
-                write_text(self.path / name, "".join(f"{to_json(line)}\n" for line in lines))
+        for name, text in texts.items():
+            if text or name == "history.jsonl":
+                write_text(self.path / name, text)
             else:
                 (self.path / name).unlink(missing_ok=True)
         if summary is not None:  # of the lines that are left, should the run not begin
@@ -210,9 +217,11 @@ class RunFolder:
 
     def add_line(self, name: str, line: Mapping[str, Any]) -> None:
         """Add the line of a round to one of the files in `LINES`."""
-        file = self.path / name
+        file, text = self.path / name, to_json(line) + "\n"
         with writing(file), file.open("a", encoding="utf-8") as lines:
-            lines.write(to_json(line) + "\n")
+            lines.write(text)
+        if name == "history.jsonl":
+            self._lines.update(text.encode())
 
     def history(self) -> list[dict[str, Any]]:
         return self.lines("history.jsonl")
@@ -318,12 +327,7 @@ class RunFolder:
         history = self.path / "history.jsonl"
         with writing(history), history.open("rb") as stream:
             os.fsync(stream.fileno())  # its rounds must be on disk before their checkpoint is
-        self.checkpoint.write(replace(snapshot, history=self._history_digest(snapshot.round)), clients)
-
-    def _history_digest(self, rounds: int) -> str:
-        """The SHA-256 of the first lines of history.jsonl, by which a checkpoint knows the rounds before it."""
-        lines = (self.path / "history.jsonl").read_bytes().splitlines(keepends=True)
-        return hashlib.sha256(b"".join(lines[:rounds])).hexdigest()
+        self.checkpoint.write(snapshot, clients)
 
 
 # Settings of the engine that may differ when a run is resumed, because they do not affect results.

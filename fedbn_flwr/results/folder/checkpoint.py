@@ -36,7 +36,7 @@ class Snapshot:
     unsaved: str | None = None  # the reason
     trained: Mapping[int, int] = field(default_factory=dict)  # partition -> the last round in which it trained
     settings: Mapping[str, Any] = field(default_factory=dict)  # that affect results
-    history: str = ""  # the digest of the rounds up to this one
+    history: str = ""  # the digest of history.jsonl up to this round
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from dataclasses import replace
@@ -138,7 +139,8 @@ def test_a_run_continued_by_other_code_warns(
     folder, snapshot = RunFolder(tmp_path), Snapshot(1, "", RecordDict(), b"", None, {}, {})
     folder.begin({"rounds": 2})
     folder.add_line("history.jsonl", line(1))
-    folder.write_checkpoint(replace(snapshot, token=folder.token(), settings=deciding({"rounds": 2})), ())
+    settings = deciding({"rounds": 2})
+    folder.write_checkpoint(replace(snapshot, token=folder.token(), settings=settings, history=folder.digest), ())
     assert folder.begin({"rounds": 2}) == 1
     assert not flower_log.messages
     module = sys.modules["fedbn_flwr.results.folder.environment"]  # the package has a function of this name
@@ -150,6 +152,25 @@ def test_a_run_continued_by_other_code_warns(
     flower_log.clear()
     assert folder.begin({"rounds": 2}) == 1
     assert not flower_log.messages, "the session before had this version"
+
+
+def test_the_digest_of_a_checkpoint_is_that_of_the_file_without_reading_it_again(tmp_path: Path) -> None:
+    def add(folder: RunFolder, number: int) -> None:
+        folder.add_line("history.jsonl", line(number, loss=float("nan"), train_loss=1 / number, name="\u00e9"))
+        folder.add_line("clients.jsonl", {"round": number, "clients": {}})
+        assert folder.digest == hashlib.sha256((tmp_path / "history.jsonl").read_bytes()).hexdigest()
+
+    folder, config = RunFolder(tmp_path), {"rounds": 4}
+    folder.begin(config)
+    for number in (1, 2):
+        add(folder, number)
+    saved = Snapshot(2, folder.token(), RecordDict(), b"", None, {}, deciding(config), folder.digest)
+    folder.write_checkpoint(saved, ())
+    add(folder, 3)  # after the checkpoint, so that it is repeated
+    resumed = RunFolder(tmp_path)
+    assert resumed.begin(config) == 2
+    assert resumed.digest == saved.history
+    add(resumed, 3)
 
 
 def test_environment_json_has_what_a_run_adds(tmp_path: Path) -> None:
