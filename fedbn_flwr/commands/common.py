@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,24 +46,6 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
     """The changes to the experiment, of which some have an option."""
     options = [f"{key}={value}" for key, value in vars(arguments).items() if key in _SETTINGS and value]
     return [*arguments.overrides, *options]
-
-
-@contextmanager
-def loading() -> Iterator[None]:
-    """For the imports of PyTorch and Flower: Python's garbage collector would take a sixth of their time.
-
-    Their objects exist until the process ends, so that the collector never visits them, and does not write to the
-    memory that workers share with this process.
-    """
-    if "torch" in sys.modules:  # called from Python
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
 
 
 @contextmanager

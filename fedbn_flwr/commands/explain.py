@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from .common import Commands, add_command, add_experiment, loading, overrides_of
+from fedbn_flwr.startup import loading
+
+from .common import Commands, add_command, add_experiment, overrides_of
 
 
 def add(commands: Commands) -> None:

@@ -6,7 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from .common import Commands, add_command, add_experiment, continued_by, loading, overrides_of
+from fedbn_flwr.startup import loading
+
+from .common import Commands, add_command, add_experiment, continued_by, overrides_of
 
 
 def add(commands: Commands) -> None:

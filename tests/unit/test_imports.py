@@ -32,6 +32,7 @@ FOLDERS = (
     "fedbn_flwr.seeding",
     "fedbn_flwr.named",
     "fedbn_flwr.cores",
+    "fedbn_flwr.startup",
     "fedbn_flwr.declared",
     "fedbn_flwr.extensions",
     "fedbn_flwr.errors",

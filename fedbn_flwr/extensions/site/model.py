@@ -7,7 +7,8 @@ import csv
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedbn_flwr.commands.common import Commands, add_command, loading
+from fedbn_flwr.commands.common import Commands, add_command
+from fedbn_flwr.startup import loading
 
 if TYPE_CHECKING:
     from torch import nn
