@@ -35,7 +35,7 @@ from .data import (
     shares_of,
 )
 from .file.layers import from_run_config
-from .parts import OfRun, learning_rate, loss_of, make_model, plain_loss
+from .parts import RunParts, learning_rate, loss_of, make_model, plain_loss
 from .settings import Experiment, Settings
 
 NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch")
@@ -75,8 +75,8 @@ class Clients:
         return self._parts[key].client(context, config)
 
 
-@dataclass(frozen=True)
-class ClientParts(OfRun):
+@dataclass(eq=False)
+class ClientParts(RunParts):
     """What a run's client on a node is made of for each message; data sets are kept for all clients, in `data.py`.
 
     The settings of the run have the data of the site, if it has data of its own.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # clients need no strategies
     from fedbn_flwr.strategies import Rule
 
 
-@dataclass(frozen=True)
-class OfRun:
-    """What the server and the clients of a run both need."""
+@dataclass(eq=False)
+class RunParts:
+    """What the server and the clients of a run both need, each part made once, when it is first used."""
 
     run: Settings
 
@@ -47,12 +47,14 @@ class OfRun:
         return [named.load("evaluate.metrics", name) if ":" in name else name for name in names]
 
 
-@dataclass(frozen=True)
-class Parts(OfRun):
-    """What the server of a run needs, each part made once, when it is first used."""
+@dataclass(eq=False)
+class Parts(RunParts):
+    """What the server of a run needs."""
 
     name: str
     rule: Rule
+    agreed: Moments | None = None  # the moments of all sites' data, once the sites have agreed on them
+    _model: nn.Module | None = field(default=None, init=False, repr=False)
 
     @cached_property
     def dataset(self) -> DataSet | None:
@@ -80,14 +82,10 @@ class Parts(OfRun):
             )
         return torch.cat(held)
 
-    @cached_property
+    @property
     def normalise(self) -> Moments:
         """A server without data has no moments of the clients' data before they agree on them."""
-        return normalisation_of(self.run, self.shape)
-
-    def use_moments(self, moments: Moments) -> None:
-        """Normalise by the moments of all sites' data."""
-        self.__dict__["normalise"] = moments
+        return self.agreed or normalisation_of(self.run, self.shape)
 
     @property
     def task(self) -> Task:
@@ -99,13 +97,15 @@ class Parts(OfRun):
             return None
         return [len(part) for part in self.partition]
 
-    @cached_property
+    @property
     def model(self) -> nn.Module:
-        return make_model(self.run, self.shape).to(self.device)
+        if self._model is None:
+            self._model = make_model(self.run, self.shape).to(self.device)
+        return self._model
 
     def release(self) -> None:
         """Free the model; it is built again when it is used."""
-        self.__dict__.pop("model", None)
+        self._model = None
 
     @cached_property
     def model_description(self) -> Mapping[str, Any]:

@@ -109,6 +109,12 @@ def test_resuming_where_there_is_no_run_is_an_error(
     assert not out.exists()
 
 
+def test_an_error_about_many_runs_names_the_first_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, seeds = str(tmp_path / "mistyped"), list(range(120))
+    assert cli.main(["run", QUICK, f"seeds={seeds}", "--out", out, "--resume"]) == 2
+    assert "one of the folders FixBN-seed0, FixBN-seed1, FixBN-seed2 and 117 more in it;" in capsys.readouterr().err
+
+
 def test_resuming_begins_the_runs_that_had_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "e.yaml", tmp_path / "out"
     file.write_text("{rounds: 1, clients: 2, train: {steps: 1}, engine: {workers: 0}, runs: {first: {}}}")

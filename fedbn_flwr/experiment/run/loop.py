@@ -31,6 +31,7 @@ from fedbn_flwr.errors import (
     SettingsError,
     StorageError,
     UserError,
+    few,
     needs,
     options_as,
 )
@@ -45,7 +46,6 @@ from fedbn_flwr.results.folder import RunFolder, from_here, out_folder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.report.write import write_report
-from fedbn_flwr.results.text import shorten
 from fedbn_flwr.strategies import restore
 from fedbn_flwr.tasks import Task
 
@@ -89,9 +89,9 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
             progress.message(", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items())))
         running = replace(running, sites=nodes.sites)
         if run.data.normalise == "moments" and (prepared.dataset is None or nodes.own_data):
-            moments = agree(ledger, prepared, nodes, running.identity) if snapshot is None else folder.moments()
-            prepared.use_moments(moments)
-            means, deviations = map(list, moments)
+            agreed = agree(ledger, prepared, nodes, running.identity) if snapshot is None else folder.moments()
+            prepared.agreed = agreed
+            means, deviations = map(list, agreed)
             identity = {**running.identity, protocol.MEANS: means, protocol.DEVIATIONS: deviations}
             running = replace(running, identity=identity)
         folder.write("model.json", prepared.model_description, indent=2)
@@ -194,7 +194,7 @@ def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[Run
     """The folder of each run. All are checked before the first run trains."""
     folders = run_folders(experiment, out)
     if resume and not any(folder.config() for folder in folders):  # some runs may not have begun
-        names = shorten(", ".join(folder.path.name for folder in folders), 500)
+        names = few((folder.path.name for folder in folders), 3)
         raise SettingsError(
             f"{str(out)!r} has no run to resume; expected one of the folders {names} in it; give the --out of the "
             "runs, or start them without resuming"
