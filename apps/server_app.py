@@ -13,7 +13,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     log = logging.getLogger("flwr")
-    # In every round Flower logs figures that the progress lines and the run folders contain.
+    # In every round Flower logs metrics that the progress lines and the run folders contain.
     log.setLevel(logging.WARNING)
     log.addFilter(OneLine())
     serve(grid, context.run_config).announce()

@@ -47,7 +47,7 @@ class Task:
     targets: str  # what they are, in words
     form: Literal["classes", "labels", "numbers", ""]  # what outputs and targets are compared as
     losses: tuple[str, ...]  # that suit; the first is the default
-    figures: tuple[str, ...]  # that evaluations report beside the loss; runs are compared by the first
+    reported: tuple[str, ...]  # that evaluations report beside the loss; runs are compared by the first
     metrics: tuple[str, ...]  # that suit, those of `figures` among them
     options: tuple[str, ...] = ()  # of the loss: label_smoothing, class_weights
 
@@ -57,7 +57,7 @@ class Task:
     @property
     def main(self) -> str:
         """The name of the figure that rounds and runs are compared by."""
-        return self.figures[0] if self.figures else "loss"
+        return self.reported[0] if self.reported else "loss"
 
     def outputs(self, count: int) -> int:
         """The number of a model's outputs for `count` classes, labels or numbers; one logit decides between two."""

@@ -43,14 +43,14 @@ _SETTINGS = ("size", "engine.name", "engine.device")
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """The changes to the experiment, of which some have an option."""
+    """The changes to the experiment, from words and from options."""
     options = [f"{key}={value}" for key, value in vars(arguments).items() if key in _SETTINGS and value]
     return [*arguments.overrides, *options]
 
 
 @contextmanager
 def continued_by(out: Path | None, *words: str) -> Iterator[None]:
-    """If the runs in `out` are stopped or fail: a report on their rounds, and the command that continues them."""
+    """If the runs in `out` are stopped or fail, report on their rounds, and add the command that continues them."""
     try:
         yield
     except (KeyboardInterrupt, RunFailed, StorageError) as error:

@@ -81,7 +81,7 @@ def check_federation(config: Mapping[str, Any], least: int = 1) -> None:
 def federation_config(clients: int) -> dict[str, Any]:
     """One node per client, one core each, and as many at a time as there are cores, here or on the Ray cluster."""
     nodes = {"num-supernodes": clients, "client-resources-num-cpus": 1, "init-args-log-to-driver": False}
-    # Ray refuses a number of cores for a cluster that is running already.
+    # Ray raises an error for a number of cores if its cluster is running already.
     own = os.environ.get("RAY_ADDRESS", "local") == "local"
     return nodes | ({"init-args-num-cpus": min(clients, cores())} if own else {})
 

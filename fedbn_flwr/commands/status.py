@@ -54,7 +54,7 @@ def status(arguments: argparse.Namespace) -> None:
 
 
 def _as_json(state: RunState) -> dict[str, object]:
-    """Its main figure is called by its name."""
+    """The main metric has its own name as key."""
     run, summary = state.run, state.run.summary
     last: dict[str, object] = run.lines[-1] if run.lines else {}
     return {
@@ -84,14 +84,14 @@ def _table(states: list[RunState]) -> str:
 
     now = time.time()
     mains = {state.run.summary.of_task.main for state in states}
-    rows = [("run", "status", "round", title_of(*mains) if len(mains) == 1 else "figure", "changed", "left")]
+    rows = [("run", "status", "round", title_of(*mains) if len(mains) == 1 else "metric", "changed", "left")]
     for state in states:
         run, summary = state.run, state.run.summary
         named = f"{title_of(summary.of_task.main)} " if len(mains) > 1 else ""
-        figure = "" if summary.main is None else f"{named}{summary.main:.4f}"
+        metric = "" if summary.main is None else f"{named}{summary.main:.4f}"
         left = "" if state.seconds_left is None else duration(state.seconds_left)
         rounds, ago = f"{summary.rounds}/{state.rounds}", f"{duration(max(1.0, now - state.changed))} ago"
-        rows.append((str(run.folder), state.status, rounds, figure, ago, left))
+        rows.append((str(run.folder), state.status, rounds, metric, ago, left))
     head, rule, *lines = as_text(rows).splitlines()
     remarks = [state.silence or state.run.summary.error or state.run.summary.missing for state in states]
     below = (f"\n  {shorten(printable(remark), 110)}" if remark else "" for remark in remarks)

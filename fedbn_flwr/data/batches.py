@@ -17,7 +17,9 @@ from . import Moments
 from .augment import random_crop, random_cut, random_flip, random_resized_crop, random_rotate
 from .examples import MASK, Examples, main, main_key
 
-Normalise = Moments | Callable[[Value], Value]  # mean and deviation per feature or channel; or what refuses to
+Normalise = (
+    Moments | Callable[[Value], Value]
+)  # mean and deviation per feature or channel, or a function that raises an error
 Augmentation = Callable[[Any, Any, torch.Generator], tuple[Any, Any]]  # of images and targets
 
 

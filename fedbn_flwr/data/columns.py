@@ -41,7 +41,7 @@ Names = tuple[str, ...]
 class Column:
     """A column of a split."""
 
-    kind: str  # its type in words: that of `datasets`, or "array"
+    kind: str  # its type in `datasets`, or "array"
     read: Callable[[], Any]  # the values of all examples
     names: Names = ()  # of the classes that its numbers stand for
 
@@ -140,7 +140,7 @@ def commit_of(split: Any) -> str | None:
 
 
 def _columns(source: Source, split: Any) -> Mapping[str, Column]:
-    """The columns of a split by name; those of image files as bytes (with a path or without) have the type Image."""
+    """The columns of a split by name. A column of image files, as bytes or as paths, has the type Image."""
     if isinstance(split, Mapping):
         return {
             name: Column("array", functools.partial(as_rows, f"{source.name!r}: {name!r}", given))
@@ -168,7 +168,7 @@ def _lists(source: Source, split: Any, column: str) -> np.ndarray:
 
 
 def _single(source: Source, split: Any, column: str) -> Any:
-    """Numbers or texts; names in place of the numbers of a column with names."""
+    """Numbers or texts; the numbers of a column with class names become names."""
     import pyarrow as pa
 
     values = split.select_columns([column]).with_format("arrow")[:].column(0)
@@ -179,7 +179,7 @@ def _single(source: Source, split: Any, column: str) -> Any:
         return rows
     if (wrong := np.flatnonzero((rows < 0) | (rows >= len(names)))).size:
         raise DataError(
-            f"{source.name!r}: {column!r} has other numbers than 0 to {len(names) - 1}, which have names",
+            f"{source.name!r}: {column!r} has numbers outside of 0 to {len(names) - 1}, the classes that have names",
             f": {int(rows[wrong[0]])} in row {wrong[0]}",
         )
     return np.array(names)[rows]
@@ -199,7 +199,7 @@ def _in_words(columns: Columns) -> str:
 def _chosen(
     source: Source, columns: Columns, entry: Entry | None, *, is_table: bool
 ) -> tuple[Names, Names, str | None, str | None]:
-    """The names of the columns of inputs and labels, and that of domains and that of groups."""
+    """The columns of inputs, labels, domains and groups."""
     train = columns["train"]
     usual: Mapping[str, str] = ARRAYS
     if is_table:
@@ -210,7 +210,7 @@ def _chosen(
         return (usual[key],) if usual.get(key) in train else ()
 
     domain = source.domain or (usual["domain"] if source.domains else next(iter(named("domain")), None))
-    # A site's own data need not have the column of groups; where it decides who has what, `partition` asks for it.
+    # A site's own data may lack the column of groups; where it is needed, `partition` reports that.
     group = next((name for name in ([source.group] if source.group else named("group")) if name in train), None)
     label = source.label or named("label")
     if not label:
@@ -242,7 +242,7 @@ def _chosen(
 def _uses(
     source: Source, train: Mapping[str, Column], inputs: Names, keys: Mapping[str, Sequence[str | None]]
 ) -> dict[str, str]:
-    """What each column is for, or the reason why it is no input."""
+    """What each column is for, or why it is not an input."""
     used = dict.fromkeys(inputs, "input")
     used |= {column: f"data.{key}" for key, some in keys.items() for column in some if column}
     return {
@@ -322,7 +322,7 @@ def _known(source: Source, entry: Entry | None, columns: Columns, label: Sequenc
 
 
 def _check_sizes(where: str, split: Examples, groups: Sequence[Tensor | None], *, dense: bool) -> None:
-    """Arrays may have different numbers of rows, and masks another size."""
+    """Raise an error if arrays differ in their numbers of rows, or masks in size from the inputs."""
     found = {"inputs": tensors(split.inputs), "labels": tensors(split.targets), "domains or groups": groups}
     for what, values in found.items():
         if wrong := [len(some) for some in values if some is not None and len(some) != len(split)]:

@@ -40,7 +40,7 @@ class Groups:
 
     @classmethod
     def of(cls, name: str, values: Mapping[str, Sequence[Any]], wanted: Sequence[str] = ()) -> Groups:
-        """Groups by the values of the splits as texts: those that are wanted, in this order, or all, `in_order`."""
+        """Groups by the values of the splits as texts: the wanted ones, in their order, or else all, `in_order`."""
         texts = {part: list(map(str, some)) for part, some in values.items()}
         known = in_order({text for some in texts.values() for text in some})
         if unknown := [name for name in wanted if name not in known]:
@@ -57,7 +57,7 @@ class Groups:
 
 def in_order(texts: Collection[str]) -> list[str]:
     """Numbers by their value; other texts as a person sorts them, `site2` before `site10`."""
-    with suppress(InvalidOperation):  # one of them is no number
+    with suppress(InvalidOperation):  # one of them is not a number
         return sorted(texts, key=lambda text: (Decimal(text), text))
 
     def parts(text: str) -> list[Any]:
@@ -68,13 +68,13 @@ def in_order(texts: Collection[str]) -> list[str]:
 
 
 def numbers(values: Sequence[str], names: Sequence[str]) -> Tensor:
-    """The place of each value among the names; -1 for one that is none of them."""
+    """The index of each value among the names; -1 for other values."""
     place = {name: i for i, name in enumerate(names)}
     return torch.tensor([place.get(value, -1) for value in values], dtype=torch.int64)
 
 
 class Form:
-    """What a model depends on: of a data set, or of the settings."""
+    """The properties of examples that a model depends on, from a data set or from the settings."""
 
     classes: int  # the number of classes, of labels, or of numbers to predict
     shape: tuple[int, ...]  # of the inputs of one example
@@ -82,7 +82,7 @@ class Form:
 
     @property
     def outputs(self) -> int:
-        """Of the model."""
+        """The number of the model's outputs."""
         return self.task.outputs(self.classes)
 
     @property
@@ -112,13 +112,13 @@ class DataSet(Form):
     name: str
     train: Examples
     test: Examples
-    class_names: tuple[str, ...]  # or those of labels, or of numbers to predict
+    class_names: tuple[str, ...]  # or the names of labels, or of numbers to predict
     domains: Groups | None = None
     groups: Groups | None = None  # sites, patients, users: the clients of a natural partition
     commit: str | None = None  # of the hub's repository that the examples are from
     task: Task = CLASSIFICATION
     input_names: tuple[str, ...] = ()  # of the features
-    columns: Mapping[str, str] = field(default_factory=dict)  # what each is for, or why it is no input
+    columns: Mapping[str, str] = field(default_factory=dict)  # what each is for, or why it is not an input
     given_tokens: int | None = None  # data.tokens, on which sites agree
 
     @property
@@ -156,7 +156,7 @@ class DataSet(Form):
 
     @cached_property  # the runs of an experiment share it
     def checksum(self) -> str:
-        """Of all examples and their groups, equal on all machines; of a large array only every n-th example counts."""
+        """A checksum of the examples and their groups, equal on all machines; it samples large arrays."""
         values = [each for part in (self.train, self.test) for each in (part.inputs, part.targets)]
         parts = [*(part for value in values for part in tensors(value)), *(each.train for each in self.groupings)]
         parts += [each.test for each in self.groupings if each.test is not None]
@@ -180,11 +180,11 @@ class DataSet(Form):
             kinds, places = rows.unique(dim=0, return_inverse=True)
             names = ["+".join(np.array(self.class_names)[kind.numpy()]) or "none" for kind in kinds]
             return Groups(tuple(names), places[: len(train)], places[len(train) :])
-        classes = ("examples",) if self.dense else self.class_names  # those of pixels are not counted
+        classes = ("examples",) if self.dense else self.class_names  # labels of pixels are not counted
         return Groups(classes, train, test)
 
     def select(self, train: Tensor | None, test: Tensor | None) -> DataSet:
-        """With these rows of its splits; None keeps all."""
+        """The data set with only these rows of its splits; None keeps all."""
         return replace(
             self,
             train=self.train if train is None else self.train.select(train),
@@ -256,7 +256,7 @@ def fewer(dataset: DataSet, examples: int | None, test_examples: int | None) -> 
 
     None keeps all.
 
-    The draw is fixed: all runs and all seeds have the same examples, and a smaller number has those of a larger one,
+    The draw is fixed: all runs and all seeds get the same examples, and a smaller number is a subset of a larger one,
     up to rounding in each group.
     """
     groupings = [dataset.strata(), *dataset.groupings]
@@ -273,12 +273,12 @@ def fewer(dataset: DataSet, examples: int | None, test_examples: int | None) -> 
 
 
 def draw(count: int, columns: Sequence[Tensor], purpose: str = "fewer images") -> Tensor:
-    """`count` rows, ascending: of each combination of the columns' values its share, by largest remainders."""
+    """`count` rows, ascending, in proportion to each combination of the columns' values, by largest remainders."""
     values = np.stack([column.cpu().numpy() for column in columns])
     _, group, sizes = np.unique(values, axis=1, return_inverse=True, return_counts=True)
     group = group.reshape(-1)
     counts, remainders = np.divmod(sizes * count, len(group))
-    # Among equal remainders the first groups would always win, which are those of the first classes.
+    # Without this, the first classes would always win among equal remainders.
     tie = np.random.default_rng(seeding.seed_for(0, f"{purpose}, remainders")).permutation(len(sizes))
     counts[np.lexsort((tie, -remainders))[: count - counts.sum()]] += 1
     order = np.random.default_rng(seeding.seed_for(0, purpose)).permutation(len(group))

@@ -153,7 +153,7 @@ class Files:
 
     def _picture(self, item: Any, row: int) -> Any:
         opened = self._read(item, row, "image")
-        # Pillow would set values above 255 to 255. PNG and PGM have no more than 16 bits, also in mode I.
+        # Pillow would set values above 255 to 255. PNG and PGM have at most 16 bits, even in mode I.
         if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in ("PNG", "PPM")):
             return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
         if opened.mode in ("I", "F"):

@@ -15,7 +15,7 @@ MASK = "mask"  # the entry of a dict of inputs that is true at real positions, b
 
 
 def main(inputs: Value) -> Tensor:
-    """The tensor that is normalised: all, or in a dict the entry `inputs`, or the first that is no mask."""
+    """The tensor that is normalised: in a dict the entry `inputs`, or the first that is not a mask."""
     return inputs if isinstance(inputs, Tensor) else inputs[main_key(inputs)]
 
 
@@ -29,7 +29,7 @@ class Examples:
 
     # float32 [N, features], [N, channels, ...]; uint8 [N, C, H, W] images; int64 [N, T] tokens; or a dict of tensors
     inputs: Value
-    # int64 [N] the class of each; uint8 [N, H, W] that of each pixel, 255 for ignored ones; float32 [N] or [N, K]
+    # int64 [N], a class each; uint8 [N, H, W], a class for each pixel (255: ignored); float32 [N] or [N, K]
     # values of a regression, or 0 and 1 of several labels; or a dict of tensors
     targets: Value
     sent_to: torch.device | None = None  # the device to which each batch is sent, if the examples stay where they are

@@ -116,7 +116,7 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
             "folder with train*.parquet and test*.parquet, a name that `fedbn list datasets` shows, or the name of a "
             "data set on the Hugging Face hub"
         )
-    # The names of the splits; None: the usual ones.
+    # The names of the splits; None stands for the usual ones.
     given: dict[str, Any] = {"train": source.train, **({} if source.held_out else {"test": source.test})}
     if folder.is_file():
         if folder.suffix not in _READERS:
@@ -140,7 +140,7 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     codes = [*source.label, source.domain or "domain", *filter(None, [source.group])]
     kinds = {code: {getattr(each.get(code), "dtype", None) for each in columns} for code in codes}
     if texts := [code for code, kind in kinds.items() if kind == {"string", "int64"}]:
-        # Those of one split are numbers by chance.
+        # The texts of one split happen to be numbers.
         found = _named(folder, source, given, {**_READERS, ".csv": functools.partial(_csv, texts=texts)})
     return _tables(found, "image", "label"), entry
 
@@ -166,7 +166,7 @@ def open_rows(path: Path, label: Sequence[str], blank: str | float) -> tuple[Any
 
 
 def _check_rights(name: Path, *below: Path) -> None:
-    """Refuse a path, and files below it, that this process may not read; a site's server does not see their names.
+    """Raise an error for files that this process may not read; a site's server does not see their names.
 
     Without this, names in a folder without the right x are reported as if they were missing.
     """
@@ -208,7 +208,7 @@ def _named(folder: Path, source: Source, given: Mapping[str, Any], readers: Read
 def _split(folder: Path, name: str, readers: Readers) -> Any:
     """A split of `datasets`, or rows of files and their classes; None if the folder has none of this name.
 
-    Of all files and folders whose names begin with it; without a name, of all that the folder has.
+    It has all files and folders whose names begin with `name`; without a name, everything in the folder.
     """
     tables = {
         each: sorted(folder.glob(f"{name}*{each}")) or sorted(folder.glob(f"*/{name}*{each}")) for each in readers
@@ -236,10 +236,10 @@ def _split(folder: Path, name: str, readers: Readers) -> Any:
 
 
 def _whole(folder: Path) -> Any:
-    """The images of CLASS/*.jpg or DOMAIN/CLASS/*.jpg, of which a share is held out; None if there are none."""
+    """The images of CLASS/*.jpg or DOMAIN/CLASS/*.jpg, a share of which is held out; None if there are none."""
     rows = [(file, *Path(file).relative_to(folder).parts[-2::-1]) for file in _pictures(folder)]
     places = {row[1:] for row in rows}  # CLASS, and DOMAIN if there is one
-    # Domains without a class in common are rather classes, with a folder for each patient.
+    # Domains that share no class are probably classes, with a folder for each patient.
     is_apart = len({place[1:] for place in places}) > 1 and len({place[:1] for place in places}) == len(places)
     if is_apart or {len(place) for place in places} not in (set(), {1}, {2}):
         raise DataError(
@@ -315,8 +315,7 @@ def _root(error: BaseException) -> str:
 
 
 def _tables(splits: Mapping[str, Any], *columns: str) -> Splits:
-    """Splits of `datasets`; those that are rows of image files become tables with these columns, and classes numbered
-    alike."""
+    """Splits of `datasets`: rows of image files become tables with these columns, whose classes are numbered alike."""
     rows = {part: split for part, split in splits.items() if isinstance(split, list)}
     classes = sorted({row[1] for some in rows.values() for row in some})  # where the second column is the label
     kinds = {"image": datasets.Image(), "mask": datasets.Image(), "label": datasets.ClassLabel(names=classes)}
@@ -332,14 +331,14 @@ def _pictures(folder: str | Path) -> list[str]:
     """The image files in a folder and its subfolders, sorted."""
     return sorted(
         os.path.join(where, file)
-        for where, _, files in os.walk(folder, followlinks=True, onerror=_refused)
+        for where, _, files in os.walk(folder, followlinks=True, onerror=_no_right)
         for file in files
         if os.path.splitext(file)[1].lower() in PICTURES
     )
 
 
-def _refused(error: OSError) -> None:
-    """os.walk would leave out a folder that it may not list."""
+def _no_right(error: OSError) -> None:
+    """Raise an error where os.walk would leave out a folder that it may not list."""
     if isinstance(error, PermissionError):
         raise DataError(
             f"the data have a folder that the user of this process, uid {os.geteuid()}, may not list; give this user "
@@ -401,7 +400,7 @@ def _listed(folder: Path, file: Path) -> Iterator[Row]:
 
 
 def _placed(base: Path, split: Any, inputs: Sequence[str]) -> Any:
-    """Paths of image files in a table count from its folder, wherever the process runs."""
+    """Make the paths of image files in a table relative to its folder, wherever the process runs."""
     column = inputs[0] if len(inputs) == 1 else ""
     if isinstance(split, Mapping) or not str(getattr(split.features.get(column), "dtype", "")).endswith("string"):
         return split

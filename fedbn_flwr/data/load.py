@@ -2,8 +2,8 @@
 or what a callable of the user returns.
 
 A callable returns a mapping with `train` and `test` (`train` is enough if `data.test` is a share), and perhaps
-`classes`, the names of the classes. Splits of `datasets` are read like those of the hub; others are one of these, which
-are kept in memory:
+`classes`, the names of the classes. Splits of `datasets` are read like splits of the hub. Other splits are kept in
+memory:
 
 - a pair (inputs, labels), or a mapping of arrays or tensors by name, usually `inputs`, `labels`, `domains`, `groups`
 - a torch `Dataset` of pairs (inputs, label), or of triples with a domain
@@ -127,8 +127,8 @@ _CODES = {"cp": (2, 3, 4), "restecg": (1, 2)}  # kinds of chest pain and of elec
 def heart() -> Mapping[str, Any]:
     """740 patients of four hospitals, in heart.json with their source.
 
-    Columns, rows and test rows are those of FLamby (Ogier du Terrail et al. 2022): eight numbers, and 0 or 1 for each
-    kind of `_CODES`.
+    Columns, rows and test rows are the same as in FLamby (Ogier du Terrail et al. 2022): eight numbers, and 0 or 1 for
+    each kind of `_CODES`.
     """
     file = _file("heart.json")
     table = dict(zip(file["columns"], zip(*file["rows"], strict=True), strict=True))

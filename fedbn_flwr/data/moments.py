@@ -21,7 +21,9 @@ from . import Moments
 from .examples import MASK, main
 
 PARTS = 3  # float64 numbers of an exact sum: 159 bits
-ROWS = 1 + 2 * PARTS  # of an array of sums: the number of values, the parts of their sum, those of their squares' sum
+ROWS = (
+    1 + 2 * PARTS
+)  # of an array of sums: the number of values, the parts of their sum, the parts of their squares' sum
 _AT_ONCE = 1_024  # examples
 
 Sums = NDArray[np.float64]  # [ROWS, C]
@@ -89,7 +91,7 @@ def moments_from(sites: Sequence[Sums], names: Sequence[str] = ()) -> Moments:
 
 
 def totals(column: NDArray[np.float64]) -> tuple[int, Fraction, Fraction]:
-    """The number of values of a column, [ROWS] or [ROWS, sites], their sum, and that of their squares."""
+    """The number of values of a column, [ROWS] or [ROWS, sites], their sum, and the sum of their squares."""
     total, square = (
         sum(map(Fraction, parts.ravel().tolist()), Fraction(0))
         for parts in (column[1 : 1 + PARTS], column[1 + PARTS :])

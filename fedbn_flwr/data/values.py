@@ -55,7 +55,7 @@ def as_rows(where: str, given: Any) -> np.ndarray:
         return np.stack([np.asarray(each.cpu() if isinstance(each, Tensor) else each) for each in given])
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{where} has values that are no arrays of one shape; pad series to one length, and give their masks too: "
+            f"{where} has values that are not arrays of one shape; pad series to one length, and give their masks too: "
             "data.inputs: [inputs, mask]",
             f" ({error})",
         ) from None
@@ -88,7 +88,7 @@ def inputs_of(source: Source, columns: Mapping[str, Parts]) -> tuple[dict[str, V
 
 
 def _feature(source: Source, column: str, rows: np.ndarray, known: Sequence[str]) -> np.ndarray:
-    """A column [N, 1]; of texts one for each of the known values, with NaN in all of them where there is none."""
+    """A column [N, 1]; texts become a column of 0 and 1 for each known value, with NaN where the text is missing."""
     if known:
         absent = np.array([row is None or row != row for row in rows])
         texts = np.where(absent, known[0], rows.astype(str))
@@ -101,29 +101,29 @@ def _feature(source: Source, column: str, rows: np.ndarray, known: Sequence[str]
     elif rows.dtype.kind in "OSU" and (few := sorted({str(row) for row in rows if row is not None})[:4]):
         check_texts(source, column, rows)
         raise DataError(
-            f"{source.name!r}: the column {column!r} has texts, which are no inputs; leave it out of data.inputs, or "
-            "give its values",
+            f"{source.name!r}: the column {column!r} has texts, which cannot be inputs; leave it out of data.inputs, "
+            "or give its values",
             f": data.categories: {{{column}: [{', '.join(few)}]}}",
         )
     return np.asarray(rows, np.float32).reshape(len(rows), -1)
 
 
 def check_texts(source: Source, column: str, rows: np.ndarray) -> None:
-    """One stray text makes a column of numbers one of texts, which is no input."""
+    """Raise an error for a column of numbers with a few stray texts, which make it a column of texts."""
     import pandas as pd
 
     texts = pd.Series(rows).dropna()
     wrong = texts[pd.to_numeric(texts, errors="coerce").isna()]
     if 0 < len(wrong) < len(texts) / 2:
         raise DataError(
-            f"{source.name!r}: {len(wrong)} of {len(texts)} values of the column {column!r} are no numbers; correct "
+            f"{source.name!r}: {len(wrong)} of {len(texts)} values of the column {column!r} are not numbers; correct "
             "them, leave their fields empty, or name the inputs without it in data.inputs",
             f": {wrong.iloc[0]!r} in row {wrong.index[0]}",
         )
 
 
 def _several(where: str, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The normalised one has features or channels, and the mask is bool: numbers would select rows."""
+    """Give the normalised array a dimension of features, and make the mask bool: numbers would select rows."""
     key, mask = main_key(arrays), arrays.get(MASK)
     values = arrays[key]
     values = values[:, None] if values.ndim == 1 else values
@@ -156,9 +156,9 @@ def _number(where: str, rows: np.ndarray) -> Tensor:
 
 
 def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> None:
-    """Refuse another shape, infinite values, missing ones unless they are replaced, tokens and values out of range.
+    """Raise an error for a wrong shape, infinite values, missing values that aren't replaced, and values out of range.
 
-    An error has the number of such values, not the values: that of a site is sent to the server.
+    Errors count such values instead of showing them, because a site's errors are sent to the server.
     """
     shape, wanted = list(main(inputs).shape[1:]), list(source.shape)
     if wanted and (len(wanted) != len(shape) or any(b not in (None, a) for a, b in zip(shape, wanted, strict=True))):
@@ -190,13 +190,13 @@ def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> No
                 limit = (
                     f"0 to {source.tokens - 1} (data.tokens is {source.tokens})"
                     if source.tokens
-                    else ("0, 1, 2 and so on; give whole numbers that are no tokens as floats")
+                    else ("0, 1, 2 and so on; give whole numbers that are not tokens as floats")
                 )
-                raise DataError(f"{source.name!r}: {part} has other tokens than {limit}", f": from {low} to {high}")
+                raise DataError(f"{source.name!r}: {part} has tokens other than {limit}", f": from {low} to {high}")
 
 
 def _counts(wrong: Tensor, names: Sequence[str], key: str) -> str:
-    """The columns with such values, and the numbers of these."""
+    """The columns with such values, and how many each has."""
     counts = wrong.sum(0) if names else wrong.sum().reshape(1)
     found = zip(names or (key or "inputs",), counts.tolist(), strict=True)
     return few((f"{name} ({number})" for name, number in found if number), 8)
@@ -227,8 +227,8 @@ def targets_of(
 ) -> tuple[Targets, tuple[str, ...], Task]:
     """The targets of each split, the names of the classes, labels or numbers, and the task.
 
-    `known` are the names of the classes, if something gives them. Whole numbers are places among them if `numbered`,
-    and else names.
+    `known` are the names of the classes, if they are known. Whole numbers are indices into them if `numbered`, else
+    names.
     """
     for column, parts in label.items():
         for part, rows in parts.items():
@@ -285,8 +285,8 @@ def _classes(
     name, rows = repr(source.name), np.concatenate([*parts.values()])
     if rows.ndim > 1 or (rows.dtype.kind == "f" and (rows % 1).any()):
         raise DataError(
-            f"{name} has labels of type {rows.dtype} and shape {list(rows.shape)} in {column!r}, which are no classes; "
-            "expected a whole number or a name for each example"
+            f"{name} has labels of type {rows.dtype} and shape {list(rows.shape)} in {column!r}, which are not "
+            "classes; expected a whole number or a name for each example"
         )
     if rows.dtype.kind == "f":
         parts, rows = {part: some.astype(np.int64) for part, some in parts.items()}, rows.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Carries out experiments from Python: `run` for one run, `run_all` for several."""
+"""Runs experiments from Python: `run` for one run, `run_all` for several."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.yaml_text import check_values
 
 from .data import forget_data
-from .file.content import extended, read_content
-from .file.layers import changed, read_experiment
+from .file.content import follow_extends, read_content
+from .file.layers import changes_of, read_experiment
 from .node import free_models
 from .run.loop import carry_out, check_failures, run_folders
 from .settings import Experiment, Settings
@@ -96,7 +96,7 @@ def run_all(
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
     **changes: Any,
 ) -> Results:
-    """Carry out all runs of an experiment; the arguments are those of `run`.
+    """Carry out all runs of an experiment, with the arguments of `run`.
 
     If one of several runs fails, the others are still carried out; the failed one has `summary.status` "failed".
 
@@ -120,7 +120,7 @@ def _planned(source: Source, only: str | Sequence[str] | None, changes: Mapping[
     if isinstance(source, Settings):
         source = source.model_dump(mode="json")
     if isinstance(source, Mapping):
-        content, name = extended(_plain("", source), Path()), "experiment"
+        content, name = follow_extends(_plain("", source), Path()), "experiment"
     else:
         content, name = read_content(str(source))
     plain: dict[str, Any] = {key: _plain(key, value) for key, value in changes.items()}
@@ -128,14 +128,11 @@ def _planned(source: Source, only: str | Sequence[str] | None, changes: Mapping[
         content = {**content, "runs": plain.pop("runs")}
     if only is not None:
         plain["only"] = _plain("only", only)
-    overrides: dict[str, Any] = {}
-    for key, value in plain.items():
-        overrides = changed(overrides, key, value)
-    return read_experiment(content, overrides, name=name)
+    return read_experiment(content, changes_of(plain.items()), name=name)
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A value of the settings as JSON has it; of a section what it sets."""
+    """A value of the settings in JSON's types; an object of a section becomes a dict of the keys that it sets."""
 
     def other(value: Any) -> Any:
         if isinstance(value, np.generic | np.ndarray | range):
@@ -170,7 +167,7 @@ def _carry_out(
     folder = out_folder(planned.name, out, resume=resume)
     resume = resume and any(each.config() for each in run_folders(planned, folder))
     with _settings_of_the_process():
-        forget_data()  # files may have changed since the last run, also that of model.weights
+        forget_data()  # files may have changed since the last run, model.weights among them
         free_models.cache_clear()
         try:
             outcome = carry_out(planned, folder, resume=resume, jobs=jobs, quiet=not progress, node_config=node_config)
@@ -180,7 +177,7 @@ def _carry_out(
     try:
         return Results([Result.read(each.path) for each in run_folders(planned, folder)])
     except UserError:
-        check_failures(outcome.failures)  # of runs that wrote nothing
+        check_failures(outcome.failures)  # runs that wrote nothing
         raise
 
 
@@ -191,7 +188,7 @@ def _settings_of_the_process() -> Iterator[None]:
 
     logger, threads = logging.getLogger("flwr"), torch.get_num_threads()
     level = logger.level
-    logger.setLevel(logging.WARNING)  # in every round Flower logs figures that the progress contains
+    logger.setLevel(logging.WARNING)  # in every round Flower logs metrics that the progress shows
     try:
         with warnings.catch_warnings():
             # In a notebook, tqdm warns on import if ipywidgets is missing; the progress here does not need it.

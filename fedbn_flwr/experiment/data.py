@@ -38,9 +38,10 @@ def examples_of(data: Data) -> str:
 
 
 def load_data(data: Data, device: str) -> DataSet:
-    """The data set, which the process keeps: the last two, and more while all take at most `data.memory`.
+    """Load a data set, or return the one that the process keeps.
 
-    Nodes with own data have a data set each. A relative name counts from the working directory.
+    It keeps the last two, and more while together they take at most `data.memory`: each node with data of its own has
+    its own data set. Relative names start at the working directory.
     """
     examples = examples_of(data)
     if (received := _received.get((examples, device))) is not None:
@@ -71,7 +72,7 @@ def shares_of(data: Data, clients: int, seed: int, device: str) -> tuple[list[Te
     return _shares(os.getcwd(), data, clients, seed, device)
 
 
-@functools.lru_cache(maxsize=8)  # for each working directory, from which a relative `data.name` counts
+@functools.lru_cache(maxsize=8)  # the working directory is where a relative `data.name` starts
 def _shares(_: str, data: Data, clients: int, seed: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
     dataset = load_data(data, device)
     options = data.partition.model_dump()
@@ -107,7 +108,7 @@ def _shares(_: str, data: Data, clients: int, seed: int, device: str) -> tuple[l
 
 
 def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
-    """Indices of each domain's test examples. The names are valid in metric keys; DataError if two keys would agree."""
+    """Indices of each domain's test examples, by names valid in metrics; DataError if two names agree."""
     domains = dataset.domains
     if domains is None or domains.test is None:
         return {}
@@ -117,7 +118,7 @@ def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
             key = re.sub(r"\W+", "_", name)
             if key in (*rows, "of") or f"_{key}".endswith(SPREAD):
                 raise DataError(
-                    f"{dataset.name!r} has the domain {name!r}, but accuracy_{key} is another figure; expected a name "
+                    f"{dataset.name!r} has the domain {name!r}, but accuracy_{key} is another metric; expected a name "
                     f"other than {', '.join((*rows, 'of'))}, and without 'std' or 'worst_tenth' as its last word; "
                     "rename it, or leave it out with data.domains"
                 )
@@ -128,8 +129,8 @@ def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
 def normalisation_of(run: Settings, dataset: DataSet | Shape, listed: str | None = None) -> Moments:
     """Mean and standard deviation per feature or channel for normalising examples.
 
-    Without the data, the mean and deviation of `data.normalise: moments` are unknown. Those of `official` belong to the
-    data set `listed` of the experiment, which a site may have as files of its own.
+    `data.normalise: moments` needs the data. `listed` is the experiment's data set, whose `official` values also apply
+    to a site that has its own files of it.
     """
     if run.data.normalise in ("unit", "own"):
         return (0.0,) * dataset.channels, (1.0,) * dataset.channels
@@ -169,7 +170,7 @@ def client_batches(
 
 
 def try_data(run: Settings, dataset: DataSet, indices: Tensor) -> None:
-    """Take the first batch of two examples twice: what the user's parts do wrong is reported before training."""
+    """Take a batch twice before training, to report augmentations of the user that fail or aren't reproducible."""
     if not (own := [name for name in map(name_in, run.data.augment or ()) if named.is_name(name)]):
         return
     batches = client_batches(run, dataset, indices[:2], 0, normalisation_of(run, dataset))
@@ -218,11 +219,11 @@ def shape_without_data(run: Settings) -> Shape:
     return Shape(classes, tuple(_ANY_LENGTH if side is None else side for side in shape), task, data.tokens, is_padded)
 
 
-_ANY_LENGTH = 32  # in place of a length that is not known, to try a model
+_ANY_LENGTH = 32  # stands for an unknown length when a model is tried
 
 
 def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
-    """Check that crops and augmentations suit the inputs, and the labels, which are per example or per pixel."""
+    """Raise an error if crops or augmentations don't suit the inputs, or the labels (one per example or per pixel)."""
     name, data, cut, size = run.data.name, run.data, run.data.crop, dataset.size
     drawn = [kind for kind in data.augment or () if kind in AUGMENTATIONS]
     of_images = {"augment": drawn, "size": data.size, "crop": cut, "channels": data.channels}

@@ -63,7 +63,7 @@ class Clients:
         key = (run.label, run.seed, context.node_id, *context.node_config.items())
         knows_all = all(map(is_known, config))
         if key not in self._parts or not knows_all:
-            for name in sorted(named.names_in(run.strategy)):  # its module has, or imports, the client's half
+            for name in sorted(named.names_in(run.strategy)):  # its module defines or imports the client's half
                 try:
                     named.load("strategy.name", name)
                 except SettingsError as error:
@@ -77,9 +77,10 @@ class Clients:
 
 @dataclass(eq=False)
 class ClientParts(RunParts):
-    """What a run's client on a node is made of for each message; data sets are kept for all clients, in `data.py`.
+    """What a node needs to make the client of a run for each message.
 
-    The settings of the run have the data of the site, if it has data of its own.
+    If the site has data of its own, the settings of `run` describe that data. `data.py` keeps the data sets, which
+    clients share.
     """
 
     number: int
@@ -189,7 +190,7 @@ class ClientParts(RunParts):
         return made
 
     def tests(self, normalise: Normalise) -> dict[str, TestBatches]:
-        """The test sets: all test examples, the client's own, its own or all of each domain, and what it holds out."""
+        """The test sets: all test examples, the client's own, both by domain, and those that it holds out."""
         dataset, own, held = self.dataset, self.part[1], self.split[1]
         size = self.run.evaluate.batch_size
         test = functools.partial(TestBatches, dataset.test, normalise, size)
@@ -204,11 +205,11 @@ class ClientParts(RunParts):
         return tests
 
     def check_sums(self) -> None:
-        """Refuse to send the sums of so few examples that they reveal them."""
+        """Raise an error if the client has so few examples that their sums would reveal them."""
         if (count := len(self.part[0])) < self.min_batch:
             raise MessageError(
-                f"it has {count} training examples, and it refuses to send the sums of fewer than {self.min_batch}, "
-                f"which reveal them; have more, or allow it by min-batch={count} in this node's config"
+                f"it has {count} training examples and doesn't send the sums of fewer than {self.min_batch}, which "
+                f"would reveal them; use more examples, or allow it by min-batch={count} in this node's config"
             )
 
     def sums(self) -> Sums:
@@ -219,7 +220,7 @@ class ClientParts(RunParts):
 
 
 def min_batch_of(node: Mapping[str, Any]) -> int:
-    """The limit of a node, whose config is checked; a site with its own data has one even if it sets none."""
+    """Check a node's config and return its `min-batch`, which defaults to a limit for a site with its own data."""
     for name in node:
         if name not in NODE_KEYS and difflib.get_close_matches(name, NODE_KEYS):  # others may belong to other apps
             raise SettingsError(f"this node's config has the unknown key {name!r}; {did_you_mean(name, NODE_KEYS)}")

@@ -119,7 +119,7 @@ class Parts(RunParts):
 
 
 def counts_of(run: Settings, dataset: DataSet, partition: Sequence[Tensor]) -> PartitionCounts:
-    """The numbers of examples of a run's clients, which have these rows of the data set."""
+    """Count the examples of each client by class; `partition` has the rows of each."""
     strata, options = dataset.strata(), run.data.partition.model_dump(exclude_none=True)
     parts = [part.cpu() for part in partition]
     # A segmentation example has many classes: only the examples are counted.
@@ -160,7 +160,7 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
         "input_shape": dataset.shape,
         "num_tokens": dataset.tokens,
         "stem": run.model.stem,
-        "groups": run.model.groups,  # each norm uses the options that it has
+        "groups": run.model.groups,  # each norm picks its own options
         "branch_scale": run.model.branch_scale,
         **run.model.brn.model_dump(),
     }
@@ -188,7 +188,7 @@ def learning_rate(run: Settings, server_round: int) -> float:
 
 
 def loss_of(run: Settings, dataset: DataSet, indices: Tensor) -> Loss:
-    """The loss of a client, whose training examples are those at `indices`."""
+    """The training loss of the client that has the examples at `indices`."""
     train, task = run.train, dataset.task
     if has_own_loss(run) or not (train.label_smoothing or train.class_weights):
         return plain_loss(run, task)
@@ -202,7 +202,7 @@ def loss_of(run: Settings, dataset: DataSet, indices: Tensor) -> Loss:
 
 
 def plain_loss(run: Settings, task: Task) -> Loss:
-    """The loss that evaluations report, without label smoothing and class weights."""
+    """The loss that evaluations report: without label smoothing and class weights."""
     name, options = name_in(run.train.loss or task.losses[0]), options_in(run.train.loss)
     if not has_own_loss(run):
         return make_loss(name, **options)

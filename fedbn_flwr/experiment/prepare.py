@@ -56,14 +56,14 @@ def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_
 
 
 def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
-    """The parts of a run, which suit each other."""
+    """Make the parts of a run, and check that they suit each other."""
     for tracker in run.track:
         named.load("track", tracker_of(tracker))
     parts = Parts(run, name, rule)
     check_labels(run, parts.shape)
     if parts.dataset is not None:
         try_data(run, parts.dataset, parts.partition[0])
-    # Asked for now, so that what is wrong with them is reported before training.
+    # Made now, so that their errors are reported before training.
     if parts.dataset is not None or run.data.normalise != "moments":
         parts.normalise  # noqa: B018
     if parts.dataset is not None and run.evaluate.validation:
@@ -73,7 +73,7 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
     check_training(parts)
     logging.disable(logging.WARNING)  # the run calls it again, and warns then
     try:
-        rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # refuses a model that does not suit it
+        rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # raises an error for a model that does not suit it
     finally:
         logging.disable(logging.NOTSET)
     return parts
@@ -111,7 +111,7 @@ def make_rule(run: Settings) -> Rule:
 
 
 def check_moments(run: Settings, rule: Rule) -> None:
-    """Refuse to ask sites for the sums of their columns if the strategy hides or limits what one of them sends."""
+    """Raise an error if sites would be asked for sums of columns that the strategy hides or must limit."""
     name, hides = strategy_name(run.strategy), rule.breaks.get("inside")
     asks = "data.normalise is 'moments', for which each site sends the sums of its columns to the server,"
     instead = "use unit or official, without data.missing"
@@ -124,7 +124,7 @@ def check_moments(run: Settings, rule: Rule) -> None:
 
 
 def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
-    """Refuse a minimum number of nodes above the number of clients: a round would wait for them until its timeout."""
+    """Raise an error if a minimum number of nodes exceeds the clients: rounds would wait until their timeout."""
     for key in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
         if isinstance(needed := spec.get(key), int) and needed > clients:
             raise SettingsError(f"strategy.{key} of {spec.get('name')} is {needed}, but there are {clients} clients")
@@ -158,7 +158,7 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
 
 
 def check_partition(parts: Parts) -> None:
-    """Refuse clients with so few examples that they would not exchange the statistics of their batches, or all fail."""
+    """Raise an error if clients have too few examples to exchange statistics of batches, or to train at all."""
     run, least = parts.run, parts.rule.traits.min_batch
     share = run.evaluate.validation
     sizes = [len(hold_out(part, share, run.seed, client)[0]) for client, part in enumerate(parts.partition)]
@@ -169,14 +169,14 @@ def check_partition(parts: Parts) -> None:
         raise SettingsError(
             f"{len(small)} of {len(sizes)} clients have fewer than {least} training examples with seed {run.seed}: "
             f"{few(small, 5)}; with strategy "
-            f"{strategy_name(run.strategy)} they refuse to exchange the statistics of so small batches, because these "
+            f"{strategy_name(run.strategy)} they don't exchange the statistics of batches this small, which would "
             "reveal the examples; change clients or data.partition, or allow it with strategy.min_batch: "
             f"{min(sizes)}"
         )
 
 
 def _try_one_example(parts: Parts) -> None:
-    """Refuse batches of one example for a model whose batch norm has one value per channel then."""
+    """Raise an error if a batch of one example leaves a batch norm with one value per channel."""
     inputs = each(lambda part: part.to(parts.device), parts.shape.blank(1))
     try:
         with torch.no_grad(), seeding.streams(0, parts.device):
@@ -194,7 +194,7 @@ def _try_one_example(parts: Parts) -> None:
 
 
 def check_training(parts: Parts) -> None:
-    """Refuse settings with which training cannot begin or is not what the strategy assumes."""
+    """Raise an error for settings with which training cannot begin, or differs from what the strategy assumes."""
     run, shape = parts.run, parts.shape
     train = run.train
     _check_strategy(run, parts.rule)
@@ -243,8 +243,8 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
         )
     if train.batch_size < traits.min_batch:
         raise SettingsError(
-            f"train.batch_size is {train.batch_size}, but with strategy {name} clients refuse to exchange the "
-            f"statistics of batches of fewer than {traits.min_batch} examples, because these reveal the examples; use "
+            f"train.batch_size is {train.batch_size}, but with strategy {name} clients don't exchange the "
+            f"statistics of batches of fewer than {traits.min_batch} examples, which would reveal the examples; use "
             f"a larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}"
         )
     if "momentum" in traits.steps and not (by_sgd and train.momentum > 0):
@@ -257,7 +257,9 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
 
 def _check_names(task: Task, metrics: Sequence[Metric], notes: Collection[str]) -> None:
     if other := sorted(name for name in notes if is_taken(name, task)):
-        raise SettingsError(f"the strategy's notes() have {other[0]!r}, a name of figures of the run; rename the note")
+        raise SettingsError(
+            f"the strategy's notes() have {other[0]!r}, a name that the run itself uses; rename the note"
+        )
     with naming("evaluate.metrics"):
         check_metrics(task, metrics, lambda name: name in notes or is_taken(name, task))
     names = [name_of(metric) for metric in metrics]
@@ -268,8 +270,8 @@ def _check_names(task: Task, metrics: Sequence[Metric], notes: Collection[str]) 
 def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:
     """Run two examples through the model, so that a wrong size is reported before training.
 
-    It is tried in eval mode, and a copy of it in training mode, in which some networks return something else, which
-    needs a loss of the user.
+    The model is tried in eval mode, and a copy of it in training mode: some networks then return something else, for
+    which the user must give a loss.
     """
     check_loss(run, dataset)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -346,7 +348,7 @@ def _described(inputs: Value) -> str:
 
 
 def targets_like(task: Task, count: int, number: int, size: Sequence[int] = ()) -> Tensor:
-    """Targets of so many examples, to try a loss: of all `count` classes in turn, of labels, or of numbers."""
+    """Targets of `number` examples, to try a loss: `count` classes in turn, or `count` labels or numbers each."""
     labels = torch.arange(number) % count
     if task.form == "classes":
         return labels.reshape(-1, *(1 for _ in size)).expand(-1, *size)
@@ -356,7 +358,7 @@ def targets_like(task: Task, count: int, number: int, size: Sequence[int] = ()) 
 
 
 def check_loss(run: Settings, shape: DataSet | Shape) -> None:
-    """Refuse a loss, or an option of it, that does not suit the targets."""
+    """Raise an error for a loss, or an option of it, that does not suit the targets."""
     train, task, weights = run.train, shape.task, run.train.class_weights
     found = f"{run.data.name!r} has {task.targets} ({task.name})"
     name = name_in(train.loss) if train.loss is not None else task.losses[0] if task.losses else "missing"

@@ -37,13 +37,13 @@ class ExplainedRun:
     label: str
     settings: tuple[Setting, ...]
     model: dict[str, Part]  # by role
-    down: tuple[str, ...]  # the roles of the arrays that a client receives in a round of training, and what else
+    down: tuple[str, ...]  # what a client receives in a round of training: roles of arrays, and other records
     up: tuple[str, ...]
-    columns: Mapping[str, str]  # of the data, if they are here: what each is for
+    columns: Mapping[str, str]  # the use of each column; empty without the data
 
 
 def explain(experiment: Experiment) -> list[ExplainedRun]:
-    """Prepare all runs as `fedbn run` does; those of further seeds are not repeated."""
+    """Prepare all runs as `fedbn run` does, and explain each label once, not for every seed."""
     found: dict[str, ExplainedRun] = {}
     for prepared in prepare(experiment):
         label, traits = prepared.run.label, prepared.rule.traits

@@ -1,7 +1,7 @@
-"""The strategies by name: those that an experiment's `strategy:` section can name, in words and as objects.
+"""The strategies that an experiment's `strategy:` section can name, in words and as objects.
 
 Flower's are used inside `MeanStatistics`: a server optimiser must not step along statistics, since a variance could
-become negative, a robust rule must not measure distances by them, and counters are no weights. For robust rules the
+become negative, a robust rule must not measure distances by them, and counters are not weights. For robust rules the
 statistics are the median of the clients' values instead of their mean, which one malicious client could set to any
 value.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from flwr.serverapp import strategy as flower
@@ -31,8 +31,8 @@ class OfFlower:
 
     strategy: type[Strategy]
     does: str
-    robust: bool = False  # it withstands some malicious clients
-    needs: Callable[[int], int] | None = None  # the clients that it needs for this many malicious ones
+    robust: bool = False  # withstands some malicious clients
+    needs: Callable[[int], int] | None = None  # the number of clients for so many malicious ones
     defaults: Mapping[str, Any] = field(default_factory=dict)  # where Flower's do not suit the clients here
 
 
@@ -90,7 +90,7 @@ _OF_FLOWER: dict[str, tuple[Any, ...]] = {
 }
 
 
-# The names of this package's strategies, and of those of extensions, which are imported when they are used.
+# The names of the strategies of this package and of its extensions, which are imported when they are used.
 STRATEGIES = (
     *(
         name
@@ -132,7 +132,7 @@ def _takes_base(cls: type[Strategy]) -> bool:
 
 
 def check_strategy(spec: Mapping[str, Any], section: str = "strategy") -> Mapping[str, Any]:
-    """The section; SettingsError if there is no strategy with its name, or with that of its base."""
+    """Return the section; SettingsError if its name, or the name of its base, is not a strategy."""
     name = spec.get("name")
     if not (isinstance(name, str) and (named.is_name(name) or name in FLOWER or name in STRATEGIES)):
         known = did_you_mean(str(name), {*STRATEGIES, *FLOWER})
@@ -197,7 +197,7 @@ def _built(cls: type[Any], name: str, options: dict[str, Any], section: str, def
         raise SettingsError(f"{section}: {error}") from None
     if of_flower is None:
         return made
-    statistics: Any = "median" if of_flower.robust else "mean"
+    statistics: Literal["median", "mean"] = "median" if of_flower.robust else "mean"
     return MeanStatistics(as_rule(made, defaults.get("seed", 0)), statistics=statistics)
 
 

@@ -30,7 +30,7 @@ from .file.types import Augment, Line, Named, Partition, Parts, Strategy, Weight
 
 
 def of_catalogue(name: str) -> dict[str, Any]:
-    """What the catalogue gives for settings of a data set that are left out."""
+    """The catalogue's values for the settings of a data set that are left out."""
     if (entry := CATALOGUE.get(name)) is None:
         return {"normalise": "moments", "augment": (), "fit": None if is_name(name) else "stretch"}
     return {
@@ -73,7 +73,7 @@ class Data(Source):
     def _has_values_of_the_catalogue(self) -> Self:
         for key, value in of_catalogue(self.name).items():
             if getattr(self, key) is None:
-                object.__setattr__(self, key, value)  # not among the keys that are set
+                object.__setattr__(self, key, value)  # pydantic doesn't count it as set
         return self
 
     def problems(self) -> Iterator[str]:
@@ -352,7 +352,7 @@ class Evaluate(Section):
     metrics: Names = Field(
         default=(),
         description=(
-            "further metrics, in addition to those of the task: any of `balanced_accuracy`, `macro_f1`, `auc`, "
+            "metrics in addition to the metrics of the task: any of `balanced_accuracy`, `macro_f1`, `auc`, "
             "`dice`, `mean_iou` that suits the task, and `module:function` ([Training](training.md#metrics))"
         ),
     )
@@ -453,7 +453,7 @@ class Engine(Section):
 
 
 class Published(BaseModel):
-    """Figures of a paper, by their keys in summary.json, for the report; a figure may have a standard deviation."""
+    """Results of a paper by their keys in summary.json, for the report; some have a standard deviation."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     __pydantic_extra__: dict[
@@ -461,21 +461,21 @@ class Published(BaseModel):
     ]
 
     source: Annotated[str, Field(min_length=1)]
-    # Why the figures are not those of this run's set-up: its size, or overrides; a file may give a reason of its own.
+    # How the paper's set-up differs from the run's: by a size or overrides; a file may give a reason of its own.
     differs: str | None = None
 
     @model_validator(mode="after")
     def _fractions(self) -> Self:
-        figures = self.__pydantic_extra__
-        if not figures:
+        results = self.__pydantic_extra__
+        if not results:
             raise ValueError("there is no result; give one by its key in summary.json, for instance accuracy: 0.7689")
-        for key, value in figures.items():
+        for key, value in results.items():
             if Measure.of(key).is_fraction and (value[0] if isinstance(value, tuple) else value) > 1:
                 raise ValueError(f"{key} is {value}; expected a fraction, for instance 0.7689, not percent")
         return self
 
 
-DERIVED = ("label", "cell", "size")  # keys of a run that no file gives
+DERIVED = ("label", "cell", "size")  # keys of a run that no file sets
 
 
 class Settings(Section):
@@ -542,7 +542,7 @@ class Experiment:
     name: str
     runs: tuple[Settings, ...]
     description: str = ""
-    seeded: bool = False  # whether it has `seeds`, also if only one of them is run
+    seeded: bool = False  # whether it has `seeds`, even if only one of them is run
     layers: Mapping[str, Sequence[Layer]] = field(default_factory=dict)  # by the label of a run
 
     @functools.cached_property

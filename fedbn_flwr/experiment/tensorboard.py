@@ -1,4 +1,4 @@
-"""The tracker `tensorboard`, which needs its package."""
+"""The tracker `tensorboard`, which needs the package of that name."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class TensorBoard:
     """Event files in the run folder; `tensorboard --logdir DIR` shows all runs in DIR."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Rounds after the checkpoint are repeated; TensorBoard then hides their first figures.
+        # Rounds after the checkpoint are repeated; TensorBoard then hides their first values.
         self.writer = SummaryWriter(str(run.folder), purge_step=run.done + 1 if run.done else None)
         experiment, start, self.success = hparams(dict(run.settings), {run.measure: 0.0, "loss": 0.0})
         self.writer.file_writer.add_summary(experiment)
         self.writer.file_writer.add_summary(start)
 
-    def log(self, round: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
+    def log(self, round: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
             self.writer.add_scalar(name, value, round)
         self.writer.flush()
 

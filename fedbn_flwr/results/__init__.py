@@ -1,1 +1,1 @@
-"""The results of a run: the ledger of messages, the run folder, the report."""
+"""The results of a run: the ledger of messages, the run folder and the report."""

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbn_flwr.errors import UserError, needs
+from fedbn_flwr.errors import UserError, did_you_mean, few, needs
 from fedbn_flwr.tasks import title_of
 
 from .read.runs import Run, find_runs
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Result(Run):
-    """One run: its settings, its figures by round, and its model.
+    """One run: its settings, its metrics by round, and its model.
 
-    It has the figures of the moment when it was read; `Result.read(result.folder)` reads them again.
+    A result doesn't change after it was read; `Result.read(result.folder)` reads a run again that has continued.
     """
 
     @classmethod
@@ -35,7 +35,7 @@ class Result(Run):
         found = Results.read(folder)
         if len(found) > 1:
             raise UserError(
-                f"{str(folder)!r} holds {len(found)} runs: {', '.join(run.folder.name for run in found)}; give the "
+                f"{str(folder)!r} holds {len(found)} runs: {few((run.folder.name for run in found), 5)}; give the "
                 "folder of one, or use Results.read"
             )
         return found[0]
@@ -79,14 +79,14 @@ class Result(Run):
         return normalisation(self.files)
 
     def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:
-        """The main figure of the task against rounds, communication rounds and bytes; see `Results.plot`."""
+        """Plot the main metric of the task against rounds, communication rounds and bytes; see `Results.plot`."""
         return Results([self]).plot(measure, axis)
 
     def __repr__(self) -> str:
         summary = self.summary
-        figure = "" if summary.main is None else f", {title_of(summary.of_task.main)} {summary.main:.4f}"
+        metric = "" if summary.main is None else f", {title_of(summary.of_task.main)} {summary.main:.4f}"
         rounds = f"{summary.rounds} of {self.config.get('rounds', '?')} rounds"
-        return f"<Result {self.label!r}: {summary.status}, {rounds}{figure}, in {str(self.folder)!r}>"
+        return f"<Result {self.label!r}: {summary.status}, {rounds}{metric}, in {str(self.folder)!r}>"
 
     def _repr_html_(self) -> str:
         return Results([self])._repr_html_() + f"<p>{in_html(str(self.folder))}</p>"
@@ -105,8 +105,8 @@ class Results(tuple[Result, ...]):
         """The run of this label, or in a folder of this name."""
         found = [result for result in self if name in (result.label, result.folder.name)]
         if len(found) != 1:
-            names = ", ".join(result.folder.name for result in self)
-            raise UserError(f"{len(found)} runs are called {name!r}; expected the label of one, or one of {names}")
+            names = did_you_mean(name, (result.folder.name for result in self))
+            raise UserError(f"{len(found)} runs are called {name!r}; give the label or the folder of one; {names}")
         return found[0]
 
     @property
@@ -130,12 +130,12 @@ class Results(tuple[Result, ...]):
         return tables_as_text(tables(self._rows))
 
     def frame(self, columns: str | Sequence[str] = (), *, baseline: str = "") -> pd.DataFrame:
-        """The first table of `fedbn report` as numbers: a row per label, a mean and a deviation (`_std`) per figure.
+        """The first table of `fedbn report` as numbers: a row per label, a mean and a deviation (`_std`) per metric.
 
         Parameters
         ----------
         columns
-            A key of summary.json, or several; by default those of the table.
+            A key of summary.json, or several; by default the columns of the table.
         baseline
             The row with which the others are compared in the first column, by a paired t test over seeds: its name in
             the table, or its label in the experiment.
@@ -144,9 +144,9 @@ class Results(tuple[Result, ...]):
         return frame_of("Results.frame()", found).set_index("run")
 
     def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:
-        """The plot of `fedbn report`: the main figure of the task against what was spent; a notebook shows it.
+        """The plot of `fedbn report`: the main metric of the task against what was spent.
 
-        It is a figure of matplotlib.
+        It is a figure of matplotlib, which a notebook shows.
 
         Parameters
         ----------

@@ -18,7 +18,7 @@ def shorten(text: str, length: int) -> str:
 
 
 def columns_in_words(columns: Mapping[str, str]) -> list[str]:
-    """The columns that are inputs, and the others with their use or the reason."""
+    """Lines that name the input columns, and the other columns with their use or why they are left out."""
     inputs = [name for name, use in columns.items() if use == "input"]
     others = [f"{name or 'a column without name'} ({use})" for name, use in columns.items() if use != "input"]
     lines = f"inputs ({len(inputs)}): {', '.join(inputs)}", f"no inputs: {', '.join(others)}"
@@ -26,7 +26,7 @@ def columns_in_words(columns: Mapping[str, str]) -> list[str]:
 
 
 def in_words(value: Any) -> str:
-    """The value of a setting for a label; a section, such as a partition, as its kind and then its options."""
+    """The value of a setting for a label; a section, such as a partition, is its kind followed by its options."""
     if isinstance(value, Mapping):
         rest = [f"{key}={in_words(each)}" for key, each in value.items() if key not in ("name", "kind")]
         return " ".join([*(str(value[key]) for key in ("name", "kind") if key in value), *rest])
@@ -36,12 +36,12 @@ def in_words(value: Any) -> str:
 
 
 def file_name(text: str) -> str:
-    """A name for a file or folder: without separators, never "..", at most 200 of the 255 bytes of file systems."""
+    """A name for a file or folder: without separators, never "..", and at most 200 of the 255 bytes allowed."""
     name = re.sub(r"[^\w+.=-]+", "-", text).strip("-.") or "run"
     return name.encode()[:200].decode(errors="ignore")
 
 
-# Marks of Markdown, HTML and formulas; an underscore inside a word has no meaning.
+# Marks of Markdown, HTML and formulas; an underscore inside a word means nothing.
 _MARKS = re.compile(r"[\\`*\[\]<>|$&]|(?<!\w)_|_(?!\w)")
 
 
@@ -50,13 +50,13 @@ def in_markdown(text: str) -> str:
 
 
 def in_plot(text: str, length: int = 60) -> str:
-    """Text in which matplotlib finds no formula. Of a long one both ends are kept: labels may differ at either."""
+    """Text in which matplotlib finds no formula. A long text keeps both ends, because labels may differ at either."""
     text, half = printable(text), length // 2
     return (text if len(text) <= length else f"{text[: half - 1]}…{text[-half:]}").replace("$", r"\$")
 
 
 def in_html(text: str) -> str:
-    """A line does not end within `78.55% ± 1.47`."""
+    """Escaped text; a line never breaks within `78.55% ± 1.47`."""
     return html.escape(printable(text)).replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
 
 

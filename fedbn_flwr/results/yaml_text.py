@@ -1,6 +1,6 @@
 """Reads the YAML of experiments: mappings, lists, text, numbers and truth values, of bounded size and depth.
 
-An experiment may come from elsewhere. Aliases are refused, because with them a file of ten lines can describe a
+An experiment may come from someone else. Aliases raise an error, because with them a file of ten lines can describe a
 structure that fits into no memory.
 """
 
@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for name, _ in node.value:
-            if name.tag in (_INT, _FLOAT):  # as it is written: keys of JSON are text
+            if name.tag in (_INT, _FLOAT):  # kept as written: keys of JSON are text
                 name.tag = _TEXT
             words = f"the key {str(name.value)[:100]!r} is "
             if name.tag != _TEXT:
@@ -62,7 +62,7 @@ for _class in (_Loader, Dumper):
 
 
 def dump_yaml(content: Any) -> str:
-    """The text from which `parse_yaml` reads the content; it may be longer than that of an experiment."""
+    """Text from which `parse_yaml` reads the same content; it may be longer than an experiment may be."""
     return yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 

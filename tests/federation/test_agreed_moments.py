@@ -209,12 +209,12 @@ def put(row: int, value: float) -> Callable[[np.ndarray], np.ndarray]:
 LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "no number": (put(1, np.nan), "'sums' has 1 of 21 values that are not finite"),
     "infinite": (put(4, np.inf), "'sums' has 1 of 21 values that are not finite"),
-    "negative squares": (put(4, -5.0), "its sums of column 1 are those of no values"),
-    "no deviation can be so small": (put(4, 1.0), "its sums of column 1 are those of no values"),
-    "negative count": (put(0, -3.0), "its sums of column 1 are those of no values"),
-    "half a value": (put(0, 2112.5), "its sums of column 1 are those of no values"),
-    "more values than there are": (put(0, 1e270), "its sums of column 1 are those of no values"),
-    "sums of nothing": (put(0, 0.0), "its sums of column 1 are those of no values"),
+    "negative squares": (put(4, -5.0), "its sums of column 1 cannot be sums of any values"),
+    "no deviation can be so small": (put(4, 1.0), "its sums of column 1 cannot be sums of any values"),
+    "negative count": (put(0, -3.0), "its sums of column 1 cannot be sums of any values"),
+    "half a value": (put(0, 2112.5), "its sums of column 1 cannot be sums of any values"),
+    "more values than there are": (put(0, 1e270), "its sums of column 1 cannot be sums of any values"),
+    "sums of nothing": (put(0, 0.0), "its sums of column 1 cannot be sums of any values"),
     "wrong width": (lambda sums: sums[:, :2], r"'sums' has shape \(7, 2\), the server's has \(7, 3\); its columns"),
     "float32": (lambda sums: sums.astype(np.float32), "'sums' is float32, the server's is float64"),
     "texts": (lambda sums: sums.astype("U8"), "cannot be read|'sums'"),
@@ -262,7 +262,7 @@ def test_a_site_refuses_to_send_the_sums_of_few_examples(folders: Path, tmp_path
     for client, count in {0: 40, 2: 33}.items():
         says = f"client {client} could not send the sums of its columns: MessageError: it has {count} training examples"
         assert says in str(found.value)
-    assert "it refuses to send the sums of fewer than 41, which reveal them" in str(found.value)
+    assert "doesn't send the sums of fewer than 41, which would reveal them" in str(found.value)
 
 
 @pytest.mark.parametrize(

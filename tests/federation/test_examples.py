@@ -29,7 +29,7 @@ def test_an_example_shows_what_its_page_says(name: str, tmp_path: Path, monkeypa
     experiment = importlib.import_module(name).EXPERIMENT
     results = run_all(experiment, out=tmp_path, progress=False, engine={"workers": 0, "device": "cpu"})
     found = {
-        result.label: result.summary.figures.get("clients_own_accuracy", result.summary.accuracy) for result in results
+        result.label: result.summary.values.get("clients_own_accuracy", result.summary.accuracy) for result in results
     }
     (line,) = [line for line in (EXAMPLES / "README.md").read_text().splitlines() if f"`{name}.py`" in line]
     stated = {label: float(value) / 100 for label, value in re.findall(r"(Fed\w+|FixBN) ([\d.]+) %", line)}
@@ -77,4 +77,4 @@ def test_survival_times_of_real_regions_are_learned(brca: Any, shared_data: Path
     options = {"data": {"options": {"folder": str(folder)}}, "engine": {"workers": 0, "device": "cpu"}}
     (result,) = run_all(brca.EXPERIMENT, only="FedAdam", seeds=[0], out=tmp_path, progress=False, **options)
     # Of its strategy the mean of five seeds is 0.81, and FLamby's 0.84.
-    assert 0.7 < result.summary.figures["concordance"] < 0.9
+    assert 0.7 < result.summary.values["concordance"] < 0.9

@@ -36,8 +36,8 @@ def resume(out: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ("FedProx", r"checkpoint': it is of another run: label was 'FedProx' and is 'Scaffold'; restore the file"),
-        ("again", r"checkpoint': it is of another run: token was '[0-9a-f]{32}' and is '[0-9a-f]{32}'; restore"),
+        ("FedProx", r"checkpoint': it belongs to another run: label was 'FedProx' and is 'Scaffold'; restore the file"),
+        ("again", r"checkpoint': it belongs to another run: token was '[0-9a-f]{32}' and is '[0-9a-f]{32}'; restore"),
     ],
 )
 def test_the_checkpoint_of_another_run_is_refused(
@@ -63,7 +63,7 @@ def test_the_history_of_another_run_is_refused(stopped: dict[str, Path], tmp_pat
         else (stopped[other] / "history.jsonl").read_text()
     )
     assert history.read_text() != text
-    with pytest.raises(UserError, match=r"history.jsonl': its rounds are not those that the checkpoint follows; rest"):
+    with pytest.raises(UserError, match=r"history.jsonl': its rounds are not the ones before the checkpoint; rest"):
         resume(tmp_path / "run")
     history.write_text(text + text.splitlines()[-1].replace('"round": 2', '"round": 3') + "\n")  # it was killed then
     resume(tmp_path / "run")
@@ -79,7 +79,7 @@ def test_the_checkpoint_of_another_seed_is_refused_by_the_command(tmp_path: Path
         summary.write_text(json.dumps({**content, "status": "interrupted"}))
     (mine,), (other,) = ((tmp_path / seed).glob("*/checkpoint") for seed in "01")
     shutil.copy(other, mine)
-    with pytest.raises(UserError, match=r"checkpoint': it is of another run: seed was 1 and is 0"):
+    with pytest.raises(UserError, match=r"checkpoint': it belongs to another run: seed was 1 and is 0"):
         carry_out(load_experiment(words[1], ["seed=0"]), tmp_path / "0", resume=True)
 
 

@@ -564,7 +564,7 @@ def test_a_note_may_be_an_array_and_has_no_name_of_the_summary(tmp_path: Path) -
     found = run(base, strategy={"name": f"{__name__}:ArrayNote"}, out=tmp_path, progress=False)
     notes = json.loads((found.folder / "summary.json").read_text())
     assert (notes["mean"], notes["all"]) == (0.5, [0, 1])
-    with pytest.raises(SettingsError, match=r"the strategy's notes\(\) have 'seed', a name of figures of the run"):
+    with pytest.raises(SettingsError, match=r"the strategy's notes\(\) have 'seed', a name that the run itself uses"):
         run(base, strategy={"name": f"{__name__}:TakenNote"}, out=tmp_path / "taken", progress=False)
 
 

@@ -265,7 +265,7 @@ def test_a_run_is_not_resumed_with_other_data(
     assert cli.main([*words, "--out", "out", "--resume"]) == 2
     error = capsys.readouterr().err
     assert "out/FedAvg-seed0' cannot be resumed with other data: environment.json has data_checksum" in error
-    assert re.search(r"\w{8}, and the examples that data\.name stands for now have \w{8}; restore its files", error)
+    assert re.search(r"\w{8}, and the examples of data\.name now have \w{8}; restore its files", error)
     Path("data/train.csv").write_text(text)
     forget_data()
     monkeypatch.chdir((tmp_path / "first").rename(tmp_path / "moved"))

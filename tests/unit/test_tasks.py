@@ -26,7 +26,7 @@ def test_runs_of_a_task_are_compared_by_its_first_figure() -> None:
         "segmentation": "mean_iou", "several": "loss",
     }  # fmt: skip
     for task in tasks.TASKS.values():
-        assert {*task.figures} <= {*task.metrics} <= {*tasks.METRICS}
+        assert {*task.reported} <= {*task.metrics} <= {*tasks.METRICS}
         assert {*task.losses} <= tasks.LOSSES.keys()
 
 

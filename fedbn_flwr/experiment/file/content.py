@@ -25,15 +25,15 @@ KEYS_OF_A_FILE = {  # in addition to the keys of a run
         "another kind, replaces the one above"
     ),
     "sweep": "conditions: lists of values by key, all of which are run and shown, see [Sweeps and sizes](sweeps.md)",
-    "tune": "hyperparameters: lists of values by key, of which the best is chosen on held-out training examples",
+    "tune": "hyperparameters: lists of values by key; the best values are chosen on held-out training examples",
     "sizes": "smaller sizes of the experiment: a mapping from names to changes, for `--size NAME`",
 }
 
 
 def shipped_experiments() -> dict[str, Path]:
-    """The files by name: those outside of a paper's folder first, then PAPER/TABLE."""
+    """The files by name: first those outside of a paper's folder, then PAPER/TABLE."""
     package = Path(__file__).parents[2]
-    inside_a_wheel = (package / "apps").is_dir()  # else it is beside the package, in a checkout or an app bundle
+    inside_a_wheel = (package / "apps").is_dir()  # in a checkout or an app bundle it is next to the package
     folder = (package if inside_a_wheel else package.parent) / "apps" / "experiments"
     files = sorted(folder.rglob("*.yaml"), key=lambda file: (file.parent, file))
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
@@ -42,9 +42,9 @@ def shipped_experiments() -> dict[str, Path]:
 def read_content(source: str) -> tuple[Any, str]:
     """The parsed content of an experiment, with the settings of the one that it extends, and its name."""
     if "\n" in source or source.lstrip().startswith("{"):
-        return extended(parse_yaml(source), path_of("")), "experiment"
+        return follow_extends(parse_yaml(source), path_of("")), "experiment"
     path, name = _file(source, path_of(""))
-    return extended(_content(path), path.parent), name
+    return follow_extends(_content(path), path.parent), name
 
 
 def text_of(source: str) -> str:
@@ -57,7 +57,7 @@ _OWN = ("name", "description", "runs", "sweep", "published")
 _CHAIN = 5  # files that extend each other
 
 
-def extended(content: Any, folder: Path, through: tuple[Path, ...] = ()) -> Any:
+def follow_extends(content: Any, folder: Path, through: tuple[Path, ...] = ()) -> Any:
     """The content merged with that of `extends`, whose path is relative to `folder`."""
     if not isinstance(content, Mapping) or "extends" not in content:
         return content
@@ -70,15 +70,15 @@ def extended(content: Any, folder: Path, through: tuple[Path, ...] = ()) -> Any:
             f"extends: {str(path)!r} is file {_CHAIN + 1} of a chain, expected at most {_CHAIN}; one of them extends "
             f"itself, or leave some out: {', '.join(file.name for file in through)}"
         )
-    parent = extended(_content(path), path.parent, (*through, path))
-    base, own = written_out(without(parent, *_OWN)), written_out(without(content, "extends"))
+    parent = follow_extends(_content(path), path.parent, (*through, path))
+    base, own = write_out(without(parent, *_OWN)), write_out(without(content, "extends"))
     if isinstance(base.get("tune"), Mapping):
-        base["tune"] = not_given(base["tune"], own)
+        base["tune"] = drop_given(base["tune"], own)
     return merge(base, own)
 
 
-def not_given(lists: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The lists by key, without the keys of which `own` gives the value or a part of it."""
+def drop_given(lists: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The lists by key, without the keys that `own` sets, entirely or in part."""
     given = [f"{key}." for key in flat_settings(own)]
     return {
         key: values
@@ -89,7 +89,7 @@ def not_given(lists: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 
 def _file(source: str, folder: Path) -> tuple[Path, str]:
     """The file of an experiment, and the experiment's name."""
-    path = folder / os.path.expanduser(source)  # as it is if there is no such user
+    path = folder / os.path.expanduser(source)  # left as it is if there is no such user
     if path.suffix in (".yaml", ".yml"):
         return path, path.stem
     shipped = shipped_experiments()
@@ -101,11 +101,11 @@ def _file(source: str, folder: Path) -> tuple[Path, str]:
     return shipped[source], source.replace("/", "-")
 
 
-def _content(path: Path) -> Any:
-    return checked_mapping(parse_yaml(_text(path), repr(str(path))), repr(str(path)))
+def _content(path: Path) -> Mapping[str, Any]:
+    return check_mapping(parse_yaml(_text(path), repr(str(path))), repr(str(path)))
 
 
-def checked_mapping(content: Any, source: str) -> Any:
+def check_mapping(content: Any, source: str) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         found = "nothing" if content is None else type(content).__name__
         raise SettingsError(f"{source}: expected a mapping of keys, found {found}")
@@ -115,8 +115,8 @@ def checked_mapping(content: Any, source: str) -> Any:
 def _text(path: Path) -> str:
     try:
         with path.open("rb") as stream:
-            return stream.read(4 * LENGTH + 1).decode()  # at most four bytes a character: `parse_yaml` refuses more
-    except (OSError, ValueError) as error:  # also no UTF-8, or a NUL in the path
+            return stream.read(4 * LENGTH + 1).decode()  # at most four bytes a character: `parse_yaml` allows no more
+    except (OSError, ValueError) as error:  # or it isn't UTF-8, or the path has a NUL
         raise SettingsError(
             f"cannot read the experiment {str(path)!r}: {getattr(error, 'strerror', None) or error}"
         ) from None
@@ -142,19 +142,19 @@ _NAMED = {
 }
 
 
-def written_out(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """`strategy: FedTAN` as `strategy: {name: FedTAN}`, also in the `runs` and `sizes` of an experiment."""
+def write_out(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Write `strategy: FedTAN` as `strategy: {name: FedTAN}`, in the `runs` and `sizes` of an experiment too."""
     found = dict(settings)
     for key, value in settings.items():
         name = _NAMED.get(section, {}).get(key)
         if isinstance(value, str) and name is not None:
             found[key] = {name: value}
         elif isinstance(value, Mapping) and (name is not None or not section):
-            found[key] = written_out(value, key)
+            found[key] = write_out(value, key)
     for key in ("runs", "sizes") if not section else ():
         if isinstance(parts := found.get(key), Mapping):
             found[key] = {
-                label: written_out(each) if isinstance(each, Mapping) else each for label, each in parts.items()
+                label: write_out(each) if isinstance(each, Mapping) else each for label, each in parts.items()
             }
     return found
 
@@ -166,7 +166,7 @@ def without(settings: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Apply `changes` to `base`, recursively; another strategy or kind of partition replaces the old one as a whole.
 
-    A `seed` asks for that one, also where the base has `seeds`.
+    A `seed` selects that seed, even if the base has `seeds`.
     """
     result = without(base, *(["seeds"] if "seed" in changes else []))
     for key, value in changes.items():
@@ -179,11 +179,11 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def put(settings: Any, key: str, value: Any) -> None:
+def put(settings: dict[str, Any], key: str, value: Any) -> None:
     """Set a key such as `train.lr` of nested settings."""
     *path, last = key.split(".")
     for number, part in enumerate(path, start=1):
-        inner: Any = settings.setdefault(part, {})
+        inner = settings.setdefault(part, {})
         if not isinstance(inner, dict):
             above = ".".join(path[:number])
             raise SettingsError(f"{above} is {inner!r}; expected a mapping, since {key} has a value")

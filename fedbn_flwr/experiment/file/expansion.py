@@ -1,7 +1,7 @@
 """Expands a row of an experiment, one of its `runs`, into cells: one for each combination of the values of its lists.
 
-`sweep` lists conditions, all of which are shown; `tune` lists hyperparameters, whose best values are chosen for each
-row and condition. `sizes` has the changes that make an experiment smaller.
+`sweep` lists conditions, which reports show side by side; `tune` lists hyperparameters, whose best values are chosen
+for each row and condition. `sizes` has the changes that make an experiment smaller.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import in_words, shorten
 from fedbn_flwr.schema import Section
 
-from .content import merge, nested, not_given, written_out
+from .content import drop_given, merge, nested, write_out
 
 PAPER = "paper"
 LISTS = ("sweep", "tune")
@@ -25,7 +25,7 @@ _WHOLE_FILE = ("name", "label", "cell", "size", "sizes", "runs", "description", 
 MOST = 1_000  # runs of an experiment
 VALIDATION = 0.1  # of the training examples, to choose among the values of `tune` if the file gives no share
 
-Lists = Mapping[str, Mapping[str, Sequence[Any]]]  # of `sweep` and `tune`: the values by key; one value is also a list
+Lists = Mapping[str, Mapping[str, Sequence[Any]]]  # of `sweep` and `tune`: the values by key
 
 
 class Cell(Section):
@@ -34,7 +34,7 @@ class Cell(Section):
     row: str = ""  # the label in `runs`
     sweep: Mapping[str, Any] = Field(default_factory=dict)  # its condition: a value for each key
     tune: Mapping[str, Any] = Field(default_factory=dict)  # the values that it tries
-    place: Sequence[int] = ()  # the numbers of its row and of its values in the whole file, which a report sorts by
+    place: Sequence[int] = ()  # the indices of its row and of its values in the file; reports sort by it
 
     @property
     def values(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Cell(Section):
 
 
 def cells_of(row: str, number: int, lists: Lists, changes: Mapping[str, Any]) -> Iterator[Cell]:
-    """All combinations of values after the changes of a size or a command line; those of the last key change first."""
+    """All combinations of values after the changes of a size or a command line; the last key varies fastest."""
     axes = [(kind, key, _changed(key, values, changes)) for kind in LISTS for key, values in lists[kind].items()]
     for combination in itertools.product(*(pairs for _, _, pairs in axes)):
         chosen: dict[str, dict[str, Any]] = {kind: {} for kind in LISTS}
@@ -52,9 +52,9 @@ def cells_of(row: str, number: int, lists: Lists, changes: Mapping[str, Any]) ->
 
 
 def _changed(key: str, values: Sequence[Any], changes: Mapping[str, Any]) -> list[tuple[int, Any]]:
-    """The different values of a list after changes, each with its place in the list, or that after it.
+    """The distinct values of a list after the changes, each with its place in the list; a new value comes last.
 
-    A change that replaces the values selects one of them, a part of a section is added to each.
+    A change that gives the key itself selects one value; a change of part of a section applies to each value.
     """
     found: list[tuple[int, Any]] = []
     for value in values:
@@ -72,9 +72,9 @@ def at(settings: Any, key: str) -> Any:
 
 
 def lists_of(where: str, own: Mapping[str, Any], *levels: Mapping[str, Any]) -> Lists:
-    """The lists in `sweep` and `tune` of each level, of which a later one replaces or, by null, removes a key.
+    """The lists of `sweep` and `tune`, merged over the levels: a later level replaces a key, or removes it by null.
 
-    The first level is the whole file, without the keys of which `own` gives the value or a part of it.
+    The first level is the whole file; keys that `own` sets, entirely or in part, are left out of it.
     """
     found: dict[str, dict[str, Any]] = {kind: {} for kind in LISTS}
     for number, level in enumerate(levels):
@@ -84,7 +84,7 @@ def lists_of(where: str, own: Mapping[str, Any], *levels: Mapping[str, Any]) -> 
                 raise SettingsError(
                     f"{where}: {kind} is {lists!r}; expected lists of values by key, for instance train.lr: [0.01, 0.1]"
                 )
-            new = flat_settings(lists or {}) if number else not_given(lists or {}, own)
+            new = flat_settings(lists or {}) if number else drop_given(lists or {}, own)
             found[kind] = {} if lists is None else {**found[kind], **new}
     if both := found["sweep"].keys() & found["tune"].keys():
         raise SettingsError(f"{where}: {min(both)} is in sweep and in tune; a condition is not chosen, so give one")
@@ -104,14 +104,14 @@ def _checked(where: str, kind: str, key: str, values: Any) -> list[Any]:
         raise SettingsError(f"{where}: {kind}.{key} is {shorten(repr(values), 200)}; expected a list of values")
     if twice := [value for number, value in enumerate(values) if value in values[:number]]:
         raise SettingsError(f"{where}: {kind}.{key} has {twice[0]!r} twice; list each value once")
-    return [at(written_out(nested({key: value})), key) for value in values]
+    return [at(write_out(nested({key: value})), key) for value in values]
 
 
 # --- labels -------------------------------------------------------------------
 
 
 def values_in_words(cell: Cell) -> list[str]:
-    """The values of a cell for its label, such as `lr=0.01`: a key by its last part if that is unambiguous."""
+    """The values of a cell for its label, such as `lr=0.01`; a key is its last part if that is unambiguous."""
     short = {key: _short(key) for key in cell.values}
     names = list(short.values())
     return [
@@ -120,7 +120,7 @@ def values_in_words(cell: Cell) -> list[str]:
 
 
 def condition(cell: Cell) -> str:
-    """The label of a cell without the values that it tries."""
+    """The label of a cell without the values of `tune`."""
     return ", ".join([cell.row, *values_in_words(cell)[: len(cell.sweep)]])
 
 
@@ -133,7 +133,7 @@ def _short(key: str) -> str:
 
 
 def changes_of_size(size: str, parts: Iterable[tuple[str, Mapping[str, Any]]], name: str) -> list[dict[str, Any]]:
-    """What `sizes` of an experiment and of each of its runs have for a size; the file itself is `paper`."""
+    """The changes for a size, from the `sizes` of an experiment and of each of its runs; `paper` is the file itself."""
     known = {PAPER}
     found = []
     for where, content in parts:

@@ -17,7 +17,7 @@ from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.yaml_text import DEPTH, parse_yaml
 
 from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue
-from .content import KEYS_OF_A_FILE, checked_mapping, merge, nested, put, read_content, without, written_out
+from .content import KEYS_OF_A_FILE, check_mapping, merge, nested, put, read_content, without, write_out
 from .expansion import (
     LISTS,
     MOST,
@@ -35,7 +35,7 @@ from .expansion import (
 from .problems import check_settings, naming
 
 COMMAND_LINE = "command line"
-# Settings that a paper's figure does not depend on, or that it has no word on.
+# Settings that a published result doesn't depend on, or that papers don't mention.
 FREE = ("name", "label", "cell", "size", "seed", "seeds", "track", "published", "engine", "evaluate")
 FREE_KEYS = ("data.root", "data.revision", "data.memory", "train.compile")
 
@@ -51,7 +51,7 @@ def from_run_config(run_config: Mapping[str, Any]) -> Experiment:
     return load_experiment(str(run_config["experiment"]), split_changes(str(run_config.get("set", ""))))
 
 
-def merged(layers: Iterable[Layer]) -> dict[str, Any]:
+def merge_layers(layers: Iterable[Layer]) -> dict[str, Any]:
     return functools.reduce(merge, (layer.settings for layer in layers), {})
 
 
@@ -70,7 +70,7 @@ def read_experiment(
     content: Any, overrides: Mapping[str, Any] = MappingProxyType({}), *, name: str = "experiment"
 ) -> Experiment:
     """Check a parsed file with the changes of a caller or a command line, and expand it into its runs."""
-    content, changes = written_out(checked_mapping(content, name)), dict(overrides)
+    content, changes = write_out(check_mapping(content, name)), dict(overrides)
     for key in ("runs", "sizes", "extends"):
         if key in changes:
             raise SettingsError(
@@ -95,10 +95,10 @@ def read_experiment(
         conditions += map(condition, itertools.islice(in_file, MOST))
         lists = lists_of(where, own, content, variant, resized, changes)
         rows[label] = _Row(label, number, (file, Layer(f"run {label}", own)), without(resized, *LISTS), lists)
-    figures = figures_by_label(content.get("published"), [*rows], conditions, name)
+    published = published_by_label(content.get("published"), [*rows], conditions, name)
     changes = without(changes, *LISTS)
     compared = {key for row in rows.values() for key in flat_settings(row.layers[-1].settings)} - {"seed", "seeds"}
-    # All rows train on the same examples, also those without a choice.
+    # All rows train on the same examples, even those without candidates.
     tuned = any(row.lists["tune"] for row in rows.values())
     default = Layer("default", {"evaluate": {"validation": VALIDATION}} if tuned else {})
     runs, layers = [], {}
@@ -115,8 +115,8 @@ def read_experiment(
                     Layer(COMMAND_LINE, changes),
                 ]
                 settings = _settings_of(row, cell, given, compared)
-                if (known := figures.get(condition(cell), figures.get(row.label))) is not None:
-                    settings["published"] = with_set_up(known, size, merged(given[:-2]), merged(given[-2:]))
+                if (known := published.get(condition(cell), published.get(row.label))) is not None:
+                    settings["published"] = with_set_up(known, size, merge_layers(given[:-2]), merge_layers(given[-2:]))
                 if size != PAPER:
                     settings["size"] = size
                 seeds = settings.pop("seeds", None)
@@ -140,8 +140,8 @@ def read_experiment(
 
 
 def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> dict[str, Any]:
-    """The settings of a cell, with its place and label, which says what overrides change of what the rows compare."""
-    settings = merged(layers)
+    """The settings of a cell, with its place and its label, which names compared settings that an override changes."""
+    settings = merge_layers(layers)
     if cell.tune and at(settings, "evaluate.validation") == 0:
         raise SettingsError(
             f"evaluate.validation is 0, but the best value of tune ({', '.join(cell.tune)}) is chosen by held-out "
@@ -152,7 +152,7 @@ def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Colle
         # Candidates of tune are compared within a row, so a strategy that is a candidate does not name it.
         own = row.label if any(key.partition(".")[0] == "strategy" for key in cell.values) else label
         settings["cell"] = cell.model_copy(update={"row": own}).model_dump()
-    planned, found = (flat_settings(each) for each in (merged(layers[:-1]), settings))
+    planned, found = (flat_settings(each) for each in (merge_layers(layers[:-1]), settings))
     changed = [key for key in sorted(compared) if found.get(key) != planned.get(key)]
     more = [f"{key}={found[key]}" for key in changed if key in found]
     return {**settings, "label": ", ".join([label, *values_in_words(cell), *more])}
@@ -178,30 +178,30 @@ def _check_different(runs: Sequence[Settings], name: str) -> None:
             )
 
 
-# --- figures of a paper -------------------------------------------------------
+# --- published results ---------------------------------------------------------
 
 
-def figures_by_label(figures: Any, rows: Sequence[str], conditions: Iterable[str], name: str) -> Mapping[str, Any]:
-    """The figures by the label of a row or of one of its conditions, of those that the file has."""
-    if figures is None or rows == [""]:
-        return {"": figures}
-    if not isinstance(figures, Mapping):
-        raise SettingsError(f"{name}: published is {figures!r}; expected the figures by the labels of their runs")
+def published_by_label(published: Any, rows: Sequence[str], conditions: Iterable[str], name: str) -> Mapping[str, Any]:
+    """The published results by label of a row or of one of its conditions; SettingsError for another label."""
+    if published is None or rows == [""]:
+        return {"": published}
+    if not isinstance(published, Mapping):
+        raise SettingsError(f"{name}: published is {published!r}; expected results by the labels of their runs")
     known = dict.fromkeys([*rows, *conditions])
-    if unknown := next((str(label) for label in figures if str(label) not in known), None):
+    if unknown := next((str(label) for label in published if str(label) not in known), None):
         raise SettingsError(f"{name}: published has {unknown!r}, which isn't a run; {did_you_mean(unknown, known)}")
-    return {str(label): content for label, content in figures.items()}
+    return {str(label): content for label, content in published.items()}
 
 
-def with_set_up(figures: Any, size: str, in_file: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
-    """The figures of a run, with a note if a size or the command line changes its settings in the file."""
+def with_set_up(published: Any, size: str, in_file: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+    """The published results of a run, with a note if a size or the command line changes its settings."""
     before = flat_settings(in_file)
     changed = [key for key, value in flat_settings(changes).items() if before.get(key) != value]
     keys = [key for key in changed if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
-    if not keys or not isinstance(figures, Mapping) or figures.get("differs"):
-        return figures
+    if not keys or not isinstance(published, Mapping) or published.get("differs"):
+        return published
     of_size = "" if size == PAPER else f"size {size}, other "
-    return {**figures, "differs": shorten(of_size + ", ".join(keys), 200)}
+    return {**published, "differs": shorten(of_size + ", ".join(keys), 200)}
 
 
 # --- origins ------------------------------------------------------------------
@@ -211,7 +211,7 @@ def with_set_up(figures: Any, size: str, in_file: Mapping[str, Any], changes: Ma
 class Setting:
     key: str
     value: Any
-    origin: str  # of the last layer that has it
+    origin: str  # the last layer that sets it
 
 
 def settings_of(experiment: Experiment, run: Settings) -> list[Setting]:
@@ -229,7 +229,7 @@ def settings_of(experiment: Experiment, run: Settings) -> list[Setting]:
 
 
 def split_changes(text: str) -> list[str]:
-    """The changes in `set`, separated by blanks; one that has blanks is in quotes, as in a shell."""
+    """The changes in `set`, separated by blanks; a change that contains blanks is quoted, as in a shell."""
     try:
         return shlex.split(text)
     except ValueError:
@@ -243,18 +243,22 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             f"{wrong[0]!r} is not of the form key=value, for instance rounds=3 or train.lr=0.1; put one that has "
             "blanks in quotes: 'strategy={name: FedBN}'"
         )
-    changes: dict[str, Any] = {}
-    for key, value in (word.split("=", 1) for word in words):
-        # A label is selected as it is written, also one such as `yes` or `A #2`.
+
+    def parsed(key: str, value: str) -> Any:
+        # A label is selected as written, even one such as `yes` or `A #2`.
         is_label = key == "only" and not value.startswith(("[", '"', "'"))
-        changes = changed(changes, key, value if is_label else parse_yaml(value, shorten(key, 200)))
+        return value if is_label else parse_yaml(value, shorten(key, 200))
+
+    pairs = (word.split("=", 1) for word in words)
+    return changes_of((key, parsed(key, value)) for key, value in pairs)
+
+
+def changes_of(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Nested settings from values by key, such as `train.lr`; the last value of a key counts."""
+    changes: dict[str, Any] = {}
+    for key, value in pairs:
+        if key.count(".") >= DEPTH:
+            raise SettingsError(f"{shorten(key, 200)!r}: the key has more than {DEPTH} parts")
+        put(changes, key, value)
+        changes = write_out(changes)
     return changes
-
-
-def changed(changes: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """The changes with one more, by a key such as `train.lr`."""
-    if key.count(".") >= DEPTH:
-        raise SettingsError(f"{shorten(key, 200)!r}: the key has more than {DEPTH} parts")
-    found = dict(changes)
-    put(found, key, value)
-    return written_out(found)

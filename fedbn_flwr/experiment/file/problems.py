@@ -22,7 +22,7 @@ _EXPLAINED = 10  # problems; each may list the known keys
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Around the check of a run, whose error then begins with this place."""
+    """Begin the errors of a check with the place that is checked."""
     try:
         yield
     except UserError as error:
@@ -36,7 +36,7 @@ def check_settings(settings: Mapping[str, Any]) -> Settings:
         raise SettingsError(few(map(_explain, error.errors()), _EXPLAINED, "; ")) from None
 
 
-# Where pydantic's words are not those of an experiment file.
+# Words of an experiment file, where pydantic uses Python's.
 _EXPECTED = {
     "tuple_type": "a list",
     "dict_type": "a mapping",
@@ -46,7 +46,7 @@ _EXPECTED = {
 
 
 def _explain(details: ErrorDetails) -> str:
-    # Pydantic adds the kind of a partition to the path, but the file does not have it there.
+    # Pydantic adds the kind of a partition to the path; in the file it isn't part of the key.
     parts = [str(part) for part in details["loc"]]
     key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
     found, kind, value = details["input"], details["type"], shorten(repr(details["input"]), 200)

@@ -77,6 +77,6 @@ Weights = Annotated[
     Literal["balanced"] | Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)],
     expects("balanced, or a list with a weight for each class, zero or more"),
 ]
-# Arguments without a name are those of the default, as in `strategy.fraction_train=0.5`.
+# Arguments without a name belong to the default strategy, as in `strategy.fraction_train=0.5`.
 Strategy = Annotated[Mapping[str, Any], AfterValidator(lambda spec: check_strategy({"name": "FedAvg", **spec}))]
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # without control characters, which terminals obey

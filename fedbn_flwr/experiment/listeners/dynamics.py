@@ -1,17 +1,17 @@
 """Records how batch norm's statistics change from round to round, and from client to client (`evaluate.dynamics`).
 
-norms.jsonl gets figures from arrays that the server has anyway: the statistics in the clients' replies, and their mean.
+norms.jsonl is computed from arrays that the server has anyway: the statistics in the clients' replies, and their mean.
 No client computes or sends anything more.
 
-All figures are per layer. They compare two pairs of running statistics (m, v) and (m', v') channel by channel, on the
+All metrics are per layer. They compare two pairs of running statistics (m, v) and (m', v') channel by channel, on the
 scale of the layer's own output: s' = sqrt(v' + eps) is what batch norm divides by.
 
     mean distance       root mean square over the channels of (m - m') / s'
     variance distance   root mean square over the channels of log(s^2 / s'^2)
     variance ratio      geometric mean over the channels of s^2 / s'^2
 
-The figures of a client are distances between its statistics and their mean of the round, and a spread over the rounds
-since the line before, of at least two that it took part in:
+For a client they are the distances between its statistics and the round's mean, and their spread over the rounds since
+the line before, if it took part in at least two of them:
 
     mean spread         root mean square over the channels of the deviation of m, over s'
     variance spread     root mean square over the channels of the deviation of log(s^2)
@@ -42,7 +42,7 @@ Statistics = dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]  # runni
 DRIFT = ("mean_drift", "variance_drift")
 DEVIATION = ("mean_deviation", "variance_deviation", "variance_ratio")
 SPREAD = ("mean_spread", "variance_spread")
-EPS = 1e-5  # PyTorch's default; the arrays do not contain a layer's own
+EPS = 1e-5  # PyTorch's default; the arrays don't contain the layer's value
 
 
 class Dynamics(Listener):
@@ -69,8 +69,8 @@ class Dynamics(Listener):
             if at.is_evaluated:
                 clients = {key: distances(each, now, DEVIATION) for key, each in found.items()}
                 for key, layers in clients.items() if self._is_whole else ():
-                    for layer, figures in layers.items():
-                        figures |= self._windows[key].figures(layer, now[layer][1])
+                    for layer, metrics in layers.items():
+                        metrics |= self._windows[key].spreads(layer, now[layer][1])
                 line = {"round": at.number, "layers": distances(before, now, DRIFT), "clients": clients}
                 running.folder.add_line("norms.jsonl", line)
                 self._windows, self._is_whole = {}, True
@@ -78,7 +78,7 @@ class Dynamics(Listener):
 
 
 def statistics_in(arrays: Arrays) -> Statistics:
-    """The statistics of each layer that tracks some. What the server has received is finite and of the right sizes."""
+    """The statistics of each layer that tracks some; the gate has checked that they are finite and fit the model."""
     return {
         prefix.removesuffix(".") or "norm": (
             arrays[f"{prefix}{MEAN}"].astype(np.float64).reshape(-1),
@@ -95,13 +95,13 @@ def distances(found: Statistics, overall: Statistics, names: Sequence[str]) -> d
         overall_mean, overall_var = overall[layer]
         scaled = (mean - overall_mean) / np.sqrt(overall_var + EPS)
         ratios = np.log((var + EPS) / (overall_var + EPS))
-        figures = (_rms(scaled), _rms(ratios), float(np.exp(ratios.mean())))
-        of_layers[layer] = {name: _short(value) for name, value in zip(names, figures, strict=False)}
+        values = (_rms(scaled), _rms(ratios), float(np.exp(ratios.mean())))
+        of_layers[layer] = {name: _short(value) for name, value in zip(names, values, strict=False)}
     return of_layers
 
 
 class Window:
-    """How a client's statistics vary over rounds, from sums of their differences from those of the first round."""
+    """How a client's statistics vary over rounds, from sums of their differences from the first round."""
 
     def __init__(self, first: Statistics) -> None:
         self.first, self.rounds = first, 0
@@ -114,8 +114,8 @@ class Window:
             moved = np.stack([mean - first_mean, np.log((var + EPS) / (first_var + EPS))])
             self.sums[layer] += moved, moved * moved
 
-    def figures(self, layer: str, overall_var: NDArray[np.float64]) -> dict[str, float]:
-        """Nothing of a single round."""
+    def spreads(self, layer: str, overall_var: NDArray[np.float64]) -> dict[str, float]:
+        """Empty for a single round."""
         means, squares = self.sums[layer] / self.rounds
         means, variances = np.sqrt(np.maximum(squares - means * means, 0))
         values = _rms(means / np.sqrt(overall_var + EPS)), _rms(variances)

@@ -40,7 +40,7 @@ _IDENTIFIERS = (protocol.PARTITION, protocol.BATCH_EXAMPLES)
 
 
 class Evaluate(Listener):
-    """`threads` evaluate on a CPU, a batch at a time each; the figures do not depend on their number."""
+    """On a CPU, `threads` evaluate a batch each at the same time; results do not depend on their number."""
 
     def __init__(self, prepared: Parts, threads: int = 1) -> None:
         run = prepared.run
@@ -50,7 +50,7 @@ class Evaluate(Listener):
         only_by_clients = bool(self.rule.traits.local_roles) or not run.evaluate.server
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
         self.loss = plain_loss(run, prepared.task)
-        self.names = (*prepared.task.figures, *map(evaluation.name_of, prepared.metrics))
+        self.names = (*prepared.task.reported, *map(evaluation.name_of, prepared.metrics))
 
     def on_round(self, running: Running, at: Round) -> Round:
         if not at.is_evaluated:
@@ -73,10 +73,10 @@ class Evaluate(Listener):
         else:
             means = {key: line.get(f"clients_{key}") for key in ("loss", *self.names)}
             line |= {key: value for key, value in means.items() if value is not None}
-        return at.with_figures(line, clients, model=model)
+        return at.with_metrics(line, clients, model=model)
 
     def _on_server(self, dataset: DataSet, model: ArrayRecord, *, queried: bool) -> dict[str, Any]:
-        """On all test examples, on those of each domain, and on those held out unless clients report them."""
+        """Metrics on all test examples, on each domain, and on held-out examples unless clients report them."""
         run, normalise = self.prepared.run, self.prepared.normalise
         batches = functools.partial(TestBatches, normalise=normalise, batch_size=run.evaluate.batch_size)
         torch.set_num_threads(run.engine.threads)  # the last bits can depend on it
@@ -98,7 +98,7 @@ class Evaluate(Listener):
         return line
 
     def _on_clients(self, running: Running, at: Round) -> tuple[ByClient, dict[str, Any]]:
-        """The values of each client, and the figures of all."""
+        """The values of each client, and the metrics over all of them."""
         config = ConfigRecord(dict(running.identity))
         messages = self.rule.configure_evaluate(at.number, at.arrays, config, running.grid)
         replies = gate(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
@@ -108,8 +108,8 @@ class Evaluate(Listener):
         used = self.rule.base.evaluation.used
         values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_examples")
         means = {name_of(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
-        figures = {**means, **own_means(values), **spreads(values)}
-        by_clients = {f"clients_{name}": value for name, value in figures.items() if not name.startswith("validation_")}
+        overall = {**means, **own_means(values), **spreads(values)}
+        by_clients = {f"clients_{name}": value for name, value in overall.items() if not name.startswith("validation_")}
         return values, by_clients | validation_means(values, self.prepared.task.main)
 
     def _load(self, arrays: ArrayRecord, examples: TestBatches, queried: bool) -> str:
@@ -128,16 +128,16 @@ class Evaluate(Listener):
 
     def _measure(self, examples: TestBatches) -> dict[str, Any]:
         of = self.prepared
-        figures = evaluation.evaluate(
+        measured = evaluation.evaluate(
             of.model, examples, self.loss, of.device, of.metrics, task=of.task, threads=self.threads
         )
-        return {key.replace("-", "_"): value for key, value in figures.items() if key != protocol.NUM_EXAMPLES}
+        return {key.replace("-", "_"): value for key, value in measured.items() if key != protocol.NUM_EXAMPLES}
 
 
 class Best(Listener):
-    """Finds the round with the best main figure on the validation examples, the first of equal ones.
+    """Finds the round with the best main metric on the validation examples, the first of equal ones.
 
-    It follows from the history, so a resumed run has the same.
+    It follows from the history, so a resumed run finds the same round.
     """
 
     def on_start(self, running: Running, at: Round) -> None:
@@ -147,11 +147,11 @@ class Best(Listener):
     def on_round(self, running: Running, at: Round) -> Round:
         if (found := self._goodness(at.line)) > self.best:
             self.best = found
-            at = at.with_figures({"best_round": at.number}, {}, is_best=running.prepared.rule.traits.has_global_model)
+            at = at.with_metrics({"best_round": at.number}, {}, is_best=running.prepared.rule.traits.has_global_model)
         return at
 
     def _goodness(self, line: Mapping[str, Any]) -> float:
-        """Of the round of this line of the history; the lowest of all if it was not measured."""
+        """How good the round of this line of the history is; minus infinity if it was not measured."""
         return goodness(self.main, line.get(f"validation_{self.main}", math.nan))
 
 
@@ -159,8 +159,7 @@ class Best(Listener):
 
 
 def name_of(key: str) -> str:
-    """`own-accuracy` as `own_accuracy`; of one domain `own@sea-accuracy`, on own examples, as `own_accuracy_sea`, and
-    `@sea-accuracy`, on all, as `accuracy_sea`."""
+    """Write `own-accuracy` as `own_accuracy`, and a domain last: `own@sea-accuracy` as `own_accuracy_sea`."""
     test_set, _, measure = key.partition("-")
     owner, at, domain = test_set.partition("@")
     name = (f"{owner}-{measure}-{domain}".removeprefix("-") if at else key).replace("-", "_")
@@ -179,10 +178,10 @@ def values_of(replies: Iterable[Message], examples: str, named: Callable[[str], 
     return found
 
 
-def renamed(figures: Mapping[str, float], named: Callable[[str], str]) -> dict[str, float]:
-    """The figures by their names; of two with the same name that of the one that had it already."""
-    ordered = sorted(figures, key=lambda key: named(key) == name_of(key))
-    return {named(key): figures[key] for key in ordered}
+def renamed(metrics: Mapping[str, float], named: Callable[[str], str]) -> dict[str, float]:
+    """The metrics by their new names; one that has its name already takes precedence."""
+    ordered = sorted(metrics, key=lambda key: named(key) == name_of(key))
+    return {named(key): metrics[key] for key in ordered}
 
 
 def own_means(clients: ByClient) -> dict[str, float]:
@@ -192,7 +191,7 @@ def own_means(clients: ByClient) -> dict[str, float]:
 
 
 def validation_means(clients: ByClient, main: str) -> dict[str, float]:
-    """Validation loss and main figure over the examples that all clients hold out; empty if none reports any."""
+    """Validation loss and main metric over the examples that all clients hold out; empty if none reports any."""
     names = dict.fromkeys(("validation_loss", f"validation_{main}"))
     held = [each for each in clients.values() if each.get("validation_examples") and each.keys() >= {*names}]
     total = math.fsum(metrics["validation_examples"] for metrics in held)

@@ -22,7 +22,7 @@ class Running:
     prepared: Parts
     grid: MeteredGrid
     folder: RunFolder
-    # The config keys that name the run to its clients, and those of the moments on which the sites agreed.
+    # The config keys that name the run to its clients, and the moments on which the sites agreed.
     identity: Mapping[str, Any]
     sites: int = 0  # that train on data of their own
 
@@ -36,7 +36,7 @@ class Round:
     """A finished round, or 0 before the first one. A listener returns it with what it adds."""
 
     number: int
-    arrays: ArrayRecord  # that training continues from
+    arrays: ArrayRecord  # what training continues from
     model: ArrayRecord  # for use outside the federation
     is_evaluated: bool = False
     is_last: bool = False
@@ -44,12 +44,12 @@ class Round:
     replies: Sequence[Message] = ()  # to the messages of this round, where a listener reads them
     line: Mapping[str, Any] = field(default_factory=dict)  # in the history
     clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # the values of each client
-    is_best: bool = False  # of those so far, by validation
+    is_best: bool = False  # the best one so far, by validation
     stop: bool = False  # the user asked to stop after this round
     kept_round: int = 0  # the round of the last checkpoint
 
-    def with_figures(self, line: Mapping[str, Any], clients: Mapping[int, Mapping[str, float]], **more: Any) -> Round:
-        """With more figures in the history, and more values of clients."""
+    def with_metrics(self, line: Mapping[str, Any], clients: Mapping[int, Mapping[str, float]], **more: Any) -> Round:
+        """With more metrics in the history, and more values of clients."""
         both = {client: {**self.clients.get(client, {}), **values} for client, values in clients.items()}
         return replace(self, line={**self.line, **line}, clients={**self.clients, **both}, **more)
 

@@ -46,13 +46,13 @@ class News:
     """What a run reports: the rounds that are finished, or an event."""
 
     round: int = 0
-    figures: str = ""  # of that round
+    metrics: str = ""  # of that round
     within: str = ""  # how far the next round is
     event: str = ""  # to be shown as a line
 
 
 class Reporter(Listener):
-    """Sends the news of a run, which may be in another process, and stops it if `stop_asked`."""
+    """Sends the news of a run, perhaps from another process, and stops the run if `stop_asked`."""
 
     def __init__(
         self, send: Callable[[News], None] = lambda news: None, stop_asked: Callable[[], bool] = lambda: False
@@ -64,16 +64,16 @@ class Reporter(Listener):
 
     def on_start(self, running: Running, at: Round) -> None:
         self._latest = News(at.number)
-        self.message(counted(running.run.rounds) + (f", continuing after round {at.number}" if at.number else ""))
+        self.message(in_rounds(running.run.rounds) + (f", continuing after round {at.number}" if at.number else ""))
 
     def report(self, what: str, done: int, total: int) -> None:
-        """How far the current round is."""
+        """Report how far the current round is."""
         if time.monotonic() - self._sent > _DRAWN:
             self._sent = time.monotonic()
             self.send(replace(self._latest, within=f"{what}: {done} of {total}"))
 
     def on_round(self, running: Running, at: Round) -> Round:
-        self._latest = News(at.number, figures_of(at.line, running.prepared.task.main))
+        self._latest = News(at.number, metrics_in_words(at.line, running.prepared.task.main))
         self.send(self._latest)
         for note in running.prepared.rule.notes().values() if at.is_last else ():
             if isinstance(note, Mapping) and "in_words" in note:
@@ -97,7 +97,7 @@ class WatchedGrid(GridAround):
 
     def __init__(self, inner: Grid, watcher: Callable[[str, int, int], None]) -> None:
         super().__init__(inner)
-        self._watcher = watcher  # gets what is counted, how many are done, and of how many
+        self._watcher = watcher  # called with what is counted, how many are done, and how many there are
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         messages = list(messages)
@@ -163,7 +163,7 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _interrupt(self, number: int, frame: Any) -> None:
+    def _interrupt(self, number: int, frame: object) -> None:
         # Who sent SIGTERM may not wait, or has sent it to the workers too.
         at_once = number != signal.SIGINT or self.stop_asked or not self._tasks
         self.stop_asked = True  # compiled code can swallow the exception (pydantic does): the run then ends by this
@@ -174,38 +174,38 @@ class Progress:
     # --- what happens, in the order of an experiment ---
 
     def status(self, text: str) -> None:
-        """What happens before the first run or after the last one; shown only where it can be drawn over."""
+        """Say what happens before the first run or after the last one, where the text can be drawn over."""
         self._bars.update(self._all, text=text, refresh=True)
 
     def skip(self, places: Sequence[int]) -> None:
-        """These runs are finished already."""
+        """Count runs that were finished before."""
         self._bars.update(self._all, advance=sum(self._rounds[place] for place in places))
         if places:
             self.message(f"{len(places)} of {len(self._labels)} runs are finished already")
 
     def begin(self, place: int) -> Reporter:
-        """A run begins in this process, unless its news come from another one."""
+        """Show that a run begins; its news may come from another process."""
         title, total = f"[{place + 1}/{len(self._labels)}] {self._labels[place]}", self._rounds[place]
-        self._tasks[place] = self._bars.add_task(title, total=total, text="starting", figures="")
+        self._tasks[place] = self._bars.add_task(title, total=total, text="starting", metrics="")
         self.status("")
         return Reporter(functools.partial(self.news, place), lambda: self.stop_asked)
 
     def news(self, place: int, news: News) -> None:
         task, now = self._bars.tasks[self._tasks[place]], time.monotonic()
         self._bars.update(self._all, advance=news.round - task.completed)
-        self._bars.update(task.id, completed=news.round, text=news.within or news.figures, figures=news.figures)
+        self._bars.update(task.id, completed=news.round, text=news.within or news.metrics, metrics=news.metrics)
         if news.event:
             self.message(f"{task.description}: {news.event}")
         elif not self._draws and now - self._printed >= _LINES:
             self._printed = now
             left = self._bars.tasks[self._all].time_remaining
-            text = f"round {news.round + bool(news.within)}/{task.total:g}  {news.within or news.figures}"
+            text = f"round {news.round + bool(news.within)}/{task.total:g}  {news.within or news.metrics}"
             self.message(f"{task.description}: {text}" + (f"  about {duration(left)} left" if left else ""))
 
     def end(self, place: int, problem: str = "") -> None:
-        """A run is finished, or has ended for this reason."""
+        """Show that a run is finished, or why it ended."""
         task = self._bars.tasks[self._tasks[place]]
-        took = f"{counted(int(task.completed))} in {duration(task.elapsed or 0.0)}  {task.fields['figures']}".rstrip()
+        took = f"{in_rounds(int(task.completed))} in {duration(task.elapsed or 0.0)}  {task.fields['metrics']}".rstrip()
         self.message(f"{task.description}: {problem or took}")
         self._bars.update(self._all, advance=task.remaining)
         self._bars.update(task.id, visible=False)
@@ -221,11 +221,11 @@ class Progress:
                 self._quiet = True
 
 
-def counted(rounds: int) -> str:
+def in_rounds(rounds: int) -> str:
     return f"{rounds} round" if rounds == 1 else f"{rounds} rounds"
 
 
-def figures_of(line: Mapping[str, Any], main: str) -> str:
-    """The main figure and the losses of a round, from its line in the history."""
+def metrics_in_words(line: Mapping[str, Any], main: str) -> str:
+    """The main metric and the losses of a round, from its line in the history."""
     keys = [key for key in dict.fromkeys((main, "loss", "train_loss")) if isinstance(line.get(key), float)]
     return "  ".join(f"{title_of(key)} {line[key]:.4f}" for key in keys)

@@ -1,4 +1,4 @@
-"""Writes what a run leaves behind: history and summary, with traffic and seconds; checkpoint and global model."""
+"""Writes the files of a run: history and summary, with traffic and seconds, the checkpoint and the global model."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class History(Listener):
         rule = running.prepared.rule
         if promises := promises_of(rule):
             running.folder.write_promises(promises)
-            self.summary.notes = dict(rule.notes())  # should this process be killed
+            self.summary.notes = dict(rule.notes())  # in case this process is killed
             running.folder.write_summary(self.summary)
 
     def on_round(self, running: Running, at: Round) -> Round:
         now = time.monotonic()
-        at = at.with_figures({**vars(running.grid.take()), "seconds": now - self.mark}, {})
+        at = at.with_metrics({**vars(running.grid.take()), "seconds": now - self.mark}, {})
         self.mark = now
         running.folder.add_line("history.jsonl", at.line)
         running.folder.add_line("clients.jsonl", {"round": at.number, "clients": dict(sorted(at.clients.items()))})
@@ -148,7 +148,7 @@ class Saving(Listener):
 
 
 def promises_of(rule: Rule) -> dict[str, float]:
-    """The numbers of the rule, and of those inside it, that are on the disk before a round's messages are sent."""
+    """The numbers that the rule, and the rules inside it, write to the disk before the messages of a round are sent."""
     return {name: getattr(each.memory, name) for each in rule.chain for name in each.promised}
 
 

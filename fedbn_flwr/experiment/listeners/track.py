@@ -1,11 +1,11 @@
-"""Records a run in a tracker (`track`): settings, figures of every round, summary and status.
+"""Records a run in a tracker (`track`): settings, metrics of every round, summary and status.
 
 A tracker is a function of a `TrackedRun` and of its own settings that returns a session, an object with
-`log(round, figures)` and `end(status, summary)`. Addresses and keys of servers come from the tracker's own environment
+`log(round, metrics)` and `end(status, summary)`. Addresses and keys of servers come from the tracker's own environment
 variables and login: an experiment file has no secrets, because nodes receive its content.
 
-Trackers wait for networks and fail. So each has a thread, to which the run passes figures without waiting; an error
-ends the tracking with one warning, never the run; and at its end the run waits a limited time for the last figures.
+Trackers wait for networks and fail. So each has a thread, to which the run passes metrics without waiting; an error
+ends the tracking with one warning, never the run; and at its end the run waits a limited time for the last metrics.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fedbn_flwr.results.folder import RunFolder, flat_settings
 from ..file.types import name_in, options_in, tracker_of
 from .listener import Listener, Round, Running
 
-LAST_FIGURES = 30  # seconds that a run waits for its tracker at the end
+LAST_METRICS = 30  # seconds that a run waits for its tracker at the end
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker has to know about a run."""
+    """What a tracker learns about a run."""
 
     folder: Path
     experiment: str
     name: str  # of the run
-    settings: Mapping[str, Any]  # flat: numbers, booleans and text
+    settings: Mapping[str, bool | int | float | str]  # flat
     done: int  # rounds of earlier sessions
-    measure: str = "accuracy"  # that runs of its task are compared by
+    measure: str = "accuracy"  # the metric by which runs of this task are compared
 
 
 class Track(Listener):
@@ -60,24 +60,24 @@ class Track(Listener):
         self._thread.start()
 
     def on_round(self, running: Running, at: Round) -> Round:
-        figures = {
+        metrics = {
             key: float(value)
             for key, value in at.line.items()
             if isinstance(value, int | float) and not isinstance(value, bool) and key != "round"
         }
-        self._calls.put(lambda session: session.log(at.number, figures))
+        self._calls.put(lambda session: session.log(at.number, metrics))
         return at
 
     def on_end(self, running: Running, error: BaseException | None) -> None:
         summary = self.folder.summary()
         assert summary is not None, "History has written it"
-        status, figures = summary.status, summary.to_json()
+        status, content = summary.status, summary.to_json()
         if status != "running":
-            self._calls.put(lambda session: session.end(status, figures))
+            self._calls.put(lambda session: session.end(status, content))
         self._calls.put(None)
-        self._thread.join(LAST_FIGURES)
+        self._thread.join(LAST_METRICS)
         if self._thread.is_alive():
-            self._warn(f"it did not take the last figures within {LAST_FIGURES} s")
+            self._warn(f"it did not take the last metrics within {LAST_METRICS} s")
 
     def _work(self, run: TrackedRun) -> None:
         """The thread: pass calls to the tracker until the run or the tracker ends."""
@@ -89,5 +89,5 @@ class Track(Listener):
             self._warn(named.in_a_line(error))
 
     def _warn(self, reason: str) -> None:
-        text = "%s: tracking by %s ended: %s; the run folder has all figures"
+        text = "%s: tracking by %s ended: %s; the run folder has all metrics"
         LOG.warning(text, self.folder.path.name, name_in(self.part), reason)

@@ -1,7 +1,7 @@
-"""Asks the nodes of a run before its first round: who they are, and for the sums of their data (`data.normalise`).
+"""Asks the nodes of a run, before its first round, who they are and, for `data.normalise`, the sums of their data.
 
-By the sums, the sites agree on mean and deviation of each column over the data of all. The server sends these moments
-with every message: clients store none, so a node that restarts or joins late has them too. A resumed run reads them
+From the sums follow the mean and deviation of each column over all sites' data. The server sends these moments with
+every message. Clients don't store them, so a node that restarts or joins late has them too. A resumed run reads them
 from model.json in its folder.
 """
 
@@ -37,13 +37,13 @@ from ..settings import Settings, strategy_name
 @dataclass(frozen=True)
 class Nodes:
     ids: dict[int, int]  # the node of each client
-    folders: dict[int, int]  # the round of the stored state for each partition whose node has a state folder
+    folders: dict[int, int]  # the round of the stored state, for each partition whose node has a state folder
     own_data: bool  # at least one node has data of its own, or a domain
     sites: int  # the nodes with data of their own
 
 
 def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], list[Message]]:
-    """The nodes with their answers. A node that is unavailable at the moment is asked again while others would wait."""
+    """The nodes and their answers. A node that is unavailable is asked again until the nodes' timeout."""
     answers: dict[int, Message] = {}
     began = time.monotonic()
     while True:
@@ -120,7 +120,7 @@ def refuse_nodes(problems: Iterable[str]) -> None:
 
 
 def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -> Moments:
-    """The moments of the training examples of all clients; RunFailed names those whose sums are missing or wrong."""
+    """The moments of all clients' training examples; RunFailed names clients whose sums are missing or wrong."""
     run = parts.run
     check_moments(run, parts.rule)
     clients = {node: client for client, node in nodes.ids.items()}
@@ -141,7 +141,7 @@ def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -
 
 
 def _sums_in(reply: Message, columns: int) -> Sums:
-    """The sums of a site's reply; MessageError if they are not those of any values."""
+    """The sums in a site's reply; MessageError if no values can have these sums."""
     arrays = unpack(arrays_of(reply.content))
     if problem := fault(arrays, {"sums": np.zeros((ROWS, columns))}):
         raise MessageError(f"{problem}; its columns are the inputs or channels of the data")
@@ -151,7 +151,9 @@ def _sums_in(reply: Message, columns: int) -> Sums:
         # By the inequality of Cauchy and Schwarz; sums of equal pixels, such as 14/255, are rounded to the bits sent.
         is_less = square * count * (2**96 + 1) < total**2 * 2**96
         if not 0 <= count == column[0] < 2**53 or is_less or square > 0 == count:
-            raise MessageError(f"its sums of column {place} are those of no values; expected those of its data")
+            raise MessageError(
+                f"its sums of column {place} cannot be sums of any values; expected the sums of its data"
+            )
     return sums
 
 

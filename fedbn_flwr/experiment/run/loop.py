@@ -115,14 +115,14 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
 
 
 def end(begun: Sequence[Listener], running: Running, error: BaseException | None) -> None:
-    """End all of them in their order, also if one cannot write its file because the disk is full."""
+    """End all listeners in their order, even if one fails, for instance because the disk is full."""
     with ExitStack() as ends:
         for listener in reversed(begun):
             ends.callback(listener.on_end, running, error)
 
 
 def listeners_of(running: Running, progress: Reporter) -> list[Listener]:
-    """Those that measure a round, choose the best one and the last one, show and record it, in this order."""
+    """The listeners in their order: they measure a round, choose the best one, then show and record it."""
     run = running.run
     dynamics = [Dynamics()] if run.evaluate.dynamics else []
     best = [Best()] if run.evaluate.validation else []
@@ -145,10 +145,10 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
     arrays = before.arrays if found is None else found
     used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.base.training.used]
     trained = [number_of(reply) for reply in used]
-    figures = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
+    numbers = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
     named = partial(_in_history, task=running.prepared.task, metrics=[*map(metric_name, running.prepared.metrics)])
     line: dict[str, Any] = {"round": number, "clients": len(trained)}
-    line |= renamed(figures, named)
+    line |= renamed(numbers, named)
     is_last = number == run.rounds
     return Round(
         number,
@@ -165,7 +165,7 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
 
 
 def _in_history(key: str, task: Task, metrics: Sequence[str]) -> str:
-    """The name of a metric of training: a client may report one that is called as another figure of the round."""
+    """The name of a training metric in the history, which differs from the round's other metrics."""
     name = key.replace("-", "_")
     is_free = name.startswith("train_") or not (name in metrics or is_taken(name, task))
     return name if is_free else f"train_{name}"
@@ -232,13 +232,13 @@ def run_experiment(
         checksums = {
             examples_of(item.run.data): item.dataset.checksum for item in prepared.values() if item.dataset is not None
         }
-        for run, folder in zip(experiment.runs, folders, strict=True):  # of finished runs too, whose row others join
+        for run, folder in zip(experiment.runs, folders, strict=True):  # finished runs too: other seeds join their rows
             folder.check_data(checksums.get(examples_of(run.data)))
         progress.message(f"run folders: {from_here(out)}")
 
         def run_at(place: int, listener: Reporter) -> None:
             folder = folders[place]
-            item = prepared.pop(place)  # a finished strategy would keep the model of its last round
+            item = prepared.pop(place)  # otherwise it would keep the model of the last round
             given = experiment.runs[place].model_dump(mode="json")
             about = {
                 "data_commit": item.dataset and item.dataset.commit,
@@ -291,18 +291,17 @@ def carry_out(
 ) -> Outcome:
     """Carry out all runs on the engine of the first one.
 
-    `jobs` and `node_config` are for the local engine: those of `run_experiment` and of `LocalGrid`.
+    `jobs` (see `run_experiment`) and `node_config` (see `LocalGrid`) are for the local engine.
     """
     if experiment.runs[0].engine.name == "local":
 
         def local_grid(parts: Parts) -> LocalGrid:
-            run = parts.run
             return LocalGrid(
                 client_app(Clients(experiment)),
-                run.clients,
-                workers=workers_of(run),
+                parts.run.clients,
+                workers=workers_of(parts.run),
                 work=parts.work(),
-                threads=run.engine.threads,
+                threads=parts.run.engine.threads,
                 node_config=node_config,
             )
 

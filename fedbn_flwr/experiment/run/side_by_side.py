@@ -29,7 +29,7 @@ CarryOut = Callable[[int, Reporter], None]
 
 
 def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
-    """The number of runs to carry out at the same time: `jobs`, or by default one per core if there are enough runs."""
+    """How many runs train at the same time: `jobs`, or by default one per core if there are enough runs."""
     if jobs is not None and jobs < 1:
         raise SettingsError(f"--jobs is {jobs}; expected a number of runs at the same time, 1 or more")
     engines = [run.engine for run in runs]
@@ -67,7 +67,7 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress
     todo, running = list(places), dict[int, Worker]()
     fork = multiprocessing.get_context("fork")
     stop = fork.RawValue("b", 0)  # without a lock, which a killed process would keep
-    news, sent = fork.Pipe(duplex=False)  # of all runs: the system does not mix so short messages
+    news, sent = fork.Pipe(duplex=False)  # for all runs: the system doesn't interleave messages this short
     problems: dict[int, str] = {}
 
     def end(place: int, found: BaseException | None, lost: str) -> None:
@@ -116,7 +116,7 @@ class _Run:
     stop: Any
 
     def carry_out(self) -> BaseException | None:
-        """Returns what ended the run: None if it is finished."""
+        """Return the error that ended the run; None if it is finished."""
         torch.set_num_threads(1)  # the other cores are for the other runs
         try:
             self.call(self.place, Reporter(self._send, lambda: bool(self.stop.value)))
@@ -130,5 +130,5 @@ class _Run:
 
 
 def failed_because(problem: str) -> str:
-    """A line, or nothing without a problem; of the reasons of clients, in lines of their own, the first is shown."""
+    """The problem in one line, with the first of the clients' reasons; empty without a problem."""
     return problem and "failed: " + shorten(" ".join(line.strip(" -") for line in problem.splitlines()[:2]), 300)

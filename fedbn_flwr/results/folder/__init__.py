@@ -1,15 +1,15 @@
 """The folder of a run. It is updated after every round, so that an interrupted run can be read and resumed.
 
 config.yaml         the resolved settings
-environment.json    token, commit, versions, hardware, command, modules of the user; the same of resumed sessions
+environment.json    token, commit, versions, hardware, command, modules of the user, for each session
 history.jsonl       one line per round: metrics, messages and bytes in each direction, seconds
 partition.json      the examples of each client by class, unless nodes have data of their own
 clients.jsonl       one line per round: the values of each client
 norms.jsonl         one line per evaluated round: the dynamics of batch norm, if they are recorded
-summary.json        the figures of the whole run so far, and its status
-model.safetensors   the global model; model-best.safetensors is that of the best round
+summary.json        the metrics of the whole run so far, and its status
+model.safetensors   the global model; model-best.safetensors has the model of the best round
 model.json          how to build the network and to normalise its examples
-promises            what the rounds begun have spent, for a strategy that promises to count it: of privacy
+promises            what the rounds so far have spent, if a strategy must never lose count, for instance of privacy
 checkpoint          everything needed to resume the run, see checkpoint.py
 """
 
@@ -62,7 +62,7 @@ def default_out(name: str) -> Path:
 
 
 def out_folder(name: str, out: str | Path | None, *, resume: bool) -> Path:
-    """The folder that is asked for, or a new one."""
+    """The folder that the user asks for, or a new one."""
     if resume and not out:
         raise SettingsError("to resume runs, give their folder by --out")
     if "\0" in str(out):
@@ -71,7 +71,7 @@ def out_folder(name: str, out: str | Path | None, *, resume: bool) -> Path:
 
 
 def from_here(path: Path) -> Path:
-    """A path as a person writes it: from the current folder on, if it is below it."""
+    """A path as a person writes it: relative to the current folder if it is inside."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -98,11 +98,11 @@ class RunFolder:
         return self._lines.hexdigest()
 
     def check(self, config: Mapping[str, Any], *, resume: bool) -> None:
-        """Refuse to overwrite a run, or to resume one with other settings."""
+        """Raise an error if this would overwrite a run, or resume one with other settings."""
         existing = self.config()
         if not existing:
             if self.checkpoint.path.exists():
-                raise damaged(self.path / "config.yaml", "it is missing beside a checkpoint")
+                raise damaged(self.path / "config.yaml", "it is missing, but there is a checkpoint")
             return
         if not resume:
             raise SettingsError(
@@ -114,18 +114,18 @@ class RunFolder:
             raise SettingsError(f"{str(self.path)!r} cannot be resumed with other settings: {different}")
 
     def check_data(self, checksum: str | None) -> None:
-        """Refuse to resume a run, or to add one beside it, with other examples; None: they are not known."""
+        """Raise an error if the run had other examples; the checksum is None if they are not known."""
         was = (self.read("environment.json") or {}).get("data_checksum")
         if None not in (was, checksum) and was != checksum:
             raise SettingsError(
                 f"{str(self.path)!r} cannot be resumed with other data: environment.json has data_checksum {was}, and "
-                f"the examples that data.name stands for now have {checksum}; restore its files, or start again with "
+                f"the examples of data.name now have {checksum}; restore its files, or start again with "
                 "another --out"
             )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Refuse a folder that another process is writing. The system ends the lock with the process."""
+        """Lock the folder; an error if another process writes it. The system ends the lock with the process."""
         self._make()
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
@@ -160,7 +160,7 @@ class RunFolder:
             if saved.unsaved is not None:
                 raise SettingsError(f"{str(self.path)!r} cannot be resumed: {saved.unsaved}")
             if different := _difference({**saved.settings, "token": saved.token}, now):
-                raise damaged(self.checkpoint.path, f"it is of another run: {different}")
+                raise damaged(self.checkpoint.path, f"it belongs to another run: {different}")
         elif lost := len(self.history()):
             log_once(f"{self.path} has no checkpoint of its {lost} rounds; the run begins again at round 1")
         kept = {name: [line for line in self.lines(name) if line["round"] <= done] for name in LINES}
@@ -172,7 +172,7 @@ class RunFolder:
         texts = {name: "".join(f"{to_json(line)}\n" for line in lines) for name, lines in kept.items()}
         self._lines = hashlib.sha256(texts["history.jsonl"].encode())
         if saved is not None and saved.history != self.digest:
-            raise damaged(self.path / "history.jsonl", "its rounds are not those that the checkpoint follows")
+            raise damaged(self.path / "history.jsonl", "its rounds are not the ones before the checkpoint")
         summary = self.readable_summary()
         session = {**environment(), "modules": sources(config), **more}
         before = [first, *first.get("resumed", [])][-1]
@@ -192,7 +192,7 @@ class RunFolder:
                 write_text(self.path / name, text)
             else:
                 (self.path / name).unlink(missing_ok=True)
-        if summary is not None:  # of the lines that are left, should the run not begin
+        if summary is not None:  # for the lines that are left, in case the run doesn't begin
             self.write_summary(summary.of(kept["history.jsonl"]))
         return done
 
@@ -255,7 +255,7 @@ class RunFolder:
         return found and found[0]
 
     def readable_summary(self) -> Summary | None:
-        """None also if it is damaged: a run that begins or continues writes it again."""
+        """None if there is none or it is damaged: a run that begins or continues writes it again."""
         with suppress(UserError):
             return self.summary()
         return None
@@ -269,7 +269,7 @@ class RunFolder:
                 self.write_summary(summary)
 
     def error_since(self, began: str) -> str | None:
-        """Why the run failed, if it began or continued at this time or later (`time_stamp`)."""
+        """Why the run failed, if that was at this time or later (`time_stamp`)."""
         summary = self.readable_summary()
         return summary.error if summary is not None and summary.began >= began else None
 
@@ -284,11 +284,11 @@ class RunFolder:
             raise damaged(self.path / "summary.json", str(error)) from None
 
     def token(self) -> str:
-        """Of the run; nodes store their state of it under this name."""
+        """The run's token, under which nodes store their state."""
         return str((self.read("environment.json") or {})["token"])
 
     def write_model(self, arrays: Arrays, server_round: int, name: str = "model.safetensors") -> None:
-        """The model of a round, which is in the metadata of the file."""
+        """Write the model of a round; the metadata of the file has the round."""
         from safetensors.numpy import save
 
         whole = {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()}
@@ -303,7 +303,7 @@ class RunFolder:
         return found
 
     def moments(self) -> Moments:
-        """By which the run normalises examples."""
+        """The moments by which the run normalises examples."""
         known = self.model_description()["normalise"]
         return tuple(known["mean"]), tuple(known["std"])
 
@@ -311,10 +311,10 @@ class RunFolder:
         write_store(self.path / "promises", [("promises", json.dumps(dict(promises)).encode())])
 
     def promises(self) -> dict[str, float]:
-        """What the strategy has spent with the rounds begun; empty if none was."""
+        """What the strategy has spent with the rounds that began; empty if none did."""
         file = self.path / "promises"
         store = read_store(file) if file.exists() else {"promises": b"{}"}
-        if "promises" not in store:  # the file is whole, but another one, such as the checkpoint
+        if "promises" not in store:  # an intact file of another kind, such as the checkpoint
             raise damaged(file, f"it has the entries {', '.join(store)[:200]}")
         found: dict[str, float] = json.loads(store["promises"])
         return found
@@ -343,7 +343,7 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _versions(session: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the code that a session runs, from its entry in environment.json."""
+    """The versions of the code that a session runs, from its entry in environment.json."""
     return {**session.get("versions", {}), "commit": session.get("commit")}
 
 
@@ -367,7 +367,7 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
 
 
 def find_folders(folders: Iterable[Path]) -> dict[Path, int]:
-    """All run folders in these folders and below them, which have a summary.json; and the number of the given one."""
+    """All folders with a summary.json in these folders and below them, and the index of the folder they are in."""
     found: dict[Path, int] = {}
     for number, folder in enumerate(folders):
         if not folder.is_dir():
@@ -379,7 +379,7 @@ def find_folders(folders: Iterable[Path]) -> dict[Path, int]:
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """The folder and those below it, also by links, with the names of their files; each folder once."""
+    """The folder and all below it, links included, with the names of their files; each folder once."""
     seen = set()
     for where, below, names in os.walk(folder, followlinks=True):
         if (real := os.path.realpath(where)) in seen:  # a link may lead to a folder above it

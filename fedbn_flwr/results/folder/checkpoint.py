@@ -33,7 +33,7 @@ class Snapshot:
     token: str  # of the run; nodes store their state of it under this name
     model: RecordDict
     strategy: bytes | None  # its state; None if it cannot be saved
-    unsaved: str | None = None  # the reason
+    unsaved: str | None = None  # why not
     trained: Mapping[int, int] = field(default_factory=dict)  # partition -> the last round in which it trained
     settings: Mapping[str, Any] = field(default_factory=dict)  # that affect results
     history: str = ""  # the digest of history.jsonl up to this round
@@ -51,7 +51,7 @@ class CheckpointFile:
             raise StorageError(f"{error}; the previous checkpoint is unchanged") from None
 
     def read(self) -> Snapshot:
-        """Without the clients."""
+        """Read all but the clients' states."""
         with self._opened() as store:
             state, is_saved = json.loads(store["state"]), "strategy" in store
             return Snapshot(
@@ -77,7 +77,7 @@ class CheckpointFile:
         try:
             yield read_store(self.path)
         except (StorageError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            # The file is whole, but has other content.
+            # The file is intact, but has other content.
             damage = f"{str(self.path)!r} is damaged: {type(error).__name__}: {str(error)[:200]}"
             what = error if isinstance(error, StorageError) else damage
             raise SettingsError(

@@ -1,8 +1,8 @@
 """Clients as individuals: the values of each client, and their spread.
 
-`clients.jsonl` has a line per round, {"round": 3, "clients": {"0": {"examples": 96, "train_loss": 0.4, ...}, ...}}. All
-figures here give each client the same weight. They describe the clients that took part, so the deviation is that of
-the whole group (divisor n), not an estimate from a sample.
+`clients.jsonl` has a line per round, {"round": 3, "clients": {"0": {"examples": 96, "train_loss": 0.4, ...}, ...}}.
+Everything here gives each client the same weight. It describes the clients that took part, so a deviation has the
+divisor n of a whole population.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def spread(values: Sequence[float], metric: str) -> Spread:
 
 
 def is_count(metric: str) -> bool:
-    """Whether it is a number of examples, for instance of a client's own test examples of one domain."""
+    """Whether the key counts examples, for instance a client's own test examples of one domain."""
     return _EXAMPLES.match(metric) is not None
 
 
 def by_metric(clients: Mapping[Any, Mapping[str, float]]) -> dict[str, dict[Any, float]]:
-    """Each metric's values by client; some clients may lack one."""
+    """Each metric's values by client; a client may lack some metrics."""
     metrics = dict.fromkeys(metric for values in clients.values() for metric in values)
     return {name: {client: each[name] for client, each in clients.items() if name in each} for name in metrics}
 

@@ -47,7 +47,7 @@ def environment() -> dict[str, Any]:
 def without_secrets(words: Sequence[str]) -> list[str]:
     """The words of a command; folders of runs are shared, and Flower starts a ServerApp with the token of its task.
 
-    A secret is the value of an option or setting that is called so, `--token X` or `--token=X`, or the password in an
+    A secret is the value of an option or setting with such a name, `--token X` or `--token=X`, or the password in an
     address.
     """
     shown: list[str] = []
@@ -62,9 +62,9 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this code runs from, with the ending -changed if its files were changed since.
+    """The commit of the checkout that this code runs from, followed by -changed if its files have changed since.
 
-    In a deployment, the name of the app bundle that Flower unpacked, which ends with the beginning of its hash.
+    In a deployment, the name of the app bundle that Flower unpacked, which ends with the first digits of its hash.
     """
     git = ["git", "-C", str(Path(__file__).parent)]
     try:

@@ -1,4 +1,4 @@
-"""Reads and writes the text files of a run folder; a damaged file is refused by its name, and by its line."""
+"""Reads and writes the text files of a run folder; errors name the damaged file, and the line."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def parse(text: str, file: Path, line: int | None = None) -> dict[str, Any]:
         # Later versions have added keys to environment.json.
         check(content, types, () if file.name == "environment.json" else types)
     except (ValueError, RecursionError) as error:
-        reason = f"it is no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+        reason = f"it is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise damaged(file, reason, line) from None
     return content
 
 
-def with_nan(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures that were not finite are null in a file."""
-    return {key: math.nan if value is None else value for key, value in figures.items()}
+def with_nan(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics that were not finite are null in a file."""
+    return {key: math.nan if value is None else value for key, value in metrics.items()}
 
 
 def check(content: Mapping[str, Any], expected: Mapping[str, Any], required: Iterable[str] = ()) -> None:
@@ -94,7 +94,7 @@ def check(content: Mapping[str, Any], expected: Mapping[str, Any], required: Ite
         try:
             adapter(expected[key]).validate_python(content[key], strict=True)
         except ValidationError as error:
-            (fault, *_) = error.errors()
-            where = ".".join(map(str, (key, *fault["loc"])))
-            reason = fault["msg"].removeprefix("Input should be ")
-            raise ValueError(f"{where} is {shorten(repr(fault['input']), 100)}; expected {reason}") from None
+            (problem, *_) = error.errors()
+            where = ".".join(map(str, (key, *problem["loc"])))
+            reason = problem["msg"].removeprefix("Input should be ")
+            raise ValueError(f"{where} is {shorten(repr(problem['input']), 100)}; expected {reason}") from None

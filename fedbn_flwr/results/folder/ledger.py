@@ -1,7 +1,7 @@
 """The ledger counts messages and bytes of arrays in each direction.
 
-Bytes are the number of elements times their size; names, headers and metrics are not counted, as in the papers. Of
-replies those are counted that have passed the gate.
+Bytes are the number of elements times their size; names, headers and metrics are not counted, as in the papers. Only
+replies that have passed the gate are counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Traffic:
     messages_up: int = 0
     bytes_down: int = 0
     bytes_up: int = 0
-    # The figure in the papers' tables: one broadcast (a message to all clients, counted once), plus all uploads.
+    # The traffic in the papers' tables: one broadcast (a message to all clients, counted once), plus all uploads.
     broadcast_bytes: int = 0
     # Largest message to and from one client, in elements of its arrays.
     elements_down_per_client: int = 0

@@ -40,22 +40,22 @@ class Summary:
     parameters: int
     device: str
     began: str  # ISO 8601, UTC
-    accuracy_of: str  # the models that `accuracy` and `loss` are of, in words
+    accuracy_of: str  # whose `accuracy` and `loss` these are, in words
     status: Status = "running"
     error: str | None = None  # of a run that failed
     diverged_in: int | None = None  # the round, if it failed because its values were no longer finite
-    size: str | None = None  # of the experiment, if not that of the file
+    size: str | None = None  # of the experiment, if not the file as written
     task: str | None = None  # if not classification
     metrics: Sequence[str] = ()  # the names of evaluate.metrics
     own_data_sites: int | None = None  # sites that trained on data of their own, in place of data.name
-    clients_due: int | None = None  # that train in a round if none is missing; None if the strategy does not say
-    clients: int | None = None  # that trained in the last round, and in those before it since `clients_since`
+    clients_due: int | None = None  # how many train in a round if none is missing; None if the strategy does not say
+    clients: int | None = None  # how many trained in the last round, and in all since `clients_since`
     clients_since: int | None = None
     rounds_with_fewer_clients: int | None = None  # than are due
     rounds: int = 0
     seconds: float = 0.0  # of all rounds
     traffic: Traffic = field(default_factory=Traffic)
-    figures: dict[str, Any] = field(default_factory=dict)  # the last values in the history, and the best ones
+    values: dict[str, Any] = field(default_factory=dict)  # the last values in the history, and the best ones
     notes: dict[str, Any] = field(default_factory=dict)  # decisions of the strategy, for instance `freeze_round`
 
     @property
@@ -64,8 +64,8 @@ class Summary:
 
     @property
     def main(self) -> float | None:
-        """The figure that runs of the task are compared by."""
-        return self.figures.get(self.of_task.main)
+        """The metric that runs of the task are compared by."""
+        return self.values.get(self.of_task.main)
 
     @property
     def missing(self) -> str:
@@ -79,16 +79,16 @@ class Summary:
 
     @property
     def accuracy(self) -> float | None:
-        return self.figures.get("accuracy")
+        return self.values.get("accuracy")
 
     @property
     def loss(self) -> float | None:
-        return self.figures.get("loss")
+        return self.values.get("loss")
 
     @property
     def domains(self) -> dict[str, float]:
-        """The figures by domain, whose keys begin with `domain_keys`."""
-        return {key: value for key, value in self.figures.items() if self._is_of_domain(key)}
+        """The metrics by domain, whose keys begin with `domain_keys`."""
+        return {key: value for key, value in self.values.items() if self._is_of_domain(key)}
 
     def account(self, line: Mapping[str, Any]) -> None:
         """Add a round of the history."""
@@ -101,18 +101,18 @@ class Summary:
                 fewer = self.rounds_with_fewer_clients or 0
                 self.rounds_with_fewer_clients = fewer + (clients < self.clients_due)
         self.traffic.add(Traffic(**{key.name: line[key.name] for key in fields(Traffic)}))
-        if found := self._figures_of(line):  # of an evaluated round: those of earlier ones are not beside its own
-            self.figures = {key: value for key, value in self.figures.items() if key in _best(self.of_task)}
+        if found := self._metrics_of(line):  # an evaluated round replaces the metrics of earlier ones
+            self.values = {key: value for key, value in self.values.items() if key in _best(self.of_task)}
         latest = {key: line[key] for key in found if line[key] is not None}
         if (main := self.of_task.main) in latest:
             best = f"best_test_{main}"
-            latest[best] = max(self.figures.get(best, latest[main]), latest[main], key=partial(goodness, main))
+            latest[best] = max(self.values.get(best, latest[main]), latest[main], key=partial(goodness, main))
         if "best_round" in line:
             latest |= {"best_round": line["best_round"], f"best_validation_{main}": line[f"validation_{main}"]}
             latest[f"best_round_{main}"] = line.get(main)
-        self.figures |= latest
+        self.values |= latest
 
-    def _figures_of(self, line: Iterable[str]) -> list[str]:
+    def _metrics_of(self, line: Iterable[str]) -> list[str]:
         known = {*_LATEST, *keys_of(self.of_task, self.metrics)}
         return [key for key in line if key in known or _is_spread(key) or self._is_of_domain(key)]
 
@@ -120,24 +120,24 @@ class Summary:
         return key.startswith(domain_keys(self.of_task)) and not _is_spread(key)
 
     def to_json(self) -> dict[str, Any]:
-        """One flat mapping, in which traffic, figures and notes are not nested."""
+        """One flat mapping: traffic, values and notes are not nested."""
         flat = {key: value for key, value in asdict(self).items() if value not in (None, ())}
-        traffic, figures, notes = (flat.pop(key) for key in ("traffic", "figures", "notes"))
+        traffic, values, notes = (flat.pop(key) for key in ("traffic", "values", "notes"))
         per_round = self.traffic.broadcast_bytes / self.rounds / 2**20 if self.rounds else 0.0
-        figures = {key: value for key, value in figures.items() if value is not None}
-        return {**flat, **traffic, "broadcast_mib_per_round": per_round, **figures, **notes}
+        values = {key: value for key, value in values.items() if value is not None}
+        return {**flat, **traffic, "broadcast_mib_per_round": per_round, **values, **notes}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> Summary:
-        """The summary from what `to_json` returned; ValueError if it is not that of these lines of history.jsonl."""
-        own = [item for item in fields(cls) if item.name not in ("traffic", "figures", "notes")]
+        """The summary from the content of `to_json`; ValueError if the lines of history.jsonl give another one."""
+        own = [item for item in fields(cls) if item.name not in ("traffic", "values", "notes")]
         given = {item.name: content[item.name] for item in own if item.name in content}
         check(given, get_type_hints(cls), [item.name for item in own if item.default is MISSING])
         if given.get("task") not in (None, *TASKS):
             raise ValueError(f"task is {given['task']!r}; expected one of {', '.join(TASKS)}")
         found = cls(**given).of(history[: given.get("rounds", 0)])
         expected = found.to_json()
-        known = [*expected, *_best(found.of_task), *found._figures_of(content)]
+        known = [*expected, *_best(found.of_task), *found._metrics_of(content)]
         for key in known:
             if to_json(content.get(key)) != to_json(expected.get(key)):  # NaN is not NaN
                 raise ValueError(f"{key} is {content.get(key)}, but {expected.get(key)} by the lines of history.jsonl")
@@ -145,8 +145,8 @@ class Summary:
         return found
 
     def of(self, history: Iterable[Mapping[str, Any]]) -> Summary:
-        """The same run's summary with the figures of this history."""
-        found = replace(self, rounds=0, seconds=0.0, traffic=Traffic(), figures={})
+        """The same run's summary with the metrics of this history."""
+        found = replace(self, rounds=0, seconds=0.0, traffic=Traffic(), values={})
         found.clients = found.clients_since = found.rounds_with_fewer_clients = None
         for line in history:
             found.account(line)
@@ -159,26 +159,26 @@ _LATEST = ("loss", "evaluated_with")
 
 
 def keys_of(task: Task, metrics: Iterable[str]) -> list[str]:
-    """The keys of figures in history and summary, beside spreads over clients and domains.
+    """The keys of metrics in history and summary, without spreads over clients and domains.
 
-    Of the global model, and of clients on all and on own test examples.
+    They are of the global model, and of clients on all and on their own test examples.
     """
     places = ("", "clients_", "clients_own_")
-    return list(dict.fromkeys(place + name for name in (task.main, *task.figures, *metrics) for place in places))
+    return list(dict.fromkeys(place + name for name in (task.main, *task.reported, *metrics) for place in places))
 
 
 def _best(task: Task) -> list[str]:
-    """The best round by validation; and the best figure on the test examples, an optimistic choice."""
+    """The keys of the best round by validation, and of the best metric on the test examples, an optimistic choice."""
     return ["best_round", *(f"best_{of}_{task.main}" for of in ("test", "round", "validation"))]
 
 
 def domain_keys(task: Task) -> tuple[str, ...]:
-    """The beginnings of the keys of figures by domain, which end with the domain's name."""
+    """The beginnings of the keys of metrics by domain, which end with the domain's name."""
     return f"{task.main}_", f"clients_{task.main}_", f"clients_own_{task.main}_"
 
 
 def is_taken(name: str, task: Task) -> bool:
-    """Whether a metric of the user with this name would have the key of another figure in history or summary."""
+    """Whether history or summary have this key already, so that no metric of the user may have this name."""
     keys = {"round", "clients", "num_examples", "broadcast_mib_per_round", *_LATEST, *keys_of(task, ()), *_best(task)}
     keys |= {item.name for of in (Summary, Traffic) for item in fields(of)}
     of_domains = (f"{metric}_" for metric in METRICS)

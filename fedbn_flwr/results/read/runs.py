@@ -21,7 +21,7 @@ from ..text import duration, printable
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One run, with the figures of the moment when it was read."""
+    """One run, as it was when it was read."""
 
     folder: Path
     summary: Summary  # the content of summary.json, for instance `summary.accuracy`; `summary.to_json()` is a dict
@@ -43,11 +43,11 @@ class Run:
 
     @cached_property
     def origin(self) -> tuple[str, str]:
-        """The same in all copies of a run's folder; a run that continues one under another label has another."""
+        """The same for all copies of a run's folder, but not for a run that continues another under a new label."""
         return str((self.files.read("environment.json") or {}).get("token", self.folder)), self.label
 
     @cached_property
-    def figures(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         return self.summary.to_json()
 
     @cached_property
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def place(self) -> tuple[str, list[int], int, str, str]:
-        """What the runs of a folder are sorted by: their experiment, and their place in its file."""
+        """The key by which runs are sorted: their experiment, and their place in its file."""
         found = self.cell.get("place")
         place = found if isinstance(found, list) and all(type(each) is int for each in found) else []
         return str(self.folder.parent), place, self.summary.seed, self.summary.began, str(self.folder)
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def data_checksum(self) -> str | None:
-        """That of the examples, if the server had them."""
+        """The checksum of the examples, if the server had them."""
         return (self.files.read("environment.json") or {}).get("data_checksum")
 
     @property
@@ -95,23 +95,23 @@ class Run:
 
     @cached_property
     def published(self) -> dict[str, tuple[float, float | None]]:
-        """Mean and, if known, standard deviation of each figure that the experiment names for this run."""
-        figures: dict[str, tuple[float, float | None]] = {}
+        """The paper's results for this run: the mean and, if known, the standard deviation of each metric."""
+        results: dict[str, tuple[float, float | None]] = {}
         for key, value in (self.config.get("published") or {}).items():
             mean, *deviation = value if isinstance(value, list) and value else [value]
             if is_number(mean) and all(map(is_number, deviation)):
-                figures[key] = (mean, deviation[0] if deviation else None)
-        return figures
+                results[key] = (mean, deviation[0] if deviation else None)
+        return results
 
 
 def read_run(folder: Path) -> Run | None:
-    """None if there is no summary, for instance since the folder was deleted meanwhile."""
+    """None if there is no summary, for instance because the folder was deleted meanwhile."""
     found = RunFolder(folder).progress()
     return found and Run(folder, *found)
 
 
 def is_number(value: object) -> bool:
-    """Whether a value can be drawn: figures of a run that diverged are not finite."""
+    """Whether a value can be drawn: metrics of a run that diverged are not finite."""
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
@@ -123,7 +123,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
         if not any(run.folder.is_relative_to(folder) for _, run in read):
             raise UserError(f"{str(folder)!r} holds no run (there is no summary.json in it or its subfolders)")
     runs = [run for _, run in sorted(read, key=lambda each: (each[0], *each[1].place))]
-    # A copy of a folder is no other repetition. The one that was continued counts; of equal ones the first.
+    # A copied folder is not another repetition. The copy that was continued counts, or the first of equal ones.
     states = [(run.summary.rounds, run.summary.status == "finished", -place) for place, run in enumerate(runs)]
     longest = {run.origin: run for _, run in sorted(zip(states, runs, strict=True))}
     for copy in (run for run in runs if longest[run.origin] is not run):

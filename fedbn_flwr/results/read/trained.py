@@ -30,7 +30,7 @@ def global_model(folder: RunFolder, file: str) -> nn.Module:
     description = folder.model_description()
     if not description["global"]:
         raise UserError(
-            f"{str(folder.path)!r} has no global model, but each client has one, for instance model(client=0)"
+            f"{str(folder.path)!r} has no global model; each client has its own, for instance model(client=0)"
         )
     arrays, _ = _read(folder, file)
     return _build(description, arrays, folder.path / file)
@@ -46,7 +46,7 @@ def _read(folder: RunFolder, file: str) -> tuple[dict[str, Tensor], int]:
         raise UserError(f"{str(folder.path)!r} has no {file!r}; files with models: {files}")
     try:
         with safe_open(path, "pt") as opened:
-            arrays = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # it is no mapping
+            arrays = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # it isn't a mapping
             return arrays, int((opened.metadata() or {}).get("round", 0))
     except (SafetensorError, OSError, ValueError) as error:
         raise damaged(path, f"it cannot be read: {error}") from None
@@ -58,7 +58,7 @@ class SiteModel:
 
     client: int
     round: int  # of the global arrays
-    state_round: int  # of the client's own arrays, the last round up to `round` in which it trained
+    state_round: int  # of the client's own arrays: the last round up to `round` in which it trained
     own: tuple[str, ...]  # the names of its own arrays
     network: nn.Module
 

@@ -24,7 +24,7 @@ AXES = {
     "seconds": "seconds",
 }
 
-# How a figure is called, by the beginning of its key.
+# What a metric is called, by the beginning of its key.
 _TITLES = {
     "clients_own_": "{} on own data",
     "clients_": "clients' {}",
@@ -49,11 +49,11 @@ class Measure:
     title: str
     scale: float = 1  # what a value is multiplied by; fractions are in percent
     unit: str = ""
-    places: int | None = None  # digits after the point; by default those that the values need
+    places: int | None = None  # digits after the point; by default as many as the values need
 
     @classmethod
     def of(cls, key: str) -> Measure:
-        """Without a beginning it is of the global model; what follows the name of a known figure is a domain."""
+        """The measure of a key: without a prefix it is of the global model; what follows a known metric is a domain."""
         if key in _SPENT:
             title, scale, places = _SPENT[key]
             return cls(key, title, scale, "", places)
@@ -82,7 +82,7 @@ class Measure:
         return self.title + (", %" if self.is_fraction else "")
 
     def digits(self, values: Collection[float]) -> int:
-        """The digits after the point with which values are shown: about five digits in all, four after a point."""
+        """How many digits after the point to show: about five digits in all, at most four after the point."""
         if self.places is not None:
             return self.places
         if values and all(type(value) is int for value in values):
@@ -112,18 +112,18 @@ def curve(
 ) -> tuple[list[float], list[list[float]]]:
     """Places on an axis of AXES, the mean over the runs, and the values of all runs at each of them.
 
-    Only of rounds in which all runs were measured: an interrupted run shortens the curve of its row.
+    Only rounds in which all runs were measured count: an interrupted run shortens the curve of its row.
     """
     found = []
     for history in histories:
         lines = zip(history, spent(history), strict=True)
         found.append({line["round"]: (at[axis], line[key]) for line, at in lines if is_number(line.get(key))})
-    rounds = thinned(sorted(set.intersection(*map(set, found))))
+    rounds = thin(sorted(set.intersection(*map(set, found))))
     places = [statistics.fmean(each[number][0] for each in found) for number in rounds]
     return places, [[each[number][1] for each in found] for number in rounds]
 
 
-def thinned(items: Sequence[Any], points: int = POINTS) -> list[Any]:
+def thin(items: Sequence[Any], points: int = POINTS) -> list[Any]:
     """At most `points` of the items, evenly spaced, with the first and the last."""
     if len(items) <= points:
         return list(items)

@@ -15,11 +15,13 @@ from ..text import in_html
 
 with needs("report", "a plot"):
     from matplotlib import rc_context
+    from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Transform
 
-# No random ids, which would make files of equal figures differ; text that can be searched, and TrueType fonts, since
-# publishers refuse matplotlib's others in a PDF.
+# No random ids, which would make files of equal figures differ; text that can be searched; and TrueType fonts, because
+# publishers don't accept matplotlib's other fonts in a PDF.
 _STYLE: Any = {"svg.hashsalt": "fedbn", "svg.fonttype": "none", "pdf.fonttype": 42}
 _NO_DATE = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
@@ -30,9 +32,9 @@ class Plot(Figure):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **({"layout": "constrained"} | options))
         FigureCanvasAgg(self)
-        self._tips: list[tuple[Any, float, float, str]] = []
+        self._tips: list[tuple[Transform, float, float, str]] = []
 
-    def tip(self, panel: Any, x: float, y: float, words: str, transform: Any = None) -> None:
+    def tip(self, panel: Axes, x: float, y: float, words: str, transform: Transform | None = None) -> None:
         """Words that an SVG shows under the pointer at a point of a panel, in the panel's values or by a transform."""
         self._tips.append((transform or panel.transData, x, y, words))
 

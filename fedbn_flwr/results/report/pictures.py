@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fedbn_flwr.errors import UserError, did_you_mean
 
 from ..folder.clients import PartitionCounts
 from ..text import in_plot
-from .curves import AXES, Measure, curve, measures, thinned
+from .curves import AXES, Measure, curve, measures, thin
 from .rows import Row, Sweep, deviation, headline, mean, runs_of, sweeps
 from .tables import DEFAULT, Form, as_measured, by_domain, in_domains, measures_of_clients, measures_of_sweep, set_up
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from .figure import Plot  # imports matplotlib
 
 # Okabe and Ito's palette, whose colours colour-blind readers can distinguish, with a darker yellow; and markers.
@@ -46,10 +48,10 @@ _BOX: dict[str, Any] = {
     "meanprops": {"marker": "D", "markersize": 4, "markerfacecolor": "black", "markeredgecolor": "black"},
 }
 
-Draw = Callable[[Any], Mapping[str, Any]]
+Draw = Callable[["Axes"], Mapping[str, Any]]
 
 
-def _panels(count: int, columns: int, width: float, height: float) -> tuple[Plot, list[Any]]:
+def _panels(count: int, columns: int, width: float, height: float) -> tuple[Plot, list[Axes]]:
     """A figure with so many panels, each of a size in inches."""
     from .figure import Plot
 
@@ -59,9 +61,13 @@ def _panels(count: int, columns: int, width: float, height: float) -> tuple[Plot
     return figure, [figure.add_subplot(lines, columns, number + 1) for number in range(count)]
 
 
-def _finish(panel: Any, title: str, *, grid: Any = "both", **values: Any) -> None:
+def _picture_of(panel: Axes) -> Plot:
+    return cast("Plot", panel.figure)
+
+
+def _finish(panel: Axes, title: str, *, grid: Any = "both", **values: Any) -> None:
     panel.set(**values)
-    inches = panel.get_position().width * panel.figure.get_figwidth()
+    inches = panel.get_position().width * _picture_of(panel).get_figwidth()
     panel.set_title(textwrap.fill(in_plot(title, 100), int(12 * inches)), fontsize="medium", loc="left")
     panel.grid(axis=grid, alpha=0.3)
     panel.set_axisbelow(True)
@@ -76,9 +82,10 @@ def _style(colour: int, mark: int) -> dict[str, Any]:
 
 
 def _styles(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Of each row, the same in all pictures: in a sweep the colour is the strategy's, marker and dash are the value's.
+    """The style of each row, the same in all pictures.
 
-    Rows that this does not tell apart, and those that are not of a sweep, differ in all three.
+    In a sweep the colour stands for the strategy, and marker and dash stand for the value. Rows that look the same
+    then, and rows outside of sweeps, differ in all three.
     """
     names = [row.strategy for row in rows]
     values = [str(list((row.first.cell.get("sweep") or {}).values())) for row in rows]
@@ -88,7 +95,7 @@ def _styles(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [_style(*place) for place in (places if told_apart else [(n, n) for n in range(len(rows))])]
 
 
-def _legend(where: Any, handles: Mapping[str, Any], **options: Any) -> None:
+def _legend(where: Plot | Axes, handles: Mapping[str, Any], **options: Any) -> None:
     if handles:
         where.legend(handles.values(), list(map(in_plot, handles)), fontsize="small", **options)
 
@@ -134,7 +141,7 @@ def alone_partition(partition: PartitionCounts) -> Plot:
 
 
 def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = None) -> Plot:
-    """Plot the measure that runs are compared by, and that of the personal models if there are some.
+    """Plot the measure that runs are compared by, and the same measure of the personal models if there are some.
 
     `measure` is another key of the history; `axis`, a key of AXES, leaves a single panel.
     """
@@ -171,9 +178,9 @@ def curve_panel(rows: Sequence[Row], measure: str, axis: str) -> Plot:
 
 
 def _main(rows: Sequence[Row], measure: str) -> list[list[Draw]]:
-    """A line for each measure, with a panel for each axis, and for each kind of domains a panel."""
+    """A line of panels for each measure, with a panel for each axis, and a panel for each kind of domains."""
     own = f"clients_own_{measure}"
-    keys = [measure, *([own] if any(row.figures(own) for row in rows) else [])]
+    keys = [measure, *([own] if any(row.values(own) for row in rows) else [])]
     lines = [line for row in rows for run in row.counted for line in run.lines]
     within = any(line["communication_rounds"] != 1 for line in lines)  # a round exchanges more than a model
     axes = [each for each in _PANELS if each != "communication_rounds" or within]
@@ -184,8 +191,8 @@ def _main(rows: Sequence[Row], measure: str) -> list[list[Draw]]:
     return found + [[partial(_domains, rows, *each)] for each in by_domain(rows).items()]
 
 
-def _curves(rows: Sequence[Row], shown: Sequence[Row], key: str, axis: str, panel: Any) -> dict[str, Any]:
-    """Draw those of the rows that are shown."""
+def _curves(rows: Sequence[Row], shown: Sequence[Row], key: str, axis: str, panel: Axes) -> dict[str, Any]:
+    """Draw the rows that are in `shown`, in the styles that they have among all rows."""
     from matplotlib.ticker import MaxNLocator
 
     measure, handles, count = Measure.of(key), {}, len(rows)
@@ -210,8 +217,8 @@ def _curves(rows: Sequence[Row], shown: Sequence[Row], key: str, axis: str, pane
             panel.fill_between(places, low, high, color=style["color"], alpha=0.15, lw=0)
         if row.diverged:
             panel.plot(places[-1], means[-1], **_END, color=style["color"])
-        for x, y in thinned(list(zip(places, means, strict=True)), _TIPS):
-            panel.figure.tip(panel, x, y, f"{row.title}: {y:.4g}{measure.unit} at {x:.6g} {AXES[axis]}")
+        for x, y in thin(list(zip(places, means, strict=True)), _TIPS):
+            _picture_of(panel).tip(panel, x, y, f"{row.title}: {y:.4g}{measure.unit} at {x:.6g} {AXES[axis]}")
     _finish(panel, "", xlabel=AXES[axis], ylabel=in_plot(measure.axis))
     panel.set_xlim(left=0)
     if axis not in ("mib", "seconds"):
@@ -219,7 +226,7 @@ def _curves(rows: Sequence[Row], shown: Sequence[Row], key: str, axis: str, pane
     return handles
 
 
-def _domains(rows: Sequence[Row], prefix: str, names: Sequence[str], panel: Any) -> dict[str, Any]:
+def _domains(rows: Sequence[Row], prefix: str, names: Sequence[str], panel: Axes) -> dict[str, Any]:
     measure, found = Measure.of(prefix.removesuffix("_")), {row.title: in_domains(row, prefix, names) for row in rows}
     handles = _side_by_side(panel, measure, [*names, "average"], found, _styles(rows))
     _finish(panel, f"{measure.title}, by domain", grid="y", ylabel=measure.unit)
@@ -232,16 +239,16 @@ def _has_band(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _side_by_side(
-    panel: Any,
+    panel: Axes,
     measure: Measure,
     names: Sequence[str],
     found: Mapping[str, Sequence[Sequence[float]]],
     styles: Sequence[Mapping[str, Any]],
     diverged: Mapping[tuple[str, int], str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Dots for each name: those of a run, with a line for the deviation over seeds.
+    """A dot for each name and title, with a line for the deviation over seeds.
 
-    `diverged` has words on the titles and places where runs diverged, which get a cross on the axis.
+    `diverged` says, by title and place, where runs diverged; they get a cross on the axis.
     """
     handles: dict[str, Any] = {}
     for number, ((title, columns), look) in enumerate(zip(found.items(), styles, strict=True)):
@@ -251,11 +258,11 @@ def _side_by_side(
             if values and math.isfinite(mean(values)):
                 x, y, spread = place + aside, measure.scale * mean(values), measure.scale * (deviation(values) or 0.0)
                 handles[title] = panel.errorbar(x, y, spread, **style)
-                panel.figure.tip(panel, x, y, f"{title}, {names[place]}: {as_measured(measure, values)}")
+                _picture_of(panel).tip(panel, x, y, f"{title}, {names[place]}: {as_measured(measure, values)}")
             if words := diverged.get((title, place)):
                 x, on_axis = place + aside, panel.get_xaxis_transform()
                 panel.plot(x, 0, **_END, color=style["color"], transform=on_axis, clip_on=False)
-                panel.figure.tip(panel, x, 0, f"{title}, {names[place]}: {words}", on_axis)
+                _picture_of(panel).tip(panel, x, 0, f"{title}, {names[place]}: {words}", on_axis)
                 handles.setdefault(title, panel.plot([], [], **style)[0])
     for place in range(len(names) - 1):
         panel.axvline(place + 0.5, color="grey", lw=0.8)
@@ -277,9 +284,9 @@ def _of_sweeps(found: Sequence[Sweep], form: Form) -> list[Draw]:
     return [partial(_dots, sweep, measure, labels) for sweep in found for measure in measures_of_sweep(sweep, form)]
 
 
-def _dots(sweep: Sweep, measure: Measure, labels: Sequence[str], panel: Any) -> dict[str, Any]:
+def _dots(sweep: Sweep, measure: Measure, labels: Sequence[str], panel: Axes) -> dict[str, Any]:
     lines = {label: [sweep.lines.get(label, {}).get(word) for word in sweep.values] for label in labels}
-    found = {label: [row.figures(measure.key) if row else [] for row in line] for label, line in lines.items()}
+    found = {label: [row.values(measure.key) if row else [] for row in line] for label, line in lines.items()}
     diverged = {
         (label, place): row.divergence + row.marks.removeprefix(f" [{row.unfinished}]")
         for label, line in lines.items()
@@ -297,7 +304,7 @@ def _dots(sweep: Sweep, measure: Measure, labels: Sequence[str], panel: Any) -> 
 
 
 def clients_plot(rows: Sequence[Row]) -> Plot | None:
-    """A panel for each main metric of single clients, with a box for each row; None if there are no values."""
+    """A panel for each metric that clients report, with a box for each row; None without values."""
     draws = _of_clients(rows)
     return _grid(draws, 3, max(5.0, 2.5 + 0.7 * len(rows))) if draws else None
 
@@ -308,7 +315,7 @@ def _of_clients(rows: Sequence[Row]) -> list[Draw]:
     return [partial(_boxes, rows, key, measure) for key, measure in metrics.items()]
 
 
-def _boxes(rows: Sequence[Row], key: str, measure: Measure, panel: Any) -> dict[str, Any]:
+def _boxes(rows: Sequence[Row], key: str, measure: Measure, panel: Axes) -> dict[str, Any]:
     """The box is the middle half of the clients, its line the median, the diamond the mean; whiskers reach to the
     extremes.
     """
@@ -319,7 +326,7 @@ def _boxes(rows: Sequence[Row], key: str, measure: Measure, panel: Any) -> dict[
         if found:
             middle, low, high = statistics.median(found), min(found), max(found)
             words = f"median {middle:.4g}{measure.unit}, from {low:.4g} to {high:.4g}"
-            panel.figure.tip(panel, place, middle, f"{row.title}: {words}")
+            _picture_of(panel).tip(panel, place, middle, f"{row.title}: {words}")
     panel.set_xticks(range(len(rows)), [in_plot(row.label, 24) for row in rows], rotation=40, ha="right")
     _finish(panel, measure.title, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
     return {}
@@ -337,7 +344,7 @@ def partitions_plot(partitions: Sequence[PartitionCounts]) -> Plot:
     return figure
 
 
-def _bars(partition: PartitionCounts, panel: Any) -> dict[str, Any]:
+def _bars(partition: PartitionCounts, panel: Axes) -> dict[str, Any]:
     classes, counts, clients = partition.classes, partition.counts, partition.clients
     places, bottom = range(len(counts)), [0] * len(counts)
     for label, colour in enumerate(class_colours(len(classes))):
@@ -346,11 +353,11 @@ def _bars(partition: PartitionCounts, panel: Any) -> dict[str, Any]:
         for client, height in enumerate(heights):
             if height:
                 words = f"client {client}, {classes[label]}: {height} examples"
-                panel.figure.tip(panel, client, bottom[client] + height / 2, words)
+                _picture_of(panel).tip(panel, client, bottom[client] + height / 2, words)
             bottom[client] += height
     _finish(panel, partition.title, grid="y", xlabel="client", ylabel="examples", xlim=(-0.6, len(places) - 0.4))
     if clients:
-        shown = thinned(places, int(_LABELLED * panel.figure.get_figwidth()))
+        shown = thin(places, int(_LABELLED * _picture_of(panel).get_figwidth()))
         panel.set_xticks(shown, [in_plot(clients[i], 30) for i in shown], rotation=45, ha="right")
     # In the order of the bars, the first class at the bottom; matplotlib omits names such as _other by itself.
     named = 1 < len(classes) <= _SHOWN_CLASSES

@@ -22,26 +22,28 @@ _ENDING = 32  # characters of the ending of a row's name; what differs is also a
 
 
 def headline(runs: Sequence[Run]) -> str:
-    """The measure that runs are compared by: the main figure of their task, or of one of their tasks that all have."""
-    figures = [run.figures for run in runs if run.summary.main is not None]
-    mains = list(dict.fromkeys(run.summary.of_task.main for run in runs if run.summary.main is not None or not figures))
-    return next((main for main in mains if all(main in each for each in figures)), [*mains, "accuracy"][0])
+    """The measure that runs are compared by: the main metric of their task, or of the first one that all runs have."""
+    evaluated = [run.values for run in runs if run.summary.main is not None]
+    mains = list(
+        dict.fromkeys(run.summary.of_task.main for run in runs if run.summary.main is not None or not evaluated)
+    )
+    return next((main for main in mains if all(main in each for each in evaluated)), [*mains, "accuracy"][0])
 
 
 @dataclass(frozen=True)
 class Row:
     """One line of the table: runs of one label that differ only in their seed.
 
-    All of its figures and its curve are of the same runs, those that `counted` returns.
+    All of its metrics and its curve are of the same runs, which `counted` returns.
     """
 
     label: str
     runs: tuple[Run, ...]
-    accuracy_of: str = ""  # where rows differ: what `accuracy` is of, if not the global model; a part of the label
+    accuracy_of: str = ""  # where rows differ: whose accuracy it is, if not the global model's; a part of the label
 
     @cached_property
     def counted(self) -> tuple[Run, ...]:
-        """The finished runs; if none is, those that were evaluated, that trained a round, or all.
+        """The finished runs; if there are none, those that were evaluated, else those that trained a round, else all.
 
         Runs that diverged count only if all did.
         """
@@ -72,7 +74,7 @@ class Row:
 
     @property
     def marks(self) -> str:
-        """What follows its label and figures if runs have not finished, lacked clients, or are not in the figures."""
+        """What follows the label if runs have not finished, lacked clients, or are not counted."""
         left_out = f" ({repetitions(self)})" if len(self.counted) < len(self.runs) else ""
         missing = dict.fromkeys(run.summary.missing for run in self.counted)
         marks = ", ".join(filter(None, (self.unfinished, *missing)))
@@ -89,23 +91,23 @@ class Row:
 
     @property
     def first(self) -> Run:
-        """Its settings are those of all, but for the seed."""
+        """Its settings are the settings of all, except for the seed."""
         return self.runs[0]
 
-    def figures(self, key: str) -> list[float]:
-        """The values of all runs that are counted; none if one of them has no value, or if they diverged.
+    def values(self, key: str) -> list[float]:
+        """The values of all counted runs; empty if one of them has no value, or if they diverged.
 
-        Of runs that diverged only the best values, and what they cost, are known.
+        Runs that diverged only have best values and costs.
         """
-        if self.diverged and not key.startswith("best_") and key in self.first.summary.figures:
+        if self.diverged and not key.startswith("best_") and key in self.first.summary.values:
             return []
-        found = [run.figures[key] for run in self.counted if key in run.figures]
+        found = [run.values[key] for run in self.counted if key in run.values]
         return list(map(float, found)) if len(found) == len(self.counted) else []
 
     def by_seed(self, key: str) -> dict[int, float]:
-        """The mean of each seed, whose repetitions are no further pairs."""
+        """The mean of each seed: repetitions of a seed count as one."""
         values: dict[int, list[float]] = {}
-        for run, value in zip(self.counted, self.figures(key), strict=False):
+        for run, value in zip(self.counted, self.values(key), strict=False):
             values.setdefault(run.summary.seed, []).append(value)
         return {seed: mean(some) for seed, some in values.items()}
 
@@ -129,7 +131,7 @@ def group(runs: Sequence[Run]) -> list[Row]:
 
 
 def apart(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """The labels; those with other settings than an equal one get an ending: the values if they are short, or a number.
+    """The labels; equal labels with different settings get an ending: the values if they are short, else a number.
 
     Endings are the same if and only if the settings are.
     """
@@ -164,7 +166,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def deviation(values: Sequence[float]) -> float | None:
-    """The standard deviation of at least two values, all of which are finite."""
+    """The standard deviation of two or more finite values; else None."""
     return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
@@ -174,8 +176,8 @@ def deviation(values: Sequence[float]) -> float | None:
 def choose(rows: Sequence[Row]) -> list[Row]:
     """The rows with only the best candidate of each run and condition.
 
-    That has the best main figure of its task (accuracy, RMSE) on held-out training examples in the last evaluated
-    round, mean over seeds. The test examples have no part in it. If none has a figure, all are kept.
+    The best has the best main metric of its task (accuracy, RMSE) on held-out training examples in the last evaluated
+    round, mean over seeds. The test examples play no part. If no candidate was measured, all are kept.
     """
     groups: dict[str, list[Row]] = {}
     for row in candidates(rows):
@@ -194,7 +196,7 @@ def candidates(rows: Iterable[Row]) -> list[Row]:
 
 
 def validation(row: Row) -> list[float]:
-    """The main figure on held-out training examples of the runs that count; what a failed run reached says nothing."""
+    """The main metric on held-out training examples, of each run that counts and has not failed."""
     found = []
     for run in row.counted:
         key = f"validation_{run.summary.of_task.main}"
@@ -205,7 +207,7 @@ def validation(row: Row) -> list[float]:
 
 
 def _goodness(row: Row) -> tuple[float, float]:
-    """A row is not preferred for the seeds that have a figure: those of other rows may have diverged too, or failed."""
+    """More measured seeds come first, so that a row is not preferred because its worst seeds diverged or failed."""
     values, main = validation(row), row.first.summary.of_task.main
     return len(values) / len(row.runs), goodness(main, statistics.fmean(values)) if values else 0.0
 
@@ -224,21 +226,21 @@ class Sweep:
 
     @property
     def measures(self) -> list[Measure]:
-        """What the published figures are of, or what runs are compared by; and the same of the clients' models."""
+        """The published measure, or the one that runs are compared by; and the same of the clients' models."""
         rows = [row for line in self.lines.values() for row in line.values()]
         runs = runs_of(rows)
         known = dict.fromkeys(key for run in runs for key in run.published)
         first = headline(runs)
         fractions = (key for key in known if Measure.of(key).is_fraction)
         keys = [first if first in known else next(fractions, first)]
-        keys += [own for own in (f"clients_own_{keys[0]}",) if any(row.figures(own) for row in rows)]
+        keys += [own for own in (f"clients_own_{keys[0]}",) if any(row.values(own) for row in rows)]
         return list(map(Measure.of, keys))
 
 
 def sweeps(rows: Sequence[Row]) -> list[Sweep]:
-    """The sweeps among the rows that were chosen; of several keys with several values the last one is compared."""
+    """The sweeps among the chosen rows; if several keys have several values, the last one is compared."""
     given = [(row, swept) for row in rows if isinstance(swept := row.first.cell.get("sweep"), Mapping)]
-    # A wrapped strategy's `strategy.base.fraction_train` is the `strategy.fraction_train` of others.
+    # `strategy.base.fraction_train` of a wrapper is `strategy.fraction_train` of another strategy.
     own = re.compile(r"^strategy\.(base\.)++(?!name$)")
     placed = [(row, {own.sub("strategy.", key): value for key, value in swept.items()}) for row, swept in given]
     values: dict[str, dict[str, Any]] = {}
@@ -261,6 +263,6 @@ def _sweep(key: str, title: str, values: Mapping[str, Any], rows: Sequence[tuple
     names = apart([(row.strategy, row.first.fixed_settings) for row, _ in rows])
     lines: dict[str, dict[str, Row]] = {}
     for name, (row, word) in zip(names, rows, strict=True):
-        is_taken = word in lines.get(name, {})  # by one of the candidates of `tune` none of which is chosen
+        is_taken = word in lines.get(name, {})  # by another candidate of `tune`, if none is chosen
         lines.setdefault(row.label if is_taken else name, {})[word] = row
     return Sweep(key, title, words, lines)

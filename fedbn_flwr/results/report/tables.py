@@ -52,19 +52,19 @@ DEFAULT = Form()
 
 
 def columns(rows: Sequence[Row], form: Form) -> list[Measure]:
-    """Those of the form, or the main figure, others that a row has, and the costs."""
+    """The columns of the form; by default the main metric, others that a row has, and the costs."""
     runs = runs_of(rows)
-    figures = {key for run in runs for key, value in run.figures.items() if type(value) in (int, float)}
-    if unknown := [key for key in form.columns if key not in figures]:
-        raise UserError(f"no run has a figure {unknown[0]!r} in its summary.json; {did_you_mean(unknown[0], figures)}")
+    known = {key for run in runs for key, value in run.values.items() if type(value) in (int, float)}
+    if unknown := [key for key in form.columns if key not in known]:
+        raise UserError(f"no run has a metric {unknown[0]!r} in its summary.json; {did_you_mean(unknown[0], known)}")
     main = headline(runs)
-    known = {main: None}
+    keys = {main: None}
     for summary in (run.summary for run in runs):
         task = summary.of_task
         best = f"best_test_{task.main}", f"best_round_{task.main}"
         of_clients = (f"clients_{place}{name}" for name in (task.main, *summary.metrics) for place in ("", "own_"))
-        known |= dict.fromkeys((task.main, *best, *of_clients, *task.figures, *summary.metrics))
-    shown = [key for key in (*known, *_COSTS) if key == main or any(row.figures(key) for row in rows)]
+        keys |= dict.fromkeys((task.main, *best, *of_clients, *task.reported, *summary.metrics))
+    shown = [key for key in (*keys, *_COSTS) if key == main or any(row.values(key) for row in rows)]
     return list(map(Measure.of, form.columns or shown))
 
 
@@ -73,10 +73,10 @@ def table(rows: Sequence[Row], form: Form = DEFAULT) -> Lines:
     shown, compared = columns(rows, form), against(rows, form)
     headings = (f"difference to {form.baseline}", "95 % interval", "p", "pairs") if compared else ()
     lines: Lines = [("run", *(measure.title for measure in shown), *headings)]
-    runs = [run.figures for run in runs_of(rows)]
+    runs = [run.values for run in runs_of(rows)]
     digits = [measure.digits([each[measure.key] for each in runs if measure.key in each]) for measure in shown]
     for row in rows:
-        cells = [as_measured(measure, row.figures(measure.key), n) for measure, n in zip(shown, digits, strict=True)]
+        cells = [as_measured(measure, row.values(measure.key), n) for measure, n in zip(shown, digits, strict=True)]
         if compared:
             cells += _of_pairs(compared.get(row.label), shown[0], digits[0])
         seeds = f" ({repetitions(row)})" if 1 < len(row.runs) == len(row.counted) else ""
@@ -148,7 +148,7 @@ def _of_pairs(found: Paired | None, measure: Measure, digits: int) -> list[str]:
 
 
 def numbers(rows: Sequence[Row], form: Form) -> list[dict[str, Any]]:
-    """A line per row: mean and standard deviation of each figure, and of how many of the row's runs they are."""
+    """A line per row: mean and standard deviation of each column, and how many of the row's runs count."""
     compared, keys, found = against(rows, form), [measure.key for measure in columns(rows, form)], []
     for row in rows:
         line: dict[str, Any] = {
@@ -159,9 +159,9 @@ def numbers(rows: Sequence[Row], form: Form) -> list[dict[str, Any]]:
             "runs_left_out": len(row.runs) - len(row.counted),
         }
         for key in keys:
-            values = row.figures(key)
+            values = row.values(key)
             value, off = mean(values) if values else math.nan, deviation(values)
-            whole = value.is_integer() and all(type(run.figures[key]) is int for run in row.counted)
+            whole = value.is_integer() and all(type(run.values[key]) is int for run in row.counted)
             line |= {key: int(value) if whole else value, f"{key}_std": math.nan if off is None else off}
         found.append(line | (asdict(compared.get(row.label) or Paired(0)) if compared else {}))
     return found
@@ -178,7 +178,7 @@ def as_csv(rows: Sequence[Row], form: Form) -> str:
 
 
 def by_domain(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """The domains of the main figure that at least one run has, by what precedes their names in its keys."""
+    """The domains of the main metric that at least one run has, by the prefix of their keys."""
     keys = dict.fromkeys(key for run in runs_of(rows) for key in run.summary.domains)
     prefixes = dict.fromkeys(prefix for run in runs_of(rows) for prefix in domain_keys(run.summary.of_task))
     found = {each: [key.removeprefix(each) for key in keys if key.startswith(each)] for each in prefixes}
@@ -187,8 +187,8 @@ def by_domain(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 def in_domains(row: Row, prefix: str, names: Sequence[str]) -> list[list[float]]:
     """The values of its runs in each domain, and their unweighted mean, if all runs have all domains."""
-    figures = [row.figures(prefix + name) for name in names]
-    return [*figures, list(map(statistics.fmean, zip(*figures, strict=True))) if all(figures) else []]
+    found = [row.values(prefix + name) for name in names]
+    return [*found, list(map(statistics.fmean, zip(*found, strict=True))) if all(found) else []]
 
 
 def domain_table(rows: Sequence[Row], prefix: str, names: Sequence[str]) -> Table:
@@ -201,7 +201,7 @@ def domain_table(rows: Sequence[Row], prefix: str, names: Sequence[str]) -> Tabl
 
 
 def measures_of_clients(run: Run) -> dict[str, Measure]:
-    """The main figure and those of `evaluate.metrics`; on the clients' own test examples first."""
+    """The main metric and `evaluate.metrics`, first on the clients' own test examples."""
     main, summary = run.summary.of_task.main, run.summary
     names = dict.fromkeys((main, *summary.metrics))
     keys = [*(f"own_{name}" for name in names), *names]
@@ -245,7 +245,7 @@ def participation_table(rows: Sequence[Row]) -> Lines:
     return lines
 
 
-# --- sweeps, candidates, published figures ---
+# --- sweeps, candidates, published results ---
 
 
 def measures_of_sweep(sweep: Sweep, form: Form) -> list[Measure]:
@@ -259,25 +259,25 @@ def sweep_tables(sweep: Sweep, form: Form = DEFAULT) -> list[Table]:
     for measure in measures_of_sweep(sweep, form):
         lines: Lines = [(sweep.key, *sweep.values)]
         for label, line in sweep.lines.items():
-            cells = (_figure_of(line[word], measure) if word in line else "-" for word in sweep.values)
+            cells = (_cell_of(line[word], measure) if word in line else "-" for word in sweep.values)
             lines.append((label, *cells))
         found.append((", ".join(filter(None, (f"{measure.title} by {sweep.key}", sweep.title))), lines))
     return found
 
 
-def _figure_of(row: Row, measure: Measure) -> str:
-    values = row.figures(measure.key)
+def _cell_of(row: Row, measure: Measure) -> str:
+    values = row.values(measure.key)
     return row.divergence if row.diverged and not values else as_measured(measure, values) + row.marks
 
 
 def candidates_tables(rows: Sequence[Row]) -> list[Table]:
-    """All candidates of `tune`, in a table for each main figure of their tasks.
+    """All candidates of `tune`, in a table for each main metric of their tasks.
 
-    Clients evaluate their own models on their own data, if at all; the test figure is then of the same models and data.
+    If clients evaluate their own models on their own data, so does the test metric.
     """
     chosen, found = choose(rows), dict[str, Lines]()
     places = [(row.first.cell.get("row"), row.first.summary.of_task.main, row) for row in candidates(rows)]
-    own = {(name, main) for name, main, row in places if any(f"clients_own_{main}" in run.figures for run in row.runs)}
+    own = {(name, main) for name, main, row in places if any(f"clients_own_{main}" in run.values for run in row.runs)}
     for name, main, row in places:
         values, is_own = validation(row), (name, main) in own
         measure = Measure.of(f"clients_own_{main}" if is_own else main)
@@ -286,20 +286,20 @@ def candidates_tables(rows: Sequence[Row]) -> list[Table]:
         head = ("run", f"validation {measure.title}", f"test {measure.title}", "seeds", "chosen")
         lines = found.setdefault(title, [head])
         mark = "chosen" if values and row in chosen else ""
-        lines.append((row.label, as_measured(measure, values), _figure_of(row, measure), repetitions(row), mark))
+        lines.append((row.label, as_measured(measure, values), _cell_of(row, measure), repetitions(row), mark))
     return list(found.items())
 
 
 def published(rows: Sequence[Row]) -> Lines:
-    """A line for each published figure; a note where the run has another set-up, such as a smaller size."""
-    lines: Lines = [("run", "figure", "published", "measured", "seeds", "note", "source")]
+    """A line for each published result; a note where the run has another set-up, such as a smaller size."""
+    lines: Lines = [("run", "metric", "published", "measured", "seeds", "note", "source")]
     for row in rows:
         found = row.first.config.get("published") or {}
         note = (
             f"other set-up ({found['differs']})" if found.get("differs") else "not finished" if row.unfinished else ""
         )
         for key, (value, within) in row.first.published.items():
-            measure, measured = Measure.of(key), row.figures(key)
+            measure, measured = Measure.of(key), row.values(key)
             digits = measure.digits([value, *measured])
             known = as_measured(measure, [value], digits)
             known += "" if within is None else f" ± {measure.scale * within:.{digits}f}"
@@ -332,7 +332,7 @@ def set_up(rows: Sequence[Row]) -> str:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """A sentence for each smaller size, for figures that are better when lower, and on random or different examples."""
+    """Sentences about smaller sizes, metrics that are better when lower, and random or different examples."""
     runs = runs_of(rows)
     sizes = dict.fromkeys(run.summary.size for run in runs if run.summary.size)
     found = [f"Size {size}, which is smaller than the file." for size in sizes]
@@ -340,7 +340,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     if lower := [title_of(main) for main in mains if is_lower_better(main)]:
         found.append(f"Lower is better: {', '.join(lower)}.")
     if any((run.config.get("data") or {}).get("random") for run in runs):
-        found.append("Random examples; figures mean nothing.")
+        found.append("Random examples; metrics mean nothing.")
     for row in rows:
         if len(sums := sorted({run.data_checksum for run in row.runs if run.data_checksum})) > 1:
             found.append(f"{row.label}: its runs have the same settings and different examples ({', '.join(sums)}).")
@@ -416,7 +416,7 @@ def tables(every: Sequence[Row], form: Form = DEFAULT) -> list[Table]:
         ("clients that took part", participation_table(rows)),
         *(each for sweep in sweeps(rows) for each in sweep_tables(sweep, form)),
         *candidates_tables(every),
-        ("published and measured figures", published(rows)),
+        ("published and measured results", published(rows)),
     ]
     return [(title, lines) for title, lines in found if len(lines) > 1]
 

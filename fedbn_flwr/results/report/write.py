@@ -46,9 +46,9 @@ from .tables import (
 if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
 
-_CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # of report.json, with the figures
+_CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # in report.json, along with the metrics
 _CLIENTS = 100  # bars of a picture
-_CURVES = 100  # of the page, each of which takes a quarter of a second
+_CURVES = 100  # of the page; each takes a quarter of a second
 _NOTE = (
     '<p class="note">Values are from the last evaluated round; "best" is the best round on the test examples. '
     'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": only these finished. A MiB '
@@ -81,7 +81,7 @@ def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT, *, on
         images = (f"![{name}]({name}.png)\n" for name in shown)
         _write(out / "report.md", "\n".join([*sentences, *parts, *images]))
         _write(out / "report.csv", as_csv(rows, form))
-        _write(out / "report.json", to_json([_figures(run, row in rows) for row in every for run in row.runs]) + "\n")
+        _write(out / "report.json", to_json([_content(run, row in rows) for row in every for run in row.runs]) + "\n")
         paths = {"table": out / "report.md", **({"plot": out / "report.png"} if shown else {}), **paths}
     _write(file, page(every, form, has_pictures=bool(shown)))
     written = "\n".join(f"{what + ':':6} {from_here(path)}" for what, path in paths.items())
@@ -108,7 +108,7 @@ def _pictures(rows: Sequence[Row], form: Form) -> tuple[dict[str, Plot], str]:
     return {name: picture for name, picture in found.items() if picture is not None}, ""
 
 
-def _figures(run: Run, chosen: bool) -> dict[str, Any]:
+def _content(run: Run, chosen: bool) -> dict[str, Any]:
     """A run's settings, summary and curve: the evaluated rounds, with the traffic up to each of them.
 
     Candidates of `tune` that are not in the other tables and plots have `"chosen": false`.
@@ -116,9 +116,9 @@ def _figures(run: Run, chosen: bool) -> dict[str, Any]:
     task, curve = run.summary.of_task, []
     for line, until in zip(run.lines, spent(run.lines), strict=True):
         if line.get(task.main) is not None:
-            figures = {key: line[key] for key in (*task.figures, "loss") if line.get(key) is not None}
-            curve.append(figures | {key: until[key] for key in _CURVE})
-    found = {"settings": run.config, "summary": run.figures, "curve": curve, "clients": run.clients}
+            metrics = {key: line[key] for key in (*task.reported, "loss") if line.get(key) is not None}
+            curve.append(metrics | {key: until[key] for key in _CURVE})
+    found = {"settings": run.config, "summary": run.values, "curve": curve, "clients": run.clients}
     return found if chosen else found | {"chosen": False}
 
 
@@ -126,7 +126,7 @@ def _figures(run: Run, chosen: bool) -> dict[str, Any]:
 
 
 def page(every: Sequence[Row], form: Form, *, has_pictures: bool) -> str:
-    """The tables and, if matplotlib is installed, the pictures, of which those of single measures are closed."""
+    """The tables and, if matplotlib is installed, the pictures; pictures of single measures are folded in."""
     rows, numbers = choose(every), count()
     runs = runs_of(rows)
     sections = {"Results": "".join(map(_table, tables(every, form))) + _NOTE}
@@ -158,7 +158,7 @@ def _table(table: Table) -> str:
 
 
 def _figure(number: int, picture: Plot) -> str:
-    """A picture with its values, for those who cannot point at them; elements of pictures share no identity."""
+    """A picture with its values, for readers who cannot point at them; ids in pictures are made unique."""
     svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{number}-", picture.svg)
     name, values = in_html(picture.name), "".join(f"<li>{in_html(words)}</li>" for words in picture.words)
     shown = f'<svg role="img" aria-label="{name}"{svg[svg.index("<svg") + 4 :]}'
@@ -183,7 +183,7 @@ def _pictures_of_page(rows: Sequence[Row], form: Form) -> Iterator[tuple[str, st
 
 
 def _run(run: Run) -> str:
-    parts = {"Settings": run.config, "Results": run.figures, "Environment": run.files.read("environment.json")}
+    parts = {"Settings": run.config, "Results": run.values, "Environment": run.files.read("environment.json")}
     blocks = "".join(
         f"<h3>{name}</h3><pre>{html.escape(dump_yaml(found))}</pre>" for name, found in parts.items() if found
     )

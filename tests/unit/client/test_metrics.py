@@ -387,7 +387,7 @@ def test_without_metrics_a_task_has_its_own_figures() -> None:
     }  # fmt: skip
     for name, batch in cases.items():
         found = evaluate(Given(), [batch], make_loss(TASKS[name].losses[0]), CPU, task=TASKS[name])
-        assert found.keys() == {"loss", "num-examples", *(each.replace("_", "-") for each in TASKS[name].figures)}
+        assert found.keys() == {"loss", "num-examples", *(each.replace("_", "-") for each in TASKS[name].reported)}
 
 
 def test_what_is_not_defined_is_left_out() -> None:

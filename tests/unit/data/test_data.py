@@ -595,7 +595,12 @@ TEXT, NUMBER = datasets.Value("string"), datasets.Value("int64")
         ("label", NUMBER, [1, None, 2], "no value in 'label', the first is row 1"),
         ("label", datasets.Sequence(NUMBER), [[1], [2], [3]], r"data\.label='label' of .* expected a number or a text"),
         ("domain", NAMED, [0, None, 1], "1 of 3 rows of train have no value in 'domain'"),
-        ("domain", NAMED, [0, 1, -1], "'domain' has other numbers than 0 to 1, which have names: -1 in row 2"),
+        (
+            "domain",
+            NAMED,
+            [0, 1, -1],
+            "'domain' has numbers outside of 0 to 1, the classes that have names: -1 in row 2",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_by_column_and_row(

@@ -99,10 +99,10 @@ def test_a_domain_may_have_the_word_images_in_its_name() -> None:
     [
         (
             ["farm yard", "farm-yard"],
-            "has the domain 'farm-yard', but accuracy_farm_yard is another figure; expected a name other than",
+            "has the domain 'farm-yard', but accuracy_farm_yard is another metric; expected a name other than",
         ),
-        (["of", "sea"], "has the domain 'of', but accuracy_of is another figure; expected a name other than of"),
-        (["std", "sea"], "has the domain 'std', but accuracy_std is another figure; expected"),
+        (["of", "sea"], "has the domain 'of', but accuracy_of is another metric; expected a name other than of"),
+        (["std", "sea"], "has the domain 'std', but accuracy_std is another metric; expected"),
         (
             ["sea", "x worst-tenth"],
             "has the domain 'x worst-tenth', but accuracy_x_worst_tenth is another",

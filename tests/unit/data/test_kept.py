@@ -101,6 +101,6 @@ def test_names_of_domains_are_checked_when_data_are_loaded(tmp_path: Path) -> No
     for split in ("train", "test"):
         rows: dict[str, Any] = {"label": [0, 1], "domain": ["a b", "a-b"]}
         write_parquet(tmp_path / f"{split}.parquet", (8, 8), rows, {"label": numbered(2)}, "image")
-    with pytest.raises(DataError, match="has the domain 'a-b', but accuracy_a_b is another figure"):
+    with pytest.raises(DataError, match="has the domain 'a-b', but accuracy_a_b is another metric"):
         load_data(Data(name=str(tmp_path)), "cpu")
     assert load_data(Data(name=str(tmp_path), domains=("a b",)), "cpu").domains.names == ("a b",)

@@ -144,11 +144,11 @@ def test_a_stray_text_in_a_column_of_numbers_is_refused(tmp_path: Path) -> None:
     frame.iloc[[5, 8], 1] = "?"
     frame.to_csv(tmp_path / "a.csv", index=False)
     with pytest.raises(
-        DataError, match=r"2 of 39 values of the column 'pulse' are no numbers.*: '\?' in row 5"
+        DataError, match=r"2 of 39 values of the column 'pulse' are not numbers.*: '\?' in row 5"
     ) as raised:
         opened(tmp_path / "a.csv", label="ill")
     assert "?" not in raised.value.public
-    with pytest.raises(DataError, match=r"2 of 39 values of the column 'pulse' are no numbers.*: '\?' in row 5"):
+    with pytest.raises(DataError, match=r"2 of 39 values of the column 'pulse' are not numbers.*: '\?' in row 5"):
         opened(tmp_path / "a.csv", label="ill", inputs=["age", "pulse"]).moments  # noqa: B018
     assert opened(tmp_path / "a.csv", label="ill", inputs="age").input_names == ("age",)
     frame.assign(pulse=[f"{row}" if row % 2 else f"A{row}" for row in range(40)]).to_csv(tmp_path / "b.csv")

@@ -118,7 +118,7 @@ def test_labels_and_groups_that_are_texts_in_one_split_are_texts_in_both(tmp_pat
     assert data.groups is not None
     assert data.groups.names == ("01", "1", "02", "2", "A"), "by the numbers in them"
     frame.assign(x=["1", "?", "2", "3"]).to_csv(tmp_path / "test.csv", index=False)
-    with pytest.raises(DataError, match="1 of 4 values of the column 'x' are no numbers"):
+    with pytest.raises(DataError, match="1 of 4 values of the column 'x' are not numbers"):
         load(source)
 
 
@@ -236,9 +236,9 @@ def test_columns_of_lists_are_arrays(tmp_path: Path) -> None:
     ((inputs, _),) = TestBatches(data.train, data.moments, 12)
     assert inputs.equal(data.train.inputs), "tokens are not normalised"
     assert opened(tmp_path / "series.parquet", inputs="words", tokens=100, **chosen).tokens == 100, "of all sites"
-    with pytest.raises(DataError, match=r"other tokens than 0 to 4 \(data\.tokens is 5\): from 0 to 7"):
+    with pytest.raises(DataError, match=r"tokens other than 0 to 4 \(data\.tokens is 5\): from 0 to 7"):
         opened(tmp_path / "series.parquet", inputs="words", tokens=5, **chosen)
-    with pytest.raises(DataError, match=r"'ragged' has values that are no arrays of one shape; pad series to"):
+    with pytest.raises(DataError, match=r"'ragged' has values that are not arrays of one shape; pad series to"):
         opened(tmp_path / "series.parquet", inputs="ragged", **chosen)
 
 
@@ -305,7 +305,7 @@ def test_one_value_for_each_example_beside_an_array_is_a_feature(tmp_path: Path)
 
 def test_negative_whole_numbers_are_no_tokens(tmp_path: Path) -> None:
     np.savez(tmp_path / "all.npz", inputs=np.arange(-2, 38).reshape(8, 5), labels=np.arange(8) % 2)
-    with pytest.raises(DataError, match=r"other tokens than 0, 1, 2 and so on; give .* as floats: from -2 to 37"):
+    with pytest.raises(DataError, match=r"tokens other than 0, 1, 2 and so on; give .* as floats: from -2 to 37"):
         opened(tmp_path / "all.npz", test=0.25)
 
 
@@ -340,7 +340,7 @@ def test_labels_are_classes_numbers_or_several_labels_by_their_type(
 
 
 def test_labels_that_do_not_fit_are_refused(tables: Path) -> None:
-    with pytest.raises(DataError, match=r"labels of type float64 .* in 'target', which are no classes|no classes"):
+    with pytest.raises(DataError, match=r"labels of type float64 .* in 'target', which are not classes"):
         opened(tables / "diabetes.csv", label="bmi", task="classification", test=0.2)
     with pytest.raises(DataError, match="has values other than 0 and 1"):
         opened(tables / "diabetes.csv", label=["bmi", "bp"], task="multilabel", test=0.2)

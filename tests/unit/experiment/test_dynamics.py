@@ -80,7 +80,7 @@ def test_the_spread_over_rounds_is_the_twins() -> None:
             means.append(statistics.pstdev([float(each[mean][channel]) for each in rounds]) / math.sqrt(s + EPS))
             logs.append(statistics.pstdev([math.log(float(each[var][channel]) + EPS) for each in rounds]))
         expected = {"mean_spread": rms(means), "variance_spread": rms(logs)}
-        assert window.figures(layer, scale) == pytest.approx(expected, rel=1e-5)
+        assert window.spreads(layer, scale) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_client_with_four_times_the_variance_has_the_ratio_four() -> None:

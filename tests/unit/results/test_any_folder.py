@@ -276,7 +276,7 @@ def test_a_damaged_line_is_found(name: str, whole: Path, tmp_path: Path) -> None
     file.write_text(first + second.rstrip("\n"))  # as after a crash in the middle of the line
     assert len(folder.lines(name)) == 1
     file.write_text(first + second.replace(":", ";", 1))
-    with pytest.raises(UserError, match=rf"{name}', line 2: it is no JSON: .*; restore the file from a copy"):
+    with pytest.raises(UserError, match=rf"{name}', line 2: it is not JSON: .*; restore the file from a copy"):
         folder.lines(name)
     file.write_text(first + second.replace('"round": 2', '"round": true'))
     with pytest.raises(UserError, match=rf"{name}', line 2: round is True; expected a valid integer; restore"):

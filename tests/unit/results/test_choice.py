@@ -63,7 +63,7 @@ def test_the_figures_of_all_candidates_are_kept(out: Path, tmp_path: Path) -> No
 def test_the_test_images_have_no_part_in_the_choice(out: Path) -> None:
     rows = rows_of(out)
     for run in rows[WORSE].runs:
-        run.summary.figures |= {"accuracy": 1.0, "best_test_accuracy": 1.0}
+        run.summary.values |= {"accuracy": 1.0, "best_test_accuracy": 1.0}
     assert shown(rows) == {BEST, OTHER}
 
 

@@ -126,7 +126,7 @@ def test_status_and_result_name_the_figure(runs: Path, tmp_path: Path, capsys: p
     write_run(runs / "other", "other", config={"clients": 3, "rounds": 3})
     assert cli.main(["status", str(runs)]) == 0
     shown = capsys.readouterr().out
-    assert shown.splitlines()[0].split()[3] == "figure"
+    assert shown.splitlines()[0].split()[3] == "metric"
     assert "RMSE 52.0000" in shown
     assert "accuracy 0.6000" in shown
 

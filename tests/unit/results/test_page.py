@@ -13,7 +13,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report.curves import POINTS, Measure, curve, measures, thinned
+from fedbn_flwr.results.report.curves import POINTS, Measure, curve, measures, thin
 from fedbn_flwr.results.report.pictures import plot
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import as_markdown, as_text, table
@@ -93,7 +93,7 @@ def test_long_runs_are_thinned_evenly_with_first_and_last_round() -> None:
     rounds, _ = curve([history(10_000, every=7)], "accuracy", "round")
     assert (len(rounds), rounds[0], rounds[-1]) == (POINTS, 7, 9996)
     assert {later - earlier for earlier, later in itertools.pairwise(rounds)} <= {21, 28}
-    assert thinned(range(5), 5) == [0, 1, 2, 3, 4]
+    assert thin(range(5), 5) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

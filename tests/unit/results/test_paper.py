@@ -151,8 +151,8 @@ def test_a_baseline_is_also_the_label_of_the_file_if_one_row_has_it(tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--columns", "acuracy"], "no run has a figure 'acuracy' in its summary.json; did you mean 'accuracy'?"),
-        (["--columns", "label"], "no run has a figure 'label'"),
+        (["--columns", "acuracy"], "no run has a metric 'acuracy' in its summary.json; did you mean 'accuracy'?"),
+        (["--columns", "label"], "no run has a metric 'label'"),
         (["--baseline", "FedAvg"], "no row is called 'FedAvg'; did you mean 'FedAvg & co'?"),
     ],
 )

@@ -157,7 +157,9 @@ def test_runs_are_a_tuple_in_the_order_of_the_experiment(results: Results) -> No
 
 def test_a_run_is_found_by_its_label_or_its_folder(results: Results) -> None:
     assert results.find("FedBN-seed1") is results[-1]
-    with pytest.raises(UserError, match=r"2 runs are called 'FedBN'; expected .* one of FedAvg-seed0, .*FedBN-seed1$"):
+    with pytest.raises(
+        UserError, match=r"2 runs are called .FedBN.; give the label or the folder of one; .*known: FedAvg-seed0"
+    ):
         results.find("FedBN")
     with pytest.raises(UserError, match="0 runs are called 'FedBM'"):
         results.find("FedBM")
@@ -188,7 +190,7 @@ def test_runs_are_read_from_several_folders(results: Results, fixbn: Result) -> 
 def test_personal_models_are_those_that_the_clients_evaluated(results: Results) -> None:
     result = results[2]
     accuracies = [accuracy(result, result.model(client)) for client in range(2)]
-    assert sum(accuracies) / 2 == pytest.approx(result.summary.figures["clients_accuracy"], abs=1e-6)
+    assert sum(accuracies) / 2 == pytest.approx(result.summary.values["clients_accuracy"], abs=1e-6)
     assert accuracies[0] != accuracies[1]
     with pytest.raises(UserError, match="there is no client 2; the run has the clients 0 to 1"):
         result.model(2)
@@ -201,7 +203,7 @@ def test_a_run_without_a_global_model_has_those_of_its_clients(tmp_path: Path) -
     with pytest.raises(UserError, match=r"has no global model.*model\(client=0\)"):
         result.model()
     accuracies = [accuracy(result, result.model(client)) for client in range(2)]
-    assert sum(accuracies) / 2 == pytest.approx(result.summary.figures["clients_accuracy"], abs=1e-6)
+    assert sum(accuracies) / 2 == pytest.approx(result.summary.values["clients_accuracy"], abs=1e-6)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -43,8 +43,8 @@ def accounted() -> Summary:
 def test_rounds_add_up_and_the_last_evaluation_counts() -> None:
     found = accounted()
     assert (found.rounds, found.seconds) == (5, 1.25)
-    assert (found.accuracy, found.figures["best_test_accuracy"], found.loss) == (0.25, 0.75, 1.5)
-    of = found.figures
+    assert (found.accuracy, found.values["best_test_accuracy"], found.loss) == (0.25, 0.75, 1.5)
+    of = found.values
     assert (of["evaluated_with"], of["clients_accuracy"]) == ("reestimated", 0.625)
     assert "mean_iou" not in of, "of an earlier round"
     assert found.domains == {"accuracy_sea": 0.125}
@@ -76,7 +76,7 @@ def of_regression() -> Summary:
 def test_of_a_regression_the_lowest_error_is_the_best() -> None:
     found = of_regression()
     assert (found.main, found.accuracy) == (1.75, None)
-    assert found.figures == {
+    assert found.values == {
         "rmse": 1.75, "mae": 0.75, "r2": 0.25, "loss": 3.0,
         "best_test_rmse": 1.5, "best_round": 2, "best_round_rmse": 1.5,
         "best_validation_rmse": 1.25,
@@ -89,7 +89,7 @@ def test_a_figure_that_is_not_finite_is_not_the_best() -> None:
     summary.task = "several"
     for number, loss in enumerate((float("nan"), 3.0, 2.0, float("nan"), float("inf")), start=1):
         summary.account(line(number, loss=loss))
-    assert summary.figures["best_test_loss"] == 2.0
+    assert summary.values["best_test_loss"] == 2.0
 
 
 def test_an_unknown_task_is_refused(tmp_path: Path) -> None:

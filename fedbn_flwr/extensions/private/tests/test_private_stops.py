@@ -119,7 +119,7 @@ def epsilon(costs: float) -> float:
 
 def reported(out: Path) -> float:
     (run,) = find_runs([out])
-    found = run.figures["privacy"]["epsilon"]
+    found = run.values["privacy"]["epsilon"]
     assert isinstance(found, float)
     return found
 

@@ -443,7 +443,7 @@ def test_a_table_that_suits_the_experiment_passes(tmp_path: Path, capsys: pytest
     ("column", "values", "says"),
     [
         ("age", None, "data.inputs='age' is not a column of"),
-        ("age", ["forty", 41, 42], "1 of 40 values of the column 'age' are no numbers"),
+        ("age", ["forty", 41, 42], "1 of 40 values of the column 'age' are not numbers"),
         ("pressure", [None, None, 120.5], "some have no value (NaN or null) in pressure (2)"),
         ("sex", ["x", "f", "x"], "such as 'x'; known: f, m"),
         ("outcome", ["dead", "ill", "ill"], "such as 'dead'; known: ill, well"),
@@ -478,7 +478,7 @@ def test_a_site_with_too_few_examples_for_agreed_moments_knows_before_the_run(
     found_code, found = check(capsys, option, config + node, PATIENTS.replace("data: {", "data: {" + change))
     assert found_code == code, found
     if code:
-        assert "has 20 training examples, and it refuses to send the sums of fewer than 32" in found["data"]["found"]
+        assert "has 20 training examples, and doesn't send the sums of fewer than 32" in found["data"]["found"]
 
 
 def test_labels_of_another_kind_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

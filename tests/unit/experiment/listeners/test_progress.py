@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord
 
 from fedbn_flwr.experiment.listeners import progress as module
 from fedbn_flwr.experiment.listeners.listener import Round
-from fedbn_flwr.experiment.listeners.progress import Progress, figures_of
+from fedbn_flwr.experiment.listeners.progress import Progress, metrics_in_words
 from fedbn_flwr.tasks import CLASSIFICATION
 from tests.support.command import PATIENCE, PROGRAM, environment
 
@@ -113,8 +113,8 @@ def test_a_log_has_a_line_in_five_seconds(clock: SimpleNamespace, capsys: pytest
 
 def test_a_round_s_figures_begin_with_the_main_one_of_the_task() -> None:
     line = {"loss": 4.0, "rmse": 2.0, "mae": 1.0, "train_loss": 5.0, "accuracy": 1}
-    assert figures_of(line, "rmse") == "RMSE 2.0000  loss 4.0000  train loss 5.0000"
-    assert figures_of(line, "loss") == "loss 4.0000  train loss 5.0000"
+    assert metrics_in_words(line, "rmse") == "RMSE 2.0000  loss 4.0000  train loss 5.0000"
+    assert metrics_in_words(line, "loss") == "loss 4.0000  train loss 5.0000"
 
 
 def test_ctrl_c_before_the_first_run_stops_at_once() -> None:

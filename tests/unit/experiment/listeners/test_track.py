@@ -93,7 +93,7 @@ def test_tensorboard_hides_the_rounds_that_a_resumed_run_repeats(tmp_path: Path)
 def test_wandb_has_figures_under_the_id_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    monkeypatch.setattr(track, "LAST_FIGURES", PATIENCE)  # wandb starts a process, which takes long on a busy machine
+    monkeypatch.setattr(track, "LAST_METRICS", PATIENCE)  # wandb starts a process, which takes long on a busy machine
     tracker = "track={name: 'trackers:WandB', project: norms, mode: offline}"
     folder = run(tmp_path, tracker)
     identifier = (folder.path / "wandb.id").read_text().strip()
@@ -166,7 +166,7 @@ class Slow(Broken):
 
 @pytest.mark.parametrize(
     ("session", "reason"),
-    [(Broken, "ConnectionError: the server is gone"), (Slow, "it did not take the last figures within 0.2 s")],
+    [(Broken, "ConnectionError: the server is gone"), (Slow, "it did not take the last metrics within 0.2 s")],
 )
 def test_a_tracker_that_fails_costs_one_warning(
     session: type[Broken],
@@ -175,12 +175,12 @@ def test_a_tracker_that_fails_costs_one_warning(
     monkeypatch: pytest.MonkeyPatch,
     flower_log: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(track, "LAST_FIGURES", 0.2)
+    monkeypatch.setattr(track, "LAST_METRICS", 0.2)
     folder = run(tmp_path, f"track={__name__}:{session.__name__}")
     assert [line["round"] for line in folder.history()] == [1, 2, 3]
     assert folder.is_finished()
     assert [record.getMessage() for record in flower_log.records if "tracking" in record.getMessage()] == [
-        f"FedAvg: tracking by {__name__}:{session.__name__} ended: {reason}; the run folder has all figures"
+        f"FedAvg: tracking by {__name__}:{session.__name__} ended: {reason}; the run folder has all metrics"
     ]
 
 
