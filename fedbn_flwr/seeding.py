@@ -33,7 +33,7 @@ _spare: list[np.random.MT19937] = []
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def preserve_rng() -> Iterator[None]:
     """Afterwards the global generators of Python, NumPy and torch, the CPU's and the current GPU's, are as before.
 
     Inside, NumPy draws from another generator with seed 0: to copy the state of one takes longer than all the rest.
@@ -69,7 +69,7 @@ def streams(seed: int, device: torch.device | None = None) -> Iterator[None]:
     `device` is the GPU whose generator is seeded, if any, and the current one inside.
     """
     gpu = device if device is not None and device.type == "cuda" else None
-    with torch.cuda.device(gpu) if gpu else nullcontext(), kept():
+    with torch.cuda.device(gpu) if gpu else nullcontext(), preserve_rng():
         random.seed(seed)
         np.random.seed(seed % 2**32)
         # Not torch.manual_seed: it also queues a call for every GPU that was not used yet, which costs 1 ms.

@@ -100,7 +100,7 @@ class Session:
         """
         # All threads share torch's global random generators, but the round and the caller have separate random streams:
         # the caller's state is saved before the round continues and sets its own.
-        with seeding.kept():
+        with seeding.preserve_rng():
             if answer is None:
                 self._tasks = _idle.pop() if _idle else _new_thread()
                 self._tasks.put(functools.partial(self._run, torch.get_num_threads()))
@@ -114,7 +114,7 @@ class Session:
     def abandon(self) -> None:
         """End a parked round and free its memory."""
         # At its end the round resets the generators to their state at its beginning, which is not the caller's.
-        with seeding.kept(), suppress(queue.Empty):
+        with seeding.preserve_rng(), suppress(queue.Empty):
             self._answers.put(None)
             if self._contributions.get(timeout=self._patience) is None:  # unless the user's code continues
                 _idle.append(self._tasks)
@@ -130,7 +130,7 @@ class Session:
     def _exchange(self, contribution: Contribution) -> Agreement:
         if (known := next(self._agreed, None)) is not None:
             return known
-        with seeding.kept(), suppress(queue.Empty):
+        with seeding.preserve_rng(), suppress(queue.Empty):
             self._contributions.put(contribution)
             if (answer := self._answers.get(timeout=self._patience)) is not None:
                 return answer

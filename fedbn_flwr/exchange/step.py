@@ -279,7 +279,7 @@ def count_calls(model: nn.Module, inputs: Value) -> int:
         calls += 1
         return y
 
-    with seeding.kept(), replaced_forward(model, counted):
+    with seeding.preserve_rng(), replaced_forward(model, counted):
         model(inputs)
     for table, name, buffer, before in buffers:
         table[name] = buffer.copy_(before)

@@ -41,13 +41,13 @@ def test_blocks_may_overlap() -> None:
     first, second = np.random.rand(2).tolist()
     np.random.seed(1)
     assert draw() == one
-    caller, parked, other = seeding.kept(), seeding.kept(), seeding.kept()
+    caller, parked, other = seeding.preserve_rng(), seeding.preserve_rng(), seeding.preserve_rng()
     with caller:
         assert draw() == first
         parked.__enter__()  # the round stops here, and its caller continues
     with other:
         assert draw() == first
-    with seeding.kept():
+    with seeding.preserve_rng():
         parked.__exit__(None, None, None)
         assert draw() == second  # of the round
     assert draw() == two  # of the caller

@@ -128,7 +128,7 @@ class Recording:
         batch = each(torch.clone, inputs), each(torch.clone, targets)
         self._graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         try:
-            with seeding.kept():  # libraries allocate memory in their first calls, which cannot be recorded
+            with seeding.preserve_rng():  # libraries allocate memory in their first calls, which cannot be recorded
                 side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(side):
                     run_twice(gradient, model, *batch, loss)

@@ -81,7 +81,7 @@ def fused(
         """With a copy, and with the same random draws as the step."""
         if any(isinstance(layer, MaskedBatchNorm1d) for layer in model.modules()):
             raise NotImplementedError("MaskedBatchNorm1d has another number of values in each batch")
-        with seeding.kept():
+        with seeding.preserve_rng():
             by_compiler(copy.deepcopy(model), inputs, targets, loss_fn)
 
     made_once(tried, kind, trial)
