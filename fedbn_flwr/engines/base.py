@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses th
     from fedbn_flwr.messages.aggregate import Arrays
 
 
-Replied = Callable[[Message], object]  # gets a reply when it arrives
+OnReply = Callable[[Message], object]  # gets a reply when it arrives
 GivenUp = Callable[[], Collection[int]]  # the nodes whose replies the grid should stop waiting for
 
 
@@ -35,8 +35,8 @@ class Capabilities:
         """Start the processes that serve nodes. Returns how many nodes are served at once; None: all of them."""
         return None
 
-    def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
-        """Call `replied` with each reply of the next `send_and_receive` as it arrives, if the engine can."""
+    def observe(self, on_reply: OnReply, given_up: GivenUp = tuple) -> None:
+        """Call `on_reply` with each reply of the next `send_and_receive` as it arrives, if the engine can."""
 
     def contexts(self) -> Mapping[int, Context] | None:
         """The nodes' contexts, by node: between rounds the server may read and replace their states.
@@ -126,8 +126,8 @@ class GridAround(Capabilities, Grid):
     def start(self) -> int | None:
         return capabilities(self.inner).start()
 
-    def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
-        capabilities(self.inner).observe(replied, given_up)
+    def observe(self, on_reply: OnReply, given_up: GivenUp = tuple) -> None:
+        capabilities(self.inner).observe(on_reply, given_up)
 
     def contexts(self) -> Mapping[int, Context] | None:
         return capabilities(self.inner).contexts()

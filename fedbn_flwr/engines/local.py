@@ -25,7 +25,7 @@ from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import MissingPackage, install
 from fedbn_flwr.messages.quote import shown
 
-from .base import Capabilities, GivenUp, Replied
+from .base import Capabilities, GivenUp, OnReply
 from .pool import ForkPool, Nodes, Pool
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
@@ -57,8 +57,7 @@ class LocalGrid(Capabilities, Grid):
     workers
         Processes that serve the nodes; 0 (default): this process.
     pool
-        Makes these workers from the nodes, what gets the replies, and the number of workers: forked processes, or
-        another `Pool`.
+        Makes the workers, if there are any: forked processes, or another subclass of `engines.pool.Pool`.
     threads
         PyTorch's threads while serving nodes: 1 in workers; in this process None leaves their number unchanged.
         Results can depend on it in the last bit.
@@ -78,7 +77,7 @@ class LocalGrid(Capabilities, Grid):
         num_nodes: Annotated[int, Ge(1)],
         *,
         workers: Annotated[int, Ge(0)] = 0,
-        pool: Callable[[Nodes, Replied, int], Pool] = ForkPool,
+        pool: Callable[[Nodes, OnReply, int], Pool] = ForkPool,
         threads: int | None = None,
         work: Sequence[float] | None = None,
         run_config: UserConfig | None = None,
@@ -109,7 +108,7 @@ class LocalGrid(Capabilities, Grid):
         self._pool = pool(*served, min(workers, num_nodes)) if workers else Pool(*served)
         self._next_id = itertools.count(1)
         self._replies: dict[str, Message | None] = {}  # by the message's id; None until the reply arrives
-        self._observers: list[Replied] = []
+        self._observers: list[OnReply] = []
 
     # --- Flower's interface ---
 
@@ -167,8 +166,8 @@ class LocalGrid(Capabilities, Grid):
     def _receive(self, reply: Message) -> None:
         if (key := reply.metadata.reply_to_message_id) in self._replies:  # it is not late
             self._replies[key] = reply
-            for replied in self._observers:
-                replied(reply)
+            for on_reply in self._observers:
+                on_reply(reply)
 
     def _take(self, message_ids: Iterable[str]) -> list[Message]:
         """The replies to these messages, without those that are missing, which are no longer expected."""
@@ -180,8 +179,8 @@ class LocalGrid(Capabilities, Grid):
     def start(self) -> int:
         return self._pool.start()
 
-    def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
-        self._observers.append(replied)
+    def observe(self, on_reply: OnReply, given_up: GivenUp = tuple) -> None:
+        self._observers.append(on_reply)
 
     def contexts(self) -> Mapping[int, Context]:
         """The nodes' contexts; a worker that has not ended a message or a round has not changed the state."""

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import LOG
 
-from .base import GivenUp, GridAround, Replied
+from .base import GivenUp, GridAround, OnReply
 
 _PAUSE = 0.05  # seconds before the first polls
 _LONGEST_PAUSE = 3.0  # seconds, as in Flower's own grid
@@ -43,10 +43,10 @@ class PollingGrid(GridAround):
 
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
-        self._observers: list[tuple[Replied, GivenUp]] = []
+        self._observers: list[tuple[OnReply, GivenUp]] = []
 
-    def observe(self, replied: Replied, given_up: GivenUp = tuple) -> None:
-        self._observers.append((replied, given_up))
+    def observe(self, on_reply: OnReply, given_up: GivenUp = tuple) -> None:
+        self._observers.append((on_reply, given_up))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """The replies that arrive within `timeout` seconds, in that order; later ones stay on the SuperLink."""
@@ -77,9 +77,9 @@ class PollingGrid(GridAround):
                 if message.metadata.dst_node_id in restarted:
                     error = Error(ErrorCode.NODE_UNAVAILABLE, "its SuperNode was restarted and has lost the message")
                     new.append(Message(error, reply_to=asked.pop(key)))
-            for replied, given_up in observers:
+            for on_reply, given_up in observers:
                 for reply in new:
-                    replied(reply)
+                    on_reply(reply)
                 lost = given_up()
                 asked = {key: message for key, message in asked.items() if message.metadata.dst_node_id not in lost}
             replies += new

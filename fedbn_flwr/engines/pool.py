@@ -26,7 +26,7 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr.errors import FedbnError, RunFailed, described
 from fedbn_flwr.messages.protocol import COHORT_QUERY
 
-from .base import Replied
+from .base import OnReply
 from .worker import NodeWorker, Worker
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
@@ -38,7 +38,7 @@ _LOOK = 1.0  # seconds without a result, after which the pool checks for workers
 
 @dataclass
 class Nodes:
-    """The nodes of a grid and their contexts; in a worker, those whose layer-wise rounds are parked there."""
+    """The nodes of a grid and their contexts. A worker has the contexts of layer-wise rounds that are parked there."""
 
     client_app: ClientApp
     threads: int | None  # PyTorch's threads while serving a node; None: their number stays
@@ -46,11 +46,11 @@ class Nodes:
     work: Mapping[int, float] = field(default_factory=dict)  # the expected relative duration of a node's messages
 
     def for_worker(self) -> Nodes:
-        """What a worker needs of them before its first message."""
+        """What a worker needs before its first message."""
         return Nodes(self.client_app, self.threads or 1)
 
-    def serve(self, message: Message, context: Context | None) -> tuple[Message, RecordDict | None]:
-        """In a worker: the reply, and the node's new state. None instead of context or state: the worker has it."""
+    def handle(self, message: Message, context: Context | None) -> tuple[Message, RecordDict | None]:
+        """In a worker: the reply, and the new state. Context and state are None while they stay in the worker."""
         node = message.metadata.dst_node_id
         context = self.contexts.pop(node) if context is None else context
         reply = self.answer(message, context)
@@ -60,7 +60,7 @@ class Nodes:
         return reply, None
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
-        """Continue the nodes' rounds, which are parked in this process; the reason in place of each that fails."""
+        """Continue the rounds that are parked in this process. The answer of one that fails is the reason."""
         answers: dict[int, Contribution | str] = {}
         for node in nodes:
             try:
@@ -104,11 +104,11 @@ def _reason(error: BaseException) -> str:
 class Pool:
     """Serves the nodes of a grid in this process, where a debugger can step through; subclasses have workers.
 
-    The nodes' states are in `nodes.contexts`. `replied` gets every reply, also those that are late.
+    The nodes' states are in `nodes.contexts`. `on_reply` gets every reply when it arrives, however late.
     """
 
-    def __init__(self, nodes: Nodes, replied: Replied) -> None:
-        self.nodes, self.replied = nodes, replied
+    def __init__(self, nodes: Nodes, on_reply: OnReply) -> None:
+        self.nodes, self.on_reply = nodes, on_reply
 
     def start(self) -> int:
         """Start the workers, and wait until one is ready. Returns how many nodes are served at once."""
@@ -117,7 +117,7 @@ class Pool:
     def put(self, messages: Sequence[Message]) -> None:
         """Queue messages; this process handles them at once."""
         for message in messages:
-            self.replied(self.nodes.answer(message, self.nodes.contexts[message.metadata.dst_node_id]))
+            self.on_reply(self.nodes.answer(message, self.nodes.contexts[message.metadata.dst_node_id]))
 
     def serve(self, timeout: float) -> None:
         """Let workers handle the queue; waits up to `timeout` seconds for the first reply."""
@@ -143,13 +143,13 @@ W = TypeVar("W", bound=NodeWorker)
 class WorkerPool(Pool, ABC, Generic[W]):
     """Workers, each of which takes the next message when it is free. Messages with the most work come first."""
 
-    def __init__(self, nodes: Nodes, replied: Replied, workers: Sequence[W]) -> None:
-        super().__init__(nodes, replied)
+    def __init__(self, nodes: Nodes, on_reply: OnReply, workers: Sequence[W]) -> None:
+        super().__init__(nodes, on_reply)
         self.workers = workers
         self._queue: list[Message] = []  # the most work first, and those to one node in their order
         self._handling: dict[W, Message] = {}
-        self._worker_of: dict[int, W] = {}  # of nodes that are being served, or in a layer-wise round
-        self._parked: set[int] = set()  # the nodes whose layer-wise rounds, with their states, are in their workers
+        self._worker_of: dict[int, W] = {}  # of each node in a message or a layer-wise round
+        self._parked: set[int] = set()  # the nodes whose workers have their states, in layer-wise rounds
 
     @abstractmethod
     def wait(self, busy: Sequence[W], timeout: float) -> Iterable[W]:
@@ -162,9 +162,9 @@ class WorkerPool(Pool, ABC, Generic[W]):
 
     def put(self, messages: Sequence[Message]) -> None:
         self._queue = sorted([*self._queue, *messages], key=lambda each: -self.nodes.work[each.metadata.dst_node_id])
-        # Exchanges need workers with equal times: deal out the nodes whose layer-wise rounds are to begin.
+        # Every exchange waits for the slowest worker: layer-wise rounds that are to begin are dealt out evenly.
         able = [worker for worker in self.workers if not worker.problem]
-        free = [worker for worker in able if worker not in self._handling] or able  # not one that is late
+        free = [worker for worker in able if worker not in self._handling] or able  # others are late with a message
         asked = [each.metadata.dst_node_id for each in self._queue if each.metadata.message_type == COHORT_QUERY]
         new = dict.fromkeys(node for node in asked if node not in self._worker_of)
         self._worker_of.update(zip(new, itertools.cycle(free)))
@@ -176,7 +176,7 @@ class WorkerPool(Pool, ABC, Generic[W]):
                 node = message.metadata.dst_node_id
                 self._handling[worker], self._worker_of[node] = message, worker
                 context = None if node in self._parked else self.nodes.contexts[node]
-                worker.send(functools.partial(self._end, worker), "serve", message, context)
+                worker.send(functools.partial(self._on_result, worker), "handle", message, context)
 
     def _next(self, worker: W) -> Message | None:
         """Remove and return the next message for a worker; a node has one worker at a time."""
@@ -186,7 +186,7 @@ class WorkerPool(Pool, ABC, Generic[W]):
         return None
 
     def receive(self, timeout: float) -> None:
-        """Start the workers that are not, and collect results; waits up to `timeout` seconds for the first."""
+        """Start workers where needed, and collect results; waits up to `timeout` seconds for the first."""
         for worker in self.workers:
             worker.begin()  # all at once, because a process can take seconds until it is ready
         if all(worker.problem for worker in self.workers):
@@ -198,8 +198,8 @@ class WorkerPool(Pool, ABC, Generic[W]):
         self._worker_of = {node: worker for node, worker in self._worker_of.items() if worker not in lost}
         self._parked &= self._worker_of.keys()
 
-    def _end(self, worker: W, result: tuple[Message, RecordDict | None], lost: str) -> None:
-        """Pass on the reply to the message that a worker has handled, and store the node's state if it came back."""
+    def _on_result(self, worker: W, result: tuple[Message, RecordDict | None], lost: str) -> None:
+        """Pass on the reply to a worker's message, and store the node's state unless it stays in the worker."""
         message = self._handling.pop(worker)
         node = message.metadata.dst_node_id
         if lost:
@@ -213,7 +213,7 @@ class WorkerPool(Pool, ABC, Generic[W]):
                 self._parked.discard(node)
                 del self._worker_of[node]
                 self.nodes.contexts[node].state = state
-        self.replied(reply)
+        self.on_reply(reply)
 
     def drop(self, message_ids: Collection[str]) -> None:
         self._queue = [each for each in self._queue if each.metadata.message_id not in message_ids]
@@ -223,16 +223,16 @@ class WorkerPool(Pool, ABC, Generic[W]):
     def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
         answers: dict[int, Contribution | str] = {}
 
-        def end(asked: Sequence[int], result: Answers, lost: str) -> None:
+        def on_answers(asked: Sequence[int], result: Answers, lost: str) -> None:
             answers.update(dict.fromkeys(asked, lost) if lost else result)
 
         parked = [node for node in nodes if node in self._parked]
         to_ask = {worker: [node for node in parked if self._worker_of[node] is worker] for worker in self.workers}
         deadline = time.monotonic() + timeout
         while len(answers) < len(parked) and (left := deadline - time.monotonic()) > 0:
-            for worker in [each for each in to_ask if each.is_free]:  # others are late with a message
+            for worker in [each for each in to_ask if each.is_free]:  # others are late
                 if asked := to_ask.pop(worker):
-                    worker.send(functools.partial(end, asked), "exchange", asked, agreement)
+                    worker.send(functools.partial(on_answers, asked), "exchange", asked, agreement)
             self.receive(left)
         return answers.copy()  # a worker that is late with this exchange adds its answers
 
@@ -249,11 +249,11 @@ class WorkerPool(Pool, ABC, Generic[W]):
 class ForkPool(WorkerPool[Worker]):
     """Forked processes: they share the memory of data loaded before, and cannot use a GPU."""
 
-    def __init__(self, nodes: Nodes, replied: Replied, count: int) -> None:
+    def __init__(self, nodes: Nodes, on_reply: OnReply, count: int) -> None:
         if nodes.threads not in (None, 1):
             # One core for each; how many clients train at once is `workers`.
             raise ValueError(f"threads is {nodes.threads}; worker processes train with one, or give workers=0")
-        super().__init__(nodes, replied, [Worker(nodes.for_worker()) for _ in range(count)])
+        super().__init__(nodes, on_reply, [Worker(nodes.for_worker()) for _ in range(count)])
 
     def wait(self, busy: Sequence[Worker], timeout: float) -> Iterable[Worker]:
         ready = wait([worker.channel.fileno() for worker in busy], timeout)

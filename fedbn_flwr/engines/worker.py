@@ -60,9 +60,9 @@ class NodeWorker(ABC):
         """Start it if it is not started, without waiting until it is ready."""
         if not (self.is_ready or self.then or self.problem):
             self.launch()
-            self.then = self._started
+            self.then = self._on_start
 
-    def _started(self, problem: str | None, lost: str) -> None:
+    def _on_start(self, problem: str | None, lost: str) -> None:
         self.is_ready = not (problem or lost)
         self._failures = 0 if self.is_ready else self._failures + 1
         if not self.is_ready:
@@ -85,7 +85,7 @@ class NodeWorker(ABC):
 
     @abstractmethod
     def send(self, then: Then, call: str, *arguments: Any) -> None:
-        """Begin a job: call a method of the object that this worker serves, such as `pool.Nodes.serve`."""
+        """Begin a job: call a method of the object that this worker serves, such as `pool.Nodes.handle`."""
 
     @abstractmethod
     def receive(self) -> tuple[Any, str]:
@@ -138,7 +138,7 @@ class Worker(NodeWorker):
 
     def begin(self) -> None:
         if self.process is not None and not self.is_ready and time.monotonic() - self._began > START_TIMEOUT:
-            self._started(None, _TOO_SLOW)
+            self._on_start(None, _TOO_SLOW)
         super().begin()
 
     def launch(self) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed, UserError
 from fedbn_flwr.experiment.data import examples_of, receive
 from fedbn_flwr.experiment.node import Clients, run_of
@@ -57,8 +58,7 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
             stack.enter_context(connected(first.address, sent.modules()))
             stack.callback(lambda: end([actor for actors in idle.values() for actor in actors]))
 
-        @contextmanager
-        def make_grid(parts: Parts) -> Iterator[Grid]:
+        def make_grid(parts: Parts) -> LocalGrid:
             connect()
             sent.send_data(parts)
             run, engine = parts.run, parts.run.engine
@@ -66,7 +66,7 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
             gpus = _gpus(engine)
             for other in idle.keys() - {(cpus, gpus)}:
                 end(idle.pop(other))  # the new ones need their room
-            with ray_grid(
+            return ray_grid(
                 client_app(sent),
                 run.clients,
                 workers=None if engine.workers == "auto" else engine.workers,
@@ -76,8 +76,7 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
                 idle=idle.setdefault((cpus, gpus), []),
                 work=parts.work(),
                 threads=engine.threads,
-            ) as grid:
-                yield grid
+            )
 
         yield make_grid
 

@@ -21,7 +21,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from ray.exceptions import RayError
 
-from fedbn_flwr.engines.base import Replied
+from fedbn_flwr.engines.base import OnReply
 from fedbn_flwr.engines.local import LocalGrid, identify
 from fedbn_flwr.engines.pool import Nodes, WorkerPool
 from fedbn_flwr.engines.worker import NodeWorker, Then, keep_freed_memory
@@ -138,7 +138,7 @@ class _Actor:
         found = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
         return pickle.dumps(found)
 
-    def handle(self, data: bytes, names: Sequence[str], *records: ArrayRecord) -> bytes:
+    def call(self, data: bytes, names: Sequence[str], *records: ArrayRecord) -> bytes:
         call, arguments = pickle.loads(data)  # noqa: S301 (of our own server)
         if names:
             arguments[0].content.update(zip(names, records, strict=True))
@@ -168,12 +168,10 @@ class ActorWorker(NodeWorker):
 
     def send(self, then: Then, call: str, *arguments: Any) -> None:
         self.then, large = then, dict[str, Any]()
-        if call == "serve":
+        if call == "handle":
             message, large = self.records.apart(arguments[0])
             arguments = message, *arguments[1:]
-        self.result = self._actor.handle.remote(
-            pickle.dumps((call, arguments), protocol=5), list(large), *large.values()
-        )
+        self.result = self._actor.call.remote(pickle.dumps((call, arguments), protocol=5), list(large), *large.values())
 
     def receive(self) -> tuple[Any, str]:
         how = "was lost"
@@ -208,7 +206,7 @@ class ActorPool(WorkerPool[ActorWorker]):
     def __init__(
         self,
         nodes: Nodes,
-        replied: Replied,
+        on_reply: OnReply,
         count: int,
         *,
         needs: Mapping[str, float],
@@ -216,7 +214,7 @@ class ActorPool(WorkerPool[ActorWorker]):
         idle: list[Any] | None,
     ) -> None:
         sent, records = ray.put(nodes.for_worker()), _SharedRecords()
-        super().__init__(nodes, replied, [ActorWorker(sent, needs, idle, records) for _ in range(count)])
+        super().__init__(nodes, on_reply, [ActorWorker(sent, needs, idle, records) for _ in range(count)])
         self._needs, self._start_timeout = needs, start_timeout
         self._served_at = math.inf  # when an actor was last ready, or the first ones began to start
 

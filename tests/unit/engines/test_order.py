@@ -12,7 +12,7 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.engines.base import Replied
+from fedbn_flwr.engines.base import OnReply
 from fedbn_flwr.engines.pool import Nodes, WorkerPool
 from fedbn_flwr.engines.worker import NodeWorker, Then
 from fedbn_flwr.messages.protocol import COHORT_QUERY
@@ -47,8 +47,8 @@ class Timed(NodeWorker):
 class TimedPool(WorkerPool[Timed]):
     now = 0.0
 
-    def __init__(self, nodes: Nodes, replied: Replied, count: int) -> None:
-        super().__init__(nodes, replied, [Timed(self) for _ in range(count)])
+    def __init__(self, nodes: Nodes, on_reply: OnReply, count: int) -> None:
+        super().__init__(nodes, on_reply, [Timed(self) for _ in range(count)])
         self.seconds = nodes.work
 
     def wait(self, busy: Sequence[Timed], timeout: float) -> Iterable[Timed]:
@@ -66,8 +66,8 @@ class TimedGrid(LocalGrid):
     def __init__(self, work: Mapping[int, float], workers: int) -> None:
         pools = list[TimedPool]()
 
-        def make(nodes: Nodes, replied: Replied, count: int) -> TimedPool:
-            pools.append(TimedPool(nodes, replied, count))
+        def make(nodes: Nodes, on_reply: OnReply, count: int) -> TimedPool:
+            pools.append(TimedPool(nodes, on_reply, count))
             return pools[0]
 
         options: dict[str, Any] = {"work": list(work.values()), "node_ids": list(work)}
