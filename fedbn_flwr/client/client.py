@@ -38,6 +38,7 @@ from .losses import default_loss
 from .node_state import OWN, NodeState, number_of, place_of, run_of
 from .rule import BY_KEY, ClientRule, KeepOptimizerState, LocalRound, known_keys, rule_of
 from .training import (
+    TRAINER,
     Batch,
     Epochs,
     Gradient,
@@ -48,7 +49,6 @@ from .training import (
     backpropagate,
     local_batches,
     make_optimizer,
-    one_by_one,
     size_of,
 )  # fmt: skip
 
@@ -182,7 +182,7 @@ class BNClient(NumPyClient):
         self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
         self.channels_last, self.precision = channels_last, precision
         self.seed, self.min_batch = seed, min_batch
-        self.trainer: Trainer = one_by_one  # may be replaced: what turns loaded rounds into trained ones
+        self.trainer: Trainer | None = None  # instead of that of `TRAINER`
         self.sums: Callable[[], np.ndarray] | None = None  # the answer to query.sums, of experiments
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
@@ -229,7 +229,7 @@ class BNClient(NumPyClient):
     def _round(self, local: LocalRound, wanted: Iterable[type[ClientRule]]) -> Update:
         """The result of a round that begins with the loaded model."""
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
-        (trained,) = self.trainer([self._training(local, rules)])
+        (trained,) = (self.trainer or TRAINER.get())([self._training(local, rules)])
         config = local.config
         sent, returned = set(local.records["arrays"]), protocol.roles_of(config, protocol.RETURN, frozenset(Role))
         taken = self._parts.taken([key for key, role in self.roles.items() if key in sent or role in returned])

@@ -1,7 +1,7 @@
 """The local training loop `train` that all client rules share, its batches, learning rates and optimisers.
 
-A loaded round is a value, `Training`, and a `Trainer` is a function of several: `one_by_one`, or another one that
-`BNClient.trainer` is set to.
+A loaded round is a value, `Training`, and a `Trainer` is a function of several: `one_by_one`, or another one by
+`BNClient.trainer` or `TRAINER`.
 
 `SGD` is the default optimiser. Creating another one imports PyTorch's compiler, which takes a second or more. An
 experiment does it once, when it checks the settings, and its workers are forked after that.
@@ -16,6 +16,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -172,6 +173,10 @@ Trainer = Callable[[Sequence[Training]], Sequence[Trained]]
 
 def one_by_one(rounds: Sequence[Training]) -> list[Trained]:
     return [train(training) for training in rounds]
+
+
+# What trains the clients of the current thread; an engine may set another one while it serves a message.
+TRAINER: ContextVar[Trainer] = ContextVar("trainer", default=one_by_one)
 
 
 def train(training: Training) -> Trained:

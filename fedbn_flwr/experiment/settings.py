@@ -415,6 +415,13 @@ class Engine(Section):
     threads: int = Field(
         default=1, ge=1, le=1_000, description="PyTorch threads per client; the engines agree bit for bit at 1"
     )
+    together: Positive = Field(
+        default=1,
+        description=(
+            "clients that one process trains at once, where their networks consist of linear layers, see "
+            "[Small networks](performance.md#small-networks); last bits of the results differ"
+        ),
+    )
     timeout: float = Field(
         default=3600,
         gt=0,
@@ -443,6 +450,9 @@ class Engine(Section):
             yield "workers is 0, but on Ray clients run in actors; give a number of them, or 'auto'"
         if not is_ray and self.threads > 1 and workers not in (0, "auto"):
             yield f"threads={self.threads} needs workers=0, found {workers}: a worker has one thread"
+        if self.together > 1 and (is_ray or workers not in (0, "auto")):
+            found = "name is 'ray'" if is_ray else f"workers is {workers}"
+            yield f"together={self.together} trains clients in one process, but {found}; leave one of them out"
         for key in ("address", "cpus_per_client", "gpus_per_client") if not is_ray else ():
             if (value := getattr(self, key)) is not None:
                 yield f"{key} is {value!r}, which is for name ray, but name is {self.name!r}"

@@ -12,6 +12,7 @@ only its parts with it. The kinds:
   `keys` document the config keys; it removes them from the message that it passes on
 - commands: a function that adds a command to the parser of `fedbn`, for instance `fedbn check`
 - engines: by the name that `engine.name` has, a context manager of an experiment that yields the grids of its runs
+- pools: "together", a pool of the local engine that trains several clients at once
 - passes: "compiled", which compiles the gradient of a round
 - queries: by action, the function (content, context) that answers `query.ACTION`
 - strategies: by name, the class; `fedbn_flwr.strategies` and `fedbn list strategies` have it

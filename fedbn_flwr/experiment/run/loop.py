@@ -23,6 +23,7 @@ from fedbn_flwr.client.evaluation import name_of as metric_name
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.network import PollingGrid, poll_often
+from fedbn_flwr.engines.pool import ForkPool
 from fedbn_flwr.errors import (
     OF_RUN_CONFIG,
     FedbnError,
@@ -296,10 +297,12 @@ def carry_out(
     if experiment.runs[0].engine.name == "local":
 
         def local_grid(parts: Parts) -> LocalGrid:
+            together = parts.run.engine.together
             return LocalGrid(
                 client_app(Clients(experiment)),
                 parts.run.clients,
-                workers=workers_of(parts.run),
+                workers=together if together > 1 else workers_of(parts.run),
+                pool=part("pools", "together") if together > 1 else ForkPool,
                 work=parts.work(),
                 threads=parts.run.engine.threads,
                 node_config=node_config,

@@ -1,0 +1,279 @@
+"""The rounds of several clients in one training loop, whose tensors have a leading axis for the clients.
+
+`together` is a `Trainer`. Rounds whose networks, losses, optimisers and client rules are alike form a group, and a step
+of a group is one pass. Clients need neither equal numbers of batches nor equal batches: at any time those that wait for
+a batch of the same shape take their steps, which changes nothing in the results, since clients are independent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedbn_flwr import seeding
+from fedbn_flwr.client.losses import cross_entropy
+from fedbn_flwr.client.rule import ClientRule
+from fedbn_flwr.client.training import SGD, Kept, Loss, Tensors, Trained, Training, backpropagate, train
+from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.norms.statistics import frozen_norm
+
+from .stacked import Network, network_of
+
+MOMENTUM = "momentum_buffer"
+
+
+@dataclass(eq=False)
+class Row:
+    """A loaded round apart from its model, which other clients may use in the meantime."""
+
+    training: Training
+    network: Network
+    tensors: dict[str, Tensor]  # all of the model, by name
+    momentum: dict[str, Tensor]  # of the optimiser, by the names of parameters
+    batches: list[tuple[Tensor, Tensor]]
+    kept: list[Kept]
+    trained: Trained | None = None  # None: the group could not be trained
+
+    @property
+    def kind(self) -> Hashable:
+        """Rows of one kind train in one group."""
+        training = self.training
+        group = training.optimizer.torch.param_groups[0]
+        options = tuple((name, group[name]) for name in ("lr", "momentum", "weight_decay", "nesterov"))
+        rules = tuple(
+            (type(rule), str({key: value for key, value in rule.local.config.items() if key in rule.keys}))
+            for rule in cast(Sequence[ClientRule], training.rules)
+        )
+        first = next(iter(self.tensors.values()))
+        return (
+            self.network.description, tuple(training.optimizer.parameters), first.dtype, first.device,
+            _identity(training.loss), training.frozen, training.clip, options, rules,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the model and the optimiser the values of this row."""
+        into = dict(_tensors(self.training))
+        torch._foreach_copy_([*into.values()], [self.tensors[name] for name in into])
+        if self.momentum:
+            for name, parameter in self.training.optimizer.parameters.items():
+                self.training.optimizer.torch.state[parameter][MOMENTUM] = self.momentum[name]
+
+
+def _tensors(training: Training) -> Iterator[tuple[str, Tensor]]:
+    yield from training.model.named_parameters()
+    yield from training.model.named_buffers()
+
+
+@torch.no_grad()
+def row_of(training: Training) -> Row | None:
+    """The round as a row; None if it must train alone."""
+    network = network_of(training.model) if _is_plain(training) else None
+    if network is None:
+        return None
+    with seeding.streams(training.seed, training.device):
+        training.batches = batches = list(training.batches)
+    if not batches or not all(isinstance(value, Tensor) for batch in batches for value in batch):
+        return None
+    if batches[0][0].device != training.device:
+        training.batches = batches = [(x.to(training.device), y.to(training.device)) for x, y in batches]
+    kept = [rule.begin(training.optimizer.parameters) for rule in training.rules]
+    state, momentum = training.optimizer.torch.state, {}
+    if training.optimizer.torch.param_groups[0]["momentum"]:
+        for name, parameter in training.optimizer.parameters.items():
+            before = state.get(parameter, {}).get(MOMENTUM)
+            momentum[name] = torch.zeros_like(parameter) if before is None else before.clone()
+    tensors = {name: tensor.detach().clone() for name, tensor in _tensors(training)}
+    return Row(training, network, tensors, momentum, batches, kept)
+
+
+def _is_plain(training: Training) -> bool:
+    """Whether each step is one of SGD along the gradient by backpropagation."""
+    gradient, optimizer = training.gradient, training.optimizer.torch
+    if isinstance(gradient, functools.partial) and not any(gradient.keywords.values()):
+        gradient = gradient.func
+    groups = optimizer.param_groups
+    plain = gradient is backpropagate and training.first_step is None and bool(training.optimizer.parameters)
+    return (
+        plain and type(optimizer) in (SGD, torch.optim.SGD) and len(groups) == 1
+        and not (groups[0]["dampening"] or groups[0]["maximize"])
+    )  # fmt: skip
+
+
+def together(rounds: Sequence[Training]) -> list[Trained]:
+    """The results of the rounds, each of which has a model of its own; those of a kind train at once."""
+    rows = [row_of(training) for training in rounds]
+    train_rows([row for row in rows if row is not None])
+    return [train(training) if row is None else finished(row) for training, row in zip(rounds, rows, strict=True)]
+
+
+def finished(row: Row) -> Trained:
+    """The result of a row after `train_rows`, with its values in the model."""
+    row.restore()
+    return train(row.training) if row.trained is None else row.trained
+
+
+def train_rows(rows: Sequence[Row]) -> None:
+    """Train the rows, those of one kind at once. A row that is alone, or whose group fails, stays as it was."""
+    groups: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.kind, []).append(row)
+    for group in groups.values():
+        if len(group) > 1:
+            try:
+                _Group(group).train()
+            except Exception:  # one client's data may be the cause: alone, each has its own error
+                for row in group:
+                    row.trained = None
+
+
+class _Group:
+    """Rows of one kind, those with the most examples first: clients that wait for equal batches are neighbours."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = sorted(rows, key=lambda row: -sum(len(inputs) for inputs, _ in row.batches))
+        first = self.rows[0]
+        self.training, self.network = first.training, first.network
+        self.tensors = _stacked([row.tensors for row in self.rows])
+        self.momentum = _stacked([row.momentum for row in self.rows])
+        self.kept: list[Kept] = [
+            {key: _stacked([row.kept[rule][key] for row in self.rows]) for key in first.kept[rule]}
+            for rule in range(len(first.kept))
+        ]
+        self.total = torch.zeros(len(rows), dtype=torch.float64, device=self.training.device)
+
+    def train(self) -> None:
+        taken = [0] * len(self.rows)
+        # Statistics that are frozen are not updated; parameters that are frozen are not the optimiser's.
+        frozen = self.training.frozen & {Role.STATISTICS}
+        with frozen_norm(self.training.model, frozen) if frozen else nullcontext():
+            while steps := self._next(taken):
+                self._run(*steps, taken)
+        for place, row in enumerate(self.rows):
+            examples = sum(len(inputs) for inputs, _ in row.batches)
+            row.tensors, row.momentum = _part(self.tensors, place), _part(self.momentum, place)
+            kept: list[Kept] = [{key: _part(values, place) for key, values in each.items()} for each in self.kept]
+            loss = float(self.total[place]) / examples
+            row.trained = Trained(loss, len(row.batches[0][0]), len(row.batches), kept)
+
+    def _next(self, taken: Sequence[int]) -> tuple[slice, int] | None:
+        """The rows to train next, and for how many steps; the most rows that wait for batches of one shape."""
+        waiting = [
+            row.batches[done : done + 1] and (row.batches[done][0].shape, row.batches[done][1].shape)
+            for row, done in zip(self.rows, taken, strict=True)
+        ]
+        runs: list[tuple[int, int]] = []
+        start = 0
+        for place in range(1, len(waiting) + 1):
+            if place == len(waiting) or waiting[place] != waiting[start]:
+                if waiting[start]:
+                    runs.append((place - start, start))
+                start = place
+        if not runs:
+            return None
+        count, start = max(runs, key=lambda run: (run[0], -run[1]))
+        shape, steps = waiting[start], 0
+        rows = range(start, start + count)
+        while all(
+            len(self.rows[i].batches) > taken[i] + steps
+            and tuple(each.shape for each in self.rows[i].batches[taken[i] + steps]) == shape
+            for i in rows
+        ):
+            steps += 1
+        return slice(start, start + count), steps
+
+    @torch.no_grad()
+    def _run(self, place: slice, steps: int, taken: list[int]) -> None:
+        """Take this number of steps of the rows at `place`, whose batches have one shape."""
+        group = self.training.optimizer.torch.param_groups[0]
+        of = {name: tensor[place] for name, tensor in self.tensors.items()}
+        w = {name: of[name] for name in self.training.optimizer.parameters}
+        leaves = {name: value.detach().requires_grad_() for name, value in w.items()}
+        momentum = _part(self.momentum, place)
+        kept: list[Kept] = [{key: _part(values, place) for key, values in each.items()} for each in self.kept]
+        numbers = range(place.start, place.stop)
+        inputs, targets = (
+            torch.stack(
+                [
+                    torch.stack([row.batches[done + step][part] for row, done in self._rows(place, taken)])
+                    for step in range(steps)
+                ]
+            )
+            for part in (0, 1)
+        )
+        total, of = self.total[place], {**of, **leaves}
+        parameters, ones = [*leaves.values()], torch.ones(len(numbers), dtype=inputs.dtype, device=inputs.device)
+        for x, y in zip(inputs.unbind(), targets.unbind(), strict=True):
+            with torch.enable_grad():
+                losses = _losses(self.training.loss, self.network(of, x), y)
+                found = torch.autograd.grad(losses, parameters, ones, allow_unused=True)
+            total.add_(losses.detach(), alpha=x.shape[1])
+            g = {name: gradient for name, gradient in zip(w, found, strict=True) if gradient is not None}
+            for rule, own in zip(self.training.rules, kept, strict=True):
+                if rule.elementwise:
+                    rule.adjust(w, g, own)
+                else:
+                    for row in range(len(numbers)):
+                        rule.adjust(
+                            _part(w, row), _part(g, row), {key: _part(values, row) for key, values in own.items()}
+                        )
+            if self.training.clip is not None:
+                _clip([*g.values()], self.training.clip)
+            _step([w[name] for name in g], [*g.values()], [momentum[name] for name in g if name in momentum], group)
+        for i in numbers:
+            taken[i] += steps
+
+    def _rows(self, place: slice, taken: Sequence[int]) -> Iterator[tuple[Row, int]]:
+        return zip(self.rows[place], taken[place], strict=True)
+
+
+def _identity(loss: Loss) -> Hashable:
+    """Clients may have partial objects of their own, with the same options."""
+    if not isinstance(loss, functools.partial):
+        return id(loss)
+    return (loss.func, *map(id, loss.args), *((name, id(value)) for name, value in loss.keywords.items()))
+
+
+def _stacked(rows: Sequence[Tensors]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _part(values: Tensors, place: int | slice) -> dict[str, Tensor]:
+    return {name: value[place] for name, value in values.items()}
+
+
+def _losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each client."""
+    if loss is cross_entropy and outputs.ndim == 3 and targets.ndim == 2 and not targets.is_floating_point():
+        each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
+        return each.view(targets.shape).mean(1)
+    return torch.stack([loss(*pair) for pair in zip(outputs, targets, strict=True)])
+
+
+def _clip(gradients: Sequence[Tensor], most: float) -> None:
+    """As `torch.nn.utils.clip_grad_norm_`, with a norm for each client."""
+    norms = torch.stack([torch.linalg.vector_norm(each.flatten(1), dim=1) for each in gradients])
+    factors = (most / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+    for each in gradients:
+        each.mul_(factors.view(-1, *[1] * (each.ndim - 1)))
+
+
+def _step(w: list[Tensor], g: list[Tensor], momentum: list[Tensor], group: dict[str, Any]) -> None:
+    """A step of SGD, as torch.optim.SGD computes it; a buffer of zeros becomes the first gradient."""
+    if group["weight_decay"]:
+        torch._foreach_add_(g, w, alpha=group["weight_decay"])
+    if momentum:
+        torch._foreach_mul_(momentum, group["momentum"])
+        torch._foreach_add_(momentum, g)
+        if group["nesterov"]:
+            torch._foreach_add_(g, momentum, alpha=group["momentum"])
+        else:
+            g = momentum
+    torch._foreach_add_(w, g, alpha=-group["lr"])

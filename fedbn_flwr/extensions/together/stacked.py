@@ -1,0 +1,185 @@
+"""A network of linear layers for several clients at once: each tensor has a leading axis for the clients.
+
+A layer of all clients is one operation: a batched product of matrices, and one batch norm over the channels of all
+clients. So a step of ten clients takes little longer than one of a single client, whose operations are too small to
+occupy a processor. No client's values enter the arithmetic of another: a client with NaN leaves the others unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fedbn_flwr.client.training import Tensors
+
+# Of a module, the prefix of its tensors' names, the tensors, and its input [clients, examples, ...].
+Layer = Callable[[Any, str, Tensors, Tensor], Tensor]
+
+
+def _linear(module: nn.Linear, name: str, of: Tensors, x: Tensor) -> Tensor:
+    weight, rows = of[f"{name}weight"].transpose(1, 2), x.flatten(1, -2)
+    bias = of.get(f"{name}bias")
+    y = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight)
+    return y.view(*x.shape[:-1], -1)
+
+
+def _batch_norm(module: nn.BatchNorm1d, name: str, of: Tensors, x: Tensor) -> Tensor:
+    mean, var, weight, bias = (
+        None if (tensor := of.get(f"{name}{part}")) is None else tensor.reshape(-1)
+        for part in ("running_mean", "running_var", "weight", "bias")
+    )
+    by_batch = module.training or mean is None
+    if by_batch and mean is not None:
+        of[f"{name}num_batches_tracked"].add_(1)
+    momentum = 0.0 if module.momentum is None else module.momentum
+    folded = x.transpose(0, 1)  # [examples, clients, channels, ...]
+    y = F.batch_norm(folded.flatten(1, 2), mean, var, weight, bias, by_batch, momentum, module.eps)
+    return y.view(folded.shape).transpose(0, 1)
+
+
+def _layer_norm(module: nn.LayerNorm, name: str, of: Tensors, x: Tensor) -> Tensor:
+    return _scaled(
+        F.layer_norm(x, module.normalized_shape, None, None, module.eps), name, of, len(module.normalized_shape)
+    )
+
+
+def _group_norm(module: nn.GroupNorm, name: str, of: Tensors, x: Tensor) -> Tensor:
+    y = F.group_norm(x.flatten(0, 1), module.num_groups, None, None, module.eps)
+    return _scaled(y.view(x.shape), name, of, x.ndim - 2)
+
+
+def _scaled(x: Tensor, name: str, of: Tensors, ndim: int) -> Tensor:
+    """gamma x + beta, where x has `ndim` dimensions from the channels on, and gamma and beta perhaps fewer."""
+
+    def shaped(value: Tensor) -> Tensor:
+        return value.view(len(value), *[1] * (x.ndim - 1 - ndim), *value.shape[1:], *[1] * (ndim + 1 - value.ndim))
+
+    weight, bias = of.get(f"{name}weight"), of.get(f"{name}bias")
+    x = x if weight is None else x * shaped(weight)
+    return x if bias is None else x + shaped(bias)
+
+
+def _flatten(module: nn.Flatten, name: str, of: Tensors, x: Tensor) -> Tensor:
+    return x.flatten(2)
+
+
+def _same(module: Callable[[Tensor], Tensor], name: str, of: Tensors, x: Tensor) -> Tensor:
+    return module(x)
+
+
+_ELEMENTWISE = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh,
+    nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Identity,
+)  # fmt: skip
+LAYERS: Mapping[type[nn.Module], Layer] = {
+    nn.Linear: _linear,
+    nn.BatchNorm1d: _batch_norm,
+    nn.LayerNorm: _layer_norm,
+    nn.GroupNorm: _group_norm,
+    nn.Flatten: _flatten,
+    **dict.fromkeys(_ELEMENTWISE, _same),
+}
+_FUNCTIONS = {
+    F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.tanh, F.sigmoid, torch.relu, torch.sigmoid, torch.tanh,
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg,
+}  # fmt: skip
+
+
+class Network:
+    """What a model computes, for the tensors of several clients; NotImplementedError names a part that is not known."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._operations: list[tuple[Callable[..., Tensor], Sequence[Any]]] = []
+        described: list[object] = []
+        places: dict[fx.Node, int] = {}
+        covered: set[str] = set()
+        modules = dict(model.named_modules())
+        if any(_has_hooks(module) for module in modules.values()):
+            raise NotImplementedError("it has hooks")
+        for node in fx.Tracer().trace(model).nodes:
+            operation: Callable[..., Tensor] | None
+            match node.op:
+                case "placeholder" if not places:
+                    places[node] = 0
+                    continue
+                case "call_module" if (module := modules[node.target]) and (layer := _layer(module)):
+                    prefix = f"{node.target}."
+                    operation = functools.partial(_apply, layer, module, prefix)
+                    covered |= {prefix + name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+                    described.append(repr(module))
+                case "call_function" if node.target in _FUNCTIONS:
+                    operation = functools.partial(_call, node.target, node.kwargs)
+                    described.append((node.target, str(node.kwargs)))
+                case "call_function" | "call_method" if _is_flatten(node):
+                    operation = _flattened
+                    described.append("flatten")
+                case "output" if isinstance(node.args[0], fx.Node):
+                    self._result = places[node.args[0]]
+                    break
+                case _:
+                    raise NotImplementedError(f"{node.op} {node.target}")
+            arguments = [(True, places[each]) if isinstance(each, fx.Node) else (False, each) for each in node.args]
+            self._operations.append((operation, arguments))
+            described.append(str(arguments))
+            places[node] = len(self._operations)
+        names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+        if unknown := names ^ covered:
+            raise NotImplementedError(f"its tensor {min(unknown)!r} is shared, or none of a known layer")
+        # Networks that are described alike compute alike.
+        self.description = tuple(described)
+
+    def __call__(self, of: Tensors, inputs: Tensor) -> Tensor:
+        values = [inputs]
+        for operation, arguments in self._operations:
+            values.append(operation(of, *(values[each] if is_value else each for is_value, each in arguments)))
+        return values[self._result]
+
+
+def _layer(module: nn.Module) -> Layer | None:
+    if isinstance(module, nn.Dropout) and not module.p:
+        return _same
+    if isinstance(module, nn.BatchNorm1d) and module.momentum is None:
+        return None  # each client's mean is over another number of batches
+    if isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) != (1, -1):
+        return None
+    return LAYERS.get(type(module))
+
+
+def _apply(layer: Layer, module: nn.Module, prefix: str, of: Tensors, x: Tensor) -> Tensor:
+    return layer(module, prefix, of, x)
+
+
+def _call(function: Callable[..., Tensor], options: Mapping[str, Any], of: Tensors, *values: Any) -> Tensor:
+    return function(*values, **options)
+
+
+def _is_flatten(node: fx.Node) -> bool:
+    return node.target in (torch.flatten, "flatten") and tuple(node.args[1:]) in ((1,), (1, -1)) and not node.kwargs
+
+
+def _flattened(of: Tensors, x: Tensor, *_: int) -> Tensor:
+    return x.flatten(2)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+_known: WeakKeyDictionary[nn.Module, Network | None] = WeakKeyDictionary()
+
+
+def network_of(model: nn.Module) -> Network | None:
+    """The model for several clients; None if it has a part that is not known to treat clients apart."""
+    if model not in _known:
+        try:
+            _known[model] = Network(model)
+        except Exception:  # PyTorch's tracer has many for models with control flow
+            _known[model] = None
+    return _known[model]

@@ -1,0 +1,294 @@
+"""Clients that train together have the results of clients that train one after the other."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr import client_app, run
+from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.client.losses import make_loss
+from fedbn_flwr.client.training import Training, make_optimizer, train
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.extensions.together import parking
+from fedbn_flwr.extensions.together.groups import Row, row_of, together, train_rows
+from fedbn_flwr.extensions.together.parking import TogetherPool
+from fedbn_flwr.extensions.together.stacked import network_of
+from fedbn_flwr.models.tensors import ModelTensors
+from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedWon, FixBN, GlobalMomentum, Scaffold, SiloBN, Standalone
+from tests.support.federations import models_of, same
+from tests.support.fixtures import small_net
+
+Federations = Callable[..., Any]
+
+
+def mlp(norm: Callable[[int], nn.Module] | None = nn.BatchNorm1d) -> nn.Module:
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(32, 12), nn.ReLU(), nn.Linear(12, 3)]
+    if norm is not None:
+        layers.insert(2, norm(12))
+    return nn.Sequential(*layers)
+
+
+class Residual(nn.Module):
+    """Functions and an addition instead of a sequence of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = torch.flatten(inputs, 1)
+        return self.last(x + 0.5 * F.relu(self.norm(self.first(x))))  # type: ignore[no-any-return]
+
+
+NETWORKS = {
+    "none": functools.partial(mlp, None),
+    "batch norm": mlp,
+    "batch norm without affine and statistics": lambda: mlp(
+        lambda n: nn.BatchNorm1d(n, affine=False, track_running_stats=False)
+    ),
+    "layer norm": functools.partial(mlp, nn.LayerNorm),
+    "group norm": lambda: mlp(lambda n: nn.GroupNorm(3, n)),
+    "residual": Residual,
+}
+
+
+def rounds(
+    model: nn.Module, sizes: tuple[int, ...] = (8, 13, 8, 5), *, epochs: int = 2, batch: int = 4, **options: Any
+) -> list[Training]:
+    """A round of each client with a copy of the model, and last batches of any size above one."""
+    found = []
+    for client, size in enumerate(sizes):
+        generator = torch.Generator().manual_seed(client)
+        inputs = torch.randn(size, 2, 4, 4, generator=generator, dtype=torch.float64) * (1 + client) + client
+        targets = torch.randint(3, (size,), generator=generator)
+        batches = [pair for pair in zip(inputs.split(batch), targets.split(batch), strict=True) if len(pair[0]) > 1]
+        own = copy.deepcopy(model).double().train()
+        loss = options.get("loss", make_loss("cross_entropy"))
+        given = {name: options[name] for name in ("momentum", "weight_decay") if name in options}
+        optimizer = make_optimizer(options.get("optimizer", "sgd"), dict(own.named_parameters()), 0.1, **given)
+        found.append(Training(own, batches * epochs, optimizer, loss, torch.device("cpu"), clip=options.get("clip")))
+    return found
+
+
+def values(training: Training) -> dict[str, Tensor]:
+    return dict(training.model.state_dict())
+
+
+def check(ours: list[Training], apart: list[Training]) -> None:
+    found, expected = together(ours), [train(training) for training in apart]
+    for mine, one, a, b in zip(ours, apart, found, expected, strict=True):
+        torch.testing.assert_close(values(mine), values(one), rtol=1e-10, atol=1e-11)
+        assert a.loss == pytest.approx(b.loss, rel=1e-11)
+        assert (a.steps, a.first_batch) == (b.steps, b.first_batch)
+        torch.testing.assert_close(dict(mine.optimizer.state()), dict(one.optimizer.state()), rtol=1e-10, atol=1e-11)
+
+
+def kinds(trainings: list[Training]) -> list[Row]:
+    return [row for training in trainings if (row := row_of(training)) is not None]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_any_network_trains_as_one_after_the_other(name: str) -> None:
+    model = NETWORKS[name]()
+    assert network_of(copy.deepcopy(model).double()) is not None
+    check(rounds(model), rounds(model))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9},
+        {"momentum": 0.9, "weight_decay": 1e-2},
+        {"optimizer": {"name": "sgd", "nesterov": True}, "momentum": 0.5},
+        {"clip": 0.3},
+        {"loss": make_loss("cross_entropy", label_smoothing=0.1)},
+    ],
+    ids=" ".join,
+)
+def test_optimisers_clipping_and_losses(options: dict[str, Any]) -> None:
+    model = mlp()
+    ours = rounds(model, **options)
+    assert len({row.kind for row in kinds(rounds(model, **options))}) == 1
+    check(ours, rounds(model, **options))
+
+
+def test_clients_with_one_batch_or_many_take_their_own_number_of_steps() -> None:
+    model, sizes = mlp(), (4, 41, 2, 17, 3)
+    check(rounds(model, sizes, epochs=3), rounds(model, sizes, epochs=3))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(7)
+
+
+def test_the_order_of_the_clients_does_not_matter() -> None:
+    model = mlp()
+    forward, backward = rounds(model), rounds(model)[::-1]
+    together(forward)
+    together(backward)
+    for one, other in zip(forward, backward[::-1], strict=True):
+        torch.testing.assert_close(values(one), values(other), rtol=0, atol=0)
+
+
+def test_nan_stays_with_its_client() -> None:
+    model = mlp()
+    ours, apart = rounds(model), rounds(model)
+    for training in (ours[1], apart[1]):
+        next(iter(training.batches))[0].fill_(torch.nan)
+    for training in apart:
+        train(training)
+    together(ours)
+    assert values(ours[1])["1.weight"].isnan().all()
+    for place in (0, 2, 3):
+        torch.testing.assert_close(values(ours[place]), values(apart[place]), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        small_net,
+        lambda: nn.Sequential(mlp(), nn.Dropout(0.5)),
+        lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(32, momentum=None), nn.Linear(32, 3)),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(32, 3)),
+    ],
+    ids=["convolution", "dropout", "cumulative mean", "parametrisation"],
+)
+def test_other_networks_train_alone(model: Callable[[], nn.Module]) -> None:
+    assert network_of(model()) is None
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "adam"}, {"optimizer": "rmsprop"}], ids=str)
+def test_other_optimisers_train_alone(options: dict[str, Any]) -> None:
+    assert not kinds(rounds(mlp(), **options))
+
+
+def test_rounds_that_differ_form_groups_of_their_own() -> None:
+    model = mlp()
+    rows = kinds([*rounds(model), *rounds(model, momentum=0.9), *rounds(mlp(None))])
+    assert [len({row.kind for row in rows[:4]}), len({row.kind for row in rows})] == [1, 3]
+
+
+def test_a_group_that_fails_trains_one_by_one() -> None:
+    """Batch norm of one example is an error, which only the client with such a batch has."""
+    model = mlp()
+    ours, apart = rounds(model), rounds(model)
+    for training in (ours[2], apart[2]):
+        inputs, targets = next(iter(training.batches))
+        training.batches = [(inputs[:1], targets[:1])]
+    rows = kinds(ours)
+    train_rows(rows)
+    for place in (0, 1, 3):
+        (expected,) = together([ours[place]])
+        assert expected.loss == pytest.approx(train(apart[place]).loss, rel=1e-12)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        together([ours[2]])
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "FedAvg": FedAvg,
+    "FedProx": lambda: FedProx(proximal_mu=0.1),
+    "Scaffold": Scaffold,
+    "FedBN": FedBN,
+    "SiloBN": SiloBN,
+    "Standalone": Standalone,
+    "FixBN": lambda: FixBN(FedAvg(), freeze_round=1),
+    "frozen affine": lambda: FixBN(FedProx(proximal_mu=0.1), freeze_round=1, freeze=("statistics", "affine")),
+    "GlobalMomentum": lambda: GlobalMomentum(FedAvg()),
+    "FedWon": lambda: FedWon(clip=0.01),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_is_the_same(name: str, federation: Federations) -> None:
+    model = functools.partial(mlp, None) if name == "FedWon" else mlp
+    options = {"momentum": 0.5, "keep_momentum": name != "GlobalMomentum", "lr": 0.05, "epochs": 2}
+    fed = federation((8, 12, 7, 8), batches=3, model=model, dtype=torch.float64, **options)
+    expected = models_of(fed, STRATEGIES[name](), 3)
+    grid = fed.grid(workers=3, pool=TogetherPool)
+    found = models_of(fed, STRATEGIES[name](), 3, grid=grid)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            np.testing.assert_allclose(mine[key], theirs[key], rtol=1e-10, atol=1e-12)
+    assert name == "Standalone" or not same(found[-1], expected[0])
+
+
+def test_clients_may_share_the_model(federation: Federations) -> None:
+    fed = federation((8, 12, 7), model=mlp, dtype=torch.float64)
+    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
+
+    def make_client(context: Any) -> BNClient:
+        return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)
+
+    expected = models_of(fed, FedBN(), 3)
+    found = models_of(fed, FedBN(), 3, grid=fed.grid(client_app(make_client), workers=2, pool=TogetherPool))
+    for key in expected[-1]:
+        np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-11, atol=1e-12)
+
+
+def test_a_failing_client_fails_by_itself(federation: Federations) -> None:
+    fed = federation((8, 12, 7), model=mlp)
+    inputs, targets = fed.data[1].batches[0]
+    fed.data[1].batches[0] = inputs[:, :1], targets
+    grid, strategy = fed.grid(workers=3, pool=TogetherPool), FedAvg()
+    strategy.start(grid, fed.arrays(), num_rounds=1)
+    assert [reason.partition(":")[0] for reason in strategy.base.training.left_out] == ["node 2"]
+
+
+def test_networks_that_cannot_are_unchanged_to_the_last_bit(federation: Federations) -> None:
+    fed = federation((8, 12))
+    expected, found = (
+        models_of(fed, FedAvg(), 2),
+        models_of(fed, FedAvg(), 2, grid=fed.grid(workers=2, pool=TogetherPool)),
+    )
+    assert all(map(same, found, expected))
+
+
+def test_an_experiment_trains_clients_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five at once, in one group, and the numbers of one at a time."""
+    groups: list[int] = []
+
+    def noted(rows: Sequence[Row]) -> None:
+        groups.extend([len({row.kind for row in rows})] if rows else [])  # not of a query
+        train_rows(rows)
+
+    monkeypatch.setattr(parking, "train_rows", noted)
+    found = [
+        run(
+            "demo",
+            only="FedAvg+BN",
+            rounds=2,
+            seeds=[0],
+            engine={"workers": 0, **engine},
+            out=tmp_path / name,
+            progress=False,
+        )
+        for name, engine in {"apart": {}, "together": {"together": 8}}.items()
+    ]
+    apart, at_once = (list(result.history["train_loss"]) for result in found)
+    assert groups == [1, 1]
+    assert at_once == pytest.approx(apart, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("engine", "problem"),
+    [
+        ({"workers": 2}, "together=4 trains clients in one process, but workers is 2; leave one of them out"),
+        ({"name": "ray"}, "together=4 trains clients in one process, but name is 'ray'; leave one of them out"),
+    ],
+)
+def test_other_engines_do_not_train_clients_together(engine: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(problem)):
+        run("demo", engine={"together": 4, **engine})
