@@ -71,11 +71,12 @@ class Process:
         several = [*torchrun, "--nproc-per-node", candidate.processes] if name == "pfl-2" else []
         workers = candidate.processes if name != "ours" else 0  # trained in the candidate's own process
         words = ["-m", f"benchmarks.rivals.{candidate.module}", task, network, workers, self.trained]
+        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "FLWR_TELEMETRY_ENABLED": "0"}
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [str(word) for word in (python, *several, *words)],
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"},
+                env={**os.environ, **own},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -189,7 +190,7 @@ def main() -> None:
     if "ours" not in given.only or given.repeats < 1:
         parser.error("--only needs ours, which the others are compared with, and --repeats a number of 1 or more")
     names = [name for name in CANDIDATES if name in given.only]
-    measured: dict[str, Any] = {}
+    machine, measured = environment(), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         for network in [network for network in NETWORKS if network in (given.networks or NETWORKS)]:
             able = [name for name in names if network in CANDIDATES[name].networks]
@@ -198,19 +199,19 @@ def main() -> None:
                 if name != "ours":
                     says = "the same model as ours" if value < SAME else "ANOTHER MODEL than ours"
                     print(f"{network}, {name}: {says} after a round, {value:.0e} of its change apart", flush=True)
-    made = table(measured, names)
+            made = table(measured, names)
+            if given.json is not None:  # after each network, since a run takes minutes
+                figures = {
+                    "environment": machine,
+                    "note": given.note,
+                    "load": os.getloadavg(),
+                    "task": {"clients": CLIENTS, "examples of each": EXAMPLES, "batch": BATCH, "threads": 1},
+                    "table": made,
+                    "networks": measured,
+                }
+                given.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     lines = [made["columns"], ["---", *["---:"] * (len(made["columns"]) - 1)], *made["rows"]]
     print("", *(f"| {' | '.join(line)} |" for line in lines), sep="\n")
-    if given.json is not None:
-        figures = {
-            "environment": environment(),
-            "note": given.note,
-            "load": os.getloadavg(),
-            "task": {"clients": CLIENTS, "examples of each": EXAMPLES, "batch": BATCH, "threads of each process": 1},
-            "table": made,
-            "networks": measured,
-        }
-        given.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
