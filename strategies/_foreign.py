@@ -93,9 +93,8 @@ class Foreign(BaseStrategy):
     # --- the round ---
 
     def _drawing(self, purpose: str, server_round: int) -> AbstractContextManager[None]:
-        if self.seed is None:
-            return nullcontext()
-        return seeding.streams(seeding.seed_for(self.seed, f"choose-{purpose}", server_round))
+        seed = None if self.seed is None else seeding.seed_for(self.seed, f"choose-{purpose}", server_round)
+        return nullcontext() if seed is None else seeding.streams(seed)
 
     def messages(self, round: Round, config: ConfigRecord) -> list[Message]:
         arrays, shown = round.arrays, round.arrays

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord, Message
@@ -58,7 +58,7 @@ class Attendance:
 
     def screen(
         self,
-        messages: Iterable[Message],
+        messages: Sequence[Message],
         read: Callable[[Message], Reply],
         problem: Callable[[Reply], str | None],
         compare: Callable[[Mapping[int, Reply]], Mapping[int, str]] = lambda found: {},
@@ -67,7 +67,6 @@ class Attendance:
 
         `problem` judges a reply by itself, `compare` replies by those of the other clients. See `admit`.
         """
-        messages = list(messages)
         usable: dict[int, Reply] = {}
         answered: dict[int, int | None] = {}
         problems: list[tuple[int, str]] = []  # not a dict: all errors for lost nodes have the SuperLink's node id
