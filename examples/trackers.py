@@ -59,9 +59,9 @@ class WandB:
         )
         _keep_id(run, "wandb", self.run.id)
 
-    def log(self, round: int, figures: Mapping[str, float]) -> None:
-        if round >= self.run.step:  # a resumed run may repeat rounds, with the same figures
-            self.run.log(dict(figures), step=round)
+    def log(self, round: int, metrics: Mapping[str, float]) -> None:
+        if round >= self.run.step:  # a resumed run may repeat rounds, with the same metrics
+            self.run.log(dict(metrics), step=round)
 
     def end(self, status: str, summary: Mapping[str, Any]) -> None:
         self.run.summary.update({**summary, "status": status})
@@ -96,11 +96,11 @@ class MLflow:
         for first in range(0, len(parameters), 100):  # a request takes 100 parameters
             self.client.log_batch(self.id, params=parameters[first : first + 100])
 
-    def log(self, round: int, figures: Mapping[str, float]) -> None:
+    def log(self, round: int, metrics: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
-        metrics = [self.metric(_known(name), value, now, round) for name, value in figures.items()]
-        for first in range(0, len(metrics), 1000):  # a request takes 1,000 figures
-            self.client.log_batch(self.id, metrics=metrics[first : first + 1000])
+        entries = [self.metric(_known(name), value, now, round) for name, value in metrics.items()]
+        for first in range(0, len(entries), 1000):  # a request takes 1,000 metrics
+            self.client.log_batch(self.id, metrics=entries[first : first + 1000])
 
     def end(self, status: str, summary: Mapping[str, Any]) -> None:
         tags = [self.tag(_known(f"summary.{key}"), str(value)) for key, value in summary.items()]
@@ -138,8 +138,8 @@ class Trackio:
             auto_log_gpu=False,
         )
 
-    def log(self, round: int, figures: Mapping[str, float]) -> None:
-        self.run.log(dict(figures), step=round)
+    def log(self, round: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(dict(metrics), step=round)
 
     def end(self, status: str, summary: Mapping[str, Any]) -> None:
         self.run.log({"status": status, **{f"summary/{key}": value for key, value in summary.items()}})

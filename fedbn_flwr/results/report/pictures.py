@@ -152,8 +152,10 @@ def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = Non
         if given is not None and given not in known:
             raise UserError(f"the plot has no {kind} {given!r}; {did_you_mean(given, known)}")
     measure = measure or headline(runs_of(rows))
-    if axis:
-        return curve_panel(rows, measure, axis)
+    if axis:  # a single panel with its legend inside
+        figure, (panel,) = _panels(1, 1, 6, 4.2)
+        _legend(panel, _curves(rows, rows, measure, axis, panel), handlelength=3)
+        return figure
     lines = _main(rows, measure)
     columns, heights = max(map(len, lines)), [4.2 if len(line) > 1 else 2.8 for line in lines]
     figure = Plot(figsize=(15, 0.5 + sum(heights)))
@@ -167,13 +169,6 @@ def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = Non
         found = lines[line][column](panel)
         handles |= found if len(lines[line]) > 1 else {}  # dots by domain are of the rows of the curves
     _legend(figure, handles, loc="outside right upper", handlelength=4)
-    return figure
-
-
-def curve_panel(rows: Sequence[Row], measure: str, axis: str) -> Plot:
-    """A single panel with its legend inside."""
-    figure, (panel,) = _panels(1, 1, 6, 4.2)
-    _legend(panel, _curves(rows, rows, measure, axis, panel), handlelength=3)
     return figure
 
 

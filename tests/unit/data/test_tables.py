@@ -340,7 +340,7 @@ def test_labels_are_classes_numbers_or_several_labels_by_their_type(
 
 
 def test_labels_that_do_not_fit_are_refused(tables: Path) -> None:
-    with pytest.raises(DataError, match=r"labels of type float64 .* in 'target', which are not classes"):
+    with pytest.raises(DataError, match=r"labels of type float64 .* which are not classes"):
         opened(tables / "diabetes.csv", label="bmi", task="classification", test=0.2)
     with pytest.raises(DataError, match="has values other than 0 and 1"):
         opened(tables / "diabetes.csv", label=["bmi", "bp"], task="multilabel", test=0.2)
