@@ -33,28 +33,22 @@ def test_package_indices_accept_the_wheel_and_the_source(wheel: Path, tmp_path: 
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, source, cwd=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("environment", "engines"),
-    [("installed", ["local"]), pytest.param("clean_environment", ["local", "ray"], marks=pytest.mark.slow)],
-)
-def test_the_wheel_runs_a_federation(
-    environment: str, engines: list[str], request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    folder: Path = request.getfixturevalue(environment)
+@pytest.mark.slow
+def test_the_wheel_runs_a_federation(clean_environment: Path, tmp_path: Path) -> None:
     where = run(
-        folder / "python",
+        clean_environment / "python",
         "-c",
         "import fedbn_flwr.strategies as s; print(s.__file__, s.FixBN.__module__)",
         cwd=tmp_path,
         **CLEAN,
     )
-    assert str(folder.parent) in where
+    assert str(clean_environment.parent) in where
     assert "fedbn_flwr.strategies.fixbn" in where
-    command = folder / "fedbn"
+    command = clean_environment / "fedbn"
     assert "quick" in run(command, "list", "experiments", cwd=tmp_path, **CLEAN)
     assert cli.main(["run", "quick", "--out", str(tmp_path / "here")]) == 0
     expected = (tmp_path / "here" / "FixBN" / "model.safetensors").read_bytes()
-    for engine in engines:
+    for engine in ("local", "ray"):
         printed = run(command, "run", "quick", "--engine", engine, "--out", tmp_path / engine, cwd=tmp_path, **CLEAN)
         assert "communication rounds" in printed
         assert (tmp_path / engine / "FixBN" / "model.safetensors").read_bytes() == expected

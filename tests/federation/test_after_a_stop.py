@@ -20,7 +20,7 @@ from fedbn_flwr.experiment.listeners.listener import Round, Running
 from fedbn_flwr.experiment.listeners.recording import History
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.results.folder import RunFolder
-from tests.support.command import PATIENCE, PROGRAM, environment, fedbn
+from tests.support.command import FEDBN, PATIENCE, PROGRAM, environment, python
 
 TEXT = """
 name: mine
@@ -62,7 +62,7 @@ def test_the_command_after_a_failure_continues_with_an_edited_module(tmp_path: P
     (tmp_path / "mine file.yaml").write_text(TEXT)
     parts = tmp_path / "my_parts.py"
     parts.write_text(PARTS.replace("LAST", "3"))
-    failed = fedbn("run", "mine file.yaml", "seed=3", "--device", "cpu", cwd=tmp_path)
+    failed = python(FEDBN, "run", "mine file.yaml", "seed=3", "--device", "cpu", cwd=tmp_path)
     assert failed.returncode == 1
     assert "FedAvg stopped after round 2 of 4; continue with: " in failed.stderr
     (folder,) = (path.parent for path in tmp_path.glob("runs/*/*/summary.json"))
@@ -74,7 +74,7 @@ def test_the_command_after_a_failure_continues_with_an_edited_module(tmp_path: P
     parts.write_text(PARTS.replace("LAST", "None"))
     command = hint_of(failed.stderr)
     assert command[0] == "fedbn"
-    done = fedbn(*command[1:], cwd=tmp_path)
+    done = python(FEDBN, *command[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     after = json.loads((folder / "environment.json").read_text())
     resumed = after.pop("resumed")

@@ -69,7 +69,7 @@ def test_federated_averaging_with_one_step_a_round_converges_to_another_gamma(ex
         assert gamma == pytest.approx((1 - a**2) / sqrt(0.49 + 1 - a**2), abs=1e-12)
 
 
-@pytest.mark.parametrize(("a", "m", "s"), CASES)
+@pytest.mark.parametrize(("a", "m", "s"), CASES[::2])  # each a, and each pair of m and s
 def test_fedtan_and_frozen_statistics_of_all_data_reach_the_gamma_of_all_data(
     example: Any, a: float, m: float, s: float
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -102,6 +103,12 @@ class Case:
         return unpack(models[-1])
 
 
+@functools.cache
+def plain(rule: str) -> dict[str, np.ndarray]:
+    """The model of an ordinary run, which tests compare with others."""
+    return Case(rule).run()
+
+
 def test_every_promised_rule_is_there() -> None:
     assert set(EVERY) >= {"FedAvg", "FedProx", "FixBN", "FedTAN", "FedTANII", "FedAvgGlobalStats"}
 
@@ -109,7 +116,7 @@ def test_every_promised_rule_is_there() -> None:
 @pytest.mark.parametrize("rule", EVERY)
 def test_a_run_keeps_keys_shapes_and_dtypes_and_moves_the_model(rule: str) -> None:
     case = Case(rule)
-    before, after = unpack(case.arrays()), case.run()
+    before, after = unpack(case.arrays()), plain(rule)
     assert list(after) == list(before)
     for key, value in after.items():
         assert (value.shape, value.dtype) == (before[key].shape, before[key].dtype)
@@ -128,17 +135,15 @@ def test_neither_the_order_of_replies_nor_node_ids_matter(rule: str) -> None:
         def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
             return list(super().send_and_receive(messages, timeout=timeout))[::-1]
 
-    there = case.run(grid=LocalGrid(client_app(case.make_client), 3))
     back = case.run(grid=Backwards(client_app(case.make_client), 3, node_ids=[77, 5, 31]))
-    assert same(there, back)
+    assert same(plain(rule), back)
 
 
 @pytest.mark.parametrize("rule", EVERY)
 def test_the_same_run_twice_and_in_workers_is_the_same(rule: str) -> None:
     case = Case(rule)
-    here = case.run()
     with LocalGrid(client_app(case.make_client), 3, workers=2) as grid:
-        assert same(here, case.run(grid=grid))
+        assert same(plain(rule), case.run(grid=grid))
 
 
 @pytest.mark.parametrize("rule", EVERY)
@@ -191,8 +196,8 @@ def test_weights_have_no_scale(rule: str, factor: float) -> None:
                         metrics["num-examples"] = metrics["num-examples"] * factor
             return replies
 
-    plain, scaled = case.run(), case.run(grid=Scaling(client_app(case.make_client), 3))
-    for key, value in plain.items():
+    scaled = case.run(grid=Scaling(client_app(case.make_client), 3))
+    for key, value in plain(rule).items():
         np.testing.assert_allclose(scaled[key], value, rtol=1e-5, atol=1e-6)
 
 

@@ -43,7 +43,7 @@ from fedbn_flwr.strategies import (
     restore,
     state_of,
 )
-from tests.support.command import PATIENCE, ROOT, fedbn, python_blocks
+from tests.support.command import FEDBN, ROOT, python, python_blocks
 from tests.support.federations import same
 
 Federations = Callable[..., Any]
@@ -169,8 +169,7 @@ def rules_of(text: str, folder: Path, *configs: str) -> subprocess.CompletedProc
         f"for config in ({', '.join(configs)},):\n"
         "    make_client(context, config)\n    print([rule.__name__ for rule in rules_for(config)])\n"
     )
-    words = [sys.executable, "-c", script]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+    return python(script, cwd=folder)
 
 
 def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ def test_the_page_s_command_prints_what_it_shows(tmp_path: Path) -> None:
     (tmp_path / "fednova.py").write_text(code(PAGE))
     page = (ROOT / "docs" / "write-a-strategy.md").read_text()
     (command,) = re.findall(r"^fedbn (run .*)$", page, re.MULTILINE)
-    done = fedbn(*command.split(), "--out", "out", cwd=tmp_path)
+    done = python(FEDBN, *command.split(), "--out", "out", cwd=tmp_path)
     figures = r"fednova-FedNova: 3 rounds in \S+ s  accuracy ([\d.]+)"
     found, shown = (re.findall(figures, text) for text in (done.stdout + done.stderr, page))
     assert len(shown) == 1
@@ -200,16 +199,15 @@ def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> 
     names, last = tmp_path / "strategies" / "_names.py", "from .standalone import Standalone as Standalone\n"
     names.write_text(names.read_text().replace(last, f"{last}from .fednova import FedNova as FedNova\n"))
 
-    def stdout(*words: str) -> str:
-        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    def stdout(code: str, *words: str) -> str:
+        done = python(code, *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "FedAvg of each client's change per local step" in stdout(
-        "-m", "fedbn_flwr.cli", "list", "strategies", "FedNova"
-    )
+    command = "from fedbn_flwr.cli import main; main()"
+    assert "FedAvg of each client's change per local step" in stdout(command, "list", "strategies", "FedNova")
     client = "from fedbn_flwr.client.client import rules_for; print(rules_for({'fedbn.steps': True}))"
-    assert stdout("-c", client) == "{<class 'fedbn_flwr.strategies.fednova.FedNovaClient'>}\n"
+    assert stdout(client) == "{<class 'fedbn_flwr.strategies.fednova.FedNovaClient'>}\n"
 
 
 # --- what goes wrong without a word in a rule of one's own ---

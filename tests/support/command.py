@@ -1,12 +1,15 @@
-"""Runs the command `fedbn` as a user does, in a separate process."""
+"""Runs the command `fedbn` and other programs as a user does, in a separate process."""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from fedbn_flwr.extensions import declared
@@ -17,7 +20,9 @@ PATIENCE = 900
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-PROGRAM = [sys.executable, str(Path(__file__).with_name("undrawn.py"))]  # `fedbn`; its reports have no pictures
+UNDRAWN = Path(__file__).with_name("undrawn.py")
+PROGRAM = [sys.executable, str(UNDRAWN)]  # `fedbn`; its reports have no pictures
+FEDBN = UNDRAWN.read_text(encoding="utf-8")  # for `python`
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -36,6 +41,27 @@ def fedbn(*words: str | Path, cwd: Path, **more: str) -> subprocess.CompletedPro
         timeout=PATIENCE,
         stdin=subprocess.DEVNULL,
     )
+
+
+@functools.cache
+def _forks() -> subprocess.Popen[str]:
+    """It ends with this process, which holds the other end of its input."""
+    words = [sys.executable, str(Path(__file__).with_name("forks.py"))]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
+
+
+def python(code: str, *words: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """`python -c` in a process that has imported PyTorch and Flower already."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, error = Path(folder, "output"), Path(folder, "error")
+        files = {"folder": str(cwd), "output": str(output), "error": str(error)}
+        request = {"code": code, "words": list(map(str, words)), "environment": environment(**more), **files}
+        server = _forks()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        print(json.dumps(request), file=server.stdin, flush=True)
+        status = int(server.stdout.readline())
+        return subprocess.CompletedProcess(request["words"], status, output.read_text(), error.read_text())
 
 
 def commands_of(page: str) -> list[list[str]]:

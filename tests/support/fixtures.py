@@ -48,7 +48,7 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.results.report import write
 from tests.support.network import Deployment
-from tests.support.packages import clean_environment, installed, wheel  # noqa: F401 (fixtures)
+from tests.support.packages import clean_environment, wheel  # noqa: F401 (fixtures)
 
 # The same examples in every run, so that a failure can be reproduced. No limits of time: the machine may be busy.
 settings.register_profile(
@@ -63,7 +63,7 @@ settings.load_profile("fixed")
 
 
 # Fixtures that take long to make: with `pytest -n`, all tests that use one of them run in one process.
-SHARED = ("deployment", "real_deployment", "clean_environment", "installed", "wheel")
+SHARED = ("deployment", "real_deployment", "clean_environment", "wheel")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -118,6 +118,14 @@ def _drawing() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write, "_pictures", lambda rows, form: ({}, ""))
         yield patch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _unsynced() -> Iterator[None]:
+    """Files are not waited for until they are on the disk: no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from flwr.simulation import run_simulation
 from torch import nn
 
 from fedbn_flwr import BNClient, client_app, strategies
@@ -70,6 +69,8 @@ def on_the_local_engine() -> dict[str, str]:
 
 
 def in_flowers_simulation() -> dict[str, str]:
+    from flwr.simulation import run_simulation  # it takes seconds
+
     digests: dict[str, str] = {}
     app = ServerApp()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import site
 import subprocess
 import sys
 from pathlib import Path
@@ -34,18 +33,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(str(UV), "build", "--wheel", "--out-dir", folder, ROOT, cwd=folder)
     (built,) = folder.glob("*.whl")
     return built
-
-
-@pytest.fixture(scope="session")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of an environment that has our wheel, and all other packages from this process's environment."""
-    folder = tmp_path_factory.mktemp("installed") / "env"
-    run(str(UV), "venv", "--python", sys.executable, folder, cwd=folder.parent)
-    run(str(UV), "pip", "install", "-p", folder / "bin" / "python", "--no-deps", wheel, cwd=folder.parent)
-    (packages,) = folder.glob("lib/*/site-packages")
-    # Python reads no .pth file of these folders, and so does not find an editable installation of this checkout.
-    (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
-    return folder / "bin"
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from fedbn_flwr.experiment.settings import Experiment, Settings
 from fedbn_flwr.named import is_name
 
 ROUNDS, STEPS, BATCH = 2, 2, 4
-CLIENTS = 10  # at most
+CLIENTS = 5  # at most
 EXAMPLES = 8  # of a client
 SIDE = 32  # pixels
 LARGER = {"alexnet": 64, "alexnet_bn": 64}  # networks that need larger images

@@ -19,7 +19,7 @@ from fedbn_flwr import cli
 from fedbn_flwr.experiment.registry import STRATEGIES, class_of
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.summary import Status, Summary
-from tests.support.command import PATIENCE, PROGRAM, ROOT, environment, fedbn
+from tests.support.command import FEDBN, PATIENCE, PROGRAM, ROOT, environment, fedbn, python
 
 QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
 
@@ -227,7 +227,7 @@ def test_code_of_the_user_that_ends_the_process_or_leaves_the_folder(
 ) -> None:
     (tmp_path / "ending.py").write_text(ENDING.replace("WHEN", when))
     text = "{rounds: 1, clients: 2, data: {examples: 40}, train: {steps: 1}, engine: {workers: 0, device: cpu}}"
-    done = fedbn("run", text, "model.name=ending:Net", "--out", "out", cwd=tmp_path)
+    done = python(FEDBN, "run", text, "model.name=ending:Net", "--out", "out", cwd=tmp_path)
     assert (done.returncode, message in done.stderr) == (code, True), done.stderr
     assert [file.parent.name for file in tmp_path.glob("out/*/model.safetensors")] == ["FedAvg"] * (code == 0)
 

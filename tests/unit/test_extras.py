@@ -13,15 +13,14 @@ import yaml
 
 from fedbn_flwr.engines import local
 from fedbn_flwr.errors import install
-from tests.support.command import PATIENCE, ROOT, environment
+from tests.support.command import PATIENCE, ROOT, environment, python
 
 # Makes `import NAME` fail as if the package were not installed, then runs the command.
 PROGRAM = "import sys; sys.modules[sys.argv[1]] = None; from fedbn_flwr.cli import main; sys.exit(main(sys.argv[2:]))"
 
 
 def fedbn_without(package: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM, package, *words]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    return python(PROGRAM, package, *words, cwd=cwd)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from fedbn_flwr.client import rule
 from fedbn_flwr.client.rule import ClientRule
 from fedbn_flwr.experiment.registry import STRATEGIES, class_of
-from tests.support.command import PATIENCE, ROOT
+from tests.support.command import ROOT, python
 
 
 def ours() -> set[type[ClientRule]]:
@@ -52,8 +49,7 @@ print(*sorted(name.rpartition(".")[2] for name in sys.modules if name.startswith
     ],
 )
 def test_a_client_imports_the_file_of_a_rule_and_its_base(key: str, found: list[str], modules: list[str]) -> None:
-    words = [sys.executable, "-c", CLIENT.replace("KEY", repr(key))]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    done = python(CLIENT.replace("KEY", repr(key)), cwd=ROOT)
     rules, imported = done.stdout.splitlines() if done.returncode == 0 else pytest.fail(done.stderr)
     assert rules == str(found)
     assert [name for name in imported.split() if not name.startswith("_")] == modules

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from fedbn_flwr import BNClient
 from fedbn_flwr.client.training import LocalOptimizer, OptimizerSpec, check_optimizer, make_optimizer
 from fedbn_flwr.errors import SettingsError
-from tests.support.command import PATIENCE
+from tests.support.command import ROOT, python
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -216,7 +214,7 @@ for _ in range(2):  # the second round begins with the state of the first
     client.fit([torch.ones(2, 2).numpy(), torch.ones(2).numpy()], {})
 sys.exit("torch._dynamo" in sys.modules)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
+    python(program, cwd=ROOT).check_returncode()
 
 
 def test_the_state_of_several_groups_returns_to_its_parameters() -> None:

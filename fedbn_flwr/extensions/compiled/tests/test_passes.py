@@ -12,11 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._inductor.config as inductor
 from flwr.app import ArrayRecord, Context
 from torch import nn
-from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr import LocalGrid, client_app, convert_norm
@@ -76,6 +73,15 @@ def federation(rule: str, first: ArrayRecord, *, compile: bool) -> dict[str, np.
     return {key: value.copy() for key, value in unpack(models[-1]).items()} | metrics
 
 
+def reset() -> Any:
+    """Forget compiled code; what the compiler counts from now on. Only here, as its import takes seconds."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    return counters
+
+
 def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(a[key] - b[key]).max()) for key in a)
 
@@ -98,8 +104,7 @@ def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, flower_
 @pytest.mark.parametrize(("rule", "graphs"), [("FedTAN", 1), ("FixBN", 2)])
 def test_all_clients_and_rounds_share_the_compiled_code(rule: str, graphs: int) -> None:
     """Also with a model per client (FedTAN), another learning rate and loss, and a smaller last batch."""
-    torch._dynamo.reset()
-    counters.clear()
+    counters = reset()
     federation(rule, pack(initial_arrays(net())), compile=True)
     assert counters["stats"]["unique_graphs"] == graphs
 
@@ -107,6 +112,9 @@ def test_all_clients_and_rounds_share_the_compiled_code(rule: str, graphs: int) 
 def test_a_model_that_cannot_be_compiled_is_trained_without(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import torch._inductor.config as inductor
+    from torch._inductor.utils import fresh_cache
+
     def trained(*, compile: bool) -> Arrays:
         client = BNClient(net(7), images(), lr=0.05, momentum=0.9, compile=compile)
         return client.train_round(first, {"server-round": 1}).arrays
@@ -138,8 +146,7 @@ class OfDict(nn.Module):
 
 @compiles
 def test_inputs_may_be_a_dict_and_those_of_another_length_are_not_compiled() -> None:
-    torch._dynamo.reset()
-    counters.clear()
+    counters = reset()
     data = [({"left": x, "right": x.repeat(1, 1, 1 + i % 2, 1)}, y) for i, (x, y) in enumerate(images())]
     found, expected = (BNClient(OfDict(), data, lr=0.05, compile=compile) for compile in (True, False))
     for value, twin in zip(*(each.fit(each.get_parameters({}), {})[0] for each in (found, expected)), strict=True):
@@ -178,7 +185,7 @@ def test_a_network_that_alternates_and_draws_trains_as_without_compilation(in_th
     ends = []
 
     def trained(*, compile: bool) -> None:
-        torch._dynamo.reset()
+        reset()
         torch.manual_seed(0)
         client = BNClient(Alternating(), images(), lr=0.1, epochs=2, compile=compile)
         ends.append(dict(client.train_round(initial_arrays(client.model), {"server-round": 1}).arrays))
