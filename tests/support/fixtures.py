@@ -47,7 +47,6 @@ from fedbn_flwr import BNClient, LocalGrid, Role, client_app
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.results.report import write
-from tests.support.network import Deployment
 from tests.support.packages import clean_environment, wheel  # noqa: F401 (fixtures)
 
 # The same examples in every run, so that a failure can be reproduced. No limits of time: the machine may be busy.
@@ -230,17 +229,3 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("FEDBN_DATA", raising=False)
     (tmp_path / "data").mkdir()
     return tmp_path / "data"
-
-
-@pytest.fixture(scope="package")  # not session: its programs poll, which would take a quarter of a core to the end
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A SuperLink and its sites as processes. After each test all services must be up and all nodes connected."""
-    with Deployment(tmp_path_factory.mktemp("deployment")) as running:
-        yield running
-
-
-@pytest.fixture(scope="package")
-def real_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The same with Flower's own intervals."""
-    with Deployment(tmp_path_factory.mktemp("deployment"), real_clocks=True) as running:
-        yield running
