@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,7 +31,7 @@ from fedbn_flwr.strategies import (
     Round,
     Scaffold,
 )
-from tests.support.command import PATIENCE, ROOT, environment
+from tests.support.command import ROOT, python
 
 Answers = Callable[[list[Message]], list[Message]]
 
@@ -265,7 +263,5 @@ print("waiting")
 
 
 def test_a_process_with_a_round_that_waits_inside_pytorch_ends() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ABANDONED], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = python(ABANDONED, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "waiting\n", "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from fedbn_flwr.experiment.file.layers import parse_overrides, parse_yaml, read_
 from fedbn_flwr.experiment.run import loop as run_module
 from fedbn_flwr.experiment.run.side_by_side import jobs_of
 from fedbn_flwr.results.folder import RunFolder
-from tests.support.command import PATIENCE, PROGRAM, ROOT, environment
+from tests.support.command import PATIENCE, PROGRAM, ROOT, environment, python
 from tests.support.network import wait_for
 from tests.support.runs import saved_round
 from tests.support.sessions import outcome
@@ -56,7 +55,9 @@ def test_runs_side_by_side_are_bit_for_bit_those_that_follow_one_another(straigh
 
 
 AFTER_COMPILING = f"""
+import warnings
 import torch
+warnings.simplefilter("ignore")
 torch.compile(lambda x: x.sum(), backend="eager")(torch.zeros(2, requires_grad=True)).backward()
 from fedbn_flwr import run_all
 from fedbn_flwr.errors import FedbnError
@@ -70,8 +71,7 @@ for settings in ({{"jobs": 2}}, {{"jobs": 1, "engine": {{"workers": 2}}}}):
 
 def test_processes_after_a_compiled_pass_are_refused_with_the_reason(tmp_path: Path) -> None:
     """PyTorch cannot compute gradients in a process that is forked then."""
-    words = [sys.executable, "-W", "ignore", "-c", AFTER_COMPILING]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, env=environment())
+    done = python(AFTER_COMPILING, cwd=tmp_path)
     assert done.stdout.split() == ["1", "4"], done.stdout + done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -47,7 +48,10 @@ def fedbn(*words: str | Path, cwd: Path, **more: str) -> subprocess.CompletedPro
 def _forks() -> subprocess.Popen[str]:
     """It ends with this process, which holds the other end of its input."""
     words = [sys.executable, str(Path(__file__).with_name("forks.py"))]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
+    server = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
+    atexit.register(server.__exit__, None, None, None)
+    atexit.register(server.kill)  # first, as other processes may hold its input too
+    return server
 
 
 def python(code: str, *words: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:

@@ -46,7 +46,7 @@ CLIENTS = 5
 BASE = f"""
 rounds: 3
 clients: {CLIENTS}
-data: {{name: digits, partition: {{kind: iid}}}}
+data: {{name: digits, examples: 100, test_examples: 50, partition: {{kind: iid}}}}
 model: {{name: mlp}}
 train: {{lr: 0.05, momentum: 0.9, batch_size: 4, steps: 1}}
 evaluate: {{every: 1, clients: true}}
