@@ -11,7 +11,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from flwr_datasets import partitioner as partitioners
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,8 @@ from fedbn_flwr.errors import DataError
 
 
 def by_flower(name: str, labels: np.ndarray, clients: int, seed: int, **options: Any) -> list[list[int]]:
+    from flwr_datasets import partitioner as partitioners  # it takes a second, in each process that collects tests
+
     partitioner = getattr(partitioners, name)(num_partitions=clients, partition_by="label", seed=seed, **options)
     partitioner.dataset = datasets.Dataset.from_dict({"label": labels, "row": np.arange(len(labels))})
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
