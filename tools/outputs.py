@@ -129,6 +129,12 @@ def gpu() -> Table:
     return ("measurement", "median (minimum to maximum)"), rows
 
 
+def rivals() -> Table:
+    """The table that benchmarks.rivals printed."""
+    found = json.loads((RESULTS / "performance" / "rivals.json").read_text(encoding="utf-8"))["table"]
+    return tuple(found["columns"]), [tuple(row) for row in found["rows"]]
+
+
 # --- FedTAN over a network ------------------------------------------------------------
 
 
@@ -352,6 +358,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results memory": memory,
     "results compiled": compiled,
     "results gpu": gpu,
+    "results rivals": rivals,
     "results hostile": hostile,
     "results network latency": latency,
     "results network nodes": nodes,
