@@ -86,7 +86,7 @@ def test_the_page_s_other_code_runs(
     fed = federation((8, 12), steps=2)
     for rule in (page["strategy"], page["WithState"](), page["OwnWrapper"](FedAvg())):
         rule.start(fed.grid(), fed.arrays(), num_rounds=2)
-    with_mu = type("WithMu", (FedAvg,), {"instructions": lambda self, round: {"fedbn.mu": 0.5}})
+    with_mu = type("WithMu", (FedAvg,), {"config": lambda self, round: {"fedbn.mu": 0.5}})
     assert same(after(fed, with_mu(), 2), after(fed, FedProx(proximal_mu=0.5), 2))
     BY_KEY.pop("fedbn.mu")
     with pytest.raises(RunFailed, match="'control'"):

@@ -478,7 +478,7 @@ def test_a_site_with_too_few_examples_for_agreed_moments_knows_before_the_run(
     found_code, found = check(capsys, option, config + node, PATIENTS.replace("data: {", "data: {" + change))
     assert found_code == code, found
     if code:
-        assert "has 20 training examples, and doesn't send the sums of fewer than 32" in found["data"]["found"]
+        assert "has 20 training examples and doesn't send the sums of fewer than 32" in found["data"]["found"]
 
 
 def test_labels_of_another_kind_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
