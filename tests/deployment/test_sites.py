@@ -416,14 +416,19 @@ def test_a_site_has_what_the_page_on_sites_shows(
     assert (tmp_path / "predictions.csv").read_text().splitlines()[0] == header
 
 
+def deployed(folders: list[Path], tmp_path: Path, **variables: str) -> Deployment:
+    """A SuperLink and three SuperNodes, each with a folder of its own."""
+    if missing_tools():
+        pytest.skip(f"not installed: {', '.join(missing_tools())}")
+    of_sites = {f"DATA_{i}": str(folder) for i, folder in enumerate(folders)}
+    of_sites |= {f"NODE_{i}": "data-path='/data'" for i in range(3)}
+    return Deployment(tmp_path / "deployment", variables={**of_sites, **variables})
+
+
 @pytest.mark.slow
 def test_a_deployment_of_sites_with_tables(tables: list[Path], tmp_path: Path) -> None:
     """Three real SuperNodes, each with a folder of CSV files; the same model as on the local engine."""
-    if missing_tools():
-        pytest.skip(f"not installed: {', '.join(missing_tools())}")
-    variables = {f"DATA_{i}": str(folder) for i, folder in enumerate(tables)}
-    variables |= {f"NODE_{i}": "data-path='/data'" for i in range(3)}
-    with Deployment(tmp_path / "deployment", variables=variables) as deployment:
+    with deployed(tables, tmp_path) as deployment:
         out = deployment.run_app({"experiment": json.dumps(TABLE)})
     _, described, model = run_tables(tables, tmp_path / "local", TABLE)
     assert (out / "model.safetensors").read_bytes() == model
@@ -437,11 +442,7 @@ def test_a_deployment_of_sites_with_tables(tables: list[Path], tmp_path: Path) -
 def test_the_sites_of_a_deployment_have_their_own_models(
     tables: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if missing_tools():
-        pytest.skip(f"not installed: {', '.join(missing_tools())}")
-    variables = {f"DATA_{i}": str(folder) for i, folder in enumerate(tables)}
-    variables |= {f"NODE_{i}": "data-path='/data'" for i in range(3)}
-    with Deployment(tmp_path / "deployment", variables=variables) as deployment:
+    with deployed(tables, tmp_path) as deployment:
         out = deployment.run_app({"experiment": json.dumps(FEDBN_TABLE)})
         states = [deployment.mounts(f"superexec-clientapp-{i}")["/state"] for i in range(3)]
         check_models_of_sites(out, states, tables, tmp_path / "predictions", capsys)
@@ -450,12 +451,7 @@ def test_the_sites_of_a_deployment_have_their_own_models(
 @pytest.mark.slow
 def test_a_deployment_whose_server_has_no_data(sites: list[Path], tmp_path: Path) -> None:
     """The compose file's services, each site with its own folder; the same model as on the local engine."""
-    if missing_tools():
-        pytest.skip(f"not installed: {', '.join(missing_tools())}")
-    variables = {f"DATA_{i}": str(folder) for i, folder in enumerate(sites)}
-    variables |= {f"NODE_{i}": "data-path='/data'" for i in range(3)}
-    variables["NODE_2"] += " domain='sea'"
-    with Deployment(tmp_path / "deployment", variables=variables) as deployment:
+    with deployed(sites, tmp_path, NODE_2="data-path='/data' domain='sea'") as deployment:
         (file,) = deployment.mounts("superexec-serverapp")["/data"].iterdir()
         assert file.name == "DATA_is_not_set"
         out = deployment.run_app({"experiment": json.dumps(EXPERIMENT | {"strategy": {"name": "FedBN"}})})
