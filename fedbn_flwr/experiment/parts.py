@@ -154,6 +154,7 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
     return {
         "name": run.model.name,
         "num_classes": dataset.outputs,
+        "arguments": dict(run.model.options),
         "norm": run.model.norm,
         "in_channels": dataset.channels,
         "image_size": dataset.size if dataset.is_image else None,

@@ -111,6 +111,9 @@ class Model(Section):
         default="cnn",
         description="a [network](#networks), or `module:callable`, a [network of your own](own-parts.md#network)",
     )
+    options: Mapping[str, Any] = Field(
+        default={}, description="further arguments of the network, for instance `{hidden: 64}` of `mlp`"
+    )
     norm: Annotated[str, AfterValidator(check_kind)] = Field(
         default="bn",
         description=(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
-from fedbn_flwr.named import accepted, in_a_line, is_name, load, path_of
+from fedbn_flwr.named import accepted, in_a_line, is_name, load, path_of, signature_of
 from fedbn_flwr.norms.convert import convert_norm, own_module
 from fedbn_flwr.norms.roles import Role, roles
 
@@ -67,6 +68,7 @@ def build_model(
     input_shape: Sequence[int] | None = None,
     num_tokens: int | None = None,
     weights: str | None = None,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> nn.Module:
     """The network `name`, its batch norms replaced by `norm` (see `convert_norm`).
@@ -86,6 +88,8 @@ def build_model(
         For inputs of tokens, whole numbers below this one.
     weights
         A safetensors file of pretrained weights (see `load_weights`).
+    arguments
+        Further arguments of the network's function or class, such as a width.
     options
         Those of the norm, and `stem`, the first layers of a torchvision network: `small`, `large`, or `auto` by the
         image size (see `vision`).
@@ -112,6 +116,8 @@ def build_model(
                 f"model.name={name!r} takes images, [channels, height, width], but these inputs have the shape "
                 f"{list(shape)}; use mlp, for series [channels, time] cnn1d, or module:callable"
             )
+    _check_arguments(name, make, arguments)
+    given |= arguments
     if stem != "auto" and "stem" not in given:
         choice = ", ".join(key for key, build in MODELS.items() if accepted(build, {"stem": stem}))
         raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
@@ -133,6 +139,21 @@ def build_model(
     if weights is not None and not has_batch_norm:
         load_weights(model, state, str(weights))
     return model
+
+
+_OF_DATA = ("num_classes", "num_outputs", "in_channels", "image_size", "input_shape", "num_tokens", "stem")
+
+
+def _check_arguments(name: str, make: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> None:
+    """Raise SettingsError for an argument that the network does not have."""
+    signature = signature_of(make)
+    if signature is None or any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
+        return  # it takes any
+    known = [key for key in signature.parameters if key not in _OF_DATA]
+    for key in arguments:
+        if key not in signature.parameters:
+            hint = did_you_mean(key, known) if known else "it has no arguments but those that follow from the data"
+            raise SettingsError(f"model.options.{key} is not an argument of the network {name!r}; {hint}")
 
 
 # --- pretrained weights ---

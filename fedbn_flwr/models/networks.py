@@ -32,15 +32,15 @@ def cnn(num_classes: int, in_channels: int = 1) -> nn.Module:
     )
 
 
-def mlp(num_classes: int, input_shape: Sequence[int] = (1, 28, 28)) -> nn.Module:
+def mlp(num_classes: int, input_shape: Sequence[int] = (1, 28, 28), hidden: int = 30) -> nn.Module:
     """Perceptron 784-30-10 with one batch norm (FedTAN paper, MNIST); one input for each value of an example."""
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
-            hidden=nn.Linear(math.prod(input_shape), 30),
-            bn=nn.BatchNorm1d(30),
+            hidden=nn.Linear(math.prod(input_shape), hidden),
+            bn=nn.BatchNorm1d(hidden),
             relu=nn.ReLU(),
-            classify=nn.Linear(30, num_classes),
+            classify=nn.Linear(hidden, num_classes),
         )
     )
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch.nn import functional as F
 
-from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr import LocalGrid, client_app, run_all
 from fedbn_flwr.cli import main
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.node import Clients
@@ -92,6 +92,16 @@ def session(settings: dict[str, Any], folder: Path, *, stop: int = 0, workers: i
 def test_an_experiment_of_the_page_runs(name: str, tmp_path: Path) -> None:
     session(EXPERIMENTS[name], tmp_path / "run")
     assert [line["round"] for line in RunFolder(tmp_path / "run").history()] == [1, 2]
+
+
+def test_options_of_a_network_are_swept_and_rebuilt(tmp_path: Path) -> None:
+    results = run_all(
+        {**SHORT, "model": {"name": "my_parts:Net"}, "sweep": {"model.options.width": [4, 6]}},
+        out=tmp_path / "out",
+        progress=False,
+    )
+    widths = {result.label: result.model().features[1].num_features for result in results}
+    assert widths == {"FedAvg, width=4": 4, "FedAvg, width=6": 6}
 
 
 EVERYTHING = SHORT | {

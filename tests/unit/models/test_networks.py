@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -463,3 +464,20 @@ def test_trying_a_model_changes_neither_it_nor_random_draws(own: str) -> None:
     assert torch.rand(3).equal(expected)
     assert (int(model.norm.num_batches_tracked), model.norm.running_var.tolist(), model.calls) == (0, [1.0] * 3, 0)
     assert not model.training
+
+
+def test_options_are_arguments_of_the_network() -> None:
+    model = build_model("mlp", 10, arguments={"hidden": 7})
+    assert model.get_submodule("hidden").out_features == model.get_submodule("bn").num_features == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("mlp", "model.options.hiden is not an argument of the network 'mlp'; did you mean 'hidden'? known: hidden"),
+        ("cnn", "of the network 'cnn'; it has no arguments but those that follow from the data"),
+    ],
+)
+def test_an_unknown_option_is_named(name: str, problem: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(problem)):
+        build_model(name, 10, arguments={"hiden": 7})
