@@ -75,9 +75,9 @@ class Failing(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         config = next(iter(configs_in(message.content).values()), None)
-        if config is None or message.metadata.message_type not in ("train", protocol.COHORT_QUERY):
+        if config is None or message.metadata.message_type not in ("train", protocol.EXCHANGE_QUERY):
             return self.inner(message, context)
-        step = config.get(protocol.COHORT_STEP)
+        step = config.get(protocol.EXCHANGE_STEP)
         kind = self.fault(int(config[protocol.ROUND]), int(context.node_config["partition-id"]), step)  # type: ignore[arg-type]
         if kind == "late" and not self.as_errors:
             time.sleep(LATE)

@@ -1,7 +1,7 @@
 """A batch is a pair (inputs, targets): each of the two is a tensor [N, ...] or a dict of such tensors.
 
-`map_batches` passes a model over many of them. `split_batch` finds both in a batch of another form, for instance a dict
-of a Hugging Face data set.
+`map_batches` calls a model for each of many batches. `split_batch` finds inputs and targets in a batch of another form,
+for instance a dict of a Hugging Face data set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 Result = TypeVar("Result")
 
-# All tensors have one row for each example.
+# Each tensor has one row for each example.
 Value = Tensor | Mapping[str, Tensor]
 
 
@@ -50,18 +50,18 @@ def map_batches(
 ) -> Iterator[Result]:
     """`function(model, batch)` of each batch, in the order of the batches.
 
-    In several threads each batch that is computed has a copy of the modules, because a module may set attributes in
-    `forward`; the tensors are shared. If the modules cannot be copied, there is one batch at a time. Each thread uses
-    one of PyTorch's threads, so the results do not depend on their number. They end with the iteration, so that no
-    forked process inherits them.
+    With several threads, batches that are computed at the same time use copies of the modules, because a module may set
+    attributes in `forward`; the copies share the tensors. If the modules cannot be copied, one batch is computed at a
+    time. Each thread uses one of PyTorch's threads, so the results do not depend on their number. The threads end with
+    the iteration, so that no forked process inherits them.
     """
     if threads <= 1:
         yield from (function(model, batch) for batch in batches)
         return
     tensors = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     copies, waiting = [model], deque[Future[Result]]()
-    with suppress(Exception):  # of modules of the user
-        # One more than threads, so that none waits for the next batch.
+    with suppress(Exception):  # a user's modules may be impossible to copy
+        # One more copy than threads, so that no thread waits for the next batch.
         copies = [copy.deepcopy(model, dict(tensors)) for _ in range(threads + 1)]
     with ThreadPoolExecutor(threads, "batches", initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for copied, batch in zip(itertools.cycle(copies), batches):
@@ -75,16 +75,16 @@ def map_batches(
 # --- batches of other forms ---
 
 Pair = tuple[Any, Any]  # (inputs, targets), each a tensor or a dict of tensors
-# A function that returns the pair of a batch, or the keys (or positions) of both.
+# A function that returns the pair of a batch, or the keys (or positions) of inputs and targets.
 Split = Callable[[Any], Pair] | tuple[str | int, str | int]
 
-# Columns of the data sets that Flower's templates and examples use, and those of torchvision, timm and transformers.
+# Names of columns in Flower's templates and examples, torchvision, timm and transformers.
 INPUTS = ("img", "image", "images", "pixel_values", "input", "inputs", "x", "features")
 TARGETS = ("label", "labels", "target", "targets", "y", "mask")
 
 
 def split_batch(batch: Any, how: Split | None) -> Pair:
-    """Inputs and targets of a batch; TypeError with its type and keys if they cannot be found."""
+    """The inputs and targets of a batch; a TypeError shows the batch's type and keys if they cannot be found."""
     if how is None and type(batch) in (tuple, list) and [*map(type, batch)] == [Tensor, Tensor]:
         return batch[0], batch[1]  # nearly all batches
     if how is None:
@@ -95,11 +95,11 @@ def split_batch(batch: Any, how: Split | None) -> Pair:
         try:
             pair = batch[how[0]], batch[how[1]]
         except (KeyError, IndexError, TypeError):
-            raise TypeError(f"batch={how!r} does not suit the data: a batch is {_described(batch)}") from None
+            raise TypeError(f"batch={how!r} does not fit the data: a batch is {_described(batch)}") from None
     if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_value, pair))):
         origin = "a batch is" if how is None else f"batch={getattr(how, '__name__', how)!r} returned"
         raise TypeError(
-            f"{origin} {_described(pair)}; expected a pair of tensors (inputs, targets), or of dicts of them. {_CURE}"
+            f"{origin} {_described(pair)}; expected a pair (inputs, targets) of tensors or dicts of tensors. {_CURE}"
         )
     return pair[0], pair[1]
 
@@ -109,7 +109,7 @@ def _is_value(value: Any) -> bool:
 
 
 _CURE = (
-    "Give BNClient batch=(KEY_OF_INPUTS, KEY_OF_TARGETS), or a function that returns both, for instance "
+    "Give BNClient batch=(KEY_OF_INPUTS, KEY_OF_TARGETS), or a function that returns the pair, for instance "
     "batch=lambda b: (b['img'], b['label'])"
 )
 
@@ -120,8 +120,8 @@ def _found(batch: Any) -> Any:
     inputs, targets = ([key for key in names if key in batch] for names in (INPUTS, TARGETS))
     if len(inputs) != 1 or len(targets) != 1:
         raise TypeError(
-            f"a batch is {_described(batch)}; it is not clear which keys are inputs and targets (known: one of "
-            f"{', '.join(INPUTS)}, and one of {', '.join(TARGETS)}). {_CURE}"
+            f"a batch is {_described(batch)}; expected one key for the inputs ({', '.join(INPUTS)}) and one for the "
+            f"targets ({', '.join(TARGETS)}). {_CURE}"
         )
     return batch[inputs[0]], batch[targets[0]]
 

@@ -1,7 +1,7 @@
-"""Arguments that are checked by their annotations, such as `Annotated[float, Ge(0)]` or `Literal["mean", "median"]`.
+"""Checks arguments against their annotations, such as `Annotated[float, Ge(0)]` or `Literal["mean", "median"]`.
 
-Only numbers, texts, truth values and choices are checked, and what `Annotated` declares; nothing is converted. A text
-in `Annotated` is what the error says to expect.
+It checks numbers, texts, truth values and choices, and the limits in `Annotated`; it converts nothing. A text in
+`Annotated` appears in the error as what was expected.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}  # of annotated_types
 
 
 def checked(function: F) -> F:
-    """The function, which raises SettingsError if an argument is not what its annotation declares."""
+    """Make the function raise SettingsError if an argument does not fit its annotation."""
     signature = inspect.signature(function)
-    hints = functools.cache(lambda: declarations(function))  # on the first call: it may name what is defined below it
+    # On the first call, since an annotation may name something that is defined further down.
+    hints = functools.cache(lambda: declarations(function))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         given: Mapping[str, Any] = {}
-        with suppress(TypeError):  # the function itself says what arguments it has
+        with suppress(TypeError):  # for wrong arguments, the function raises a better error
             given = signature.bind(*args, **kwargs).arguments
         for name in filter(hints().get, given):
             check(name, given[name], hints()[name])
@@ -44,14 +45,14 @@ def checked(function: F) -> F:
 
 
 def declarations(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """The annotations of a function's arguments that `check` can check."""
-    with suppress(NameError):  # a name that only type checkers import
+    """The annotations of a function's arguments that can be checked."""
+    with suppress(NameError):  # the annotation has a name that only type checkers import
         return {name: hint for name, hint in get_type_hints(function, include_extras=True).items() if _is_simple(hint)}
     return {}
 
 
 def check(name: str, value: Any, annotation: Any) -> None:
-    """Raise SettingsError if a value is not what its annotation declares."""
+    """Raise SettingsError if a value does not fit its annotation."""
     plain = value.item() if isinstance(value, np.generic) else value
     if not adapter(annotation).validator.isinstance_python(plain, strict=True):
         raise SettingsError(f"{name} is {value!r}; expected {in_words(annotation)}")
@@ -59,7 +60,7 @@ def check(name: str, value: Any, annotation: Any) -> None:
 
 @functools.cache
 def adapter(annotation: Any) -> TypeAdapter[Any]:
-    from pydantic import TypeAdapter  # more than the rest of a client rule's imports, and a client makes no strategy
+    from pydantic import TypeAdapter  # a slow import that clients, which make no strategy, do not need
 
     return TypeAdapter(annotation)
 
@@ -71,7 +72,7 @@ def _is_simple(annotation: Any) -> bool:
 
 
 def in_words(annotation: Any) -> str:
-    """What an annotation declares: "a number >= 0", "'mean' or 'median'"."""
+    """An annotation in words: "a number >= 0", "'mean' or 'median'"."""
     kind, parts = get_origin(annotation), get_args(annotation)
     if kind is Annotated:
         said = [note for note in parts[1:] if isinstance(note, str)]

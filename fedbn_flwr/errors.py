@@ -33,16 +33,16 @@ class UserError(FedbnError, ValueError):
     exit_code = 2
 
     def __init__(self, message: str, private: str = "") -> None:
-        """`private` is the end of the message: values, files or rows of a site's data, which the server must not see.
+        """`private` ends the message with values, files or rows of a site's data, which the server must not see.
 
-        The message repeats values of the user, which may be long: what is above 2 kB is left out of its middle.
+        A message may quote a long value, so it is shortened to 2 kB in its middle.
         """
         super().__init__(_shown(message + private))
         self.public = _shown(message)
 
 
 def _shown(message: str) -> str:
-    # The characters of a file's text, which a terminal would obey.
+    # Control characters, which a terminal would obey, may come from a file.
     message = "".join(char if char.isprintable() or char == "\n" else "?" for char in message)
     data = message.encode()
     if len(data) < 2000:
@@ -78,17 +78,17 @@ class Diverged(RunFailed):
     pass
 
 
-LOG = logging.getLogger("flwr")  # Flower's, so that its settings apply
+LOG = logging.getLogger("flwr")  # Flower's logger, so that its settings apply
 
 
 @functools.lru_cache(maxsize=64)
 def log_once(text: str, level: int = logging.WARNING) -> None:
-    """Log what a process need not repeat for each client and round."""
+    """Log a message once per process, not once for each client and round."""
     LOG.log(level, "%s", text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an "unknown name" message: the nearest known one, then all of them."""
+    """The end of an "unknown name" message: the nearest known name, then all known names."""
     names = sorted(map(str, known))
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -108,10 +108,10 @@ _LIBRARIES = tuple(
 
 
 def described(error: BaseException, *, to_server: bool = False, own_data: bool = False) -> str:
-    """An error with the place in the user's code; the server does not need to know in which folder the file is.
+    """An error as text for the server, with the line of the user's code, but not its folder.
 
-    The server receives neither the `private` part of an error nor, from a site with data of its own, the text of other
-    packages' errors: it may have values or files of the data.
+    The server does not receive the `private` part of an error. Nor does it receive the text of other packages' errors
+    from a site with its own data, since this text may contain values or file names.
     """
     text, whole, ours = str(error), str(error), isinstance(error, FedbnError)
     if to_server:
@@ -126,7 +126,7 @@ def described(error: BaseException, *, to_server: bool = False, own_data: bool =
 
 
 def install(extra: str = "") -> str:
-    """How to install this project: it is on no package index, where anyone else may register its name."""
+    """How to install this project from a clone: it is not on a package index, where anyone may register its name."""
     return f"pip install 'PATH/TO/CLONE{f'[{extra}]' if extra else ''}', with the path of your clone of fedbn-flwr"
 
 
@@ -135,7 +135,7 @@ OF_RUN_CONFIG = "`out` in --run-config", "`resume=true` in --run-config"
 
 @contextmanager
 def options_as(out: str, resume: str) -> Iterator[None]:
-    """Errors advise `--out` and `--resume` of `fedbn run`; this gives their names where the run was started."""
+    """Adapt advice for `fedbn run`, such as `--out` or `--resume`, to the way in which the run was started."""
     try:
         yield
     except FedbnError as error:
@@ -145,7 +145,7 @@ def options_as(out: str, resume: str) -> Iterator[None]:
 
 @contextmanager
 def needs(extra: str, what: str) -> Iterator[None]:
-    """Around imports of packages that only this extra installs: `what` names the feature that uses them."""
+    """Wrap imports of packages that only this extra installs; `what` names the feature that needs them."""
     try:
         yield
     except ModuleNotFoundError as error:

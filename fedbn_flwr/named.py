@@ -1,6 +1,6 @@
-"""Parts of the user, by the name `module:name` in an experiment: a network, a loss, a partition and others.
+"""Loads the user's own parts, such as a network, a loss or a partition, by their names `module:name` in an experiment.
 
-The module is an installed package, or a file or package in the folder in which the command was started, as with
+The module is an installed package, or a file or package in the folder where the command was started, as with
 `python -m`.
 """
 
@@ -20,17 +20,17 @@ from typing import Any
 
 from .errors import SettingsError, did_you_mean
 
-# Flower's processes run in a folder of their own; this variable is the folder where `fedbn` was started.
+# The folder where `fedbn` was started, since Flower's processes run in another folder.
 FOLDER = "FEDBN_FOLDER"
 
 
 def is_name(text: str) -> bool:
-    """Whether a setting is `module:name`, and not a path or one of the library's own names."""
+    """Whether a setting is `module:name`, and not a path or a name in this library."""
     return ":" in text and not text.startswith((".", "/", "~"))
 
 
 def path_of(given: str) -> Path:
-    """A path in the settings; a relative one begins in the folder in which the command was started."""
+    """A path in the settings; a relative path begins in the folder where the command was started."""
     return Path(os.environ.get(FOLDER, "")) / Path(given).expanduser()
 
 
@@ -43,7 +43,7 @@ def load(key: str, name: str) -> Callable[..., Any]:
     if top not in sys.modules and (os.path.isdir(here / top) or os.path.isfile(here / f"{top}.py")):
         if str(here) not in sys.path:
             sys.path.insert(0, str(here))
-        importlib.invalidate_caches()  # the file may be newer than Python's list of the folder
+        importlib.invalidate_caches()  # Python's list of the folder may be older than the file
     try:
         loaded = importlib.import_module(module)
     except (Exception, SystemExit) as error:
@@ -65,22 +65,22 @@ def load(key: str, name: str) -> Callable[..., Any]:
 
 
 def _check_folder(what: str, loaded: ModuleType, here: Path) -> None:
-    """Refuse a module of another folder: Python imports a name once in a process, and keeps it if the folder changes.
+    """Raise SettingsError if Python has already imported another module of this name, for instance in another folder.
 
-    A copy of the file in `here` is accepted: in Flower's processes, modules of an app bundle are such copies.
+    A copy of the file in `here` is fine: in Flower's processes, modules of an app bundle are copies.
     """
     stem, own = here.joinpath(*loaded.__name__.split(".")), Path(getattr(loaded, "__file__", None) or here)
     for file in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")):
         if file.is_file() and not (own.is_file() and own.read_bytes() == file.read_bytes()):
             found = str(own) if own.is_file() else "Python itself"
             raise SettingsError(
-                f"{what}: {loaded.__name__!r} is already loaded from {found!r}, not of {str(file)!r}; "
+                f"{what}: {loaded.__name__!r} is already loaded from {found!r}, not from {str(file)!r}; "
                 "start a new process, or give the module another name"
             )
 
 
 def names_in(settings: Any) -> set[str]:
-    """The names `module:callable` in settings, which are nested mappings and lists."""
+    """All names `module:callable` in settings (nested mappings and lists)."""
     if isinstance(settings, str):
         return {settings} if is_name(settings) else set()
     items = (
@@ -90,7 +90,7 @@ def names_in(settings: Any) -> set[str]:
 
 
 def sources(settings: Any) -> dict[str, str]:
-    """The files of the modules that settings name, as far as they are imported, each with its SHA-256."""
+    """The files of the imported modules that settings name, each with its SHA-256."""
     found = {}
     for module in sorted({name.partition(":")[0] for name in names_in(settings)}):
         file = getattr(sys.modules.get(module), "__file__", None)
@@ -101,7 +101,7 @@ def sources(settings: Any) -> dict[str, str]:
 
 
 def call(key: str, name: str, *positional: Any, **arguments: Any) -> Any:
-    """What the callable `name` returns for these arguments; errors name the setting `key`."""
+    """Call `name` with these arguments, and return the result; errors name the setting `key`."""
     function = load(key, name)
     try:
         return function(*positional, **arguments)
@@ -120,12 +120,12 @@ def with_options(key: str, name: str, options: Mapping[str, Any]) -> Callable[..
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error of the user's code: torch's have many lines."""
+    """An error of the user's code on one line, since torch's errors have many."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the `offered` arguments that the function's signature names; not all that **kwargs would accept."""
+    """The `offered` arguments that the function's signature names; **kwargs does not count."""
     signature = signature_of(function)
     return {key: value for key, value in offered.items() if signature is not None and key in signature.parameters}
 
@@ -133,5 +133,5 @@ def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[s
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except ValueError:  # some built-in callables have none
+    except ValueError:  # some built-in callables have no signature
         return None

@@ -1,6 +1,6 @@
-"""Every random draw is a function of its place, (seed, round, client, step), and of nothing else.
+"""Every random draw depends on (seed, round, client, step) and on nothing else.
 
-Therefore a resumed run, another order of the clients, and another engine all use the same batches.
+So a resumed run draws the same batches, and so do runs with another order of clients or another engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def seed_for(seed: int, purpose: str, *where: int) -> int:
-    """A 63-bit number that is a function of its arguments; `purpose` separates random streams."""
+    """A 63-bit seed that depends only on the arguments; `purpose` separates random streams."""
     # Hashed as text, where (1,) and (1, 0) differ; NumPy's SeedSequence treats them as equal.
     text = "/".join([purpose, str(seed), *map(str, where)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -27,17 +27,17 @@ def generator(seed: int, purpose: str, *where: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_for(seed, purpose, *where))
 
 
-# NumPy's global generators: those that open blocks will restore, and those of blocks that have ended.
+# NumPy's global generators: the ones that open blocks will restore, and free ones from blocks that have ended.
 _outside: list[Any] = []
 _spare: list[np.random.MT19937] = []
 
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Afterwards the global generators of Python, NumPy and torch, the CPU's and the current GPU's, are as before.
+    """Restore the global generators of Python, NumPy and torch (on the CPU and the current GPU) after the block.
 
-    Inside, NumPy draws from another generator with seed 0: to copy the state of one takes longer than all the rest.
-    Blocks of several threads may overlap, as those of a parked round and of its caller do.
+    Inside, NumPy draws from another generator with seed 0, because copying a generator's state takes longer than all
+    the rest. Blocks of several threads may overlap, for instance in a parked round and its caller.
     """
     python, on_cpu = random.getstate(), torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -66,7 +66,7 @@ def preserve_rng() -> Iterator[None]:
 def streams(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Seed the global generators of Python, NumPy and torch inside the block; restore them afterwards.
 
-    `device` is the GPU whose generator is seeded, if any, and the current one inside.
+    If `device` is a GPU, its generator is seeded, and it is the current device inside the block.
     """
     gpu = device if device is not None and device.type == "cuda" else None
     with torch.cuda.device(gpu) if gpu else nullcontext(), preserve_rng():

@@ -5,7 +5,7 @@ the old one, so a crash at any moment leaves the old store or the new one, and n
 entries in a sqlite transaction takes 1.4 to 7 times as long, see docs/results/performance/storage.txt.
 
 A store is a zip file without compression: entries can be written one at a time, and each has a CRC-32. Its comment is
-the version of the format and a CRC-32 of the index, so that also a changed name or size is noticed.
+the version of the format and a CRC-32 of the index, which reveals a changed name or size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VERSION = "fedbn-store4"
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Errors of the system become a StorageError that names the file: the disk is full, the folder is read-only."""
+    """Turn an OSError inside, such as a full disk or a read-only folder, into a StorageError that names the file."""
     try:
         yield
     except OSError as error:
@@ -38,7 +38,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def temporary_folder(kind: str) -> TemporaryDirectory[str]:
-    """A folder in the system's temporary folder, until it is cleaned up or this process ends."""
+    """A new folder for temporary files, which is removed with `cleanup()` or when this process ends."""
     with writing(Path("the folder for temporary files, TMPDIR,")):
         return TemporaryDirectory(prefix=f"fedbn-tmp-{kind}-", ignore_cleanup_errors=True)
 
@@ -52,15 +52,15 @@ def open_regular(path: Path) -> BinaryIO:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterator[Path]:
-    """A temporary path beside `path`; the file written there replaces `path` if the block ends without an error.
-    Raises StorageError if it cannot be written.
+    """Yield a temporary path; the file written there replaces `path` if the block ends without an error.
 
-    With `durable` the new content is then on the disk and survives a loss of power.
+    With `durable`, the new content is then on the disk and survives a loss of power. Raises StorageError if the file
+    cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
-            temporary.unlink(missing_ok=True)  # of a killed process; or a link, which is not followed
+            temporary.unlink(missing_ok=True)  # left by a killed process, or a link, which must not be followed
             os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode))
             yield temporary
             if durable:
@@ -74,14 +74,14 @@ def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterato
 
 
 def to_json(content: Any, indent: int | None = None) -> str:
-    """JSON of a file, in which a figure that is not finite is null: NaN and Infinity are no JSON. Arrays are lists."""
+    """JSON for a file. Arrays become lists; NaN and Infinity, which JSON does not have, become null."""
     finite = json.loads(json.dumps(content, default=operator.methodcaller("tolist")), parse_constant=lambda name: None)
     return json.dumps(finite, indent=indent)
 
 
 def write_store(path: Path, entries: Iterable[tuple[str, bytes]]) -> None:
-    """Replace `path` by a store with these entries, whose names must differ; raises StorageError if that fails."""
-    private = replacing(path, mode=0o600)  # the states of clients follow from their data
+    """Replace `path` with a store of these entries, whose names must differ; raises StorageError if that fails."""
+    private = replacing(path, mode=0o600)  # clients' states reveal something about their data
     with private as file, file.open("wb", buffering=1 << 20) as stream, ZipFile(stream, "w") as archive:
         for name, data in entries:
             archive.writestr(ZipInfo(name), data)  # with a constant date
@@ -99,7 +99,7 @@ def read_store(path: Path) -> dict[str, bytes]:
             if archive.comment != _seal(archive):
                 of_other = re.match(rb"fedbn-store\d+(?= )", archive.comment)
                 if of_other and of_other[0] != _VERSION.encode():
-                    raise BadZipFile(f"another version of fedbn-flwr wrote it, as {of_other[0].decode()}")
+                    raise BadZipFile(f"another version of fedbn-flwr wrote it as {of_other[0].decode()}")
                 raise BadZipFile(f"its end is {archive.comment!r:.80}")
             entries = archive.infolist()
             size = sum(entry.file_size for entry in entries)
@@ -107,8 +107,8 @@ def read_store(path: Path) -> dict[str, bytes]:
             if packed or size > os.fstat(stream.fileno()).st_size:
                 raise BadZipFile("its entries are compressed, or larger than the file")
             return {entry.filename: archive.read(entry) for entry in entries}
-    except Exception as error:  # zipfile raises many kinds for bytes that are no archive
-        raise StorageError(f"{str(path)!r} is damaged: it is no whole {_VERSION} ({str(error)[:300]})") from None
+    except Exception as error:  # zipfile raises many kinds of errors for damaged archives
+        raise StorageError(f"{str(path)!r} is damaged: not a complete {_VERSION} ({str(error)[:300]})") from None
 
 
 def _seal(archive: ZipFile) -> bytes:

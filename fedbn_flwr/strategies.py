@@ -1,6 +1,6 @@
 """Makes the folder `strategies/` of a checkout importable as `fedbn_flwr.strategies`, its name in a wheel.
 
-The folder is found by its path, not imported as `strategies`: another project may have a package of that name.
+It finds the folder by its path and does not import `strategies`, since another project may have a package of that name.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""What a model is trained for: its loss, what it must output, and the figures by which it is judged.
+"""Tasks: what a model is trained for. A task decides the loss, the form of the outputs, and the metrics.
 
-Whether a lower value of a figure is better, and whether it is shown in percent, is decided here for the choice of the
-best round and for all reports.
+This module also says which metrics are better when lower, and which are shown in percent. The choice of the best round
+and all reports follow it.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any, Literal
 
 from .errors import SettingsError, did_you_mean
 
-# The figures that are known by name: those between 0 and 1, which are shown in percent, and others.
+# Metrics by name. The first line has those between 0 and 1, which are shown in percent.
 SHARES = ("accuracy", "balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
 METRICS = (*SHARES, "rmse", "mae", "r2")
 
 _TITLES = {"macro_f1": "macro F1", "auc": "AUC", "mean_iou": "mean IoU", "rmse": "RMSE", "mae": "MAE", "r2": "R²"}
 
-# Words in the names of figures that are better when lower; a function of the user may have one, `relative_error`.
+# Words in the names of metrics that are better when lower, a user's `relative_error` included.
 _LOWER = {"loss", "error", "mae", "mse", "rmse"}
 
-# The losses by name, and the options of each. Label smoothing and class weights are settings of their own.
+# The losses by name, with their options. Label smoothing and class weights are separate settings.
 LOSSES: Mapping[str, tuple[str, ...]] = {"cross_entropy": (), "bce": (), "mse": (), "mae": (), "huber": ("delta",)}
 
 
 def title_of(name: str) -> str:
-    """The name of a figure in words."""
+    """The name of a metric in words."""
     return _TITLES.get(name, name.replace("_", " "))
 
 
 def is_lower_better(key: str) -> bool:
-    """Whether lower values of a figure are better; its key may also name models and examples, `clients_own_loss`."""
+    """Whether lower values of a metric are better; `key` may also name models and examples: `clients_own_loss`."""
     return not _LOWER.isdisjoint(key.split("_"))
 
 
@@ -44,28 +44,28 @@ def goodness(key: str, value: float) -> float:
 @dataclass(frozen=True)
 class Task:
     name: str
-    targets: str  # what they are, in words
-    form: Literal["classes", "labels", "numbers", ""]  # what outputs and targets are compared as
-    losses: tuple[str, ...]  # that suit; the first is the default
-    reported: tuple[str, ...]  # that evaluations report beside the loss; runs are compared by the first
-    metrics: tuple[str, ...]  # that suit, those of `figures` among them
-    options: tuple[str, ...] = ()  # of the loss: label_smoothing, class_weights
+    targets: str  # the targets in words
+    form: Literal["classes", "labels", "numbers", ""]  # how outputs and targets are compared
+    losses: tuple[str, ...]  # suitable losses; the first is the default
+    reported: tuple[str, ...]  # metrics of an evaluation, along with the loss; the first one compares runs
+    metrics: tuple[str, ...]  # suitable metrics, including `reported`
+    options: tuple[str, ...] = ()  # settings of the loss: label_smoothing, class_weights
 
-    def __reduce__(self) -> tuple[Any, ...]:  # tasks are compared by `is`, also in other processes
+    def __reduce__(self) -> tuple[Any, ...]:  # so that `is` also works after a copy from another process
         return task_named, (self.name,)
 
     @property
     def main(self) -> str:
-        """The name of the figure that rounds and runs are compared by."""
+        """The name of the metric that rounds and runs are compared by."""
         return self.reported[0] if self.reported else "loss"
 
     def outputs(self, count: int) -> int:
-        """The number of a model's outputs for `count` classes, labels or numbers; one logit decides between two."""
+        """The number of a model's outputs for `count` classes, labels or numbers; a binary task needs one logit."""
         return 1 if self.name == "binary" else count
 
 
 _BOTH = ("label_smoothing", "class_weights")
-_OF_PIXELS = tuple(name for name in SHARES if name != "auc")  # which ranks examples
+_OF_PIXELS = tuple(name for name in SHARES if name != "auc")  # AUC ranks examples, not pixels
 
 CLASSIFICATION = Task(
     "classification", "one class per example", "classes", ("cross_entropy",), ("accuracy",), SHARES, _BOTH
@@ -80,7 +80,7 @@ MULTILABEL = Task(
 REGRESSION = Task(
     "regression", "numbers", "numbers", ("mse", "mae", "huber"), ("rmse", "mae", "r2"), ("rmse", "mae", "r2")
 )
-# Targets of several kinds at once, whose loss and metrics only the user knows.
+# Targets of several kinds at once. The user provides their loss and metrics.
 SEVERAL = Task("several", "several targets per example", "", (), (), ())
 
 TASKS = {task.name: task for task in (CLASSIFICATION, BINARY, MULTILABEL, REGRESSION, SEGMENTATION, SEVERAL)}

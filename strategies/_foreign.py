@@ -16,10 +16,10 @@ from flwr.serverapp.strategy.fedopt import FedOpt
 
 from fedbn_flwr import seeding
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, fault
+from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
 from fedbn_flwr.messages.reply import Reply, number_problem, with_arrays, with_content
-from fedbn_flwr.messages.votes import common_metrics, fault_problems, overflow
+from fedbn_flwr.messages.votes import arrays_problems, common_metrics, overflow
 from fedbn_flwr.norms.roles import roles, split_by_role
 
 from ._rule import NOISED, BaseStrategy, Round, Rule, restore, state_of
@@ -110,7 +110,7 @@ class Foreign(BaseStrategy):
         return [with_arrays(message, whole) for message in messages] if round.hidden else messages
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
-        form = fault(reply.arrays, sent) if round.hidden else None  # `MeanStatistics` needs all arrays
+        form = arrays_problem(reply.arrays, sent) if round.hidden else None  # `MeanStatistics` needs all arrays
         if not self.weighs:
             return form
         keys = filter(None, (self.weighted_by_key, self.find_attribute("train_loss_key")))  # QFedAvg's weights
@@ -124,7 +124,7 @@ class Foreign(BaseStrategy):
         # Krum may choose a reply without examples, and would divide by their sum.
         empty = [node for node, weight in weights.items() if not weight] if any(weights.values()) else []
         problems = dict.fromkeys(empty, f"its {self.weighted_by_key} is 0")
-        problems |= fault_problems(found, sent)
+        problems |= arrays_problems(found, sent)
         return problems | super().compare({node: each for node, each in found.items() if node not in problems}, sent)
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:

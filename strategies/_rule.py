@@ -34,12 +34,12 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, absurd, initial_fault, is_finite
+from fedbn_flwr.messages.aggregate import Arrays, absurd, initial_problem, is_finite
 from fedbn_flwr.messages.arrays import metrics_in, pack, record_of, unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, number_problem, read_reply, with_content
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.messages.votes import odd_metrics, record_problems
+from fedbn_flwr.messages.votes import metric_problems, record_problems
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from ._roster import Attendance, Roster
@@ -281,7 +281,7 @@ class Rule(Strategy):
         def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
             if not all(rule.compares_replies for rule in self.chain):
                 return {}
-            problems = {**odd_metrics(found), **base.compare(found, sent)}
+            problems = {**metric_problems(found), **base.compare(found, sent)}
             for name in names:
                 problems |= record_problems(found, name, sent)
             return problems
@@ -399,7 +399,7 @@ class BaseStrategy(Rule):
             raise SettingsError(
                 f"initial_arrays is a {type(arrays).__name__}; expected ArrayRecord(model.state_dict())"
             )
-        if problem := initial_fault(unpack(arrays)):
+        if problem := initial_problem(unpack(arrays)):
             raise SettingsError(f"the initial model cannot be trained: {problem}")
         tracked = [key for key, role in roles(arrays).items() if role is Role.STATISTICS]
         if tracked and self.without_statistics:
@@ -480,7 +480,7 @@ class BaseStrategy(Rule):
 
         # A missing evaluation must not end the run, so no reply is required: nobody was asked.
         self.evaluation = self.attendance(f"round {server_round}, evaluation")
-        found = self.evaluation.screen(messages, partial(read_reply, records=None), problem, odd_metrics)
+        found = self.evaluation.screen(messages, partial(read_reply, records=None), problem, metric_problems)
         return self.evaluated(server_round, found, key)
 
     def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:

@@ -1,13 +1,13 @@
-"""Federated averaging (McMahan et al. 2017, https://arxiv.org/abs/1602.05629), the base of the other rules.
+"""Federated averaging (McMahan et al. 2017, https://arxiv.org/abs/1602.05629), the base of the other strategies.
 
-It has the arguments of Flower's FedAvg and differs from it where Flower's results are unreliable:
+It takes the arguments of Flower's FedAvg, and differs where Flower's results are unreliable:
 
 - The mean keeps dtypes: the mean of ten integers 16 is 16 (Flower returns 15.999999999999998).
-- The mean does not depend on the order of the replies or on node ids, which are random in every run: clients report
-  their partition, and the sum runs in the order of partitions. The choice of clients, if not all take part, depends
-  on partitions too.
-- A reply whose arrays differ in keys, shapes or dtypes from those that were sent, or are not finite, is left out, and
-  the log names the client. If too few replies remain, the run ends with an error that lists the reasons.
+- The mean does not depend on the order of the replies or on node ids, which are random in every run. Clients report
+  their partition, and the sum runs in the order of partitions. If not all clients take part, the choice depends on
+  partitions too.
+- A reply is left out if its arrays have other keys, shapes or dtypes than the server's, or are not finite. The log
+  names the client. If too few replies remain, the run ends with an error that lists the reasons.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import LOG, did_you_mean
 from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, fault, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, weighted_mean
 from fedbn_flwr.messages.arrays import record_of
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem, partition_of
@@ -43,7 +43,7 @@ MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 class FedAvg(BaseStrategy, FlowerFedAvg):
     """The mean of the clients' models, weighted by their numbers of examples.
 
-    It has the arguments of Flower's FedAvg and those below.
+    It takes the arguments of Flower's FedAvg and the following ones.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
     def messages(self, round: Round, config: ConfigRecord) -> list[Message]:
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         local, more = self.traits.local_roles, {}
-        if local:  # roles of the model, which may lack counters
+        if local:  # the model's roles; counters may be missing
             more[protocol.RETURN] = protocol.join({role for role in roles(round.arrays).values() if local.get(role)})
         messages = self._messages(MessageType.TRAIN, round, nodes, more)
         self.training = self.attendance(f"round {round.number}", messages, round.arrays)
@@ -109,7 +109,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
         return self._messages(MessageType.EVALUATE, round, nodes)
 
     def sent(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The arrays of the global model that clients receive: all roles except those that stay on the client."""
+        """The arrays of the global model that clients receive: all except the roles that stay on the client."""
         local = self.traits.local_roles
         return record_of(split_by_role(arrays, roles(arrays), {*local})[1]) if local else arrays
 
@@ -145,7 +145,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
         return wait_for_nodes(grid, needed, self.node_timeout, hint)
 
     def _ask_for_partitions(self, round: Round, nodes: Sequence[int]) -> None:
-        """The choice of clients depends on partitions, since node ids are random in every run."""
+        """Ask these nodes for their partitions, since node ids are random in every run."""
         content = RecordDict({self.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
         queries = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
         replies = gate(round.grid.send_and_receive(queries, timeout=self.node_timeout)) if queries else ()
@@ -156,11 +156,11 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
         unsent = self.traits.unsent
         expected = [key for key, role in roles(sent).items() if role not in unsent] if unsent else None
-        return number_problem(reply.metrics, self.weighted_by_key) or fault(reply.arrays, sent, expected)
+        return number_problem(reply.metrics, self.weighted_by_key) or arrays_problem(reply.arrays, sent, expected)
 
     def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
-        """Also for what a model of Flower's strategies may have: another dtype, and negative variances."""
-        return super().model_problem(model, sent) or fault(model, sent, model)
+        """Also finds problems that Flower's strategies can cause: another dtype, and negative variances."""
+        return super().model_problem(model, sent) or arrays_problem(model, sent, model)
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
@@ -181,7 +181,7 @@ def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:
     """The mean of each metric that is one number in all replies, without identifiers and numbers of examples."""
     records = common_metrics([metrics_of(content) for content in contents])
     left_out = {protocol.PARTITION, protocol.BATCH_EXAMPLES}
-    left_out |= {name for name in records[0] if name.endswith(protocol.NUM_EXAMPLES)}  # of other test sets too
+    left_out |= {name for name in records[0] if name.endswith(protocol.NUM_EXAMPLES)}  # for other test sets too
     kept = [MetricRecord({n: v for n, v in record.items() if n == key or n not in left_out}) for record in records]
     if not any(record[key] for record in records):
         return MetricRecord()  # all weights are zero, so there is no mean
@@ -192,7 +192,7 @@ def _share(nodes: int, fraction: float, least: int) -> int:
     return max(int(nodes * fraction + 1e-9), least, 1)  # 0.29 * 100 is 28.999999999999996
 
 
-# The names that arguments have in Flower's old API (flwr.server.strategy), and those in this one.
+# The arguments' names in Flower's old API (flwr.server.strategy), and in the new one.
 OLD_NAMES = {
     "fraction_fit": "fraction_train",
     "min_fit_clients": "min_train_nodes",

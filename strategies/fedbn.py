@@ -20,9 +20,10 @@ from .fedavg import FedAvg
 
 
 class LocalNorm(FedAvg):
-    """FedAvg over the roles that do not stay on the client. A model without them is refused: it would be FedAvg.
+    """FedAvg over all roles except `local_roles`, which stay on the client.
 
-    `global_norm` is described in the subclasses; FedAvg's arguments are accepted too.
+    A model without these roles raises an error, since training would be plain FedAvg. The subclasses describe
+    `global_norm`; FedAvg's arguments are accepted too.
     """
 
     local_roles: frozenset[Role]  # the roles that stay on the client
@@ -52,9 +53,9 @@ class FedBN(LocalNorm):
     Parameters
     ----------
     global_norm : "average" | "initial" (default: "average")
-        The batch norm of the global model, which no client uses: "average" is the mean over the clients of the round,
-        which send their batch norm for this purpose; "initial" keeps the initial values, and batch norm is not sent.
-        The server never sends batch norm: a new client begins with that of its newly built model.
+        The batch norm of the global model, which no client uses: "average" is the mean over the round's clients, which
+        send their batch norm for this purpose; "initial" keeps the initial values, and clients send no batch norm. The
+        server never sends batch norm: a new client begins with the batch norm of a newly built model.
     """
 
     local_roles = frozenset({Role.AFFINE, Role.STATISTICS, Role.COUNTER})

@@ -39,7 +39,7 @@ class FedBS(FedAvg):
     Parameters
     ----------
     epsilon : float (default: 0.1)
-        The largest (population) standard deviation of the clients' losses at which they count as close together.
+        The losses count as close together up to this (population) standard deviation.
     patience : int (default: 5)
         r, the number of consecutive rounds with such losses before the switch.
     proximal_mu : float (default: 0.01)

@@ -6,8 +6,8 @@ gradient of ordinary batch norm on the union of the clients' batches. The other 
 
 A model with L batch norms needs 2L exchanges (3L as in the paper) and the messages with the model. A client that does
 not answer an exchange is left out of the rest of the round, and the weights of the others are normalised again.
-`fedbn_flwr.exchange.step` has the client's computation in a layer, and `fedbn_flwr.exchange.carriers` the ways in which
-exchanges travel; all give the same results.
+`fedbn_flwr.exchange.step` computes a layer on the client. `fedbn_flwr.exchange.carriers` sends the exchanges in several
+ways, all with the same results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .fixbn import FixBN, LastFree, frozen_roles
 class FedTAN(FedAvg):
     """FedAvg whose first local step uses the gradient of the union of the clients' batches.
 
-    Accepts FedAvg's arguments too, except another `weighted_by_key`: p_i is the same in exchanges and models.
+    Accepts FedAvg's arguments too, except for `weighted_by_key`: exchanges and models need the same p_i.
 
     Parameters
     ----------
@@ -59,9 +59,8 @@ class FedTAN(FedAvg):
     exchange_timeout : float (default: 600)
         The time limit of one exchange in seconds.
     direct : bool (default: True)
-        How exchanges are sent: True uses calls if the environment has an exchange service
-        (`FEDBN_EXCHANGE_ADDRESS`), else the engine's processes if they have the parked rounds (local, ray), else
-        messages; False always uses messages.
+        Send exchanges the fastest way available: by calls to an exchange service (`FEDBN_EXCHANGE_ADDRESS`), through
+        the processes of the engines `local` and `ray`, or as messages; False always sends messages.
     """
 
     breaks = {}
@@ -80,10 +79,10 @@ class FedTAN(FedAvg):
     ) -> None:
         key = protocol.BATCH_EXAMPLES if weights == "batch" else protocol.NUM_EXAMPLES
         super().__init__(**{"weighted_by_key": key, **options})
-        if self.weighted_by_key != key:  # a client knows other metrics only when its round is over
+        if self.weighted_by_key != key:  # a client knows its other metrics only at the end of its round
             raise SettingsError(
                 f"weighted_by_key is {self.weighted_by_key!r}, but the exchanges of {self} weight clients by {key!r}, "
-                "and the mean of the models must have the same weights; leave it out, and give weights='data' or "
+                "and the mean of the models needs the same weights; leave it out, and give weights='data' or "
                 "weights='batch'"
             )
         self.traits = replace(self.traits, min_batch=min_batch)
@@ -101,9 +100,9 @@ class FedTAN(FedAvg):
         if Role.STATISTICS in frozen_roles(round.config):  # frozen batch norms compute no batch statistics
             return asked
         return {
-            protocol.COHORT: self.exchange,
-            protocol.COHORT_BACKWARD: self.backward,
-            protocol.COHORT_MIN_BATCH: self.traits.min_batch,
+            protocol.EXCHANGE: self.exchange,
+            protocol.EXCHANGE_BACKWARD: self.backward,
+            protocol.EXCHANGE_MIN_BATCH: self.traits.min_batch,
             **asked,
         }
 
@@ -136,7 +135,7 @@ class FedTAN(FedAvg):
         return ExchangesDone(nodes, steps.total(), agreement)
 
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
-        """The result of the exchange that messages call `what`."""
+        """The server's answer to one exchange; `what` names the exchange in the log."""
         p = [each.examples if self.weights_by == "data" else each.batch for each in contributions]
         return algorithm_3(contributions, p, partial(self.bounded, what))
 
@@ -155,9 +154,9 @@ def algorithm_3(
         mu = sum_i q_i mu_i                  var = sum_i q_i (var_i + (mu_i - mu)^2)
         dF/dmu = sum_i p_i dF_i/dmu          dF/dvar = sum_i p_i dF_i/dvar
 
-    q_i is the share of client i in the values of the union, see `fedbn_flwr.exchange.step`: p_i, if all examples have
-    the same number of values. With "paper" var_i is around mu, which the clients have received before, so that var =
-    sum_i q_i var_i. `bounded` limits the influence of single clients.
+    q_i is client i's share of the values in the union (see `fedbn_flwr.exchange.step`). It equals p_i if all examples
+    have the same number of values. With "paper", clients have received mu before and compute var_i around it, so that
+    var = sum_i q_i var_i. `bounded` limits the influence of single clients.
     """
     kind, tensors = contributions[0].kind, [each.tensors for each in contributions]
     sizes = [each.values / each.batch for each in contributions]  # v_i / B_i
@@ -181,38 +180,38 @@ def algorithm_3(
 class FedTANClient(ClientRule):
     """The client's part: in the first local step, batch norm normalises over the batches of all clients."""
 
-    keys = protocol.COHORT_KEYS
+    keys = protocol.EXCHANGE_KEYS
 
     def first_gradient(self) -> Gradient | None:
         local, config = self.local, self.local.config
-        if protocol.COHORT not in config:
+        if protocol.EXCHANGE not in config:
             return None
         if local.exchange is None:
-            raise MessageError(f"{protocol.COHORT!r} needs a ClientApp made by fedbn_flwr.client_app")
+            raise MessageError(f"{protocol.EXCHANGE!r} needs a ClientApp made by fedbn_flwr.client_app")
         if Role.STATISTICS in frozen_roles(config) or not exchanged_layers(local.model):
             raise MessageError(
-                f"{protocol.COHORT!r} asks for exchanges of batch norm's statistics, and this client's model has no "
-                "batch norm that normalises by its batch (instance norm and frozen ones do not); use FedAvg, or a "
-                "model with batch norm"
+                f"{protocol.EXCHANGE!r} asks for exchanges of batch norm's statistics, but no layer of this client's "
+                "model normalises with the statistics of its batch (instance norms and frozen batch norms do not); "
+                "use FedAvg, or a model with batch norm"
             )
         if not local.length:
             raise MessageError(
-                f"{protocol.COHORT!r} asks for exchanges in the first step of a round, and this client makes no step; "
-                "expected epochs or steps above zero"
+                f"{protocol.EXCHANGE!r} asks for exchanges in the first step of a round, but this client takes no "
+                "step; expected epochs or steps above zero"
             )
-        backward = bool(config.get(protocol.COHORT_BACKWARD, True))
+        backward = bool(config.get(protocol.EXCHANGE_BACKWARD, True))
         if backward and not (isinstance(local.optimizer.torch, SGD) and local.clip is None):
             raise MessageError(
-                f"{protocol.COHORT_BACKWARD!r} makes the mean of the clients' first steps the step on the union of "
-                "their batches, which holds only for SGD without clipping; expected optimizer sgd and no clip"
+                f"{protocol.EXCHANGE_BACKWARD!r} needs a first step whose mean over the clients is the step on the "
+                "union of their batches, which only SGD without clipping takes; expected optimizer sgd and no clip"
             )
         return LayerwiseStep(
             local.exchange,
-            fused=config[protocol.COHORT] == "fused",
+            fused=config[protocol.EXCHANGE] == "fused",
             backward=backward,
             examples=local.num_examples,
             partition=local.partition,
-            allowed=int(config.get(protocol.COHORT_MIN_BATCH, protocol.MIN_BATCH)),
+            allowed=int(config.get(protocol.EXCHANGE_MIN_BATCH, protocol.MIN_BATCH)),
             own=local.min_batch,
         )
 

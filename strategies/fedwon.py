@@ -37,7 +37,7 @@ class FedWon(FedAvg):
     """
 
     without_statistics = (
-        "FedWon is for networks without normalisation, and the model has batch norm ({!r}); use a model with "
+        "FedWon is for networks without normalisation, but the model has batch norm ({!r}); use a model with "
         "model.norm=won, or convert_norm(model, 'won') on server and clients"
     )
 
@@ -52,7 +52,7 @@ class FedWon(FedAvg):
 class FedWonClient(ClientRule):
     """Adaptive clipping (Brock et al. 2021, https://arxiv.org/abs/2102.06171, section 4)."""
 
-    keys = {CLIP: Key("float", "clip gradients adaptively by this factor, except those of the last linear layer")}
+    keys = {CLIP: Key("float", "clip gradients adaptively with this factor, except in the last linear layer")}
     order = 1  # clips the gradients that the other rules have changed
 
     elementwise = False  # it measures the norms of units

@@ -42,8 +42,8 @@ class FixBN(Wrapper):
     strategy : Strategy
         The strategy that trains and aggregates, for instance `FedAvg()`.
     freeze_round : int | float (default: 0.5)
-        T*, the last round with ordinary batch norm: a round as an int (with 0 the initial statistics are frozen, with
-        the number of rounds nothing is), or a fraction of all rounds as a float. The paper's default is half.
+        T*, the last round with ordinary batch norm, as a round (int) or a fraction of all rounds (float). 0 freezes
+        the initial statistics, and the number of rounds freezes nothing. The paper's default is half.
     freeze : sequence of str (default: ["statistics"])
         The roles to freeze: "statistics", "affine" (gamma and beta), or both. The paper compares the three (Table H).
     """
@@ -85,7 +85,7 @@ class FixBN(Wrapper):
         return {FREEZE: protocol.join(self.freeze | frozen_roles(round.config))}  # a rule around it may freeze others
 
     def problem(self, round: Round, reply: Reply) -> str | None:
-        """Refuse the reply of a client that ignored the freeze: it trained a different model."""
+        """The problem of a reply whose client ignored the freeze, and so trained another model."""
         for key, sent in self._frozen(round).items():
             if key in reply.arrays and not same_values(reply.arrays[key], sent):
                 return (
@@ -96,7 +96,7 @@ class FixBN(Wrapper):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         model = super().combine(round, replies, weights)
-        # The mean of equal numbers may differ from them by a rounding error, but frozen arrays must not change at all.
+        # The mean of equal numbers may have a rounding error, but frozen arrays must not change at all.
         return {**model, **{key: sent for key, sent in self._frozen(round).items() if key in model}}
 
     def notes(self) -> dict[str, Any]:
@@ -108,14 +108,14 @@ class FixBN(Wrapper):
         name, switch = self.argument, self.memory.switch_round
         if switch is None:
             raise SettingsError(
-                f"{name}={self.freeze_round!r} depends on the number of rounds, which only start() of a strategy of "
-                "fedbn_flwr knows: another strategy is around this one, or start() was not called. Give "
+                f"{name}={self.freeze_round!r} depends on the number of rounds, which start() of a fedbn_flwr strategy "
+                "passes on, but another strategy wraps this one, or start() was not called. Give "
                 f"{name} as a round (an int), or wrap the other strategy instead: FixBN(OtherStrategy(...))"
             )
         return round.number < switch
 
     def _frozen(self, round: Round) -> Arrays:
-        """The arrays that are frozen in the round, without those that stay on the clients (FedBN), each its own."""
+        """The arrays that are frozen in the round, without a client's own arrays (FedBN)."""
         which = self.freeze - self.traits.local_roles.keys()
         return {} if self._is_free(round) else split_by_role(unpack(round.arrays), roles(round.arrays), which)[0]
 
@@ -138,7 +138,7 @@ class FixBNClient(ClientRule):
         super().__init__(local)
         frozen, sent = frozen_roles(local.config), local.records["arrays"]
         kept = {key: role for key, role in local.roles.items() if role in frozen and key not in sent}
-        # A client that keeps roles (FedBN, SiloBN) and first trains after the freeze finds its values in this round.
+        # Where roles stay on the client (FedBN, SiloBN), one that first trains after the freeze sets its values now.
         own = local.state.load(OWN) if kept else {}
         self.frozen = frozen - {role for key, role in kept.items() if key not in own}
 

@@ -31,13 +31,13 @@ from ._wrapper import Wrapper
 
 MOMENTUM = "fedbn.momentum"
 MOMENTUM_RECORD = "momentum"
-SLOT = "momentum_buffer/"  # how the state of torch.optim.SGD names the momentum of a parameter
+SLOT = "momentum_buffer/"  # prefix of a parameter's momentum in the state of torch.optim.SGD
 
 
 class GlobalMomentum(Wrapper):
-    """Clients send their momentum with the model, and begin each round with its mean.
+    """Clients send their momentum with the model, and begin each round with the mean momentum.
 
-    The weights are those of the wrapped strategy, which must be a rule of this project.
+    The mean uses the weights of the wrapped strategy, which must be one of this project.
     """
 
     @dataclass
@@ -76,7 +76,7 @@ class GlobalMomentumClient(KeepOptimizerState):
         optimizer = self.local.optimizer
         is_sgd = isinstance(optimizer.torch, SGD)
         if not (is_sgd and any(group["momentum"] for group in optimizer.torch.param_groups)):
-            how = "without it (momentum is 0)" if is_sgd else "by another optimizer"
+            how = "without momentum" if is_sgd else "with another optimizer"
             raise MessageError(
                 f"the server averages the momentum of SGD ({MOMENTUM!r}), but this client trains {how}; expected "
                 "optimizer sgd and a momentum above zero"

@@ -21,7 +21,7 @@ from fedbn_flwr.messages.aggregate import weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, number_problem, read_reply
-from fedbn_flwr.messages.votes import fault_problems, odd_metrics
+from fedbn_flwr.messages.votes import arrays_problems, metric_problems
 from fedbn_flwr.norms.roles import Role, roles
 
 from ._rule import Round
@@ -36,8 +36,8 @@ class HeteroBN(FedAvg):
     Parameters
     ----------
     statistics : "batch" | "query" (default: "batch")
-        The statistics with which the global model is evaluated: those of each test batch, or the mean over all
-        clients, which are queried in every round that is evaluated. Clients always evaluate with batch statistics.
+        Evaluate the global model with the statistics of each test batch ("batch"), or with their mean over all clients
+        ("query"), which are queried in every round with an evaluation. Clients always evaluate with batch statistics.
     """
 
     without_statistics = (
@@ -52,13 +52,13 @@ class HeteroBN(FedAvg):
             self.breaks = {**self.breaks, "mean": "queries the statistics of each client's data"}
 
     def global_model(self, round: Round) -> ArrayRecord:
-        """The model, with "query" including the statistics of all clients' data under it."""
+        """The global model. With "query", it includes statistics, which all clients measure on their data."""
         if self.statistics == "batch":
             return round.arrays
         nodes = self._connected(round.grid, self.min_available_nodes)
         queries = self._messages(protocol.STATISTICS_QUERY, round, nodes)
         what = f"round {round.number}, statistics"
-        answers = round.grid.send_and_receive(queries, timeout=3600)  # as that of a round
+        answers = round.grid.send_and_receive(queries, timeout=3600)  # as for a round
 
         def problem(reply: Reply) -> str | None:
             of = roles({**round.arrays, **reply.arrays})
@@ -67,9 +67,9 @@ class HeteroBN(FedAvg):
             return number_problem(reply.metrics, self.weighted_by_key) or other
 
         def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
-            problems = fault_problems(found, {})
+            problems = arrays_problems(found, {})
             left = {node: reply for node, reply in found.items() if node not in problems}
-            return {**odd_metrics(found), **problems, **self.compare(left, {})}
+            return {**metric_problems(found), **problems, **self.compare(left, {})}
 
         attendance = self.attendance(what, queries, round.arrays)
         replies = attendance.screen(gate(answers), partial(read_reply, name=self.arrayrecord_key), problem, compare)

@@ -1,4 +1,4 @@
-"""Averages batch norm's statistics, for use around server optimisers and other strategies of Flower.
+"""Averages batch norm's statistics when a server optimiser or another strategy of Flower aggregates the rest.
 
 FedAdam, FedAvgM and others treat the clients' mean change as a pseudo-gradient and take an optimiser step along it
 (Reddi et al. 2021, https://arxiv.org/abs/2003.00295). Such a step can make a running variance negative. This wrapper
@@ -7,9 +7,11 @@ averages statistics and counters by number of examples, or by the metric that th
 
     MeanStatistics(FedAdam(eta=0.01))
 
-A strategy of Flower does not receive statistics and counters at all. So QFedAvg, which cannot compute with integers,
-works; robust strategies measure distances without them and keep the counters' dtype; Flower's wrappers for differential
-privacy neither count them in the norm that they clip nor add noise to them, which means that they are not protected.
+A strategy of Flower inside this wrapper does not receive statistics and counters at all:
+
+- QFedAvg, which cannot compute with integers, works.
+- Robust strategies measure distances without them, and counters keep their dtype.
+- Flower's wrappers for differential privacy neither clip them nor add noise to them, so they are not protected.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ NORM_STATE = frozenset({Role.STATISTICS, Role.COUNTER})
 class MeanStatistics(Wrapper):
     """Any strategy, with statistics and counters of batch norm averaged by number of examples.
 
-    Replies whose arrays do not match those that were sent, or are not finite, are left out first, since Flower's
-    strategies do not check them.
+    Flower's strategies do not check replies. So this wrapper first leaves out replies whose arrays do not match the
+    server's or are not finite.
 
     Parameters
     ----------
@@ -55,8 +57,8 @@ class MeanStatistics(Wrapper):
         super().__init__(strategy)
         if NORM_STATE & self.traits.unsent:
             raise SettingsError(
-                f"MeanStatistics has nothing to combine around this {strategy}, whose clients do not send batch norm's "
-                f"statistics; use {strategy} without it"
+                f"MeanStatistics has nothing to combine: with this {strategy}, clients do not send batch norm's "
+                f"statistics. Use {strategy} without it"
             )
         if statistics == "median":
             self.breaks = {"mean": "takes the median of the clients' statistics"}

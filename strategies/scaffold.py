@@ -3,8 +3,8 @@
 Each client i keeps a control variate c_i, an estimate of its gradient, and the server keeps their mean c. Local steps
 use g_i(y) + c - c_i, which corrects the drift of the clients. Clients send back the change of c_i with the model.
 
-A reply may be lost or refused, and the client does not know. So it keeps two control variates: the one that it began
-the round with, and the new one. The next message names the round of the one whose change the server has added.
+A reply may be lost or left out without the client's knowledge. So a client keeps two control variates, the one from
+before the round and the new one. The next message tells it which of them the server has added, by its round.
 
 Choices that the paper leaves open:
 
@@ -38,12 +38,12 @@ from .fedavg import FedAvg
 
 CONTROL = "fedbn.control"
 CONTROL_ROUND = "fedbn.control-round"
-CONTROL_RECORD = "control"  # the server sends c and receives c_i+ - c_i
-CONTROL_LOST = "control-lost"  # the metric of a client that does not have the c_i that the server has added
+CONTROL_RECORD = "control"  # contains c from the server, and c_i+ - c_i from a client
+CONTROL_LOST = "control-lost"  # a client reports this metric if it has lost the c_i that the server has added
 
 
 class Scaffold(FedAvg):
-    """FedAvg whose clients correct their gradients by control variates.
+    """FedAvg whose clients correct their gradients with control variates.
 
     The arguments are FedAvg's.
     """
@@ -84,7 +84,7 @@ class Scaffold(FedAvg):
         memory, clients = self.memory, {reply.message.metadata.src_node_id: reply for reply in replies}
         if lost := [self.roster.name(node) for node, reply in clients.items() if reply.metrics.get(CONTROL_LOST)]:
             memory.control, memory.added = {}, {}
-            words = "round %d: all control variates begin at zero again, since %s lost the state with its own"
+            words = "round %d: all control variates begin at zero again, since %s lost the state with it"
             LOG.warning(words, round.number, ", ".join(lost))
             return
         mean = weighted_mean((reply.records[CONTROL_RECORD] for reply in replies), [1.0] * len(replies))
@@ -104,7 +104,7 @@ class ScaffoldClient(ClientRule):
 
     keys = {
         CONTROL: Key("true", "correct gradients by control variates, received and sent in the record `control`"),
-        CONTROL_ROUND: Key("int", "the client's control variate is that of this round; 0: it is zero"),
+        CONTROL_ROUND: Key("int", "use the client's control variate of this round; 0: use zero"),
     }
     order = -1  # before the other rules: g_i is the unchanged gradient
 

@@ -20,9 +20,9 @@ class SiloBN(LocalNorm):
     Parameters
     ----------
     global_norm : "average" | "initial" (default: "average")
-        The statistics of the global model, which no client uses: "average" is the mean over the clients of the round,
-        which send their statistics for this purpose; "initial" keeps the initial values, and statistics are not sent.
-        The server never sends statistics: a new client begins with those of its newly built model.
+        The statistics of the global model, which no client uses: "average" is the mean over the round's clients, which
+        send their statistics for this purpose; "initial" keeps the initial values, and clients send no statistics. The
+        server never sends statistics: a new client begins with the statistics of a newly built model.
     """
 
     local_roles = frozenset({Role.STATISTICS, Role.COUNTER})

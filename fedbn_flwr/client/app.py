@@ -199,7 +199,7 @@ Handler = Callable[[Make, Message, Config, Context], RecordDict]
 
 
 def _train(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    if protocol.COHORT_STEP in config:
+    if protocol.EXCHANGE_STEP in config:
         return _train_by_messages(make, message, config, context)
     record, client = sent_model(message.content), without_parked(make, config, context) if parked_rounds else make()
     return _reply(client.train_round(unpack(record), config, _extras(message, record)), context)
@@ -214,7 +214,7 @@ def _partition(make: Make, message: Message, config: Config, context: Context) -
     own = {protocol.OWN_DATA: "data-path" in context.node_config} if _has_own_data(context) else {}
     if config.get(protocol.READY):
         client = make()  # raises errors in the site's data or model before any training
-        if own and (allowed := config.get(protocol.COHORT_MIN_BATCH)):
+        if own and (allowed := config.get(protocol.EXCHANGE_MIN_BATCH)):
             check_batch(client.batch_examples(), allowed=int(allowed), own=client.min_batch)
     return RecordDict({"metrics": _numbers(place_of(context) | own | return_to_round(config, context))})
 
@@ -260,7 +260,7 @@ def _train_by_messages(make: Make, message: Message, config: Config, context: Co
 _HANDLERS: dict[str, tuple[str, Handler]] = {
     "train": ("train", _train),
     "evaluate": ("evaluate", _evaluate),
-    protocol.COHORT_QUERY: (_LAYERWISE, _train_by_messages),
+    protocol.EXCHANGE_QUERY: (_LAYERWISE, _train_by_messages),
     protocol.STATISTICS_QUERY: ("report its statistics", _statistics),
     protocol.PARTITION_QUERY: ("report its partition", _partition),
     protocol.SUMS_QUERY: ("send the sums of its columns", _sums),

@@ -26,7 +26,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, fault, negative_variance
+from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, negative_variance
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.norms.roles import Role
@@ -237,7 +237,7 @@ class BNClient(NumPyClient):
         if config.get(protocol.REPORT_BATCH):
             metrics[protocol.BATCH_EXAMPLES] = trained.first_batch
         update, own = Update(taken, metrics, {}), self._parts.taken([key for key in self.roles if key not in sent])
-        problem = fault(taken, taken) or fault(own, own)
+        problem = arrays_problem(taken, taken) or arrays_problem(own, own)
         if not math.isfinite(trained.loss):
             problem = f"its {protocol.TRAIN_LOSS} is {trained.loss} (the client diverged?)"
         if problem:

@@ -182,7 +182,7 @@ def check_metrics(
         name = name_of(metric)
         if callable(metric) and (name in (*METRICS, "loss", "num_examples", "partition_id") or is_taken(name)):
             raise SettingsError(
-                f"a function is called {name!r}, and a run reports another figure under this name; rename the "
+                f"a function is called {name!r}, and a run reports another metric under this name; rename the "
                 f"function, for instance to my_{name}"
             )
         if task is not None and not callable(metric) and metric not in task.metrics:

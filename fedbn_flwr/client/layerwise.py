@@ -190,7 +190,7 @@ def train_by_messages(
     make: MakeClient, content: RecordDict, config: Config, extras: dict[str, Arrays], context: Context
 ) -> Contribution | Update:
     """Begin a round (step 0) or continue it with the result of exchange `step`, up to the next exchange or the end."""
-    step, run = int(config[protocol.COHORT_STEP]), run_of(config)
+    step, run = int(config[protocol.EXCHANGE_STEP]), run_of(config)
     state = NodeState(context.state, run)
     if not step:
         context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
@@ -198,7 +198,7 @@ def train_by_messages(
     agreement = agreement_from_records(content) if step else None
     context.state[f"{ARRAYS}{_EXCHANGES}/{step}"] = arrays_of(content)
     if agreement is not None:
-        context.state[_ROUND][str(step)] = config[protocol.COHORT_VALUES]
+        context.state[_ROUND][str(step)] = config[protocol.EXCHANGE_VALUES]
     parked = parked_rounds.take(place, number, step)
     if parked is None:
         parked, agreement = _replayed(make, state, config, extras, number), None
@@ -261,7 +261,7 @@ def _replayed(
     make: MakeClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str
 ) -> ParkedRound:
     """The round with the agreements that the client's state has, not begun."""
-    client, step = make(), int(config[protocol.COHORT_STEP])
+    client, step = make(), int(config[protocol.EXCHANGE_STEP])
     received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]
     if missing := [each for each, arrays in enumerate(received) if not arrays]:
         raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")

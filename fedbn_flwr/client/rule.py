@@ -120,7 +120,7 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     "fedbn.momentum": "fedbn_flwr.strategies.globalmomentum:GlobalMomentumClient",
     "fedbn.control": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
     "fedbn.control-round": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
-    **dict.fromkeys(protocol.COHORT_KEYS, "fedbn_flwr.strategies.fedtan:FedTANClient"),
+    **dict.fromkeys(protocol.EXCHANGE_KEYS, "fedbn_flwr.strategies.fedtan:FedTANClient"),
     **extensions.declared("client_keys"),
 }
 _OURS = {key: str(where) for key, where in BY_KEY.items()}

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import LOG, RunFailed
 
-if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
+if TYPE_CHECKING:  # imported only when a strategy uses exchanges
     from flwr.proto.node_pb2 import NodeInfo
     from flwr.supercore.run import Run  # elsewhere in other versions of Flower
 
@@ -29,27 +29,27 @@ GivenUp = Callable[[], Collection[int]]  # the nodes whose replies the grid shou
 
 
 class Capabilities:
-    """The capabilities of an engine beyond Flower's `Grid`; a method that is not overridden suits any grid."""
+    """The capabilities of an engine beyond Flower's `Grid`. The methods here suit any grid; engines override them."""
 
     def start(self) -> int | None:
-        """Start the processes that serve nodes. Returns how many nodes are served at once; None: all of them."""
+        """Start the processes that serve nodes. Returns how many nodes they serve at once; None means all."""
         return None
 
     def observe(self, on_reply: OnReply, given_up: GivenUp = tuple) -> None:
         """Call `on_reply` with each reply of the next `send_and_receive` as it arrives, if the engine can."""
 
     def contexts(self) -> Mapping[int, Context] | None:
-        """The nodes' contexts, by node: between rounds the server may read and replace their states.
+        """The nodes' contexts, by node, or None if the engine has no access to them.
 
-        None if it cannot access them.
+        The server may read and replace the states in them between rounds.
         """
         return None
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
-        """Continue the nodes' layer-wise rounds, which wait in this engine's processes, up to the next exchange.
+        """Continue the layer-wise rounds that wait in this engine's processes, up to the next exchange.
 
-        Returns their contributions, or the reasons why there are none; a node that takes more than `timeout` seconds
-        has no entry. None: the engine cannot do so, and each node needs a message.
+        Returns each node's contribution, or the reason why there is none; a node that takes more than `timeout`
+        seconds has no entry. Returns None if the engine cannot do this: then each node needs a message.
         """
         return None
 
@@ -65,9 +65,9 @@ def capabilities(grid: Grid) -> Capabilities:
 
 
 def wait_for_nodes(grid: Grid, needed: int, timeout: float, hint: str, *, began: float | None = None) -> list[int]:
-    """The connected nodes, as soon as there are `needed`; RunFailed with `hint` after `timeout` seconds.
+    """Wait until `needed` nodes are connected, and return all that are; RunFailed with `hint` after `timeout` seconds.
 
-    The wait began at the time `began` of `time.monotonic()`, or begins now.
+    The seconds count from `began`, a time of `time.monotonic()`, or from now.
     """
     began, seen = time.monotonic() if began is None else began, -1
     while len(nodes := list(grid.get_node_ids())) < needed:
@@ -87,7 +87,7 @@ def wait_for_nodes(grid: Grid, needed: int, timeout: float, hint: str, *, began:
 
 
 class GridAround(Capabilities, Grid):
-    """A grid that wraps another and passes all calls on, capabilities included; subclasses override some."""
+    """A grid that passes all calls on to another one, capabilities included; subclasses override some."""
 
     def __init__(self, inner: Grid) -> None:
         self.inner = inner  # the grid that does the work

@@ -1,9 +1,9 @@
 """The local engine: a Flower `Grid` that calls the ClientApp directly with each message.
 
-It needs no polling and no object store. With `workers=0` this process serves all nodes, and a debugger can step
+It needs no polling and no object store. With `workers=0` this process serves all nodes, so that a debugger can step
 through. Otherwise the workers of a pool serve them.
 
-A server outside of Flower's runtime needs three of Flower's internals: `TaskIdentity`, `Run` and a message's id.
+To run outside of Flower's runtime, it uses three of Flower's internals: `TaskIdentity`, `Run` and a message's id.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from fedbn_flwr.messages.quote import shown
 from .base import Capabilities, GivenUp, OnReply
 from .pool import ForkPool, Nodes, Pool
 
-if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
+if TYPE_CHECKING:  # imported only when a strategy uses exchanges
     from fedbn_flwr.exchange.carriers import Answers
     from fedbn_flwr.exchange.codec import Agreement
 
 _FLOWER = ("1.41", "1.42")
 if not (_found := importlib.metadata.version("flwr")).startswith(tuple(f"{each}." for each in _FLOWER)):
     raise MissingPackage(
-        f"the local engine uses internals of Flower {' and '.join(_FLOWER)}, found {_found}: {install('run')}; "
-        "strategies and clients work with other versions"
+        f"the local engine needs Flower {' and '.join(_FLOWER)}, because it uses Flower's internals; found {_found}. "
+        f"To install a version that works: {install('run')}. Strategies and clients work with other versions too"
     )
 
 from flwr.supercore.run import Run  # noqa: E402
@@ -46,23 +46,23 @@ UserConfig = Mapping[str, Any]
 
 
 class LocalGrid(Capabilities, Grid):
-    """A grid of `num_nodes` nodes on this machine, for one run: nodes keep their states until it is closed.
+    """A grid of `num_nodes` nodes on this machine, for one run. Nodes keep their states until the grid is closed.
 
     Parameters
     ----------
     client_app
-        The app that answers the messages to the nodes.
+        The app that answers the nodes' messages.
     num_nodes
         Number of nodes; node i has `partition-id` i and `num-partitions` in its node config, as in Flower's simulation.
     workers
-        Processes that serve the nodes; 0 (default): this process.
+        Number of processes that serve the nodes; with 0 (default) this process does.
     pool
         Makes the workers, if there are any: forked processes, or another subclass of `engines.pool.Pool`.
     threads
-        PyTorch's threads while serving nodes: 1 in workers; in this process None leaves their number unchanged.
-        Results can depend on it in the last bit.
+        Number of PyTorch's threads for a client. Workers use 1. In this process, None leaves the number unchanged.
+        It can change the last bits of results.
     work
-        The expected relative duration of each node's messages, for instance its number of examples. Workers begin with
+        How long each node's messages take relative to others, for instance its number of examples. Workers begin with
         the longest.
     run_config, node_config
         The configs in the ClientApp's context; `node_config` is one mapping for all nodes, or one per node.
@@ -152,7 +152,7 @@ class LocalGrid(Capabilities, Grid):
         return self._take([key for key in message_ids if self._replies.get(key) is not None])
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Replies in the order of the messages, without those that take longer than `timeout` seconds."""
+        """The replies that arrive within `timeout` seconds, in the order of the messages."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         message_ids = list(self.push_messages(messages))
         while missing := {key for key in message_ids if self._replies[key] is None}:
@@ -170,7 +170,7 @@ class LocalGrid(Capabilities, Grid):
                 on_reply(reply)
 
     def _take(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies to these messages, without those that are missing, which are no longer expected."""
+        """The replies to these messages that have arrived; missing ones are no longer expected."""
         replies = [self._replies.pop(key, None) for key in message_ids]
         return [reply for reply in replies if reply is not None]
 
@@ -183,7 +183,7 @@ class LocalGrid(Capabilities, Grid):
         self._observers.append(on_reply)
 
     def contexts(self) -> Mapping[int, Context]:
-        """The nodes' contexts; a worker that has not ended a message or a round has not changed the state."""
+        """The nodes' contexts. A state changes only when a worker has ended its message or round."""
         return self._pool.contexts()
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
@@ -203,6 +203,6 @@ class LocalGrid(Capabilities, Grid):
 
 
 def identify() -> None:
-    """Let this process create messages, if Flower's runtime has not given it an identity, of which it has only one."""
+    """Give this process the identity that it needs to create messages, unless Flower's runtime has done so."""
     if vars(TaskIdentity)["_run_id"] is None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0

@@ -25,7 +25,7 @@ _FIRST_WARNING = 60.0  # seconds until the log says how many replies are missing
 
 
 def poll_often(grid: Grid) -> Grid:
-    """Flower's grid of a ServerApp, changed to poll for replies at short intervals."""
+    """Change the grid of a Flower ServerApp to poll for replies at short intervals."""
     if hasattr(grid, "pull_interval"):  # the simulation's, 0.1 s by default
         grid.pull_interval = 0.02
         return grid
@@ -33,12 +33,11 @@ def poll_often(grid: Grid) -> Grid:
 
 
 class PollingGrid(GridAround):
-    """`grid`, whose `send_and_receive` polls for replies at growing intervals.
+    """Make the `send_and_receive` of `grid` poll for replies at growing intervals.
 
-    For a lost node the SuperLink sends an error with its own node id; here the error has the id of the lost node.
-
-    A restarted SuperNode has lost its messages, but the SuperLink sees it online and reports no error: Flower's grid
-    waits for the reply until its timeout. Here the missing reply becomes an error after some seconds.
+    It also mends two of Flower's errors. For a lost node the SuperLink sends an error with the SuperLink's own node id;
+    here it gets the id of the lost node. And a restarted SuperNode has lost its messages, but the SuperLink sees it
+    online, so Flower's grid waits until its timeout. Here the missing reply becomes an error after some seconds.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -49,7 +48,7 @@ class PollingGrid(GridAround):
         self._observers.append((on_reply, given_up))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """The replies that arrive within `timeout` seconds, in that order; later ones stay on the SuperLink."""
+        """The replies that arrive within `timeout` seconds, in order of arrival; later ones stay on the SuperLink."""
         messages = list(messages)  # Flower's grid iterates over them twice
         observers, self._observers = self._observers, []
         began = checked = time.monotonic()
@@ -95,5 +94,5 @@ class PollingGrid(GridAround):
             time.sleep(pause if timeout is None else min(pause, timeout - passed))
 
     def _activations(self) -> dict[int, str]:
-        """When each connected node was last started, by the SuperLink's clock; empty if unknown."""
+        """When each connected node was last started, by the SuperLink's clock. Empty if the SuperLink does not say."""
         return {node.node_id: node.last_activated_at for node in self.inner.get_nodes() if node.last_activated_at}

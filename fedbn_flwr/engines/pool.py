@@ -1,7 +1,7 @@
 """Pools, which serve the nodes of a grid: in this process, or in workers.
 
-Any worker serves any node: the node's state is sent with the message, and comes back with the reply. Only a layer-wise
-round, which cannot be sent, stays with its worker until it ends.
+Any worker can serve any node: the node's state goes to it with the message, and comes back with the reply. Only a
+layer-wise round stays with its worker until it ends, because a round cannot be sent.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.errors import FedbnError, RunFailed, described
-from fedbn_flwr.messages.protocol import COHORT_QUERY
+from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 
 from .base import OnReply
 from .worker import NodeWorker, Worker
 
-if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
+if TYPE_CHECKING:  # imported only when a strategy uses exchanges
     from fedbn_flwr.exchange.carriers import Answers
     from fedbn_flwr.exchange.codec import Agreement, Contribution
 
@@ -38,7 +38,7 @@ _LOOK = 1.0  # seconds without a result, after which the pool checks for workers
 
 @dataclass
 class Nodes:
-    """The nodes of a grid and their contexts. A worker has the contexts of layer-wise rounds that are parked there."""
+    """The nodes of a grid and their contexts. In a worker: the contexts of layer-wise rounds that are parked there."""
 
     client_app: ClientApp
     threads: int | None  # PyTorch's threads while serving a node; None: their number stays
@@ -46,21 +46,21 @@ class Nodes:
     work: Mapping[int, float] = field(default_factory=dict)  # the expected relative duration of a node's messages
 
     def for_worker(self) -> Nodes:
-        """What a worker needs before its first message."""
+        """A copy for a worker, without contexts."""
         return Nodes(self.client_app, self.threads or 1)
 
     def handle(self, message: Message, context: Context | None) -> tuple[Message, RecordDict | None]:
-        """In a worker: the reply, and the new state. Context and state are None while they stay in the worker."""
+        """In a worker: answer a message. Returns the reply and the new state, or None while the state stays here."""
         node = message.metadata.dst_node_id
         context = self.contexts.pop(node) if context is None else context
         reply = self.answer(message, context)
-        if message.metadata.message_type != COHORT_QUERY:  # after one, a layer-wise round is parked here
+        if message.metadata.message_type != EXCHANGE_QUERY:  # after one, a layer-wise round is parked here
             return reply, context.state
         self.contexts[node] = context
         return reply, None
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
-        """Continue the rounds that are parked in this process. The answer of one that fails is the reason."""
+        """Continue the rounds that are parked in this process. A round that fails answers with the reason."""
         answers: dict[int, Contribution | str] = {}
         for node in nodes:
             try:
@@ -82,7 +82,7 @@ class Nodes:
                 reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"  # type: ignore[unreachable]
             elif reply.has_error():  # a mod made it
                 reason = reply.error.reason
-            # Flower's SuperLink refuses such replies too.
+            # Flower's SuperLink rejects such replies too.
             elif (given := reply.metadata).reply_to_message_id != asked.message_id:
                 reason = f"it replied to message {given.reply_to_message_id!r} instead of {asked.message_id!r}"
             elif given.src_node_id != asked.dst_node_id:
@@ -95,7 +95,7 @@ class Nodes:
 
 
 def _reason(error: BaseException) -> str:
-    """The text of the exception that is being handled, for the server."""
+    """The exception that is being handled, as text for the server."""
     if os.environ.get("FEDBN_DEBUG"):
         traceback.print_exc(file=sys.stderr)
     return str(error) if isinstance(error, FedbnError) else described(error)
@@ -126,11 +126,11 @@ class Pool:
         """Remove messages from the queue. A message that a worker has begun still changes its node's state."""
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
-        """The contributions of `Capabilities.exchange`, from the nodes whose layer-wise rounds are parked."""
+        """Like `Capabilities.exchange`, for the nodes whose layer-wise rounds are parked in this pool."""
         return self.nodes.exchange(nodes, agreement)
 
     def contexts(self) -> Mapping[int, Context]:
-        """The contexts of `Capabilities.contexts`; workers abandon their layer-wise rounds."""
+        """Like `Capabilities.contexts`. Workers abandon their layer-wise rounds."""
         return self.nodes.contexts
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ W = TypeVar("W", bound=NodeWorker)
 
 
 class WorkerPool(Pool, ABC, Generic[W]):
-    """Workers, each of which takes the next message when it is free. Messages with the most work come first."""
+    """A pool whose workers each take the next message when they are free. Messages with the most work come first."""
 
     def __init__(self, nodes: Nodes, on_reply: OnReply, workers: Sequence[W]) -> None:
         super().__init__(nodes, on_reply)
@@ -162,10 +162,10 @@ class WorkerPool(Pool, ABC, Generic[W]):
 
     def put(self, messages: Sequence[Message]) -> None:
         self._queue = sorted([*self._queue, *messages], key=lambda each: -self.nodes.work[each.metadata.dst_node_id])
-        # Every exchange waits for the slowest worker: layer-wise rounds that are to begin are dealt out evenly.
+        # Every exchange waits for the slowest worker, so new layer-wise rounds are dealt out evenly.
         able = [worker for worker in self.workers if not worker.problem]
         free = [worker for worker in able if worker not in self._handling] or able  # others are late with a message
-        asked = [each.metadata.dst_node_id for each in self._queue if each.metadata.message_type == COHORT_QUERY]
+        asked = [each.metadata.dst_node_id for each in self._queue if each.metadata.message_type == EXCHANGE_QUERY]
         new = dict.fromkeys(node for node in asked if node not in self._worker_of)
         self._worker_of.update(zip(new, itertools.cycle(free)))
 
@@ -251,8 +251,8 @@ class ForkPool(WorkerPool[Worker]):
 
     def __init__(self, nodes: Nodes, on_reply: OnReply, count: int) -> None:
         if nodes.threads not in (None, 1):
-            # One core for each; how many clients train at once is `workers`.
-            raise ValueError(f"threads is {nodes.threads}; worker processes train with one, or give workers=0")
+            # Each worker uses one core; `workers` decides how many clients train at once.
+            raise ValueError(f"threads is {nodes.threads}; worker processes need 1 (for more threads give workers=0)")
         super().__init__(nodes, on_reply, [Worker(nodes.for_worker()) for _ in range(count)])
 
     def wait(self, busy: Sequence[Worker], timeout: float) -> Iterable[Worker]:

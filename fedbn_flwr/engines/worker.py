@@ -1,10 +1,12 @@
-"""Workers, which do one job at a time outside of the server's process; those of the local engine are forked.
+"""Workers, which do one job at a time outside of the server's process. The local engine forks its workers.
 
-A forked process shares the memory of its parent. Where the parent has other threads, as in a notebook, a lock that one
-of them holds at the fork stays locked in the new process: a worker that does not start is forked again. Its first
-thread also inherits OpenMP's record of a pool of threads, which the fork did not copy: parallel arithmetic in it would
-wait for them forever, for instance after a network calls `torch.set_num_threads(4)`. OpenMP has a pool for each thread
-that begins parallel arithmetic, so a worker does its jobs in a new thread, whose pool is its own.
+A forked process shares the memory of its parent, which causes two problems:
+
+- If another thread of the parent holds a lock during the fork, as in a notebook, the lock stays locked in the new
+  process. So a worker that does not start is forked again.
+- The first thread of the new process inherits OpenMP's record of a thread pool, but not the threads. Parallel
+  arithmetic in it would wait for them forever, for instance after a network calls `torch.set_num_threads(4)`. OpenMP
+  has a pool for each thread that begins parallel arithmetic, so a worker does its jobs in a new thread.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ _TOO_SLOW = (
     "use PyTorch's random numbers or its output; use workers=0"
 )
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-_WATCH = 2  # seconds between two looks whether the parent lives
-_IDLE = 1  # seconds without a job, after which a worker returns freed memory to the system
+_WATCH = 2  # seconds between checks that the parent lives
+_IDLE = 1  # seconds without a job until a worker returns freed memory to the system
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 Then = Callable[[Any, str], object]  # gets a job's result, or the reason why there is none
@@ -47,17 +49,17 @@ Then = Callable[[Any, str], object]  # gets a job's result, or the reason why th
 class NodeWorker(ABC):
     """Does one job at a time. It is started before its first job, and restarted after a crash."""
 
-    then: Then | None = None  # gets the result of the current job, of which the first one is its start
+    then: Then | None = None  # gets the result of the current job; the first job is the start
     is_ready = False
     problem = ""  # why it is not started again
-    _failures = 0  # to start, one after the other
+    _failures = 0  # failed starts in a row
 
     @property
     def is_free(self) -> bool:
         return self.is_ready and self.then is None
 
     def begin(self) -> None:
-        """Start it if it is not started, without waiting until it is ready."""
+        """Start the worker unless it has started, without waiting until it is ready."""
         if not (self.is_ready or self.then or self.problem):
             self.launch()
             self.then = self._on_start
@@ -72,7 +74,7 @@ class NodeWorker(ABC):
             self.problem = problem or lost
 
     def proceed(self) -> None:
-        """Pass on the result of the current job, as soon as there is one."""
+        """Wait for the result of the current job, and pass it on."""
         then, self.then = self.then, None
         result, lost = self.receive()
         if lost:
@@ -89,18 +91,18 @@ class NodeWorker(ABC):
 
     @abstractmethod
     def receive(self) -> tuple[Any, str]:
-        """The result of the current job (of the start: why it cannot serve, or nothing), or why it is lost."""
+        """The result of the current job and, if it is lost, the reason. The start's result is a problem or None."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it; begin() starts it again."""
+        """End the worker; begin() starts it again."""
 
 
 class Channel:
     """Objects between two processes.
 
-    multiprocessing's `Connection` would copy each array three times, and not notice that the other end was closed while
-    a process that was forked before has a copy of it.
+    multiprocessing's `Connection` would copy each array three times. And it would not notice that the other end was
+    closed as long as another forked process has a copy of that end.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -178,15 +180,15 @@ class Worker(NodeWorker):
 
 @contextlib.contextmanager
 def _signals_later() -> Iterator[None]:
-    """Signals wait: in a process that is forked here until it has handlers, in this one until it knows that process.
+    """Hold back signals around a fork: in the new process until it has handlers, in this one until it knows the other.
 
-    The mask, which the new process inherits, is not enough for this one, whose other threads receive signals.
+    The new process inherits the signal mask. In this process a mask is not enough, since other threads receive signals.
     """
     noted: list[int] = []
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [*map(signal.raise_signal, noted)])
         for number in _SIGNALS if threading.current_thread() is threading.main_thread() else ():
-            if (handler := signal.getsignal(number)) is not None:  # it is not one of another language
+            if (handler := signal.getsignal(number)) is not None:  # otherwise the handler is not Python's
                 stack.callback(signal.signal, number, handler)
                 signal.signal(number, lambda number, _: noted.append(number))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -195,7 +197,7 @@ def _signals_later() -> Iterator[None]:
 
 
 def fork_problem() -> str | None:
-    """Why this forked process cannot train: PyTorch refuses if its parent has threads that compute gradients."""
+    """Why this forked process cannot train, or None: PyTorch refuses if the parent has threads for gradients."""
     try:
         torch.zeros((), requires_grad=True).backward()
     except RuntimeError:
@@ -238,7 +240,7 @@ def _serve_all(served: object, channel: Channel) -> None:
 
 
 def _serve_next(served: object, channel: Channel) -> None:
-    """Do a job. A function, so that no message or reply stays in memory while the worker waits."""
+    """Do a job. It is a function of its own so that no message or reply stays in memory while the worker waits."""
     if not wait([channel.fileno()], _IDLE):
         return_freed_memory()  # the server aggregates or evaluates now, and needs memory too
     call, arguments = channel.receive()
@@ -249,9 +251,9 @@ def keep_freed_memory() -> None:
     """Make malloc keep freed memory for the next arrays, except blocks of more than 256 MiB (glibc only).
 
     Otherwise a model's arrays are returned to the system after each message, and allocating them again page by page
-    takes longer than filling them. Threads use the same memory as the main thread, because malloc returns that of a
-    thread at once; a layer-wise round runs in a thread. Only for the processes of a run, because the settings apply to
-    the whole process.
+    takes longer than filling them. Threads share the main thread's memory, because malloc returns a thread's own memory
+    at once, and a layer-wise round runs in a thread. The settings apply to the whole process, so only the processes of
+    a run may call this.
     """
     with contextlib.suppress(OSError, AttributeError):
         malloc = ctypes.CDLL(None).mallopt
@@ -261,6 +263,6 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system (glibc only), before other work than that which will need it again."""
+    """Return freed memory to the system (glibc only). Call it before work that does not need the memory again."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,11 +1,10 @@
 """How a round's exchanges travel, and which contributions can be used.
 
-A `Carrier` sends an agreement and collects the clients' contributions, by Flower's messages or by a service of an
-extension. The loop over the exchanges, in `strategies.fedtan`, depends on neither.
+A `Carrier` sends an agreement and collects the clients' contributions, as Flower's messages or through an extension's
+service. The loop over the exchanges, in `strategies.fedtan`, works with any carrier.
 
-By messages, one exchange is a `query.cohort` to each client. An engine that has the clients' parked rounds in its
-processes passes on all exchanges but the first and the last itself: the first message contains the model, and the last
-one is the train message.
+As messages, one exchange is a `query.exchange` to each client. The first of them contains the model, and the train
+message replaces the last. An engine whose processes hold the clients' parked rounds can carry those in between itself.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _TENSORS = {"moments": {"mean", "var"}, "mean": {"mean"}, "variance": {"var"}, "
 _MOST_EXCHANGES = 100_000  # in a round
 _LARGEST = 1e18  # of a contribution's values: their squares and sums are finite in float32
 
-Answers = Mapping[int, Contribution | str]  # by node; a string is the problem because of which there is none
-# Why tensors are too far from the others, by position.
+Answers = Mapping[int, Contribution | str]  # by node; a string says why there is no contribution
+# Gives the reasons why tensors are too far from the others, by position.
 Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]
-# An engine's exchange of parked rounds (nodes, agreement, seconds); None: the engine cannot.
+# An engine's exchange with parked rounds (nodes, agreement, seconds); returns None if the engine has none.
 PassOn = Callable[[Sequence[int], Agreement, float], Answers | None]
 
 
@@ -55,15 +54,15 @@ class Carrier(Protocol):
     """How the exchanges of one round travel."""
 
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
-        """Send an agreement to nodes, that of exchange `step` (None at first), and return their next contributions.
+        """Send nodes the agreement of exchange `step`, and return their next contributions.
 
-        A node that does not answer in time has no entry.
+        The first exchange has no agreement (None). A node that does not answer in time has no entry.
         """
 
     def begin(self, exchanges: Callable[[], ExchangesDone]) -> list[Message]:
-        """The round's train messages. `exchanges`, which calls `ask`, runs now or while clients handle these messages.
+        """Make the round's train messages, and run `exchanges`, which calls `ask`.
 
-        So a carrier decides in which thread it runs.
+        A carrier may run `exchanges` before it returns, or in a thread while clients handle the messages.
         """
 
     def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
@@ -74,12 +73,12 @@ MakeCarrier = Callable[[Grid, Sequence[Message], float], Carrier]  # for these t
 
 
 def service() -> MakeCarrier | None:
-    """The exchange service that the environment of the ServerApp names, if any; SettingsError if it cannot be used."""
+    """The exchange service from the ServerApp's environment, if there is one; SettingsError if it cannot be used."""
     return next(filter(None, (found() for found in parts("carriers"))), None)
 
 
 def content_like(message: Message, arrays: ArrayRecord, more: Mapping[str, Any]) -> RecordDict:
-    """The content of a message with other arrays, and `more` in the config."""
+    """The message's content with these arrays instead of its own, and `more` added to its config."""
     key, config = next(iter(configs_in(message.content).items()))
     return RecordDict({"arrays": arrays, key: ConfigRecord({**config, **more})})
 
@@ -102,7 +101,7 @@ class ByMessages:
             answers = self._pass_on(nodes, agreement, self._timeout)
             if answers is not None:
                 return answers
-        questions = self._messages(protocol.COHORT_QUERY, nodes, step, agreement)
+        questions = self._messages(protocol.EXCHANGE_QUERY, nodes, step, agreement)
         replies = gate(self._grid.send_and_receive(questions, timeout=self._timeout))
         return {reply.metadata.src_node_id: _answer(reply) for reply in replies}
 
@@ -110,7 +109,7 @@ class ByMessages:
         arrays, numbers = sent_model(self._first.content), {}
         if agreement is not None:
             arrays, numbers = pack(agreement.tensors), numbers_of(agreement)
-        content = content_like(self._first, arrays, {protocol.COHORT_STEP: step, **numbers})
+        content = content_like(self._first, arrays, {protocol.EXCHANGE_STEP: step, **numbers})
         return [Message(content, node, kind) for node in nodes]
 
 
@@ -129,7 +128,7 @@ def _answer(reply: Message) -> Contribution | str:
 def judged(
     nodes: Sequence[int], answers: Answers, remaining: int | None, outliers: Outliers | None
 ) -> tuple[dict[int, Contribution], list[tuple[int, str]]]:
-    """The contributions by node, and the problems of those that cannot be used; see `problems` for `remaining`."""
+    """The contributions by node, and the problems of unusable ones; see `problems` for `remaining`."""
     found = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
     refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
     refused |= problems(found, remaining)
@@ -143,13 +142,13 @@ def judged(
 
 
 def problems(found: Mapping[int, Contribution], remaining: int | None) -> dict[int, str]:
-    """Why contributions cannot be used, by node: each one's own problem, or that most clients sent another form.
+    """Why contributions cannot be used, by node: a problem of their own, or another form than most clients sent.
 
     `remaining` is the number of exchanges that were to follow the previous one; None before the first.
     """
-    # As in the gate, which streams do not pass; clients may report equal weights as their numbers of examples.
+    # Streams bypass the gate, which checks this for messages. Most clients may report equal weights as their numbers.
     large = {
-        node: f"its batch has {each.batch} examples, and its data set {each.examples}"
+        node: f"its batch has {each.batch} examples, but its data set has {each.examples}"
         for node, each in found.items()
         if each.batch > each.examples
     }
@@ -157,10 +156,10 @@ def problems(found: Mapping[int, Contribution], remaining: int | None) -> dict[i
     refused |= {node: why for node, each in found.items() if (why := problem(each, remaining)) is not None}
     forms = {node: _form(each) for node, each in found.items() if node not in refused}
     times = Counter(forms.values())
-    # Of equally frequent ones, that of the first partition.
+    # In a tie, the form of the first partition.
     most = min(forms, key=lambda node: (-times[forms[node]], found[node].partition or 0), default=0)
     others = {
-        node: f"it sent {form}, others {forms[most]}; do all clients have the same model?"
+        node: f"it sent {form}, but others sent {forms[most]}; do all clients have the same model?"
         for node, form in forms.items()
         if form != forms[most]
     }
@@ -172,18 +171,19 @@ def problem(contribution: Contribution, remaining: int | None) -> str | None:
     kind, follow = contribution.kind, contribution.remaining
     if follow > _MOST_EXCHANGES or (remaining is not None and follow != remaining - 1):
         expected = f"at most {_MOST_EXCHANGES}" if remaining is None else remaining - 1
-        return f"it reports that {follow} exchanges follow, expected {expected}"
+        return f"it reports that {follow} exchanges follow; expected {expected}"
     if not (contribution.batch and contribution.values):
         return (
-            f"its batch has {contribution.batch} examples and {contribution.values} values per channel, expected both"
+            f"its batch has {contribution.batch} examples and {contribution.values} values per channel; expected one "
+            "or more of each"
         )
     if kind not in _TENSORS:
-        return f"it sent {kind!r}, expected one of {', '.join(_TENSORS)}"
+        return f"it sent {kind!r}; expected one of {', '.join(_TENSORS)}"
     if set(contribution.tensors) != _TENSORS[kind]:
-        return f"{kind} has {sorted(contribution.tensors)}, expected {sorted(_TENSORS[kind])}"
+        return f"{kind} has {sorted(contribution.tensors)}; expected {sorted(_TENSORS[kind])}"
     for name, array in contribution.tensors.items():
         if array.dtype.kind != "f" or array.ndim != 1 or not array.size:
-            return f"{name!r} is {array.dtype} of shape {array.shape}, expected floats, one per channel"
+            return f"{name!r} is {array.dtype} of shape {array.shape}; expected floats, one per channel"
         most = min(_LARGEST, float(np.finfo(array.dtype).max) / 8)
         least = -most
         if kind != "gradients":  # differences of means are squared in the variance of all clients
@@ -191,7 +191,7 @@ def problem(contribution: Contribution, remaining: int | None) -> str | None:
         low, high = float(array.min()), float(array.max())
         if not least <= low <= high <= most:  # true for NaN
             return (
-                f"{name!r} has values from {low:g} to {high:g}, expected {least:g} to {most:g} (the client diverged?)"
+                f"{name!r} has values from {low:g} to {high:g}; expected {least:g} to {most:g} (the client diverged?)"
             )
     return None
 

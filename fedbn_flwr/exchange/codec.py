@@ -1,6 +1,6 @@
-"""The values of one exchange, and their form as Flower's records.
+"""The values of one exchange, converted to Flower's records and back.
 
-A client sends a `Contribution`, and the server answers with an `Agreement`. The sender is not trusted: invalid content
+A client sends a `Contribution`, and the server answers with an `Agreement`. Neither trusts the other: invalid content
 raises `MessageError`.
 """
 
@@ -28,10 +28,10 @@ class Contribution:
 
     kind: str  # "moments" (mean and var together), "mean", "variance" (around the agreed mean), "gradients" (of both)
     tensors: Arrays
-    batch: int  # B_i, the examples in this client's batch
-    values: int  # v_i, the values per channel that the tensors are of; of padded series, those at real positions
-    remaining: int  # exchanges that follow this one
-    examples: float = 0  # in this client's data set: p_i, up to scale
+    batch: int  # B_i, the number of examples in this client's batch
+    values: int  # v_i, the number of values per channel in the batch, without padded positions
+    remaining: int  # the number of exchanges that follow this one
+    examples: float = 0  # p_i up to scale, such as the number of examples in this client's data set
     partition: int | None = None  # the server orders clients by it
 
 
@@ -41,7 +41,7 @@ class Agreement:
 
     tensors: Arrays
     values: int  # per channel, in the batches of all clients
-    per_example: float  # r, their mean number in an example; each client's examples together have its weight
+    per_example: float  # r, the mean number of values in an example, where each client has its weight
 
 
 def contribution_to_records(contribution: Contribution) -> RecordDict:
@@ -66,7 +66,9 @@ def contribution_from_records(content: RecordDict) -> Contribution:
     """The contribution in a reply that has passed the gate."""
     metrics, configs, arrays = metrics_in(content), configs_in(content), arrays_in(content)
     if {*arrays} != {"arrays"} or len(metrics) != 1 or "config" not in configs:
-        raise MessageError("the reply is no contribution to an exchange; serve the client with fedbn_flwr.client_app")
+        raise MessageError(
+            "the reply is not a contribution to an exchange; serve the client with fedbn_flwr.client_app"
+        )
     (numbers,) = metrics.values()
     return Contribution(
         batch=int(_number(numbers, protocol.BATCH_EXAMPLES)),
@@ -81,18 +83,18 @@ def contribution_from_records(content: RecordDict) -> Contribution:
 
 def numbers_of(agreement: Agreement) -> dict[str, Any]:
     """The agreement's numbers, as an entry of a config."""
-    return {protocol.COHORT_VALUES: [float(agreement.values), agreement.per_example]}
+    return {protocol.EXCHANGE_VALUES: [float(agreement.values), agreement.per_example]}
 
 
 def agreement_from_records(content: RecordDict) -> Agreement:
-    numbers: Any = next(iter(configs_in(content).values()), ConfigRecord()).get(protocol.COHORT_VALUES)
+    numbers: Any = next(iter(configs_in(content).values()), ConfigRecord()).get(protocol.EXCHANGE_VALUES)
     if "arrays" not in arrays_in(content) or not isinstance(numbers, list) or len(numbers) != 2:
-        raise MessageError(f"an agreement needs the record 'arrays' and two numbers {protocol.COHORT_VALUES!r}")
+        raise MessageError(f"an agreement needs the record 'arrays', and two numbers as {protocol.EXCHANGE_VALUES!r}")
     return Agreement(unpack(arrays_in(content)["arrays"]), int(numbers[0]), numbers[1])
 
 
 def _number(numbers: MetricRecord, key: str) -> Any:
     value: Any = numbers.get(key)
-    if value is None or (key != protocol.NUM_EXAMPLES and value % 1):  # clients may have weights of their own
-        raise MessageError(f"its metrics have {key!r} = {shown(value)}, expected a whole number")
+    if value is None or (key != protocol.NUM_EXAMPLES and value % 1):  # a client's weight need not be whole
+        raise MessageError(f"its metrics have {key!r} = {shown(value)}; expected a whole number")
     return value

@@ -79,12 +79,12 @@ class LayerwiseStep:
     fused
         Send mean and variance together (2L exchanges for L layers), or one after the other as in the paper (3L).
     backward
-        Also exchange gradients. Without it each client uses its own instead of the cohort's: the papers'
-        "FedAvg + Algorithm 2".
+        Also exchange gradients. Without it each client uses its own gradients instead of the clients' mean: the
+        papers' "FedAvg + Algorithm 2".
     examples, partition
-        Of the client; part of each contribution.
+        The client's number of examples and its partition, which each contribution contains.
     allowed, own
-        The examples that a batch must have by the strategy, and by the client (`check_batch`).
+        The smallest batch that the strategy allows, and the smallest that the client allows (`check_batch`).
     """
 
     exchange: Exchange
@@ -108,7 +108,7 @@ class LayerwiseStep:
             outputs = model(inputs)
         with replaced_forward(model, _called_by_loss):
             loss = loss_fn(outputs, targets)
-        # Otherwise one thread of autograd for each GPU would run the backward passes of all clients there.
+        # Otherwise autograd's only thread for a GPU would run the backward passes of all clients there.
         with replaced_forward(model, _computed_again), torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         for moments in reversed(self._open):  # layers on which the loss does not depend, the same on all clients
@@ -116,7 +116,7 @@ class LayerwiseStep:
         return loss.detach()
 
     def _swap(self, kind: str, tensors: dict[str, Tensor], values: int) -> tuple[dict[str, Tensor], Agreement]:
-        """Exchange tensors: the cohort's values of them, and the agreement."""
+        """Exchange tensors; returns their agreed values and the whole agreement."""
         self._left -= 1
         own = {key: as_array(value) for key, value in tensors.items()}
         agreed = self.exchange(
@@ -155,7 +155,7 @@ class LayerwiseStep:
         return out
 
     def _exchange_gradients(self, moments: _Moments, d_gamma: Tensor, d_beta: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss's gradients with respect to the agreed mean and variance: the cohort's, or this client's own."""
+        """The loss's gradients with respect to the agreed mean and variance: the clients' mean or this client's."""
         self._open = [other for other in self._open if other is not moments]
         inverse = torch.rsqrt(moments.var + moments.eps)
         d_mean = -moments.gamma * inverse * d_beta
@@ -199,22 +199,22 @@ class _CohortNorm(torch.autograd.Function):
 def _called_by_loss(layer: _BatchNorm, y: Tensor) -> Tensor:
     raise MessageError(
         f"FedTAN's step cannot train with a loss that itself calls a batch norm of the model ({layer}), because only "
-        "those that the model's forward calls are exchanged; expected a forward that returns all that the loss needs"
+        "calls in the model's forward are exchanged; let forward return all that the loss needs"
     )
 
 
 def _computed_again(layer: _BatchNorm, y: Tensor) -> Tensor:
     raise MessageError(
         "FedTAN's step cannot train a model whose backward pass computes batch norms again (activation checkpointing, "
-        "memory_efficient=True): the agreed statistics would be lost; expected a model without it"
+        "memory_efficient=True), because the agreed statistics would be lost; turn that off"
     )
 
 
 def _variance(values: Tensor, mean: Tensor, dims: list[int]) -> Tensor:
     """The variance per channel around `mean`.
 
-    On a CPU the three operations together take a fifth of the time of native batch norm's kernel, which adds up element
-    by element, and a tenth of that of torch.var_mean.
+    On a CPU these three operations take a fifth of the time of batch norm's native kernel, which adds up element by
+    element, and a tenth of the time of torch.var_mean.
     """
     return (values - mean.view([1, -1] + [1] * (values.ndim - 2))).square_().mean(dims)
 
@@ -231,9 +231,9 @@ def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) ->
 
 
 def exchanged_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The batch norms that train, by name; SettingsError names a layer whose arithmetic an exchange cannot replace.
+    """The batch norms that train, by name, without frozen ones (in eval mode).
 
-    Frozen ones (in eval mode) stay as they are.
+    SettingsError names a layer that computes something else than plain batch norm.
     """
     what = "batch norm over the clients' batches"
     layers = {name: layer for name, layer in batch_norms(model, what).items() if layer.training}
@@ -248,7 +248,7 @@ def exchanged_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 
 @contextmanager
 def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], Tensor]) -> Iterator[None]:
-    """Inside, batch norms that train call `forward(layer, values)`, of padded series with those at real positions."""
+    """Inside, batch norms that train call `forward(layer, values)`; padded positions are left out of the values."""
     layers = exchanged_layers(model).values()
     try:
         for layer in layers:
@@ -262,15 +262,15 @@ def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], T
 
 @torch.no_grad()
 def count_calls(model: nn.Module, inputs: Value) -> int:
-    """The number of calls of training batch norms in a forward pass; the model remembers it, and nothing else changes.
+    """The number of calls of training batch norms in a forward pass. The model remembers it, and nothing else changes.
 
-    The pass is that of the whole batch: of a graph, the first nodes without the others are not an input.
+    The pass needs the whole batch, since the first nodes of a graph alone are not an input.
     """
     case = each(lambda tensor: tensor.shape[1:], inputs), [*exchanged_layers(model)]
     if (known := getattr(model, "_batch_norm_calls", None)) is not None and known[0] == case:
         return int(known[1])
     calls = 0
-    # The pass may change any of them, for instance those of a spectral norm.
+    # The pass may change any buffer, for instance in a spectral norm.
     tables = [module._buffers for module in model.modules()]
     buffers = [(t, name, buffer, buffer.clone()) for t in tables for name, buffer in t.items() if buffer is not None]
 
@@ -288,11 +288,11 @@ def count_calls(model: nn.Module, inputs: Value) -> int:
 
 
 def check_batch(examples: int, *, allowed: int, own: int) -> None:
-    """Refuse a batch of fewer examples than the strategy (`allowed`) or the client (`own`) allows to exchange."""
+    """Raise an error if the batch has fewer examples than the strategy (`allowed`) or the client (`own`) allows."""
     if examples < max(allowed, own):
         raise MessageError(
             f"the batch of this client has {examples} example{'s' if examples != 1 else ''}, and it refuses to "
-            f"exchange the statistics of fewer than {max(allowed, own)}, because these reveal the examples; use larger "
-            f"batches, or allow it: the strategy's min_batch is {allowed}, and min-batch in this node's config (or "
-            f"BNClient(min_batch=...)) is {own}"
+            f"exchange the statistics of fewer than {max(allowed, own)}, because they reveal the examples; use larger "
+            f"batches, or lower both limits: the strategy's min_batch is {allowed}, and min-batch in this node's "
+            f"config (or BNClient(min_batch=...)) is {own}"
         )

@@ -1,21 +1,22 @@
-"""Extensions: what protects, accelerates or operates a federation, each in a folder of its own.
+"""Extensions protect, accelerate or operate a federation. Each has its own folder.
 
-A core module never imports an extension. It asks here for the parts that the installed ones declare: the package of an
-extension has a dictionary `PARTS` with entries such as `"strategies": {"Secure": "strategy:Secure"}`, that is kind of
-part, name, and where it is. An extension is imported when one of its parts is used, so a folder that is deleted takes
-only its parts with it. The kinds:
+A core module never imports an extension. It asks here for parts. Each extension's package declares them in a dictionary
+`PARTS`, by kind and name: `"strategies": {"Secure": "strategy:Secure"}` is the class `Secure` in the module `strategy`.
+An extension is imported when one of its parts is used. If you delete its folder, everything else continues to work.
+The kinds of parts:
 
-- bounds: "Bounds", and "from_settings", which makes them from a mapping such as `{max_share: 0.2}`
-- carriers: functions that return what makes FedTAN's carriers, or None, by the environment's settings
-- client_keys: by config key, the client rule that it selects
-- client_mods: by config key, the mod around the handling of messages that have it: (message, context, call_next). Its
-  `keys` document the config keys; it removes them from the message that it passes on
-- commands: a function that adds a command to the parser of `fedbn`, for instance `fedbn check`
-- engines: by the name that `engine.name` has, a context manager of an experiment that yields the grids of its runs
+- bounds: "Bounds", and "from_settings", which makes Bounds from a mapping such as `{max_share: 0.2}`
+- carriers: functions that look for settings in the environment, and return a function that makes FedTAN's carriers, or
+  None
+- client_keys: by config key, the client rule that the key selects
+- client_mods: by config key, a mod (message, context, call_next) for messages with this key. Its `keys` document the
+  config keys; it removes them from the message that it passes on
+- commands: a function that adds a command such as `fedbn check` to the parser of `fedbn`
+- engines: by the value of `engine.name`, a context manager that yields the grids of an experiment's runs
 - pools: "together", a pool of the local engine that trains several clients at once
 - passes: "compiled", which compiles the gradient of a round
-- queries: by action, the function (content, context) that answers `query.ACTION`
-- strategies: by name, the class; `fedbn_flwr.strategies` and `fedbn list strategies` have it
+- queries: by action, a function (content, context) that answers `query.ACTION`
+- strategies: by name, a class, which then appears in `fedbn_flwr.strategies` and `fedbn list strategies`
 """
 
 import importlib
@@ -26,7 +27,7 @@ from typing import Any
 
 @cache
 def declared(kind: str) -> dict[str, str]:
-    """Where the parts of a kind are, as `module:attribute`, by name."""
+    """The locations `module:attribute` of the parts of a kind, by name."""
     found = {}
     for extension in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         package = importlib.import_module(f"{__name__}.{extension}")
@@ -35,7 +36,7 @@ def declared(kind: str) -> dict[str, str]:
 
 
 def parts(kind: str) -> list[Any]:
-    """All parts of this kind, in the order of extensions and of their declarations."""
+    """All parts of this kind, sorted by extension, in the order of declaration."""
     return [part(kind, name) for name in declared(kind)]
 
 

@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 def total_weight(weights: Sequence[float]) -> float:
-    """The sum of the weights; negative, infinite and all-zero weights are errors."""
+    """The sum of the weights; ValueError if a weight is negative or infinite, or if all are zero."""
     if wrong := [weight for weight in weights if not math.isfinite(weight) or weight < 0]:
         raise ValueError(f"a weight is {wrong[0]}; expected a finite number, zero or more")
     total = math.fsum(weights)
@@ -38,9 +38,9 @@ _LARGE = 1 << 20  # elements for each thread: starting a thread takes as long as
 def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
     """The weighted mean of each key, in the dtype of the input.
 
-    Sums are in float64 and in the order of `replies`. So the mean of equal arrays is exactly that array, for instance
-    the mean of ten integers 16 is 16, and rounding errors do not grow with the number of clients. Integers are rounded
-    to the nearest; booleans are decided by majority. Beside the replies and the result it takes little memory.
+    Sums are in float64 and in the order of `replies`. So the mean of equal arrays is exactly that array: the mean of
+    ten integers 16 is 16. Rounding errors do not grow with the number of clients. Integers are rounded to the nearest;
+    booleans are decided by majority. Apart from the replies and the result, it needs little memory.
     """
     total = total_weight(weights)
     given = [reply for reply, _ in zip(replies, weights, strict=True)]
@@ -54,8 +54,9 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
 def _mean(values: Sequence[Array], weights: Sequence[float], total: float) -> Array:
     """The mean of flat arrays; with large ones several threads take 0.6 of the time on two cores.
 
-    The result depends neither on the number of threads nor, as that of BLAS may, on the position of an element. 64-bit
-    values are summed as differences from those with the largest weight, because float64 sums would round equal values.
+    The result does not depend on the number of threads. Nor does it depend on an element's position, as a result of
+    BLAS may. 64-bit values are summed as differences from the values with the largest weight: a float64 sum would
+    round equal values.
     """
     of_most = max(range(len(weights)), key=weights.__getitem__)
     mean = np.empty(values[0].size, values[0].dtype)
@@ -101,16 +102,16 @@ def cast(total: Array, dtype: np.dtype[Any]) -> Array:
     return np.asarray(total).astype(dtype)
 
 
-def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -> str | None:
+def arrays_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -> str | None:
     """The reason why `arrays` must not be aggregated, or None.
 
     `like` are the arrays that the server sent; `expected` are the keys that the client must send back (by default all).
-    NaN, infinity and negative variances are faults, since one such reply makes the global model unusable.
+    NaN, infinity and negative variances are problems, since one such reply makes the global model unusable.
     """
     if isinstance(arrays, FlatArrays) and isinstance(like, FlatArrays) and arrays.layout is like.layout:
         whole = expected is None or arrays.layout.places.keys() == set(expected)
         if whole and is_finite(arrays.flat) and negative_variance(arrays) is None:
-            return None  # the common case; the checks below find the first fault
+            return None  # the common case; otherwise the checks below find the first problem
     wanted = set(like if expected is None else expected)
     if missing := sorted(wanted - set(arrays)):
         return f"the reply lacks {few(map(repr, missing), 3)}"
@@ -118,12 +119,12 @@ def fault(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -
         return f"the reply has {few(map(repr, extra), 3)}, which the server did not request"
     for key, value in arrays.items():
         if value.shape != like[key].shape:
-            return f"{key!r} has shape {value.shape}, the server's has {like[key].shape}"
+            return f"{key!r} has shape {value.shape}; the server sent shape {like[key].shape}"
         if value.dtype != like[key].dtype:
-            return f"{key!r} is {value.dtype}, the server's is {like[key].dtype}"
+            return f"{key!r} is {value.dtype}; the server sent {like[key].dtype}"
         if not is_finite(value):
             if not (count := int(value.size - np.isfinite(value).sum())):
-                return f"{key!r} has values above {_LARGEST:g}, whose weighted sum may not be finite"
+                return f"{key!r} has values above {_LARGEST:g}, so its weighted sum may not be finite"
             return f"{key!r} has {count} of {value.size} values that are not finite (the client diverged?)"
     return negative_variance(arrays)
 
@@ -136,7 +137,7 @@ def is_finite(value: Array) -> bool:
 
 
 def negative_variance(arrays: Arrays) -> str | None:
-    """The key and the smallest value of the first running variance with negative values, or None."""
+    """The problem of the first running variance with a negative value, or None."""
     if isinstance(arrays, FlatArrays) and not (arrays.flat[arrays.layout.variances] < 0).any():
         return None
     for key in variance_keys(arrays):
@@ -151,18 +152,19 @@ _HUGE = float(np.finfo(np.float32).max) ** (1 / 3)  # 7e12
 
 
 def absurd(cohort: Sequence[Arrays], sent: Arrays, squares: Collection[str] | None = None) -> dict[int, str]:
-    """The replies with values that training cannot make if it makes ordinary ones elsewhere, by position, with reasons.
+    """Replies with values that training does not reach, by position, with the reasons.
 
-    In one of its arrays such a reply has a value above 7e12 (in `squares`, by default running variances, above the
-    square of that), and its largest change, from `sent` or from zero, is more than 1,000 times the median of the other
-    replies' changes.
+    A reply is absurd if both hold for one of its arrays:
 
-    Honest replies can have such a change: where the others make no step or have frozen the array, any change is
-    infinitely larger; one client may have data of other units; and where training diverges on some clients, their
-    changes have been 2.5 million times as large. But they do not have such values: features of up to 1e12 have
-    variances of up to 1e24, the largest weight of a run that diverged was 1.9e9, and a client that passes 7e12 is about
-    to send NaN, for which it is left out too. If all clients had such values, their changes would be alike.
-    With fewer than three replies there is no majority to compare with.
+    - It has a value above 7e12, or above the square of 7e12 in `squares` (by default the running variances).
+    - Its largest change, from `sent` or from zero, is more than 1,000 times the median change of the other replies.
+
+    The change alone does not tell. An honest client may train an array that the others have frozen, or its data may
+    have other units. In a run that diverged on some clients, their changes were 2.5 million times as large. The value
+    tells more: features of up to 1e12 have variances of up to 1e24, the largest weight of a run that diverged was
+    1.9e9, and a client above 7e12 is about to send NaN. If all clients had such values, their changes would be alike.
+
+    With fewer than three replies there is no majority to compare with, so none is absurd.
     """
     found: dict[int, str] = {}
     for i, arrays in enumerate(cohort) if len(cohort) > 2 else ():
@@ -177,8 +179,8 @@ def absurd(cohort: Sequence[Arrays], sent: Arrays, squares: Collection[str] | No
             middle = float(np.median([*changes[:i], *changes[i + 1 :]]))
             if changes[i] > _TIMES * middle:
                 found[i] = (
-                    f"{key!r} changed by up to {changes[i]:.2g}, in the median of the other clients by {middle:.2g}; "
-                    f"expected at most {_TIMES:,} times that for values as large"
+                    f"{key!r} changed by up to {changes[i]:.2g}, and by {middle:.2g} in the median of the other "
+                    f"clients; expected at most {_TIMES:,} times the median for values this large"
                 )
                 break
     return found
@@ -192,7 +194,10 @@ def largest_of(arrays: Arrays) -> float:
 
 
 def large_value(model: Arrays) -> str | None:
-    """The largest value of a model, if it may be why training fails: above a million, or a variance of such values."""
+    """The largest value of a model, in words, if it is large enough to make training fail; otherwise None.
+
+    That is a value above a million, or a variance above its square.
+    """
     sizes = {key: largest_of({key: value}) for key, value in model.items()}
     squares = variance_keys(model)
     large = [key for key, size in sizes.items() if size > (1e12 if key in squares else 1e6)]
@@ -204,16 +209,16 @@ def _largest_change(value: Array, sent: Array | None) -> float:
     return float(np.abs(value.astype(np.float64) - (0.0 if sent is None else sent)).max(initial=0.0))
 
 
-def initial_fault(arrays: Arrays) -> str | None:
+def initial_problem(arrays: Arrays) -> str | None:
     """The reason why a run must not begin with these arrays, or None."""
     if not arrays:
         return "it has no arrays; send ArrayRecord(model.state_dict())"
     for key, value in arrays.items():
         if value.dtype.kind not in "fiub":
-            return f"{key!r} is {value.dtype}; expected real numbers, such as real and imaginary part as two arrays"
+            return f"{key!r} is {value.dtype}; expected real numbers (send real and imaginary parts as two arrays)"
         if not is_finite(value):
             what = "not finite" if not np.isfinite(value).all() else f"above {_LARGEST:g}"
-            return f"{key!r} has values that are {what}; register a mask as a buffer with persistent=False"
+            return f"{key!r} has values that are {what}; if it is a mask, register it with persistent=False"
     if negative := negative_variance(arrays):
-        return f"{negative}. If it is no variance, rename it and the running_mean beside it"
+        return f"{negative}. If it is not a variance, rename it and its running_mean"
     return None

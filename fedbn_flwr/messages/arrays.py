@@ -33,7 +33,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Layout:
-    """The keys, shapes and offsets of arrays in a flat block; `layout_of` returns the same object for equal ones."""
+    """The keys, shapes and offsets of arrays in a flat block; `layout_of` returns one object for equal layouts."""
 
     dtype: np.dtype[Any]
     shapes: dict[str, tuple[int, ...]] = field(hash=False)
@@ -51,7 +51,7 @@ class Layout:
         return layout_of, (self.dtype.str, tuple(self.shapes), tuple(self.shapes.values()))
 
 
-# A layout is kept as long as a block uses it, as the server's model does: the keys of a reply may be of any length.
+# A layout is kept only while a block uses it, as the server's model does: a reply may have keys of any length.
 _LAYOUTS: WeakValueDictionary[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]], Layout] = WeakValueDictionary()
 
 
@@ -67,7 +67,7 @@ def layout_of(dtype: str, keys: tuple[str, ...], shapes: tuple[tuple[int, ...], 
 
 
 def variance_keys(keys: Mapping[str, Any]) -> list[str]:
-    """The keys of running variances: other arrays whose names end like theirs have no running_mean beside them."""
+    """The keys of running variances. An array of this name without a `running_mean` of the same layer is not one."""
     return [key for key, role in roles(keys).items() if role is Role.STATISTICS and is_variance(key)]
 
 
@@ -135,7 +135,7 @@ class Array(FlowerArray):
 
 
 class ArrayRecord(FlowerRecord):
-    """Flower's ArrayRecord without its check of each entry: those of a model take longer than all else in packing.
+    """Flower's ArrayRecord without its check of each entry: for a model, these checks are most of the time of packing.
 
     It has the name of Flower's class for the same reason as Array.
     """
@@ -145,8 +145,8 @@ class ArrayRecord(FlowerRecord):
         self.__dict__["_data"] = entries
 
 
-# These replace RecordDict.array_records etc., which build a mapping that writes back to the RecordDict: building it
-# takes longer than handling most messages.
+# These replace RecordDict.array_records etc. Flower's properties build a mapping that writes back to the RecordDict,
+# and building it takes longer than handling most messages.
 
 
 def arrays_in(content: RecordDict) -> dict[str, FlowerRecord]:
@@ -168,7 +168,7 @@ def pack(arrays: Arrays) -> FlowerRecord:
 
 
 def unpack(arrays: Mapping[str, FlowerArray]) -> Arrays:
-    """The arrays of a record as they were declared, which callers must not change; MessageError names another key."""
+    """The arrays of a record, not copied: callers must not change them. MessageError names an array that is invalid."""
     places = [getattr(array, "place", None) for array in arrays.values()]
     if places and places[0] is not None:
         block, keys = places[0][0], list(arrays)
@@ -178,7 +178,7 @@ def unpack(arrays: Mapping[str, FlowerArray]) -> Arrays:
 
 
 def size_of(*records: Arrays) -> tuple[int, int]:
-    """The number of elements of all arrays of records, and of their bytes, without names and headers."""
+    """The number of elements and of bytes of all arrays in records, without names and headers."""
     values: list[NDArray[Any]] = []
     for arrays in records:
         values += [arrays.flat] if isinstance(arrays, FlatArrays) else arrays.values()
@@ -186,12 +186,12 @@ def size_of(*records: Arrays) -> tuple[int, int]:
 
 
 def record_of(arrays: Mapping[str, FlowerArray]) -> FlowerRecord:
-    """An ArrayRecord of Arrays from several records; Flower's constructor would write and copy the bytes of each."""
+    """An ArrayRecord of Flower's Arrays, without the copies that Flower's constructor makes."""
     return pack(unpack(arrays))
 
 
 def blocks(values: Arrays) -> list[FlatArrays]:
-    """Copies of the arrays, those of one dtype in a block."""
+    """Copies of the arrays, with one block for each dtype."""
     if isinstance(values, FlatArrays):
         return [values]
     if other := [key for key, value in values.items() if not isinstance(value, (np.ndarray, np.generic))]:
@@ -215,7 +215,7 @@ def held(record: FlowerRecord) -> FlowerRecord:
 def _read(key: str, array: FlowerArray) -> NDArray[Any]:
     try:
         if array.stype != SType.NUMPY:
-            raise MessageError("its serialisation is not that of an array")
+            raise MessageError("it is not serialised as an array")
         value, shape = read_npy(array.data), tuple(array.shape)
     except Exception as error:  # others are of Python or NumPy: the attributes may be of any type
         reason = f": {error}" if isinstance(error, MessageError) else ""

@@ -1,14 +1,13 @@
-"""The gate: every reply of a client is checked here before the ledger, wrappers and rules read it.
+"""The gate: every reply of a client is checked here before the ledger, wrappers and strategies read it.
 
-Clients are machines of other people, so a reply may contain anything. The gate reads each array once and keeps it in
-memory, checks each metric by its type, and never raises: a reply passes, or it becomes an error reply with the reason.
-Behind the gate
+Clients run on other people's machines, so a reply may contain anything. The gate never raises: a reply passes, or it
+becomes an error reply with the reason. It reads each array once and keeps it in memory. Behind the gate
 
 - arrays are NumPy arrays of numbers with the declared dtype and shape,
 - metrics are finite numbers or lists of them, and numbers of examples are between 0 and 2**31,
 - a partition is a whole number, zero or more.
 
-What depends on the model or the round (`fault`, `Rule.problem`) is checked where these are known.
+Checks that need the model or the round (`arrays_problem`, `Rule.problem`) come later.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class Gated(list[Message]):
 
 
 def gate(replies: Iterable[Message]) -> Gated:
-    """The replies; each one that may not pass is replaced by an error with the reason."""
+    """The replies, where an error with the reason replaces each one that must not pass."""
     return replies if isinstance(replies, Gated) else Gated(map(_passed, replies))
 
 
 def checked(content: RecordDict) -> RecordDict:
-    """The content with its arrays in memory; MessageError names the first record or key that may not pass."""
+    """The content with its arrays in memory; MessageError names the first record or key that must not pass."""
     read: dict[str, ArrayRecord] = {}
     for name, record in content.items():
         match record:

@@ -1,12 +1,12 @@
-"""The keys in a message's `config` by which strategies request more from clients than Flower's own keys do.
+"""The keys with which strategies tell clients what to do, in the `config` of a message.
 
-These keys begin with `fedbn.`. A client refuses a message with such a key that it does not know, since ignoring the
-key would train the wrong model. Other unknown keys are ignored. A key is absent if the strategy does not need it. This
-module defines the keys of runs and exchanges; all other keys are declared by client rules
+All keys of this project begin with `fedbn.`, and a message contains only those that its strategy needs. A client raises
+an error for a `fedbn.` key that it does not know, since ignoring it would train the wrong model. It ignores other
+unknown keys. This module defines the keys of runs and exchanges; client rules declare all others
 (`fedbn_flwr.client.rule`).
 
-Replies contain `arrays` with the keys that were sent and `metrics` with `num-examples` and `train-loss`. A client's
-`partition-id`, if it has one, is in a ConfigRecord `client`; the server sorts replies by it and names clients by it.
+A reply contains `arrays` with the keys that were sent, and `metrics` with `num-examples` and `train-loss`. If the
+client has a `partition-id`, the ConfigRecord `client` contains it. The server sorts replies and names clients by it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Metrics = dict[str, Any]  # of a reply: numbers, and lists of them
 
 @dataclass(frozen=True)
 class Key:
-    """The documentation of a config key: the type of its value, and the request to the client."""
+    """The documentation of a config key: the type of its value, and what it asks of the client."""
 
     value: str
     asks: str
@@ -44,59 +44,59 @@ RUN_KEYS = {
     RUN: Key("text", "keep the client's state separate from that of other runs"),
     TOKEN: Key("32 hexadecimal digits", "distinguish runs of one name; a resumed run has the same token"),
     KEPT_ROUND: Key("int", "keep the state after this round in the state folder, if there is one"),
-    LR_FACTOR: Key("float", "multiply the learning rate of the round by it, since the strategy froze or switched"),
-    RETURN: Key("roles, comma separated", "send these roles back too, in addition to those received"),
-    MEANS: Key("floats", "normalise inputs with these means of all clients' columns, and with DEVIATIONS"),
-    DEVIATIONS: Key("floats", "the standard deviations that belong to MEANS"),
+    LR_FACTOR: Key("float", "multiply the round's learning rate by this factor, from a freeze or switch on"),
+    RETURN: Key("roles, comma separated", "send these roles back in addition to the received ones"),
+    MEANS: Key("floats", f"normalise inputs with these means of all clients' columns, along with `{DEVIATIONS}`"),
+    DEVIATIONS: Key("floats", f"the standard deviations for `{MEANS}`"),
     READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 
 # The keys of a layer-wise round (FedTAN).
-COHORT = "fedbn.cohort"
-COHORT_BACKWARD = "fedbn.cohort-backward"
-COHORT_STEP = "fedbn.cohort-step"
-COHORT_VALUES = "fedbn.cohort-values"
-COHORT_MIN_BATCH = "fedbn.cohort-min-batch"
+EXCHANGE = "fedbn.exchange"
+EXCHANGE_BACKWARD = "fedbn.exchange-backward"
+EXCHANGE_STEP = "fedbn.exchange-step"
+EXCHANGE_VALUES = "fedbn.exchange-values"
+EXCHANGE_MIN_BATCH = "fedbn.exchange-min-batch"
 REPORT_BATCH = "fedbn.report-batch"
-COHORT_KEYS = {
-    COHORT: Key("`fused` or `paper`", "exchange statistics at each batch norm of the first step (FedTAN)"),
-    COHORT_BACKWARD: Key("bool", "exchange gradients too"),
-    COHORT_MIN_BATCH: Key(
-        "int", "refuse to exchange the statistics of a batch of fewer examples; if it is absent, of fewer than 32"
+EXCHANGE_KEYS = {
+    EXCHANGE: Key("`fused` or `paper`", "exchange statistics at each batch norm of the first step (FedTAN)"),
+    EXCHANGE_BACKWARD: Key("bool", "exchange gradients too"),
+    EXCHANGE_MIN_BATCH: Key(
+        "int", "exchange no statistics of a batch with fewer examples; if the key is absent, with fewer than 32"
     ),
-    COHORT_STEP: Key(
-        "int", "the number of this message in a layer-wise round: 0 begins it, k has the result of exchange k"
+    EXCHANGE_STEP: Key(
+        "int", "the number of this message in a layer-wise round: 0 begins it, k contains the result of exchange k"
     ),
-    COHORT_VALUES: Key(
-        "two floats", "values per channel in the batches of all clients, and in an example, with an exchange's result"
+    EXCHANGE_VALUES: Key(
+        "two floats", "with an exchange's result: values per channel in all clients' batches, and in one example"
     ),
     REPORT_BATCH: Key("true", "also report the metric `batch-examples`, the examples in the first batch"),
 }
 
-# Examples that a batch must have for its statistics to be exchanged, unless fewer are allowed: docs/privacy.md has what
-# smaller batches reveal.
+# The statistics of a smaller batch are not exchanged unless strategy and client allow it, because they reveal its
+# examples (docs/privacy.md).
 MIN_BATCH = 32
 
 ROUND = "server-round"
 
-VOLATILE = "fedbn.volatile/"  # records in a client's state with names that begin so are never written to disk
+VOLATILE = "fedbn.volatile/"  # records of a client's state with this prefix are never written to disk
 
 # Metrics of replies.
 PARTITION = "partition-id"
 NUM_EXAMPLES = "num-examples"
 TRAIN_LOSS = "train-loss"
-OWN_DATA = "own-data"  # the node has data of its own instead of a partition of the server's
+OWN_DATA = "own-data"  # the node has its own data instead of a partition of the server's data
 STATE_ROUND = "state-round"  # the round of the latest state in the state folder, see fedbn_flwr.client.node_state
 BATCH_EXAMPLES = "batch-examples"  # examples in the first batch of the round
 BATCH_VALUES = "batch-values"  # values per channel in a batch norm's input, in an exchange
 VALIDATION = "validation"  # the test set that is a share of the client's training data
 OWN = "own"  # the test set that is the client's own share of all test examples
-EXCHANGES_LEFT = "exchanges-left"  # exchanges of a layer-wise step that follow the one in the reply
+EXCHANGES_LEFT = "exchanges-left"  # how many exchanges of the layer-wise step follow this one
 
-# Message types. The reply to PARTITION_QUERY has the metrics partition-id, own-data if that is so, and,
-# with a state folder, state-round.
+# Message types. The reply to PARTITION_QUERY has the metrics partition-id, own-data (if it is true) and state-round (if
+# there is a state folder).
 PARTITION_QUERY = "query.partition"
-COHORT_QUERY = "query.cohort"  # one exchange of a layer-wise step
+EXCHANGE_QUERY = "query.exchange"  # one exchange of a layer-wise step
 SUMS_QUERY = "query.sums"  # reply: sums of the columns of the client's data, see fedbn_flwr.data.moments
 STATISTICS_QUERY = "query.statistics"  # reply: statistics of the client's data under the model in the message
 
@@ -104,7 +104,7 @@ QUERIES = frozenset({PARTITION_QUERY, SUMS_QUERY, STATISTICS_QUERY})  # outside 
 
 
 def check_known(config: Config, known: Collection[str]) -> None:
-    """Refuse a message with a key that begins with `fedbn.` and is not among `known`."""
+    """Raise MessageError for a key that begins with `fedbn.` and is not `known`."""
     for key in config:
         if key.startswith(PREFIX) and key not in known:
             raise MessageError(
@@ -115,7 +115,7 @@ def check_known(config: Config, known: Collection[str]) -> None:
 
 
 def run_keys(config: Config) -> dict[str, Any]:
-    """The keys of a config that identify the run, and so the model that clients build and how they read their data."""
+    """The keys of a config that decide which model clients build and how they read their data."""
     return {key: config[key] for key in (*OF_RUN, MEANS, DEVIATIONS) if key in config}
 
 

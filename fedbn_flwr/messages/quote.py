@@ -1,4 +1,4 @@
-"""What clients send, as text for messages: short, in one line, and without control characters."""
+"""Quotes what clients sent in messages to the user: short, on one line, and without control characters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _TEXT_LIMIT = 2000  # bytes of a reason
 
 
 def shown(value: object) -> str:
-    """A value of a client in a message, at most 80 characters."""
+    """A client's value as text of at most 80 characters."""
     match value:
         case int() if value.bit_length() > 64:  # Python refuses to print integers of thousands of digits
             return f"an integer of {value.bit_length()} bits"
@@ -18,12 +18,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-# The text of Flower for an exception of a ClientApp, here for one that names the client.
+# How Flower writes an exception of a ClientApp whose message names the client.
 _RAISED = re.compile(r"<class 'fedbn_flwr\.[\w.]{1,100}'>:<'(.*)'>", re.DOTALL)
 
 
 def one_line(text: str) -> str:
-    """The text in one line without control characters, since it may be a client's."""
+    """The text on one line without control characters, since a client may have written it."""
     line = " ".join(_RAISED.sub(r"\1", text).split())
     printable = line if line.isprintable() else "".join(c if c.isprintable() else "?" for c in line)
     data = printable.encode()

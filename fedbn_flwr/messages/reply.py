@@ -30,12 +30,12 @@ def number_problem(metrics: Mapping[str, Any], key: str) -> str | None:
     if value is None:
         return f"the reply's metrics lack {key!r}; they have {', '.join(map(shown, [*metrics][:8])) or 'none'}"
     if isinstance(value, list) or not 0 <= value <= MOST_EXAMPLES:
-        return f"the reply's metrics have {key!r} = {shown(value)}, expected a number, zero or more"
+        return f"the reply's metrics have {key!r} = {shown(value)}; expected a number, zero or more"
     return None
 
 
 def metric_name(key: str) -> str:
-    """The name of a metric: the files of a run have one for `own-accuracy` and `own_accuracy`."""
+    """The name of a metric in a run's files, which is the same for `own-accuracy` and `own_accuracy`."""
     return key.replace("_", "-")
 
 
@@ -54,10 +54,10 @@ class Reply:
 
 
 def read_reply(message: Message, name: str = "arrays", records: Collection[str] | None = ()) -> Reply:
-    """The content of a reply that has passed the gate; `name` is the record of the model's arrays.
+    """The content of a reply that has passed the gate; raises MessageError if something is missing.
 
-    `records` are the names of additional records of arrays; with None the reply needs no arrays. MessageError if it is
-    another reply.
+    `name` is the record with the model's arrays, and `records` names further records of arrays. With None the reply
+    needs no arrays.
     """
     content = message.content
     if records is None:
@@ -68,7 +68,7 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
 
 
 def partition_of(content: RecordDict) -> int | None:
-    """The partition that a client reports, in a ConfigRecord or among its metrics; None if it is no valid one."""
+    """The partition that a client reports, in a ConfigRecord or among its metrics; None without a valid one."""
     for record in content.values():
         value = record.get(protocol.PARTITION) if isinstance(record, MetricRecord | ConfigRecord) else None
         if is_partition(value):
@@ -88,14 +88,14 @@ def arrays_of(content: RecordDict, name: str = "arrays") -> ArrayRecord:
     if name in records:
         return records[name]
     if len(records) != 1:
-        raise MessageError(f"expected an ArrayRecord {name!r}, found {len(records)} ArrayRecords: {shown([*records])}")
+        raise MessageError(f"expected an ArrayRecord {name!r}; found {len(records)} ArrayRecords: {shown([*records])}")
     return next(iter(records.values()))
 
 
 def sent_model(content: RecordDict) -> ArrayRecord:
-    """The model's arrays in a message of a strategy: `arrays`, or another name that the strategy gives them.
+    """The model's arrays in a strategy's message, in the record `arrays` or under another name.
 
-    A strategy of this project puts them first. Which of the records of another strategy they are must be clear.
+    This project's strategies put them first. Another strategy must call them `arrays` or send no other arrays.
     """
     records = arrays_in(content)
     is_ours = any(key.startswith(protocol.PREFIX) for config in configs_in(content).values() for key in config)
@@ -103,10 +103,10 @@ def sent_model(content: RecordDict) -> ArrayRecord:
 
 
 def metrics_of(content: RecordDict) -> MetricRecord:
-    """The metrics of a reply, which has one MetricRecord."""
+    """The metrics of a reply; raises MessageError unless it has exactly one MetricRecord."""
     records = list(metrics_in(content).values())
     if len(records) != 1:
-        raise MessageError(f"the reply has {len(records)} MetricRecords, expected one")
+        raise MessageError(f"the reply has {len(records)} MetricRecords; expected one")
     return records[0]
 
 
@@ -114,10 +114,10 @@ def metrics_of(content: RecordDict) -> MetricRecord:
 _NO_HANDLER = {
     # KeyError for 'fitins.parameters' or 'evaluateins.parameters'
     "ins.parameters'": (
-        "its ClientApp was made with a client_fn, which serves servers of Flower's old API only; make it by "
+        "its ClientApp was made with a client_fn, which works only with Flower's old API; make it with "
         "fedbn_flwr.client_app (docs/old-api.md)"
     ),
-    "No query function registered with name 'cohort'": (
+    "No query function registered with name 'exchange'": (
         "its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app"
     ),
 }
@@ -143,7 +143,7 @@ def with_content(message: Message, content: RecordDict) -> Message:
 
 
 def with_config(message: Message, more: Mapping[str, Any]) -> Message:
-    """A copy of the message with these entries in its config too."""
+    """A copy of the message with these additional entries in its config."""
     name, config = next(iter(configs_in(message.content).items()))
     return with_content(message, RecordDict({**message.content, name: ConfigRecord({**config, **more})}))
 

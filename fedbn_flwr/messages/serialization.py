@@ -1,8 +1,8 @@
 """Converts values to bytes and back, bit for bit and without pickle.
 
 A value is a number, a text, bytes, an array, a record of Flower, or a list, tuple, set or dict of values. The bytes
-are a safetensors file: its tensors are the arrays, and its metadata has everything else as JSON. There a value that
-JSON does not know is the pair of its kind and its content. A store (storage.py) adds a checksum.
+are a safetensors file: its tensors are the arrays, and its metadata is everything else as JSON. A value that JSON
+cannot represent becomes a pair (kind, content). A store (storage.py) adds a checksum.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MADE_BY: dict[str, Any] = {**_RECORDS, "arrays": pack, "dict": dict}
 
 
 def dump(value: Any) -> bytes:
-    """The bytes of a value; ValueError names what cannot be saved.
+    """The bytes of a value, without volatile records, which stay in memory.
 
-    Volatile records are left out: they stay in memory.
+    ValueError names a value that cannot be saved.
     """
     from safetensors.numpy import save
 
@@ -39,7 +39,7 @@ def dump(value: Any) -> bytes:
 
 
 def parse(data: bytes, kind: type = RecordDict) -> Any:
-    """The value of this kind from bytes that `dump` returned; ValueError, and no other exception, for other bytes."""
+    """The value, of this kind, that `dump` made into `data`; ValueError, and no other exception, for other bytes."""
     from safetensors.numpy import load
 
     try:
@@ -48,12 +48,12 @@ def parse(data: bytes, kind: type = RecordDict) -> Any:
         if type(value) is not kind:
             raise TypeError(f"found a {type(value).__name__}, expected a {kind.__name__}")
     except Exception as error:  # of safetensors, JSON and Flower
-        raise ValueError(f"these are not the bytes of records: {str(error)[:300]}") from None
+        raise ValueError(f"these bytes are not records: {str(error)[:300]}") from None
     return value
 
 
 def _coded(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
-    """What JSON has for a value; its arrays are added to `tensors`, and the keys of these represent them."""
+    """The JSON of a value. Its arrays are added to `tensors`, and the JSON contains their keys."""
     kind = type(value)
     if kind in _PLAIN:
         return value

@@ -1,4 +1,4 @@
-"""Replies that are judged by those of the other clients, where the server does not know what to expect."""
+"""Checks of replies where the server does not know what to expect: most clients' replies decide."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fedbn_flwr.norms.roles import Role, roles, split_by_role
 from fedbn_flwr.tasks import SHARES
 
 from . import protocol
-from .aggregate import Arrays, absurd, fault
+from .aggregate import Arrays, absurd, arrays_problem
 from .quote import shown
 from .reply import Reply, metric_name
 
-# The last words of metrics between 0 and 1, also after the name of a test set.
+# The last words of the names of metrics between 0 and 1; the name of a test set may come before them.
 _SHARES = frozenset(name.rpartition("_")[2] for name in SHARES)
 
 
-def odd_metrics(found: Mapping[int, Reply]) -> dict[int, str]:
-    """The reasons to refuse replies with a metric of another form than that of most clients, by node.
+def metric_problems(found: Mapping[int, Reply]) -> dict[int, str]:
+    """The problems of replies with a metric in another form than most clients report, by node.
 
-    A form is one number, a list of them, or one number out of range: some ClientApps report percentages, or equal
-    weights as numbers of examples, but then most clients do.
+    A form is one number, a list of numbers, or one number out of range. The last is valid if most clients report it:
+    some ClientApps report percentages, or equal weights as numbers of examples.
     """
     problems: dict[int, str] = {}
     metrics = {node: {metric_name(key): value for key, value in reply.metrics.items()} for node, reply in found.items()}
@@ -35,7 +35,7 @@ def odd_metrics(found: Mapping[int, Reply]) -> dict[int, str]:
         counts = Counter(forms.values())
         most = min(counts, key=lambda form: (-counts[form], form))  # of equally frequent forms one number
         problems |= {
-            node: f"its metric {shown(key)} is {shown(metrics[node][key])}, that of other clients is {most[1]}"
+            node: f"its metric {shown(key)} is {shown(metrics[node][key])}; other clients report {most[1]}"
             for node, form in forms.items()
             if form != most and (form[0], most[0]) != (0, 1)  # a percentage may be below 1
         }
@@ -54,9 +54,9 @@ def _form(key: str, metrics: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def common_metrics(records: Sequence[Mapping[str, Any]]) -> list[MetricRecord]:
-    """Of each record the metrics that are one number in all of them, since only these have a mean.
+    """The records, reduced to the metrics that are one number in all of them: only these have a mean.
 
-    A client leaves out a metric that its examples do not define, such as the AUC if all have one class.
+    A client leaves out a metric that is undefined on its examples, such as the AUC if all have one class.
     """
     numbers = [{key for key, value in record.items() if not isinstance(value, list)} for record in records]
     common = set.intersection(*numbers) if numbers else set()
@@ -64,10 +64,10 @@ def common_metrics(records: Sequence[Mapping[str, Any]]) -> list[MetricRecord]:
 
 
 def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dict[int, str]:
-    """The reasons why the record `name` of replies is unusable, by node.
+    """The problems of the record `name` in replies, by node.
 
-    The record must have an array for each parameter that clients train. The server does not know these parameters,
-    since it cannot distinguish buffers and frozen parameters, so it expects the set of keys that most replies have.
+    The record must have an array for each parameter that clients train. The server cannot tell these from buffers and
+    frozen parameters, so it expects the keys that most replies have.
     """
     like = split_by_role(model, roles(model), {Role.WEIGHTS, Role.AFFINE})[0]
     missing = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
@@ -75,7 +75,7 @@ def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dic
     read = {node: reply.records[name] for node, reply in found.items() if name in reply.records}
     votes = Counter(frozenset(arrays) for arrays in read.values() if arrays.keys() <= like.keys())
     keys = max(votes, key=lambda keys: (votes[keys], len(keys)), default=frozenset(like))
-    faults = {node: fault(arrays, like, keys) or overflow(arrays, {}) for node, arrays in read.items()}
+    faults = {node: arrays_problem(arrays, like, keys) or overflow(arrays, {}) for node, arrays in read.items()}
     problems |= {node: problem for node, problem in faults.items() if problem is not None}
     left = [node for node in read if node not in problems]
     far = absurd([read[node] for node in left], {})
@@ -83,11 +83,11 @@ def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dic
     return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
 
 
-def fault_problems(found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
-    """The reasons why the arrays of replies are unusable, by node, where the server does not know what to expect.
+def arrays_problems(found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+    """The problems of the arrays in replies, by node, where the server does not know what to expect.
 
-    It expects the keys, shapes and dtypes that most replies have; of equally frequent ones those of `sent`, the arrays
-    in its messages, or else the most arrays.
+    It expects the keys, shapes and dtypes that most replies have. In a tie it prefers the ones of `sent`, the arrays in
+    its messages, and after them the reply with the most arrays.
     """
 
     def form(values: Arrays) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
@@ -97,15 +97,15 @@ def fault_problems(found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
     votes, of_sent = Counter(forms.values()), form(sent)
     most = max(votes, key=lambda each: (votes[each], each == of_sent, len(each), each), default=())
     like = next((reply.arrays for node, reply in found.items() if forms[node] == most), {})
-    faults = {node: fault(reply.arrays, like) for node, reply in found.items()}
+    faults = {node: arrays_problem(reply.arrays, like) for node, reply in found.items()}
     return {node: problem for node, problem in faults.items() if problem is not None}
 
 
 def overflow(arrays: Arrays, sent: Arrays) -> str | None:
     """The reason why a strategy that squares or sums the clients' changes cannot use a reply, or None.
 
-    Flower's optimisers and robust strategies square them, Scaffold adds them up over the rounds: from one infinite
-    value on, the model is never finite again.
+    Flower's optimisers and robust strategies square the changes, and Scaffold adds them up over the rounds. One
+    infinite value would spoil the model for the rest of the run.
     """
     for key, value in arrays.items():
         if value.dtype.kind != "f" or not value.size:

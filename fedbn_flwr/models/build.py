@@ -27,8 +27,8 @@ from .vision import (
     resnet50,
 )
 
-# Functions of num_classes, and of in_channels, image_size and stem if they use them; those of input_shape take inputs
-# of other shapes too, all others images. They draw the weights from torch's global generator.
+# Each function takes num_classes, and in_channels, image_size and stem if it uses them. One with input_shape takes
+# inputs of any shape; all others take images. They draw the weights from torch's global generator.
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn": cnn,
     "lenet": lenet,
@@ -80,19 +80,19 @@ def build_model(
     name
         One of `MODELS`, or `module:callable`, a network of your own.
     in_channels, image_size
-        Channels of the images, and their size as pixels or (height, width); by default the network's own. A network
-        that does not depend on one of them ignores it.
+        Channels of the images, and their size as pixels or (height, width); by default those that the network was
+        made for. A network that does not depend on one of them ignores it.
     input_shape
         Shape of the inputs of one example, by default that of an image with these channels and this size.
     num_tokens
-        For inputs of tokens, whole numbers below this one.
+        The number of different tokens, if the inputs are tokens.
     weights
         A safetensors file of pretrained weights (see `load_weights`).
     arguments
         Further arguments of the network's function or class, such as a width.
     options
-        Those of the norm, and `stem`, the first layers of a torchvision network: `small`, `large`, or `auto` by the
-        image size (see `vision`).
+        Options of the norm, and `stem`, the first layers of a torchvision network: `small`, `large`, or `auto`, which
+        depends on the image size (see `vision`).
     """
     check_name(name)
     stem = options.pop("stem", "auto")
@@ -108,8 +108,8 @@ def build_model(
     if not own and shape is not None:
         if num_tokens is not None:
             raise SettingsError(
-                f"model.name={name!r} takes numbers, but these inputs are tokens; use module:callable, a network with "
-                "an embedding, which gets num_tokens"
+                f"model.name={name!r} takes numbers, but these inputs are tokens; use module:callable, a network of "
+                "your own with an embedding, which receives num_tokens"
             )
         if len(shape) != 3 and "input_shape" not in given:
             raise SettingsError(
@@ -122,18 +122,16 @@ def build_model(
         choice = ", ".join(key for key, build in MODELS.items() if accepted(build, {"stem": stem}))
         raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
     if weights is not None and norm == "fixup":
-        raise SettingsError(
-            f"model.weights is {weights!r}, but norm 'fixup' draws weights of its own; use another norm"
-        )
+        raise SettingsError(f"model.weights is {weights!r}, but norm 'fixup' draws its own weights; use another norm")
     if own:
         classes = {} if "num_outputs" in given else {"num_classes": num_classes}
         model = own_module("model.name", name, **classes, **given)
-        check_tensors(model)  # a trial would give layers of unknown size theirs
+        check_tensors(model)  # a trial pass would set the size of lazy layers
     else:
         model = make(num_classes, **given)
     state = {} if weights is None else read_weights(weights)
     has_batch_norm = Role.STATISTICS in roles(state).values()
-    if has_batch_norm:  # other norms get the trained gamma and beta
+    if has_batch_norm:  # so that other norms keep the trained gamma and beta
         load_weights(model, state, str(weights))
     model = convert_norm(model, norm, **options)
     if weights is not None and not has_batch_norm:
@@ -170,10 +168,10 @@ def read_weights(weights: str) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) -> None:
-    """Copy `state` into the model, statistics of batch norm included. Counters may be absent.
+    """Copy `state` into the model, batch norm's statistics included. Counters may be missing.
 
-    The last layer keeps its initial values if it has another number of outputs; the log reports it. Other differences
-    are errors that name the keys.
+    If the last layer has another number of outputs, it keeps its initial values, and the log says so. Any other
+    difference raises a SettingsError that names the keys.
     """
     own = model.state_dict()
     last = next(reversed(own), "").rpartition(".")[0]
@@ -187,13 +185,13 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) ->
         model.load_state_dict({**state, **drawn})
     except RuntimeError as error:
         raise SettingsError(
-            f"model.weights={weights!r} does not fit the network: {in_a_line(error)} For another image size or "
-            "number of channels, set model.stem or data.channels"
+            f"model.weights={weights!r} does not fit the network: {in_a_line(error)} If the weights are for another "
+            "image size or number of channels, set model.stem or data.channels"
         ) from None
     for key in [*drawn][:1]:
         log_once(
-            f"model.weights={weights!r} has {len(state[key])} outputs and the data {len(drawn[key])} classes: {last!r} "
-            "keeps its initial values",
+            f"model.weights={weights!r} has {len(state[key])} outputs, but the data have {len(drawn[key])} classes: "
+            f"{last!r} keeps its initial values",
         )
 
 

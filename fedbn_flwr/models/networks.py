@@ -1,4 +1,4 @@
-"""Networks defined here, with batch norm; `convert_norm` replaces it by other normalisation layers."""
+"""This project's own networks, with batch norm; `convert_norm` replaces it with other normalisation layers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def linear(num_classes: int, input_shape: Sequence[int] = (1, 28, 28)) -> nn.Mod
 class CNN1d(nn.Module):
     """Two 1-d convolutions with batch norm, the mean over time and a linear layer, for series of any length.
 
-    Padded positions count neither in batch norm nor in the mean.
+    Batch norm and the mean leave out padded positions.
     """
 
     def __init__(self, num_classes: int, input_shape: Sequence[int] = (1, 128)) -> None:
@@ -137,8 +137,8 @@ def digits_cnn(num_classes: int, in_channels: int = 3, image_size: Size = (28, 2
     return _plain(("digits_cnn", 4), in_channels, image_size, layers, num_classes, (2048, 512), norm=True)
 
 
-# FedBS states only filters and units. With a padding of two pixels in every convolution, the first linear layer has as
-# many inputs as stated: 4500 = 500 * 3 * 3 from 32x32 and 1568 = 32 * 7 * 7 from 28x28.
+# FedBS states only filters and units. Padding every convolution by two pixels gives the first linear layer the stated
+# number of inputs: 4500 = 500 * 3 * 3 from 32x32 and 1568 = 32 * 7 * 7 from 28x28.
 
 
 def fedbs_cifar(num_classes: int, in_channels: int = 3, image_size: Size = (32, 32)) -> nn.Module:

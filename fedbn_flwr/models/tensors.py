@@ -1,4 +1,4 @@
-"""A model's tensors: which models have tensors that can be sent, and their values from and to arrays."""
+"""A model's tensors: checks whether they can be sent, and converts their values to arrays and back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Raise SettingsError, which names the module or key, if the state of `model` cannot be sent and averaged."""
+    """Raise a SettingsError that names the module or key if the state of `model` cannot be sent and averaged."""
     for where, module in model.named_modules():
         what = f"{repr(where) if where else 'the model'} is a {type(module).__name__}"
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
@@ -73,7 +73,7 @@ def check_tensors(model: nn.Module) -> None:
 class ModelTensors:
     """The tensors of a model by state dict key, with their `roles`.
 
-    It knows where they are in the modules, since to traverse the tree takes longer than to load the weights.
+    It remembers where they are in the modules, since traversing the tree takes longer than loading the weights.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class ModelTensors:
         device: torch.device | str | None = None,
         build: Callable[[], nn.Module] | None = None,
     ) -> None:
-        """Clients that use the model one after another begin with the values of a new model, which `build` makes."""
+        """With `build`, which makes a new model, each client that uses the model begins with a new model's values."""
         check_tensors(model)
-        model.train()  # one of the user's may return nothing
+        model.train()  # a user's model may return nothing
         self.model = model if device is None else model.to(device)
         self.roles, self._build = roles(model), build
-        # Which client used the model last, in which run; None while it has the values of one that no longer uses it.
+        # Which client used the model last, and in which run; None if the values in it belong to no present client.
         self.use: dict[str, Any] = vars(model).setdefault("_fedbn_use", {"client": None})
         state: dict[str, Any] = model.state_dict()
         # The dict that holds a tensor, and its name there: a pass may assign another one, and the owner may move it.
@@ -103,7 +103,7 @@ class ModelTensors:
         for key in state:
             table, name = self._places[key]
             tied.setdefault(id(table[name]), []).append(key)
-        self._tied = [keys for keys in tied.values() if len(keys) > 1]  # each of one tensor
+        self._tied = [keys for keys in tied.values() if len(keys) > 1]  # each list names one tensor
         self._modules = list(model.modules())
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         # Whether a norm computes with its counter: a cumulative mean, or the warm-up of a BatchRenorm.
@@ -113,7 +113,7 @@ class ModelTensors:
         self._shapes = {key: tuple(value.shape) for key, value in state.items()}
         # Buffers that are not in the state dict, which a network may change in its passes.
         self._hidden = [key for key in self._places if key not in state]
-        # The initial values without the weights, which are in nearly all messages: they would take memory for nothing.
+        # The initial values without the weights: nearly all messages contain weights, so keeping them wastes memory.
         kept = [key for key in self._places if build and self.roles.get(key) is not Role.WEIGHTS]
         self._initial = {key: value.detach().clone() for key, value in zip(kept, self._now(kept), strict=True)}
 
@@ -151,9 +151,9 @@ class ModelTensors:
         run: str | None = None,
         needed: Collection[Role] = (Role.WEIGHTS,),
     ) -> None:
-        """Copy the received arrays and the client's own ones; all other tensors get the values of a new model.
+        """Load the received arrays and the client's own ones; all other tensors get the values of a new model.
 
-        Roles that are `needed` must be among the arrays.
+        MessageError if an array of a `needed` role is missing.
         """
         given = {*arrays, *own}
         absent = [key for key in self.roles if key not in given]
@@ -172,13 +172,13 @@ class ModelTensors:
         self.load(arrays)
 
     def _check(self, arrays: Arrays, own: Arrays, lacking: Sequence[str]) -> None:
-        """Raise MessageError unless the received arrays and the client's own ones are those of its model."""
+        """Raise MessageError unless the received arrays and the client's own ones fit its model."""
         if unknown := [key for key in arrays if key not in self.roles]:
             raise MessageError(
                 f"the server sent {unknown[0]!r}, which this client's model does not have; its first keys are "
                 f"{list(self.roles)[:3]}. Server and clients must build the same model"
             )
-        # Standalone sends no arrays at all; a message that lacks only some is for another model.
+        # Standalone sends no arrays at all. A message that lacks only some is for another model.
         if arrays and lacking:
             kind = self.roles[lacking[0]]
             norms = ", whose batch norms all track statistics, or none does" if kind is not Role.WEIGHTS else ""
@@ -241,7 +241,7 @@ def copied(tensors: Mapping[str, Tensor]) -> Arrays:
     values = list(tensors.values())
     if len({sent_dtype(dtype) for dtype in {value.dtype for value in values}}) != 1:
         return {key: np.array(as_array(value), order="C") for key, value in zip(tensors, values, strict=True)}
-    # That of a single tensor is not a copy.
+    # For a single tensor PyTorch's function returns no copy.
     block = as_array(_flatten_dense_tensors(values) if len(values) > 1 else values[0].flatten().clone())
     shapes = tuple([tuple(each.shape) for each in values])
     return FlatArrays(_own_layout(block.dtype.str, tuple(tensors), shapes), block)

@@ -1,11 +1,11 @@
 """Networks of other libraries with random initial weights: nothing is downloaded.
 
-Those of torchvision, and with one output per pixel DeepLabV3+ (Chen et al. 2018) from segmentation-models-pytorch, an
-extra.
+Most come from torchvision. DeepLabV3+ (Chen et al. 2018), with one output per pixel, comes from
+segmentation-models-pytorch, which is an extra.
 
 `stem` selects the first layers: `large` is torchvision's stem for 224 pixels, with a last feature map of 1/32 of each
 side; `small` is for 32 and 64 pixels, with a last feature map of 1/8. `auto` is small up to 64 pixels. For RGB images
-and a large stem, a network has torchvision's weights for the same seed.
+and a large stem, a seed gives the same weights as in torchvision.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ def _network(
     mode: Literal["fan_in", "fan_out"] | None = "fan_out",
     **options: Any,
 ) -> nn.Module:
-    """A network whose first convolution, of this name, suits the images; a small stem has no pooling after it.
+    """A torchvision network with a first convolution that suits the images; a small stem has no pooling after it.
 
-    The convolution is initialised as the network's others, in this mode of Kaiming's normal distribution.
+    `first` names the convolution and the pooling. A new convolution is initialised like the network's others, from
+    Kaiming's normal distribution with this mode.
     """
     from torchvision import models  # here, so that other commands need not wait for it
 

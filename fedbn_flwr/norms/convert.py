@@ -1,4 +1,4 @@
-"""`convert_norm` replaces the batch norms of a model by another normalisation layer."""
+"""`convert_norm` replaces the batch norms of a model with another normalisation layer."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .roles import AFFINE, batch_norms, check_own, computes_as_batch_norm
 from .variants import BatchRenorm, MaskedBatchNorm1d, StaticBatchNorm
 from .wsconv import STANDARDS, standardise
 
-Convert = Callable[..., nn.Module]  # of a batch norm, its name, and the options that the signature names
+Convert = Callable[..., nn.Module]  # takes a batch norm, its name, and the options that the signature names
 
 
 def _group_norm(layer: _BatchNorm, where: str, groups: int = 2) -> nn.Module:
     if layer.num_features % groups:
         raise SettingsError(
-            f"norm 'gn': {where} has {layer.num_features} channels, which {groups} groups do not divide"
+            f"norm 'gn': {where} has {layer.num_features} channels, which cannot be split into {groups} equal groups"
         )
     return nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
 
 
 class InstanceNorm(nn.GroupNorm):
-    """The arithmetic of nn.InstanceNorm1d, 2d and 3d; `where` is its name in the model."""
+    """nn.InstanceNorm for inputs of any number of dimensions; `where` is its name in the model."""
 
     def __init__(self, layer: _BatchNorm, where: str) -> None:
         super().__init__(layer.num_features, layer.num_features, eps=layer.eps, affine=layer.affine)
@@ -41,8 +41,8 @@ class InstanceNorm(nn.GroupNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input[0, 0].numel() == 1:  # it would be zero, whatever the input
             raise SettingsError(
-                f"norm 'in': {self.where} has an input {[*input.shape]} with one value per channel of an example; "
-                "instance norm needs several"
+                f"norm 'in': {self.where} has an input of shape {[*input.shape]}, with one value per channel and "
+                "example; instance norm needs several"
             )
         return super().forward(input)
 
@@ -50,8 +50,7 @@ class InstanceNorm(nn.GroupNorm):
 NORMS: dict[str, tuple[str, Convert | None]] = {
     "bn": ("batch norm: the model is not changed", None),
     "gn": ("group norm with `groups` groups (default 2)", _group_norm),
-    # With gamma and beta per channel: group norm with one group. Unlike nn.LayerNorm it does not depend on the size of
-    # examples.
+    # Group norm with one group, so gamma and beta are per channel; unlike nn.LayerNorm, examples may be of any size.
     "ln": ("layer norm over channels and places of an example", partial(_group_norm, groups=1)),
     "in": ("instance norm", InstanceNorm),
     "none": ("no normalisation", nn.Identity),
@@ -73,7 +72,7 @@ NORMS: dict[str, tuple[str, Convert | None]] = {
     ),
 }
 
-# The options of each kind; a kind ignores those of the others.
+# The options of each kind; a kind ignores the options of others.
 OPTIONS = {
     "gn": ("groups",),
     "gn+ws": ("groups",),
@@ -83,7 +82,7 @@ OPTIONS = {
 
 
 def own_module(key: str, name: str, *positional: Any, **arguments: Any) -> nn.Module:
-    """The module that a callable of the user, `name`, returns; `key` is the setting's key."""
+    """Call the user's function `name`, which must return a module; `key` is the setting that names it."""
     module = call(key, name, *positional, **arguments)
     if not isinstance(module, nn.Module):
         raise SettingsError(f"{key}={name!r} returned a {type(module).__name__}; expected a torch.nn.Module")
@@ -91,7 +90,7 @@ def own_module(key: str, name: str, *positional: Any, **arguments: Any) -> nn.Mo
 
 
 def _own(layer: _BatchNorm, where: str, name: str) -> nn.Module:
-    """A normaliser of the user: a callable of the number of channels, and of `layer` if its signature names it."""
+    """The user's own norm: a function of the number of channels, and of `layer` if its signature has it."""
     options = accepted(load("model.norm", name), {"layer": layer})
     return own_module("model.norm", name, layer.num_features, **options)
 
@@ -106,13 +105,13 @@ def check_kind(kind: str) -> str:
 
 
 def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
-    """Replace every batch norm of `model`, found by type, by the normalisation layer `kind`.
+    """Replace every batch norm of `model`, found by its type, with the normalisation layer `kind`.
 
-    `kind` is one of NORMS, or `module:callable`, a function of the number of channels that returns a module.
+    `kind` is one of NORMS, or `module:callable`, a function that takes the number of channels and returns a module.
 
-    Gamma and beta, device, dtype and training mode are kept. So is the rest of the model, except that some kinds also
-    replace convolutions, and `fixup` initialises weights. The model is changed in place and returned; if it is itself
-    a batch norm, its replacement is returned.
+    Gamma, beta, device, dtype and training mode stay the same, and so does the rest of the model. Two exceptions: some
+    kinds also replace convolutions, and `fixup` initialises weights. The model is changed in place and returned. If the
+    model itself is a batch norm, its replacement is returned.
     """
     check_kind(kind)
     known = {option for names in OPTIONS.values() for option in names}
@@ -130,10 +129,10 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     layers = {
         layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd | nn.Linear | _BatchNorm)
     }
-    # The layers that are standardised; in a network without convolutions, for tables, its linear ones.
+    # The layers to standardise: convolutions or, in a network for tables, which has none, linear layers.
     convolved, linear = ([layer for layer in layers if isinstance(layer, each)] for each in (_ConvNd, nn.Linear))
     weights = (convolved or linear) if kind in STANDARDS else []
-    # Without a norm after it, a last layer keeps its weights: that of a segmentation model's classifier.
+    # A last layer with no norm after it keeps its weights, for instance the classifier of a segmentation model.
     if weights[-1:] == [*layers][-1:] and (kind != "won" or not convolved):
         weights = weights[:-1]
     for layer in weights:
@@ -164,20 +163,20 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.M
         )
     if isinstance(layer, MaskedBatchNorm1d) and not is_name(kind):
         raise SettingsError(
-            f"norm {kind!r}: {where} is a {type(layer).__name__}, and other norms take no mask; keep it (norm 'bn'), "
-            "or replace it in the model"
+            f"norm {kind!r}: {where} is a {type(layer).__name__}, whose mask other norms cannot take; keep it (norm "
+            "'bn'), or replace it in the model"
         )
     if not computes_as_batch_norm(layer) and not isinstance(layer, BatchRenorm):
         raise SettingsError(
-            f"norm {kind!r}: {where} is a {type(layer).__name__}, which computes more than batch norm and cannot be "
-            "replaced"
+            f"norm {kind!r}: {where} is a {type(layer).__name__}, which computes more than batch norm, so replacing it "
+            "would change the model; use plain batch norm there"
         )
     new = convert(layer, where)
     like = layer.running_mean if layer.weight is None else layer.weight
     if like is not None:
         new.to(device=like.device, dtype=like.dtype)
     state, own = layer.state_dict(), new.state_dict()
-    # A normaliser of the user may have other parameters than batch norm, or of other shapes.
+    # The user's own norm may have other parameters than batch norm, or parameters of other shapes.
     shared = {name for name in own if name in state and state[name].shape == own[name].shape}
     for name in AFFINE:
         if name in own or (hasattr(new, name) and not is_name(kind)):

@@ -7,10 +7,10 @@ Paper's symbols: L the number of residual branches, m the number of convolutions
 3. A scalar multiplier (initially 1) in each branch; a scalar bias (initially 0) before each convolution, linear
    layer and activation.
 
-NOTE: three differences from the authors' code. A convolution on the shortcut has its own bias before it; there it
-shares the branch's. The scalars train with the full learning rate; there with a tenth of it. The shortcut is the
-model's (option A in ResNet20); there it averages pixels. As in the authors' code, the stem's convolution, whose input
-is the image, has no bias before it.
+NOTE: this differs from the authors' code in three ways. A convolution on the shortcut has its own bias before it,
+where theirs shares the branch's bias. The scalars train with the full learning rate, not with a tenth of it. The
+shortcut stays as it is in the model (option A in ResNet20), where theirs averages pixels. As in their code, there is
+no bias before the stem's convolution, whose input is the image.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .roles import AFFINE, check_own
 
 
 class ResidualBlock(nn.Module):
-    """A block whose branch is `conv1`, `bn1`, ReLU, `conv2`, `bn2` (and so on), as those of torchvision's ResNets.
+    """A block whose branch is `conv1`, `bn1`, ReLU, `conv2`, `bn2` and so on, as in torchvision's ResNets.
 
-    Its shortcut is `downsample`, a convolution and a batch norm, if it has one.
+    If the shortcut is not the identity, it is `downsample`, a convolution and a batch norm.
     """
 
 
@@ -51,7 +51,7 @@ def residual_blocks(model: nn.Module, kind: str) -> dict[str, Any]:
 
 
 def convolutions(block: Any) -> list[Any]:
-    """The convolutions of a block's branch, in the order in which they compute; None for one that is missing."""
+    """The convolutions of a block's branch, in order; None for a missing one."""
     names = ("conv1", "conv2", "conv3") if hasattr(block, "conv3") else ("conv1", "conv2")
     return [getattr(block, name, None) for name in names]
 
@@ -70,9 +70,9 @@ class Scalars(nn.Module):
 
 @torch.no_grad()
 def fixup(model: nn.Module) -> nn.Module:
-    """`model` without batch norm and with Fixup's initialisation.
+    """Remove batch norm from `model` and initialise it for Fixup, in place.
 
-    Outside its residual blocks it has one batch norm, the stem's, and its last linear layer is the classifier.
+    Outside its residual blocks the model must have one batch norm, in the stem, and a linear layer as its classifier.
     """
     blocks = residual_blocks(model, "fixup")
     for name, block in blocks.items():
@@ -91,8 +91,8 @@ def fixup(model: nn.Module) -> nn.Module:
     linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if len(norms) != 1 or not linear:
         raise SettingsError(
-            f"norm 'fixup': outside of residual blocks are the batch norms {norms} and the linear layers {linear}; "
-            "expected the stem's and a classifier"
+            f"norm 'fixup': outside of its residual blocks the model has the batch norms {norms} and the linear layers "
+            f"{linear}; expected one batch norm, in the stem, and a classifier"
         )
     classifier = _biased(_layer(model, linear[-1], nn.Linear))
     for parameter in classifier.parameters():
@@ -102,7 +102,7 @@ def fixup(model: nn.Module) -> nn.Module:
 
 
 def _layer(model: nn.Module, name: str, kind: type[nn.Module]) -> Any:
-    """The layer of this name, which must be of this kind."""
+    """The layer `name`; SettingsError unless it is of this kind."""
     layer = dict(model.named_modules(remove_duplicate=False)).get(name)
     if not isinstance(layer, kind) or (kind is nn.Conv2d and type(layer) is not nn.Conv2d):
         wanted = {nn.Conv2d: "plain convolution", _BatchNorm: "batch norm"}.get(kind, "linear layer")
@@ -119,7 +119,7 @@ def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
 
 
 def _biased(layer: Any) -> Any:
-    """The convolution or linear layer with a scalar bias before it."""
+    """Add a scalar bias before a convolution or linear layer, and return the layer."""
     layer.input_bias = nn.Parameter(layer.weight.new_zeros(1), layer.weight.requires_grad)
     layer.register_forward_pre_hook(_plus_bias)
     return layer

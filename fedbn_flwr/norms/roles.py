@@ -44,7 +44,7 @@ _COMPUTED = re.compile(r"((?:.*?\.)?)parametrizations\.(\w+)\..+")  # as torch.n
 def roles(arrays_or_module: Mapping[str, Any] | nn.Module) -> dict[str, Role]:
     """The role of each key of a state dict, in its order.
 
-    A module's batch norms are found by type. Among arrays (the server has no model), a prefix with a `running_mean`
+    In a module, batch norms are found by their type. The server has only arrays: there, a prefix with a `running_mean`
     is a batch norm.
     """
     if isinstance(arrays_or_module, Mapping):
@@ -60,7 +60,7 @@ _CACHED = 1 << 20  # characters; the keys of a reply may be of any length
 
 @functools.lru_cache(maxsize=64)
 def _of_keys(keys: tuple[str, ...]) -> dict[str, Role]:
-    """A round asks for the roles of the same keys several times."""
+    """`roles` with a cache, since a round asks for the roles of the same keys several times."""
     return _of_layers(keys, set(layers(keys)))
 
 
@@ -69,10 +69,10 @@ def _of_layers(keys: Iterable[str], norms: set[str]) -> dict[str, Role]:
 
 
 def _places(key: str) -> Iterator[tuple[str, str]]:
-    """The prefixes of the layers that the entry of this key may belong to, and the name in _ROLES that it then has.
+    """The layers that an entry may belong to, as prefixes, and the name in _ROLES that it would have there.
 
-    What computes gamma or beta has its role: `bn.parametrizations.weight.original`, and `bn.weight_orig` or
-    `bn.weight_g` of pruning and weight norm.
+    A tensor from which gamma or beta is computed has its role: `bn.parametrizations.weight.original`, or
+    `bn.weight_orig` and `bn.weight_g` after pruning and weight norm.
     """
     layer, dot, name = key.rpartition(".")
     found = [(layer + dot, name), (layer + dot, name.partition("_")[0])]
@@ -82,35 +82,36 @@ def _places(key: str) -> Iterator[tuple[str, str]]:
 
 
 def layers(keys: Iterable[str]) -> list[str]:
-    """The prefixes of the layers among these keys of a state dict that track statistics, `bn1.` for `bn1.weight`."""
+    """The prefixes, such as `bn1.` for `bn1.weight`, of the layers that track statistics."""
     return [key.removesuffix(MEAN) for key in keys if key.rpartition(".")[2] == MEAN]
 
 
 def is_variance(key: str) -> bool:
-    """Whether a key, whose role is STATISTICS, is that of a running variance."""
+    """Whether a key with the role STATISTICS is a running variance."""
     return key.rpartition(".")[2] == VARIANCE
 
 
 def norm_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers whose arrays have the roles of batch norm, by name: batch norms, and all layers that track statistics.
+    """The layers whose arrays have batch norm's roles, by name.
 
-    The latter are for instance instance norms with `track_running_stats=True`.
+    These are batch norms and all other layers that track statistics, such as instance norms with
+    `track_running_stats=True`.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
     return {
         name: layer
-        # A layer that is used twice has two prefixes in the state dict: include both.
+        # A layer that is used twice has two prefixes in the state dict. Include both.
         for name, layer in module.named_modules(remove_duplicate=False)
         if layer._buffers.get(MEAN) is not None or isinstance(layer, _BatchNorm)
     }
 
 
 def batch_norms(model: nn.Module, what: str) -> dict[str, _BatchNorm]:
-    """The layers whose statistics are those of a batch, by name; `what` is done with them.
+    """The layers that normalise with the statistics of a batch, by name; `what` names their use, for errors.
 
-    SettingsError names a layer of another library that tracks statistics, since of which values is unknown. Instance
-    norms, and batch norms that are always frozen (gamma is a buffer), have no statistics of a batch.
+    SettingsError names a layer of another library that tracks statistics, because nothing says which values they cover.
+    Instance norms, and batch norms that are always frozen (gamma is a buffer), use no statistics of a batch.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.nn.modules.instancenorm import _InstanceNorm
@@ -119,14 +120,14 @@ def batch_norms(model: nn.Module, what: str) -> dict[str, _BatchNorm]:
     for name, layer in layers.items():
         if not isinstance(layer, _BatchNorm | _InstanceNorm) and AFFINE[0] not in layer._buffers:
             raise SettingsError(
-                f"{what} needs layers of torch.nn.modules.batchnorm, but {name!r} is a {type(layer).__name__}, which "
-                "tracks statistics of unknown values; use nn.BatchNorm1d, 2d or 3d, or a subclass"
+                f"{what} needs layers of torch.nn.modules.batchnorm, but {name!r} is a {type(layer).__name__}, and it "
+                "is unknown which values its statistics cover; use nn.BatchNorm1d, 2d or 3d, or a subclass"
             )
     return {name: layer for name, layer in layers.items() if isinstance(layer, _BatchNorm)}
 
 
 def computes_as_batch_norm(layer: nn.Module) -> bool:
-    """Whether this layer computes batch norm and nothing else, perhaps of the real positions of padded series.
+    """Whether this layer computes batch norm and nothing else, perhaps over the real positions of padded series.
 
     Subclasses may compute something else in `forward`: timm's BatchNormAct2d includes ReLU, and batch renormalisation
     differs in training. Code that replaces `forward` would lose that.
@@ -140,11 +141,11 @@ def computes_as_batch_norm(layer: nn.Module) -> bool:
 
 
 def check_own(layer: nn.Module, where: str, kind: str, name: str) -> None:
-    """Raise SettingsError unless the layer to replace has weight or bias (`name`) as a parameter, or None."""
+    """Raise SettingsError if the layer to replace computes its weight or bias (`name`) from other tensors."""
     if name not in layer._parameters:
         raise SettingsError(
             f"norm {kind!r}: {where} computes its {name} from other tensors (a parametrisation, weight norm, pruning), "
-            "which the new layer would not; remove that first, for instance by "
+            "but the new layer would not; remove that first, for instance with "
             "torch.nn.utils.parametrize.remove_parametrizations"
         )
 

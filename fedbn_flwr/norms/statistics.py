@@ -23,20 +23,21 @@ from .variants import MaskedBatchNorm1d, real_values
 def reestimate(
     model: nn.Module, batches: Iterable[Any], device: torch.device, *, pooled: bool = False, threads: int = 1
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Statistics of the values that batch norms normalise in `batches` of (inputs, targets), by state dict key, and the
-    number of batches.
+    """Measure the statistics of batch norms' inputs over `batches` of (inputs, targets).
 
-    By default they are the means of the batches' statistics, as torch's cumulative mean (momentum=None) tracks them,
-    so that a small batch counts as much as a large one. With `pooled` they are the mean and variance of all values
-    together. In both cases earlier layers normalise with the statistics of the batch. The model and its running
-    statistics do not change; static batch norm, which tracks none, is measured too. The result does not depend on the
-    number of threads.
+    Returns them by state dict key, and the number of batches. By default they are the means of the batches' statistics,
+    as torch's cumulative mean (momentum=None) tracks them, so that a small batch counts as much as a large one. With
+    `pooled` they are the mean and variance of all values together. In both cases earlier layers normalise with the
+    statistics of the batch.
+
+    The model and its running statistics do not change. Static batch norm, which tracks none, is measured too. The
+    result does not depend on the number of threads.
     """
-    model = copy.deepcopy(model)  # the caller's stays as it is
+    model = copy.deepcopy(model)  # leave the caller's model as it is
     model.eval()
     layers = batch_norms(model, "a measurement of statistics")
     names = {layer: name for name, layer in reversed(layers.items())}  # a layer that is used twice: its first name
-    found = threading.local()  # the moments of the batch that this thread has
+    found = threading.local()  # the moments of this thread's batch
     dtypes: dict[str, torch.dtype] = {}  # of the values
 
     def measure(name: str, layer: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
@@ -60,8 +61,8 @@ def reestimate(
         model(each(lambda inputs: inputs.to(device), batch[0]))
         return list(found.moments)
 
-    # By the first name of each layer that the model uses, in float64: the sum of the weights, and the weighted sums of
-    # means, of variances and of squared means.
+    # For each layer that the model uses, by its first name and in float64: the sum of the weights, and the weighted
+    # sums of means, variances and squared means.
     sums: dict[str, torch.Tensor] = {}
     count = 0
     for measured in map_batches(moments_of, model, batches, threads):
@@ -88,9 +89,9 @@ def reestimate(
 def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
     """Put `model` into training mode, and freeze the roles `what` of its batch norms inside the block.
 
-    Frozen statistics: batch norms normalise with their running mean and variance and do not update them, while
-    gamma, beta and all other layers train (dropout stays on). A batch norm without statistics normalises by its batch
-    as before. Frozen affine: gamma and beta do not train.
+    With frozen statistics, batch norms normalise with their running mean and variance and do not update them, while
+    gamma, beta and all other layers train (dropout stays on). A batch norm without statistics normalises with the
+    statistics of its batch as before. With frozen affine parameters, gamma and beta do not train.
     """
     model.train()
     layers = norm_layers(model) if what else {}

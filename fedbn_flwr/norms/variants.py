@@ -1,4 +1,4 @@
-"""Batch norms that PyTorch lacks: of padded series, without statistics, and renormalised."""
+"""Batch norms that PyTorch lacks: for padded series, without running statistics, and with renormalisation."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fedbn_flwr.errors import SettingsError
 class MaskedBatchNorm1d(nn.BatchNorm1d):
     """nn.BatchNorm1d over the real positions of series [N, C, T]: `norm(series, mask)`.
 
-    `mask` is bool [N, T], True at real positions. Statistics, running ones too, are those of the real positions of the
-    batch, and the output at all other positions is zero. Without a mask the layer is nn.BatchNorm1d.
+    `mask` is bool [N, T], True at real positions. Batch and running statistics use only real positions, and the output
+    at all other positions is zero. Without a mask the layer is nn.BatchNorm1d.
     """
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -33,7 +33,7 @@ def real_values(input: Tensor, mask: Tensor | None = None) -> Tensor:
     expected = [len(input), input.shape[-1]]
     if input.ndim != 3 or mask.dtype is not torch.bool or [*mask.shape] != expected:
         raise ValueError(
-            f"the mask is {mask.dtype} {[*mask.shape]} of an input {[*input.shape]}; expected torch.bool [N, T], true "
+            f"the mask is {mask.dtype} {[*mask.shape]} for an input {[*input.shape]}; expected torch.bool [N, T], true "
             "at the real positions of an input [N, C, T]"
         )
     values = input.transpose(1, 2)[mask]
@@ -43,7 +43,7 @@ def real_values(input: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def at_real_positions(function: Callable[[Tensor], Tensor], input: Tensor, mask: Tensor | None = None) -> Tensor:
-    """`function` of the values at the real positions, at their places, and zeros elsewhere; without a mask, of all."""
+    """Apply `function` to the values at real positions; the result is zero elsewhere. Without a mask, to all values."""
     found = function(real_values(input, mask))
     if mask is None:
         return found
@@ -52,7 +52,7 @@ def at_real_positions(function: Callable[[Tensor], Tensor], input: Tensor, mask:
 
 
 class AnyBatchNorm(_BatchNorm):
-    """Batch norm of values with any number of axes."""
+    """Batch norm for inputs with any number of axes."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -64,9 +64,9 @@ class StaticBatchNorm(AnyBatchNorm):
 
     It normalises with batch statistics and tracks none.
 
-    NOTE: a state dict with `running_mean` and `running_var` gives the layer statistics, which it then uses in eval mode
-    as any batch norm does. Its own state dict does not contain them, and loading a state dict without them removes
-    them: statistics fit only the weights with which they were loaded.
+    NOTE: loading a state dict with `running_mean` and `running_var` gives the layer statistics, which it uses in eval
+    mode like any batch norm. Its own state dict does not contain them, and loading a state dict without them removes
+    them, because statistics fit only the weights that they were loaded with.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = True) -> None:
@@ -85,7 +85,7 @@ class StaticBatchNorm(AnyBatchNorm):
 class BatchRenorm(AnyBatchNorm):
     """Batch renormalisation (Ioffe 2017, https://arxiv.org/abs/1702.03275).
 
-    Its output in training equals that in evaluation, within bounds.
+    Within bounds, it gives the same output in training as in evaluation.
 
     With mu_B, sigma_B of the batch and the running mu, sigma (algorithm 1):
 
@@ -94,7 +94,7 @@ class BatchRenorm(AnyBatchNorm):
 
     For `warmup` steps r is 1 and d is 0, which is batch norm. Then the bounds grow linearly to `r_max` at step
     `r_steps` and to `d_max` at step `d_steps` (section 4.1 gives the defaults). `num_batches_tracked` counts the
-    steps; in a federation each client counts its own. The state dict is that of batch norm.
+    steps; in a federation each client counts its own. The state dict has batch norm's keys.
 
     NOTE: the paper tracks sigma. This layer tracks the unbiased variance, as torch's batch norm does, so that each can
     load the other's statistics.
@@ -117,15 +117,15 @@ class BatchRenorm(AnyBatchNorm):
         super().__init__(num_features, eps, momentum, affine)
         if min(r_steps, d_steps) < warmup:
             raise SettingsError(
-                f"norm 'brn': the bounds grow after the warm-up; r_steps ({r_steps}) and d_steps ({d_steps}) must be "
-                f"at least warmup ({warmup})"
+                f"norm 'brn': r_steps is {r_steps} and d_steps is {d_steps}; expected at least warmup ({warmup}), "
+                "because the bounds grow after the warm-up"
             )
         self.r_max, self.d_max = r_max, d_max
         self.warmup, self.r_steps, self.d_steps = warmup, r_steps, d_steps
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and self.track_running_stats):
-            # Evaluation, frozen statistics, or a measurement of batch statistics: as batch norm.
+            # In evaluation, with frozen statistics, and while batch statistics are measured, it is batch norm.
             return super().forward(x)
         self._check_input_dim(x)
         mu: Any = self.running_mean

@@ -1,12 +1,12 @@
 """Convolutions with standardised weights.
 
-Plain, for use with group norm: Qiao et al. 2019, https://arxiv.org/abs/1903.10520. Scaled, for use without a norm:
-FedWon, after Brock et al. 2021, https://arxiv.org/abs/2101.08692, whose code is in deepmind-research/nfnets. Tests
-compare with timm's `StdConv2d` and `ScaledStdConv2d`.
+The plain ones are for use with group norm: Qiao et al. 2019, https://arxiv.org/abs/1903.10520. The scaled ones are for
+use without a norm: FedWon, after Brock et al. 2021, https://arxiv.org/abs/2101.08692, whose code is in
+deepmind-research/nfnets. Tests compare with timm's `StdConv2d` and `ScaledStdConv2d`.
 
-NOTE: unlike NF-Nets, filters have no learnable gain: gamma is constant in FedWon's equation, and each parameter would
-be sent. A gain that gamma of a batch norm would learn can only be learnt by the linear layer. In a network without
-convolutions, for tables, the linear layers but the last are standardised, which neither paper has.
+NOTE: unlike NF-Nets, filters have no learnable gain, because gamma is constant in FedWon's equation. So only the last
+linear layer can learn the gain that a batch norm's gamma would learn. A network for tables has no convolutions; there
+all linear layers but the last are standardised, which neither paper describes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Standardised(nn.Module):
 
         W^ = (W - mu) / sqrt(sigma^2 + eps)     and with a gamma, multiplied by gamma / sqrt(N)
 
-    mu and sigma are mean and standard deviation of each filter, in a linear layer those of the weights of one output.
-    This removes the filter's scale, which has no effect before a norm layer. With gamma, inputs of variance 1 and any
-    mean give outputs of variance gamma^2. The arguments are those of the layer.
+    mu and sigma are mean and standard deviation of each filter; in a linear layer, a filter is the weights of one
+    output. This removes the filter's scale, which has no effect before a norm layer. With gamma, inputs of variance 1
+    and any mean give outputs of variance gamma^2. The arguments are the layer's.
     """
 
     weight: Tensor
@@ -82,10 +82,10 @@ STANDARDS: dict[str, tuple[float, float | None]] = {"won": (1e-6, RELU_GAMMA), "
 
 
 def standardise(layer: Any, where: str, kind: str) -> None:
-    """Standardise the weights of a convolution or linear layer, as this kind of norm needs it.
+    """Make a convolution or linear layer standardise its weights, as this kind of norm needs it.
 
-    With `won`, a layer without a bias gets one, initially zero, in place of the beta of the batch norm after it; the
-    convolutions of NF-Nets have a bias.
+    With `won`, a layer without a bias gets one, initially zero, as in NF-Nets. It replaces the beta of the batch norm
+    after the layer.
     """
     own, (eps, gamma) = type(layer), STANDARDS[kind]
     if isinstance(layer, Standardised) and layer.eps == eps:
@@ -97,7 +97,8 @@ def standardise(layer: Any, where: str, kind: str) -> None:
         )
     if any(getattr(own, name, None) is not getattr(plain, name, None) for name in ("forward", "_conv_forward")):
         raise SettingsError(
-            f"norm {kind!r}: {where} is a {own.__name__}, a {plain.__name__} of another kind, and cannot be replaced"
+            f"norm {kind!r}: {where} is a {own.__name__}; expected a plain {plain.__name__}, because replacing a "
+            "subclass would lose what it computes"
         )
     for name in AFFINE:
         check_own(layer, where, kind, name)

@@ -193,7 +193,7 @@ def test_actors_have_the_code_of_this_process_and_what_they_declare(idle: list[A
         assert not Path(where["file"]).is_relative_to(ROOT)
     assert fits({"CPU": 0.5, "GPU": 0.25}) == 4
     with pytest.raises(
-        RunFailed, match=r"no machine of the Ray cluster has 64 CPUs for a client; it has .*\(CPU 2, GPU 1\)"
+        RunFailed, match=r"no machine of the Ray cluster has 64 CPUs for a client; the machines are .*\(CPU 2, GPU 1\)"
     ):
         ray_grid(app(), 1, cpus=64)
     with ray_grid(app(), 1, workers=1, cpus=64, start_timeout=1) as grid:

@@ -170,7 +170,7 @@ def test_every_message_has_the_moments(folders: Path, tmp_path: Path) -> None:
     (means,) = seen.pop("train")
     assert list(means) == described["normalise"]["mean"]
     assert seen.pop(protocol.PARTITION_QUERY) == seen.pop(protocol.SUMS_QUERY) == {()}
-    assert seen.pop(protocol.COHORT_QUERY) == {means}
+    assert seen.pop(protocol.EXCHANGE_QUERY) == {means}
     assert not seen
 
 
@@ -215,8 +215,11 @@ LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "half a value": (put(0, 2112.5), "its sums of column 1 cannot be sums of any values"),
     "more values than there are": (put(0, 1e270), "its sums of column 1 cannot be sums of any values"),
     "sums of nothing": (put(0, 0.0), "its sums of column 1 cannot be sums of any values"),
-    "wrong width": (lambda sums: sums[:, :2], r"'sums' has shape \(7, 2\), the server's has \(7, 3\); its columns"),
-    "float32": (lambda sums: sums.astype(np.float32), "'sums' is float32, the server's is float64"),
+    "wrong width": (
+        lambda sums: sums[:, :2],
+        r"'sums' has shape \(7, 2\); the server sent shape \(7, 3\); its columns",
+    ),
+    "float32": (lambda sums: sums.astype(np.float32), "'sums' is float32; the server sent float64"),
     "texts": (lambda sums: sums.astype("U8"), "cannot be read|'sums'"),
 }
 

@@ -248,8 +248,8 @@ def second_metrics(content: RecordDict) -> None:
 SPOILS: dict[str, tuple[Callable[[RecordDict], None], str]] = {
     "NaN": (change_array("0.weight", lambda a: np.full_like(a, np.nan)), "'0.weight' has 72 of 72 values"),
     "infinity": (change_array("4.bias", lambda a: a + np.inf), "'4.bias' has 3 of 3 values that are not finite"),
-    "shape": (change_array("4.bias", lambda a: a[:2]), "'4.bias' has shape (2,), the server's has (3,)"),
-    "dtype": (change_array("4.bias", lambda a: a.astype(np.float64)), "'4.bias' is float64, the server's is float32"),
+    "shape": (change_array("4.bias", lambda a: a[:2]), "'4.bias' has shape (2,); the server sent shape (3,)"),
+    "dtype": (change_array("4.bias", lambda a: a.astype(np.float64)), "'4.bias' is float64; the server sent float32"),
     "missing key": (change_array("4.bias", lambda a: None), "the reply lacks '4.bias'"),
     "negative variance": (change_array("1.running_var", lambda a: -a - 1), "'1.running_var' has negative values"),
     "no count": (change_count(None), "lack 'num-examples'"),

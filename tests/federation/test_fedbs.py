@@ -159,7 +159,7 @@ def test_mu_is_fedprox_s_by_default() -> None:
     ("loss", "words"),
     [
         (None, "lack 'train-loss'; they have 'num-examples'"),
-        (-0.5, "'train-loss' = -0.5, expected a number, zero or more"),
+        (-0.5, "'train-loss' = -0.5; expected a number, zero or more"),
         (float("nan"), "'train-loss' is nan"),
         (float("inf"), "'train-loss' is inf"),
     ],

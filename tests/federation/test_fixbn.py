@@ -308,7 +308,7 @@ def private(strategy: flower.Strategy) -> flower.Strategy:
 
 def test_inside_a_strategy_of_flower_it_needs_a_round_as_an_int(federation: Federations) -> None:
     fed = federation()
-    words = r"freeze_round=0\.5 depends on the number of rounds, .* another strategy is around this one(.|\n)*an int"
+    words = r"freeze_round=0\.5 depends on the number of rounds, .* another strategy wraps this one(.|\n)*an int"
     with pytest.raises(SettingsError, match=words):
         models_of(fed, private(FixBN(FedAvg(), freeze_round=0.5)), 2)
     models = models_of(fed, private(FixBN(FedAvg(), freeze_round=1)), 3)

@@ -571,7 +571,7 @@ def test_our_client_reports_a_negative_variance_of_bare_fedadam(federation: Fede
 @pytest.mark.parametrize("strategy", [SiloBN(global_norm="initial"), FedBN(global_norm="initial"), Standalone()])
 def test_mean_statistics_refuses_a_rule_whose_clients_send_none(strategy: Strategy) -> None:
     name = type(strategy).__name__
-    with pytest.raises(SettingsError, match=f"nothing to combine around this {name}, .* use {name} without it"):
+    with pytest.raises(SettingsError, match=f"nothing to combine: with this {name}, .* Use {name} without it"):
         MeanStatistics(strategy)
 
 

@@ -200,7 +200,7 @@ def test_a_replaced_fedtan_process_replays_with_the_momentum(federation: Federat
         parked_rounds.clear()
         return app(message, context)
 
-    for register in (forgetful.train(), forgetful.query("cohort"), forgetful.query("partition")):
+    for register in (forgetful.train(), forgetful.query("exchange"), forgetful.query("partition")):
         register(forgets)
     found = models_of(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 3, forgetful)
     for key, value in expected[-1].items():
@@ -269,7 +269,7 @@ def test_a_reply_that_the_base_excludes_has_no_part_in_the_momentum(federation: 
 
 
 def test_clients_that_train_without_momentum_say_so(federation: Federations) -> None:
-    with pytest.raises(RunFailed, match=r"this client trains without it \(momentum is 0\)"):
+    with pytest.raises(RunFailed, match=r"this client trains without momentum"):
         models_of(federation((4, 4)), GlobalMomentum(fedavg()), 1)
 
 

@@ -55,11 +55,13 @@ def test_a_client_with_a_small_batch_sends_no_array(
     last_model(fed, strategy(fraction_evaluate=0.0, direct=False), 1, noting)
     of_small = [reply for reply in noting.replies if reply.metadata.src_node_id == 2]
     assert not any(reply.content.array_records for reply in of_small if reply.has_content())
-    small = [reply for reply in of_small if reply.metadata.message_type == protocol.COHORT_QUERY]
+    small = [reply for reply in of_small if reply.metadata.message_type == protocol.EXCHANGE_QUERY]
     assert [reply.has_error() for reply in small] == [True]
     assert all(reply.has_content() for reply in noting.replies if reply not in small)
     assert len(noting.replies) > len(small)
-    assert "use larger batches, or allow it: the strategy's min_batch is 32, and min-batch in" in flower_log.text
+    assert (
+        "use larger batches, or lower both limits: the strategy's min_batch is 32, and min-batch in" in flower_log.text
+    )
 
 
 def test_a_run_of_which_too_few_clients_are_left_names_them(federation: Federations) -> None:

@@ -24,7 +24,7 @@ from tests.support.plugin import RecordingGrid
 from tests.support.smallbatches import FedTAN
 
 Federations = Callable[..., Any]
-KINDS = {"train": "train", "evaluate": "evaluate", "query.cohort": "query"}
+KINDS = {"train": "train", "evaluate": "evaluate", "query.exchange": "query"}
 
 
 class Seen:

@@ -415,7 +415,7 @@ def test_a_wrapper_s_traits_are_those_of_the_strategy_inside() -> None:
     ("change", "words"),
     [
         (lambda value: value * np.nan, "'0.weight' is not finite"),
-        (lambda value: value.astype(np.float64), "'0.weight' is float64, the server's is float32"),
+        (lambda value: value.astype(np.float64), "'0.weight' is float64; the server sent float32"),
         (lambda value: value.tolist(), r"'0.weight' is list of shape \(4, .*\); expected an array of shape \(4, "),
         (lambda value: value[:1], r"'0.weight' is ndarray of shape \(1, .*\); expected an array of shape \(4, "),
     ],

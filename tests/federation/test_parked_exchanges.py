@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr import client_app
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.messages.protocol import COHORT_QUERY, RUN
+from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, RUN
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from tests.support.federations import last_model, nodes_in_means, same
 from tests.support.models import two_norms, two_norms_with_dropout
@@ -33,7 +33,7 @@ class Counting(GridAround):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         messages = list(messages)
-        self.exchanges += any(message.metadata.message_type == COHORT_QUERY for message in messages)
+        self.exchanges += any(message.metadata.message_type == EXCHANGE_QUERY for message in messages)
         return super().send_and_receive(messages, timeout=timeout)
 
 

@@ -119,7 +119,7 @@ def test_fedtan_exchanges_at_each_batch_norm(
 ) -> None:
     grid, _ = served("FedTAN", tmp_path, monkeypatch)
     exchanges = 2 * len(NORMS)
-    assert grid.count("query.cohort") == 3 * CLIENTS
+    assert grid.count("query.exchange") == 3 * CLIENTS
     assert grid.exchanges == 3 * (exchanges - 1)
     before, *_, after = losses(capsys.readouterr().out)
     assert after < before
@@ -171,7 +171,7 @@ def test_fedtan_draws_the_same_in_any_process(
 
         replace(project, client_app=work).serve()
         assert scores(capsys.readouterr().out) == expected
-        exchanges = {(node, cache) for node, kind, cache in drawn if kind == "query.cohort"}
+        exchanges = {(node, cache) for node, kind, cache in drawn if kind == "query.exchange"}
         assert len(exchanges) == 2 * CLIENTS, "both caches served exchanges of each client"
 
 

@@ -366,7 +366,7 @@ def test_a_damaged_node_state_is_named(tmp_path: Path) -> None:
     session("FedBN", tmp_path / "run", 2, grid=Elsewhere("FedBN", tmp_path / "state"))
     for file in (tmp_path / "state").rglob("round-2"):
         file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(RunFailed, match=r"client 0 .*could not train: .*round-2' is damaged: it is no whole"):
+    with pytest.raises(RunFailed, match=r"client 0 .*could not train: .*round-2' is damaged: not a complete"):
         session("FedBN", tmp_path / "run", grid=Elsewhere("FedBN", tmp_path / "state"))
 
 

@@ -44,7 +44,7 @@ class Attack:
     name: str
     spoil: Spoil
     verdict: str = REFUSED
-    kinds: tuple[str, ...] = ("train", "evaluate", protocol.COHORT_QUERY, protocol.STATISTICS_QUERY)
+    kinds: tuple[str, ...] = ("train", "evaluate", protocol.EXCHANGE_QUERY, protocol.STATISTICS_QUERY)
 
 
 # --- arrays ------------------------------------------------------------------
@@ -235,7 +235,7 @@ def with_arrays(where: str, attack: Attack) -> tuple[str, ...]:
         return ("train",)
     if attack.name == "array, negative variance":  # a gradient with respect to a variance may be negative
         return ("train", "moments")
-    return ("train", protocol.COHORT_QUERY, protocol.STATISTICS_QUERY)
+    return ("train", protocol.EXCHANGE_QUERY, protocol.STATISTICS_QUERY)
 
 
 # --- records -----------------------------------------------------------------
@@ -391,9 +391,9 @@ PARTITIONS: dict[str, tuple[Any, str]] = {
     "NaN": (float("nan"), REFUSED), "another client's": (0, LIE), "client 7, which there is not": (7, LIE),
 }  # fmt: skip
 
-COHORT = (protocol.COHORT_QUERY,)
+EXCHANGE = (protocol.EXCHANGE_QUERY,)
 EVALUATE = ("evaluate",)
-ALL = ("train", "evaluate", protocol.COHORT_QUERY, protocol.STATISTICS_QUERY)
+ALL = ("train", "evaluate", protocol.EXCHANGE_QUERY, protocol.STATISTICS_QUERY)
 
 
 def values() -> list[Attack]:
@@ -402,7 +402,7 @@ def values() -> list[Attack]:
         for name, (value, verdict) in COUNTS.items():
             if name in ("2**31", "2.5", "1e-300") or (key == protocol.EXCHANGES_LEFT and name == "0"):
                 verdict = REFUSED
-            found.append(Attack(f"{key}, {name}", metric(key, value), verdict, COHORT))
+            found.append(Attack(f"{key}, {name}", metric(key, value), verdict, EXCHANGE))
     for key in (protocol.TRAIN_LOSS, "loss", "accuracy", "own-accuracy", "own-loss", "own-num-examples"):
         kinds = ("train",) if key == protocol.TRAIN_LOSS else EVALUATE
         given = (
@@ -434,7 +434,7 @@ def values() -> list[Attack]:
         "another kind": "variance", "a long text": "moments" * 20_000,
     }  # fmt: skip
     found += [
-        Attack(f"exchange, what is {n}", in_config("what", v, "config"), REFUSED, COHORT) for n, v in whats.items()
+        Attack(f"exchange, what is {n}", in_config("what", v, "config"), REFUSED, EXCHANGE) for n, v in whats.items()
     ]
     return found
 
@@ -521,5 +521,5 @@ class Hostile(ClientApp):
         if config.get(protocol.ROUND) not in self.rounds:  # a query before the first round has round 0
             return False
         if self.kind == "moments":
-            return kind == protocol.COHORT_QUERY and configs_in(reply.content)["config"].get("what") == "moments"
+            return kind == protocol.EXCHANGE_QUERY and configs_in(reply.content)["config"].get("what") == "moments"
         return kind == self.kind

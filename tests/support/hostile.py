@@ -292,7 +292,7 @@ def cases(rules: Sequence[str] = (), names: str = "") -> Iterator[tuple[str, str
     for rule in rules or RULES:
         kinds = ["train", "evaluate"]
         if rule in EXCHANGING:
-            kinds += [protocol.COHORT_QUERY, "moments"]
+            kinds += [protocol.EXCHANGE_QUERY, "moments"]
         if rule == "HeteroBN":
             kinds.append(protocol.STATISTICS_QUERY)
         for attack in all_attacks():

@@ -25,7 +25,7 @@ def between(inner: ClientApp, hook: Hook) -> ClientApp:
         hook(message.content, reply.content, int(context.node_config["partition-id"]))
         return reply
 
-    queries = [app.query(name) for name in ("cohort", "partition", "statistics")]
+    queries = [app.query(name) for name in ("exchange", "partition", "statistics")]
     for register in (app.evaluate(), *queries):
         register(inner)
     return app

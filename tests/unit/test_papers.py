@@ -45,7 +45,7 @@ print(*sorted(name.rpartition(".")[2] for name in sys.modules if name.startswith
         ("fedbn.control", ["ScaffoldClient"], ["fedavg", "scaffold"]),
         ("fedbn.momentum", ["GlobalMomentumClient"], ["globalmomentum"]),
         ("fedbn.clip", ["FedWonClient"], ["fedavg", "fedwon"]),
-        ("fedbn.cohort-step", ["FedTANClient"], ["fedavg", "fedtan", "fixbn"]),
+        ("fedbn.exchange-step", ["FedTANClient"], ["fedavg", "fedtan", "fixbn"]),
     ],
 )
 def test_a_client_imports_the_file_of_a_rule_and_its_base(key: str, found: list[str], modules: list[str]) -> None:

@@ -56,11 +56,11 @@ def test_no_changed_byte_changes_an_entry_and_every_missing_one_is_noticed(tmp_p
 def test_a_store_of_another_version_or_with_forged_entries_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_bytes(b"{}" + struct.pack("<QI12s", 2, zlib.crc32(b"{}"), b"fedbn-store1"))
-    with pytest.raises(StorageError, match=r"s' is damaged: it is no whole fedbn-store4 \(File is not a zip file\)"):
+    with pytest.raises(StorageError, match=r"s' is damaged: not a complete fedbn-store4 \(File is not a zip file\)"):
         read_store(path)
     write_store(path, [("a", b"1")])
     path.write_bytes(path.read_bytes().replace(b"fedbn-store4", b"fedbn-store9"))
-    with pytest.raises(StorageError, match=r"another version of fedbn-flwr wrote it, as fedbn-store9"):
+    with pytest.raises(StorageError, match=r"another version of fedbn-flwr wrote it as fedbn-store9"):
         read_store(path)
     for kind, times, reason in (
         (zipfile.ZIP_STORED, 1, r"its end is b''"),
@@ -74,7 +74,7 @@ def test_a_store_of_another_version_or_with_forged_entries_is_refused(tmp_path: 
                 archive.filelist.append(copy.copy(entry))
                 archive.filelist[-1].filename = f"a{number}"
             archive.comment = b"" if reason.endswith("''") else _seal(archive)
-        with pytest.raises(StorageError, match=rf"it is no whole fedbn-store4 \(.*{reason}"):
+        with pytest.raises(StorageError, match=rf"not a complete fedbn-store4 \(.*{reason}"):
             read_store(path)
 
 

@@ -23,7 +23,7 @@ from fedbn_flwr.data.moments import ROWS, Sums, moments_from, totals
 from fedbn_flwr.engines.base import GridAround, wait_for_nodes
 from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, few
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import fault
+from fedbn_flwr.messages.aggregate import arrays_problem
 from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.reply import arrays_of, number_of, partition_of, reason_of
 from fedbn_flwr.norms.variants import BatchRenorm
@@ -143,7 +143,7 @@ def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -
 def _sums_in(reply: Message, columns: int) -> Sums:
     """The sums in a site's reply; MessageError if no values can have these sums."""
     arrays = unpack(arrays_of(reply.content))
-    if problem := fault(arrays, {"sums": np.zeros((ROWS, columns))}):
+    if problem := arrays_problem(arrays, {"sums": np.zeros((ROWS, columns))}):
         raise MessageError(f"{problem}; its columns are the inputs or channels of the data")
     sums: Sums = arrays["sums"]
     for place, column in enumerate(sums.T):

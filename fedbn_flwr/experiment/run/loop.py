@@ -84,7 +84,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         for listener in listeners:
             listener.on_start(running, at)
             begun.append(listener)
-        asked = {protocol.COHORT_MIN_BATCH: least} if (least := rule.traits.min_batch) else {}
+        asked = {protocol.EXCHANGE_MIN_BATCH: least} if (least := rule.traits.min_batch) else {}
         nodes = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
         if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
             progress.message(", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items())))

@@ -1,7 +1,7 @@
 """Bounds on the weight, the update and the statistics of one client.
 
-A client can report any number of examples, and send any update and any statistics. Norms of updates are those of
-weights, gamma and beta: statistics and counters have other scales.
+A client can report any number of examples, and send any update and any statistics. The norm of an update covers
+weights, gamma and beta, but not statistics and counters, which have other scales.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ class Bounds:
     max_share : float or None (default: None)
         The largest share of one client in the weights of the mean.
     clip_norm : float or None (default: None)
-        The largest L2 norm of a client's update of weights, gamma and beta; a longer one is shortened to it.
+        The largest L2 norm of a client's update of weights, gamma and beta; a longer update is shortened to it.
     clip_factor : float or None (default: None)
-        The same, relative to the median norm of the round's updates.
+        The same bound as a multiple of the median norm of the round's updates.
     plausible : float or None (default: None)
-        Leaves out clients whose statistics are further from the cohort's median than this factor times the norm of the
-        median, or times the clients' median distance from it if that is larger. It applies to the tensors of FedTAN's
-        exchanges too.
+        Leaves out clients whose statistics are too far from the clients' median: further than this factor times the
+        norm of the median or the median distance, whichever is larger. It applies to FedTAN's exchanges too.
     """
 
     max_share: _Share | None = None
@@ -56,11 +55,11 @@ class Bounds:
         return {name: value for name, value in self.notes().items() if name.startswith("clip_")}
 
     def outliers(self, cohort: Sequence[Arrays], keys: Sequence[str]) -> dict[int, str]:
-        """The clients that are too far from the cohort's median, by position, with the reasons.
+        """The clients that are too far from the clients' median, by position, with the reasons.
 
-        Per array: the distance of a client from the coordinatewise median must be at most `plausible` times the norm
-        of the median, or times the median of the clients' distances if that is larger; if both are zero, it must be
-        zero. With fewer than three clients there is no majority to compare with.
+        In each array, a client's distance from the coordinatewise median may be up to `plausible` times the norm of
+        the median or the median of the distances, whichever is larger. With fewer than three clients there is no
+        majority to compare with.
         """
         found: dict[int, str] = {}
         if self.plausible is None or len(cohort) < 3:
@@ -81,7 +80,7 @@ class Bounds:
         return list(weights) if self.max_share is None else capped(weights, self.max_share)
 
     def updated(self, replies: Sequence[Arrays], sent: Arrays, what: str) -> Sequence[Arrays]:
-        """The clients' models; an update of the arrays in `sent` whose norm is above the bound is shortened to it."""
+        """The clients' models, where updates of the arrays in `sent` are shortened to the bound on their norm."""
         if not self.of_updates():
             return replies
         of = roles(sent)
@@ -102,7 +101,7 @@ Bounds.__init__ = checked(Bounds.__init__)  # type: ignore[method-assign]
 
 
 def from_settings(settings: Any) -> Bounds:
-    """The bounds of the section `bounds` in an experiment file."""
+    """The bounds in the section `bounds` of an experiment file."""
     if not isinstance(settings, Mapping):
         raise SettingsError(f"bounds is {settings!r}; expected settings, for instance {{max_share: 0.2}}, or an object")
     known = [each.name for each in fields(Bounds)]
@@ -115,11 +114,11 @@ def from_settings(settings: Any) -> Bounds:
 
 
 def capped(weights: Sequence[float], share: float) -> list[float]:
-    """The weights, where none is above `share` of their sum: larger ones are reduced, the others stay as they are.
+    """The weights, with none above `share` of their sum: larger weights are reduced, and the others stay as they are.
 
-    If fewer clients than 1 / `share` have a weight above zero, each of these weights becomes their median.
+    If too few clients (fewer than 1 / `share`) have a weight above zero, each of these weights becomes their median.
     """
-    total_weight(weights)  # refuses those that are no weights
+    total_weight(weights)  # raises ValueError for invalid weights
     largest = sorted(weights, reverse=True)
     for count in range(len(largest)):  # the number of weights at the bound
         rest, room = math.fsum(largest[count:]), 1 - count * share

@@ -1,3 +1,3 @@
-"""Compiled training passes, on a GPU recorded ones (`train.compile`, `BNClient(compile=True)`)."""
+"""Compiled training passes; a GPU records them instead (`train.compile`, `BNClient(compile=True)`)."""
 
 PARTS = {"passes": {"compiled": "passes:compiled_gradient"}}

@@ -1,11 +1,12 @@
-"""Training passes on a GPU: a step's kernels, recorded once as a CUDA graph, which one call launches.
+"""Training passes on a GPU, recorded: one call launches all kernels of a step, as a CUDA graph.
 
-To launch the kernels of a small network one by one takes Python several times as long as the GPU computes. They are the
-kernels of plain training, so the results are the same. Recording takes a second in a new process, later less, for each
-kind of layers' modes and each shape of batches, and memory for the activations of a pass.
+Without it, Python takes several times as long to launch the kernels of a small network as the GPU takes to compute
+them. The kernels are the same as in plain training, and so are the results. There is one recording for each shape of
+batches and each combination of the layers' modes. The first takes a second, later ones less, and each needs memory for
+the activations of a pass.
 
-Python does not run in later steps. So networks that act in Python in each pass are not recorded: those that change an
-attribute, assign a buffer, draw random numbers on the CPU, or have hooks with a state.
+Later steps do not run the network's Python code. So a network is not recorded if its code has an effect in each pass:
+if it changes an attribute, assigns a buffer, draws random numbers on the CPU, or has hooks with a state.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, each, tensors
 from fedbn_flwr.client.training import Gradient, Loss
 
-_MOST = 8  # recordings of a model, since each has memory of its own
+_MOST = 8  # recordings per model, since each needs its own memory
 _recordings: WeakKeyDictionary[nn.Module, dict[Hashable, Recording | str]] = WeakKeyDictionary()
 _lock = threading.Lock()  # a process records one graph at a time; FedTAN's clients train in threads
 
@@ -36,7 +37,7 @@ _lock = threading.Lock()  # a process records one graph at a time; FedTAN's clie
 def recorded(
     plain: functools.partial[Tensor], model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss
 ) -> Recording:
-    """`plain`, recorded for batches of this shape. Clients that share a model share the recordings."""
+    """The recording of `plain` for batches of this shape. Clients that share a model share its recordings."""
     batch = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in [*tensors(inputs), *tensors(targets)])
     with _lock:
         kept = _recordings.setdefault(model, {})
@@ -48,9 +49,9 @@ def recorded(
 
 
 def made_once(kept: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) -> Any:
-    """The result of `make` for this key. If it failed, a RuntimeError has the same text each time.
+    """Call `make` once for this key, and return its result. If it failed, raise a RuntimeError with its text each time.
 
-    The text is kept instead of the exception, whose traceback would keep the model and its tensors.
+    Only the text is kept, since the exception's traceback would keep the model and its tensors alive.
     """
     if key not in kept:
         try:
@@ -63,7 +64,7 @@ def made_once(kept: dict[Hashable, Any], key: Hashable, make: Callable[[], Any])
 
 
 def _identity(function: object) -> Hashable:
-    """Clients have partial objects of their own, with the same options."""
+    """A key for the function that is equal for clients' partial objects with equal options."""
     if not isinstance(function, functools.partial):
         return ref(function)  # which may hold the model
     key: Hashable = (function.func, function.args, *function.keywords.items())
@@ -75,7 +76,7 @@ def _identity(function: object) -> Hashable:
 
 
 def state_of(model: nn.Module) -> Hashable:
-    """All that the kernels of a pass depend on: where the tensors are, and the modules' plain attributes and hooks."""
+    """All that a pass's kernels depend on: the tensors' addresses, and the modules' plain attributes and hooks."""
     places = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in chain(model.parameters(), model.buffers()))
     plain = (bool, int, float, str, NoneType)
     attributes = (
@@ -86,7 +87,7 @@ def state_of(model: nn.Module) -> Hashable:
 
 
 def check_recordable(model: nn.Module) -> None:
-    """Refuse hooks with a state."""
+    """Raise NotImplementedError if the model has a hook with a state."""
     for hook in _hooks(model):
         if not isinstance(hook, FunctionType) or hook.__closure__:
             raise NotImplementedError(f"it has a hook with a state, {hook!r}, which would not be called in each step")
@@ -104,7 +105,7 @@ def _hooks(model: nn.Module) -> Iterator[object]:
 
 
 def run_twice(gradient: Gradient, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> None:
-    """Check with a copy of the model that two passes change nothing but the values of buffers."""
+    """Check on a copy of the model that two passes change only the values of buffers; else NotImplementedError."""
     model = copy.deepcopy(model)
     state, drawn = state_of(model), _drawn()
     for _ in range(2):
@@ -136,7 +137,7 @@ class Recording:
                 with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                     self._loss = gradient(model, *batch, loss)
         except Exception:
-            # PyTorch's generator would stay one that is recorded, and draw the same numbers in each step.
+            # PyTorch's generator would stay in its recorded state, and draw the same numbers in each step.
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
             raise

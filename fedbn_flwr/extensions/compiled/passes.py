@@ -1,8 +1,8 @@
-"""Loss and gradients, compiled: on a CPU by PyTorch's compiler, on a GPU recorded as a CUDA graph (`graphs`).
+"""Compiles loss and gradients with PyTorch's compiler on a CPU. On a GPU they are recorded as a CUDA graph (`graphs`).
 
-The compiler fuses the operations between convolutions, and the loss. It takes from seconds to a minute for each kind of
-model and mode of its layers; PyTorch keeps the result on disk, so that a later process needs less. Numbers differ from
-uncompiled training in their last bits. What follows the gradients (corrections, clipping, the optimiser) is not
+The compiler fuses the loss and the operations between convolutions. It takes from seconds to a minute for each kind of
+model and mode of its layers; PyTorch keeps the result on disk, so that later processes are faster. Results differ from
+uncompiled training in their last bits. The work after the gradients (corrections, clipping, the optimiser) is not
 compiled: it is about two percent of a step.
 """
 
@@ -24,8 +24,8 @@ from fedbn_flwr.norms.variants import MaskedBatchNorm1d
 
 from .graphs import made_once, recorded
 
-# The graphs of a process: models of an experiment file, with and without frozen layers. PyTorch's limit is 8, for all
-# models together, since they share the function below; it trains further ones without compiling them.
+# Graphs per process: each model of an experiment file needs one with frozen layers, and one without. PyTorch's limit of
+# 8 counts all models, since they share the function below. Above the limit it trains models without compiling them.
 _MOST_GRAPHS = 64
 
 uncompiled: set[tuple[str, str]] = set()  # networks that cannot be compiled, and why
@@ -33,11 +33,11 @@ _TOOLS = "; install g++ and Python's headers (Debian: g++ python3-dev)"
 
 
 def compiled_gradient(plain: functools.partial[Tensor], size: int | None) -> Gradient:
-    """`plain`, which is `backpropagate` with its options, compiled for the batches of `size` examples of one round.
+    """`plain` (`backpropagate` with its options), compiled for one round and for batches of `size` examples.
 
-    Batches of other sizes are not compiled, for instance a smaller last one, which has one step in an epoch; without a
-    size, that of the first batch counts. Nor are examples of another length than the first ones. If the model cannot be
-    compiled, a warning is logged once and nothing is compiled.
+    Without a size, the first batch sets it. Batches of another size run uncompiled, such as a smaller last batch, with
+    its single step per epoch. So do examples of another length than the first. If the model cannot be compiled, one
+    warning is logged and nothing is compiled.
     """
     compiled: Gradient | None = None
     shapes: list[torch.Size] = []
@@ -49,7 +49,7 @@ def compiled_gradient(plain: functools.partial[Tensor], size: int | None) -> Gra
             shapes = now
             try:
                 compiled = (recorded if first(inputs).is_cuda else fused)(plain, model, inputs, targets, loss_fn)
-            except Exception as error:  # of the compiler, of the machine's C++ compiler, of the model or of the loss
+            except Exception as error:  # from PyTorch's or the machine's C++ compiler, the model or the loss
                 _warn(type(model).__name__, str(error))
         return (compiled if compiled and now == shapes else plain)(model, inputs, targets, loss_fn)
 
@@ -70,7 +70,7 @@ def _warn(model: str, error: str) -> None:
 def fused(
     plain: functools.partial[Tensor], model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss
 ) -> functools.partial[Tensor]:
-    """`plain` by PyTorch's compiler. Models of one kind share the compiled code."""
+    """`plain`, compiled by PyTorch. Models of one kind share the compiled code."""
     _set_up()
     forward, tried = compiler()
     by_compiler = functools.partial(plain, forward=forward)
@@ -78,7 +78,7 @@ def fused(
     kind = type(model), parameters, tuple(module.training for module in model.modules())
 
     def trial() -> None:
-        """With a copy, and with the same random draws as the step."""
+        """Compile with a copy of the model, and with the same random draws as the step."""
         if any(isinstance(layer, MaskedBatchNorm1d) for layer in model.modules()):
             raise NotImplementedError("MaskedBatchNorm1d has another number of values in each batch")
         with seeding.preserve_rng():
@@ -90,13 +90,13 @@ def fused(
 
 @functools.cache
 def compiler() -> tuple[Forward, dict[Hashable, str | None]]:
-    """PyTorch's compiler, which a process has once, and why it could not compile a kind of model, if so."""
+    """PyTorch's compiler, one per process, and the reasons why it could not compile some kinds of models."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
     return torch.compile(loss_of, dynamic=False), {}
 
 
 def _set_up() -> None:
-    """Settings of the compiler, which each thread has for itself: a layer-wise round trains in its own."""
+    """Set the compiler's options, which each thread has for itself: a layer-wise round trains in its own thread."""
     # Importing them takes seconds, and recording does not need them.
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
@@ -106,5 +106,5 @@ def _set_up() -> None:
         # programs and start a Python process that imports torch for each: longer than loading from the disk.
         inductor.cpp.vec_isa_ok = True
     inductor.fallback_random = True  # dropout draws what it draws without compilation
-    inductor.compile_threads = 1  # others would be processes beside the workers, one per core
+    inductor.compile_threads = 1  # otherwise it starts its own processes in addition to one worker per core
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)

@@ -18,7 +18,7 @@ import torch
 from fedbn_flwr.messages.aggregate import Array, Arrays
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role
 
-_LEAST_VARIANCE = 1e-10  # a smaller one counts as this: batch norm adds 1e-5
+_LEAST_VARIANCE = 1e-10  # the smallest variance that counts: batch norm adds 1e-5
 _MOST = 20.0  # the largest change of the logarithm of a variance that is applied, so that no value becomes infinite
 
 Change = Mapping[str, Array]  # a change of a model: a vector in float64 for each part
@@ -28,7 +28,7 @@ Parts = Mapping[str, Sequence[str]]  # the keys of a model that each part of a c
 def parts_of(
     arrays: Arrays, of: Mapping[str, Role], roles: Collection[Role] = (Role.WEIGHTS, Role.AFFINE, Role.STATISTICS)
 ) -> Parts:
-    """The keys of `arrays` that a change of these roles covers: those with floating-point numbers."""
+    """The keys of floating-point arrays with these roles, which a change covers."""
     numbers = [key for key, value in arrays.items() if value.dtype.kind == "f" and of[key] in roles]
     statistics = [key for key in numbers if of[key] is Role.STATISTICS]
     return {"weights": [key for key in numbers if of[key] is not Role.STATISTICS], "statistics": statistics}
@@ -47,7 +47,7 @@ def change_of(parts: Parts, before: Arrays, after: Arrays) -> dict[str, Array]:
 
 
 def applied(parts: Parts, change: Change, before: Arrays) -> dict[str, Array]:
-    """The arrays of the parts' keys after a change."""
+    """The arrays with the parts' keys, after a change."""
     after = {}
     for part, keys in parts.items():
         pieces = np.split(change[part], np.cumsum([before[key].size for key in keys])[:-1])
@@ -67,7 +67,7 @@ def _is_logarithm(part: str, key: str) -> bool:
 
 
 def _unit(part: str, key: str, before: Arrays) -> Array | float:
-    """Of a running mean the standard deviation beside it."""
+    """The standard deviation that belongs to a running mean."""
     variance = before.get(key.removesuffix(MEAN) + VARIANCE) if part == "statistics" else None
     return 1.0 if variance is None else np.sqrt(_variance(variance))
 
@@ -86,9 +86,9 @@ def clipped(vector: Array, limit: float) -> Array:
 
 
 def gaussian(size: int, deviation: float, seed: int | None) -> Array:
-    """Independent normal numbers with mean zero, from a generator with this seed or, if None, from the system's.
+    """Independent normal numbers with mean zero, from a generator with this seed or, if it is None, from the system.
 
-    The system's random numbers cannot be predicted from those seen before, unlike those of NumPy's generators.
+    Unlike NumPy's, the system's random numbers cannot be predicted from earlier ones.
     """
     if seed is not None:
         return np.random.default_rng(seed).normal(0.0, deviation, size)
@@ -101,7 +101,7 @@ def gaussian(size: int, deviation: float, seed: int | None) -> Array:
 
 
 def _log_ndtr(value: float) -> float:
-    """The logarithm of the standard normal distribution's function."""
+    """The logarithm of the standard normal distribution function."""
     return float(torch.special.log_ndtr(torch.tensor(value, dtype=torch.float64)))
 
 
@@ -119,7 +119,7 @@ def delta_of(mu: float, epsilon: float) -> float:
 
 
 def epsilon_of(mu: float, delta: float) -> float:
-    """The smallest epsilon with `delta_of(mu, epsilon) <= delta`, rounded up by at most 1e-9 of itself."""
+    """The smallest epsilon with `delta_of(mu, epsilon) <= delta`, rounded up by a relative 1e-9 at most."""
     if math.isinf(mu):
         return math.inf
     low, high = 0.0, mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # the bound of concentrated privacy

@@ -1,19 +1,18 @@
-"""Differential privacy of clients (McMahan et al. 2018, https://arxiv.org/abs/1710.06963) that knows batch norm.
+"""Differential privacy of clients (McMahan et al. 2018, https://arxiv.org/abs/1710.06963) for models with batch norm.
 
 The change of each client's model is clipped to a norm, the changes are added, and Gaussian noise is added to the sum.
-Weights, gamma and beta have one norm, and the statistics of batch norm another. Counters are in none of them, and do
-not change. What a rule inside freezes, or does not send, has no noise.
+Weights, gamma and beta have one norm, and batch norm's statistics have another. Counters do not change. Arrays that the
+wrapped strategy freezes, or does not send, get no noise.
 
-The wrapped strategy sees only the private mean: it receives one and the same model from every client, and the weight 1
-for each. What it does with them, for instance a step of FedAdam, cannot cost more privacy.
+The wrapped strategy sees only the private mean: it receives the same model with the weight 1 from every client. So
+whatever it does with them, for instance a step of FedAdam, costs no more privacy.
 
-- All clients have equal weights, since with weights by examples one client's part of the mean could be arbitrarily
-  large, and the numbers of examples would be released.
-- The sum is divided by the number of clients that were *asked*, which does not depend on their data. A client that does
-  not answer, or whose reply is refused, counts as a change of zero.
-- Epsilon and delta are exact for the releases that a client takes part in, with no amplification by sampling:
-  amplification requires a secret choice of clients, but every client knows that it was asked, and the run's files
-  list who was.
+- All clients have equal weights. With weights by examples, one client's part of the mean could be arbitrarily large,
+  and the numbers of examples would be released.
+- The sum is divided by the number of clients that were *asked*, which does not depend on their data. A client without
+  a valid reply counts as a change of zero.
+- Epsilon and delta are exact for the releases that a client takes part in, without amplification by sampling. That
+  would require a secret choice of clients, but every client knows that it was asked, and the run's files list all.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, fault
+from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
 from fedbn_flwr.messages.reply import Reply, arrays_of, with_content
 from fedbn_flwr.norms.roles import Role, roles
@@ -56,7 +55,7 @@ _Multiple = Annotated[
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the messages of a round ask for."""
+    """What a round's messages ask clients for."""
 
     nodes: tuple[int, ...]
     keys: tuple[str, ...]  # of the arrays that clients send
@@ -74,21 +73,21 @@ class Private(Wrapper):
     clip : float (default: 1.0)
         C, the largest L2 norm of a client's change of weights, gamma and beta.
     noise : float (default: 1.0)
-        z: the noise in the sum of the changes has the standard deviation z * C. With 0 changes are only clipped, and
+        z: the noise in the sum of the changes has the standard deviation z * C. With 0, changes are only clipped, and
         nothing is private.
     statistics_clip : float (default: 1.0)
-        The largest norm of a client's change of statistics: of means in units of the standard deviation, and of
-        logarithms of variances.
+        The largest norm of a client's change of statistics; means count in units of the standard deviation, and
+        variances as logarithms.
     statistics_noise : float | None (default: None)
-        The noise multiplier of the statistics; None means that of `noise`. With `SiloBN(global_norm="initial")` inside
-        they stay on the clients, with `FixBN(..., freeze_round=0)` they keep the initial model's values.
+        The noise multiplier of the statistics; None means the value of `noise`. Statistics need no noise if they stay
+        on the clients (`SiloBN(global_norm="initial")`) or keep their initial values (`FixBN(..., freeze_round=0)`).
     delta : float (default: 1e-5)
         The delta for which epsilon is reported. It should be well below 1 / number of clients.
     noise_seed : int | None (default: None)
-        None draws the noise from the system's random numbers; with a number the run can be repeated exactly, and is
-        not private, since the noise can be subtracted again.
+        None draws the noise from the system's random numbers; with a number the run can be repeated exactly, but it is
+        not private, since anyone can subtract the noise again.
     metrics : bool (default: False)
-        Report the mean of the clients' metrics of training, for instance the loss, which is not accounted for.
+        Report the mean of the clients' training metrics, such as the loss, although epsilon does not cover them.
     """
 
     @dataclass
@@ -119,14 +118,14 @@ class Private(Wrapper):
         super().__init__(strategy, _NEEDS)
         # What clients would release without noise.
         if besides := self.traits.besides:
-            raise SettingsError(f"{self._inside} also sends what Private does not account for: {besides[0]}")
+            raise SettingsError(f"{self._inside} sends something that Private does not account for: {besides[0]}")
         if not self.traits.has_global_model:
             raise SettingsError(f"{self._inside} sends no model, so there is nothing to make private")
         statistics_noise = noise if statistics_noise is None else statistics_noise
         self.clips = {"weights": float(clip), "statistics": float(statistics_clip)}  # by part of a change
         self.noises = {"weights": float(noise), "statistics": float(statistics_noise)}
         self.delta, self.noise_seed, self.metrics = float(delta), noise_seed, metrics
-        # A round that is repeated after a stop is a release of its own, unless its noise is the same.
+        # A round that is repeated after a stop counts as another release, unless its noise is the same.
         self.promised = ("total", "releases") if noise_seed is None else ()
         self._asked: _Asked | None = None
 
@@ -134,7 +133,7 @@ class Private(Wrapper):
 
     def problem(self, round: Round, reply: Reply) -> str | None:
         """Strategies of Flower only compare the replies' arrays with each other."""
-        return None if self._asked is None else fault(reply.arrays, unpack(round.arrays), self._asked.keys)
+        return None if self._asked is None else arrays_problem(reply.arrays, unpack(round.arrays), self._asked.keys)
 
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         self._asked = None
@@ -163,7 +162,7 @@ class Private(Wrapper):
         return [self._shown(reply, arrays) for reply in replies]
 
     def notes(self) -> dict[str, Any]:
-        """Epsilon and delta of what was released so far; `not_accounted` lists what was released besides."""
+        """Epsilon and delta of all releases so far; `not_accounted` lists further values that were released."""
         return {**super().notes(), "privacy": self._report()}
 
     # --- messages ---
@@ -207,8 +206,8 @@ class Private(Wrapper):
 
     def _report(self) -> dict[str, Any]:
         memory = self.memory
-        # A client took part in the rounds with its partition, and perhaps in those whose clients are not all known:
-        # rounds that were not finished are among them.
+        # A client took part in the rounds with its partition, and perhaps in rounds whose clients are not all known,
+        # such as unfinished ones.
         most = min(memory.total, max(memory.spent.values(), default=0.0) + memory.total - memory.known)
         unprotected, mu = "", math.sqrt(most)
         if not all(self.noises.values()):

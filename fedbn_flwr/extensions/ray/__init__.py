@@ -1,3 +1,3 @@
-"""The engine `ray`: actors on the machines of a Ray cluster serve the clients."""
+"""The engine `ray`, whose actors on the machines of a Ray cluster serve the clients."""
 
 PARTS = {"engines": {"ray": "experiment:ray_grids"}}

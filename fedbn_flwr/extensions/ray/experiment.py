@@ -1,11 +1,11 @@
-"""Carries out an experiment on a Ray cluster: what the actors need is sent to its machines.
+"""Carries out an experiment on a Ray cluster, and sends data and code to its machines.
 
-The data set is loaded once, here, and put into Ray's object store, from which all actors of a machine read it without a
-copy of their own. Data sets larger than `data.memory` are not sent: each machine reads its own files.
+The data set is loaded once, here, and put into Ray's object store, from which all actors of a machine read it without
+copies. Data sets larger than `data.memory` are not sent: each machine reads its own files.
 
-The code consists of this package and of the modules that the experiment names, with the loaded modules beside them. Ray
-sends it to each machine once, and puts its folder first on the actors' path. So the machines need Python and the
-dependencies only, and every actor has the code of this process.
+The code consists of this package, the modules that the experiment names, and the loaded modules in the same folders.
+Ray sends it to each machine once, and puts its folder first on the actors' path. So a machine needs only Python and the
+dependencies, and every actor has the code of this process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
             cpus = engine.threads if engine.cpus_per_client is None else engine.cpus_per_client
             gpus = _gpus(engine)
             for other in idle.keys() - {(cpus, gpus)}:
-                end(idle.pop(other))  # the new ones need their room
+                end(idle.pop(other))  # new actors need their room
             return ray_grid(
                 client_app(sent),
                 run.clients,
@@ -89,13 +89,13 @@ def _gpus(engine: Engine) -> float:
 
 @dataclass(frozen=True)
 class Sent(Clients):
-    """An experiment's clients with the data and the code that they need, in the form in which it is sent to actors."""
+    """An experiment's clients with their data and code, in the form in which they are sent to actors."""
 
-    sent: dict[str, Any] = field(default_factory=dict)  # the places of data sets in the object store
+    sent: dict[str, Any] = field(default_factory=dict)  # where data sets are in the object store
     main: dict[str, Any] = field(default_factory=dict)  # parts that a script or a notebook defines
 
     def modules(self) -> list[str]:
-        """The modules that the experiment names; parts of this program itself are kept in `main`."""
+        """The modules that the experiment names; `main` keeps parts that the main program defines."""
         names = names_in([run.model_dump(mode="json") for run in self.experiment.runs])
         for name in names:
             module, _, path = name.partition(":")
@@ -109,7 +109,7 @@ class Sent(Clients):
         if dataset is None or dataset.nbytes > data.memory * 2**30:  # too large: each machine reads its files
             return
         if (examples := examples_of(data)) not in self.sent:
-            # As NumPy arrays, which the actors of a machine read without a copy.
+            # As NumPy arrays, since the actors of a machine read these without a copy.
             ray.util.register_serializer(Tensor, serializer=Tensor.numpy, deserializer=torch.from_numpy)
             self.sent[examples] = ray.put(dataset.to(torch.device("cpu")))
             ray.util.deregister_serializer(Tensor)
@@ -141,12 +141,12 @@ def connected(address: str | None = None, modules: Iterable[str] = ()) -> Iterat
     Parameters
     ----------
     address
-        The address of a running cluster; None: that in $RAY_ADDRESS, else a cluster of this machine that ends with the
-        connection.
+        The address of a running cluster. With None it comes from $RAY_ADDRESS; without that variable, a cluster on this
+        machine starts, and ends with the connection.
     modules
         Names of modules that the actors need.
     """
-    if ray.is_initialized():  # the caller's own connection, with its runtime environment
+    if ray.is_initialized():  # the caller has connected, with its own runtime environment
         yield
         return
     address = address or os.environ.get("RAY_ADDRESS") or "local"
@@ -166,7 +166,7 @@ def connected(address: str | None = None, modules: Iterable[str] = ()) -> Iterat
                 include_dashboard=False,
             )
         except (OSError, ValueError) as error:
-            raise UserError(  # not SettingsError, after which the next run would be tried
+            raise UserError(  # not SettingsError, since that would try the next run
                 f"no Ray cluster answers at engine.address={address!r} ({in_a_line(error)}); start one with "
                 "`ray start --head`, or leave the address out and unset RAY_ADDRESS to use this machine"
             ) from None
@@ -175,7 +175,9 @@ def connected(address: str | None = None, modules: Iterable[str] = ()) -> Iterat
                 f"Ray cannot be used at engine.address={address!r}: {in_a_line(error)} If its processes start slowly, "
                 f"because other programs use the machine, set a longer engine.node_timeout ({os.environ[START]} s)"
             ) from None
-        with suppress(ValueError):  # not the main thread, whose handler Ray replaces by one that prints a trace
+        with suppress(
+            ValueError
+        ):  # in another thread: Ray would replace the main thread's handler with one that prints a trace
             signal.signal(signal.SIGTERM, before)
         try:
             yield
@@ -184,7 +186,7 @@ def connected(address: str | None = None, modules: Iterable[str] = ()) -> Iterat
 
 
 def stage(folder: Path, modules: Iterable[str]) -> None:
-    """Copy this package, and `modules` that are not installed with the loaded modules beside them, into `folder`."""
+    """Copy this package into `folder`, and `modules` that are not installed, with the loaded modules next to them."""
     roots = {source.parent for name in modules if (source := _source(name.partition(".")[0])) is not None}
     loaded = [_source(name) for name in list(sys.modules) if "." not in name and name != "__main__"]
     for source in {_PACKAGE, *(each for each in loaded if each is not None and each.parent in roots)}:
@@ -192,14 +194,14 @@ def stage(folder: Path, modules: Iterable[str]) -> None:
             shutil.copytree(source, folder / source.name, ignore=_NOT_CODE)
         else:
             shutil.copy(source, folder)
-    # As in a wheel; in a checkout this folder is beside the package.
+    # As in a wheel. In a checkout this folder is next to the package.
     strategies = _PACKAGE.parent / "strategies"
     if strategies.is_dir() and not _is_installed(strategies):
         shutil.copytree(strategies, folder / _PACKAGE.name / "strategies", ignore=_NOT_CODE)
 
 
 def _source(name: str) -> Path | None:
-    """The file or folder of a loaded module or package; None for a part of Python, and for an installed one."""
+    """The file or folder of a loaded module or package; None if it is installed or a part of Python."""
     module = sys.modules.get(name)
     paths = [*getattr(module, "__path__", []), getattr(module, "__file__", None)]
     source = Path(paths[0] or "").resolve()

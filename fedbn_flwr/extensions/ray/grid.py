@@ -1,8 +1,7 @@
 """The Ray engine: a grid whose nodes are served by actors on the machines of a Ray cluster.
 
-Actors are another kind of workers of the local engine's pool: a node's state is sent with the message, so that losing
-an actor or a machine loses no state. Arrays that several messages share are sent to each machine once, through Ray's
-object store.
+Actors are workers of a pool, as in the local engine. A node's state is sent with the message, so a lost actor or
+machine loses no state. Arrays that several messages share are sent to each machine once, through Ray's object store.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from fedbn_flwr.errors import RunFailed, few
 from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
 from fedbn_flwr.named import in_a_line
 
-_SHARED = 100_000  # bytes from which a record goes through the object store; Ray sends smaller values directly
+_SHARED = 100_000  # bytes above which a record goes through the object store; Ray sends smaller values directly
 _REMEMBERED = 4  # records whose place in the object store is remembered
 _FETCH_TIMEOUT = 120  # seconds to fetch a result from another machine
 
@@ -40,7 +39,7 @@ def machines() -> list[dict[str, Any]]:
 
 
 def fits(needs: Mapping[str, float]) -> int:
-    """The number of actors with these needs for which the machines of the cluster have room."""
+    """How many actors with these needs fit on the machines of the cluster."""
     # Ray counts in ten-thousandths.
     return sum(
         min(round(node["Resources"].get(name, 0) * 1e4) // round(each * 1e4) for name, each in needs.items())
@@ -80,18 +79,20 @@ def ray_grid(
     workers
         Number of actors; None: as many as fit; 0: this process serves the nodes.
     cpus, gpus
-        What Ray reserves for each, which serves one client at a time.
+        What Ray reserves for each actor, which serves one client at a time.
     start_timeout
-        Seconds after which the run fails if no actor can be started.
+        Seconds after which the run fails if no actor has started.
     idle
-        Actors with these needs, which serve before new ones start, and to which a grid adds its own when it closes;
-        None: they end with the grid.
+        Actors with these needs that wait for the next grid. A grid uses them before it starts new ones, and adds its
+        own when it closes. With None, actors end with the grid.
     nodes
         The other arguments of `LocalGrid`.
     """
     needs = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
     if workers is None and not (workers := fits(needs)):
-        raise RunFailed(f"no machine of the Ray cluster has {_in_words(needs)} for a client; it has {cluster_text()}")
+        raise RunFailed(
+            f"no machine of the Ray cluster has {_in_words(needs)} for a client; the machines are {cluster_text()}"
+        )
     pool = functools.partial(ActorPool, needs=needs, start_timeout=start_timeout, idle=idle)
     return LocalGrid(client_app, num_nodes, workers=workers, pool=pool, **nodes)
 
@@ -102,7 +103,7 @@ def end(actors: list[Any]) -> None:
 
 
 class _SharedRecords:
-    """Puts large records of arrays into the object store, once for all messages of a round that contain them."""
+    """Puts large records of arrays into the object store, once for all messages that share them."""
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[ArrayRecord, Any]] = {}  # by identity, which the record keeps
@@ -115,7 +116,7 @@ class _SharedRecords:
         return self._places[id(record)][1]
 
     def apart(self, message: Message) -> tuple[Message, dict[str, Any]]:
-        """The message without its large records, and where they are, by name."""
+        """The message without its large records, and their places in the object store, by name."""
         content = message.content
         large = {
             name: self.put(each) for name, each in arrays_in(content).items() if size_of(unpack(each))[1] >= _SHARED
@@ -133,7 +134,7 @@ class _Actor:
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the server reports errors; a machine's log is not read
 
     def begin(self, nodes: Nodes) -> bytes:
-        """Serve these nodes from now on. Returns the address of the machine, and Ray's name of it."""
+        """Serve these nodes from now on. Returns the machine's address, and its name in Ray."""
         self._nodes = nodes
         found = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
         return pickle.dumps(found)
@@ -154,7 +155,7 @@ class ActorWorker(NodeWorker):
     needs: Mapping[str, float]
     idle: list[Any] | None
     records: _SharedRecords
-    result: Any = None  # the current job's, in the object store; None: its machine is lost
+    result: Any = None  # the current job's result in the object store; None if its machine is lost
     machine: str = ""  # its address
     node: str = ""  # Ray's name of the machine; empty until the actor is ready
     _actor: Any = None
@@ -189,7 +190,7 @@ class ActorWorker(NodeWorker):
         return None, f"the client's actor on {self.machine} {how}"
 
     def release(self) -> None:
-        """Leave the actor to the next grid, if it is free and there is one."""
+        """Leave the actor to the next grid if it is free."""
         if self.is_free and self.idle is not None:
             self.idle.append(self._actor)
             self._actor = None

@@ -1,4 +1,4 @@
-"""Secure aggregation: the server learns the sum of the clients' replies and none of the replies."""
+"""Secure aggregation: the server learns the sum of the clients' replies, but no single reply."""
 
 PARTS = {
     "strategies": {"Secure": "strategy:Secure"},

@@ -1,12 +1,15 @@
 """A client's half of secure aggregation (strategy.py); masking.py has the arithmetic.
 
-The stages of a session, each one message of the server: `keys` (the client draws its secrets and sends public keys),
-`shares` (it sends shares of its secrets, encrypted for the other clients), training (the reply is masked), and
-`unmask`: a client sends, for each client, the key that opens its share of either that client's own mask (the client
-replied) or of the client's mask key (it dropped out), once and never both. The server has the encrypted shares.
+A session has four stages, and each is one message from the server:
 
-The secrets are in the client's state in memory, since every message may reach another process of the node. They are
-never written to disk, and are deleted by `unmask`.
+1. `keys`: the client draws its secrets and sends public keys.
+2. `shares`: the client sends shares of its secrets, encrypted for the other clients. The server stores them.
+3. Training: the reply is masked.
+4. `unmask`: for each client, this client reveals the key to one of two shares: the share of the other's own mask if it
+   replied, or the share of its mask key if it dropped out. It reveals a key once, and never both.
+
+The secrets are in the client's state, since each message may reach another process of the node. They are never written
+to disk, and `unmask` deletes them.
 """
 
 from __future__ import annotations
@@ -55,10 +58,10 @@ Config = Mapping[str, Any]
 
 
 class Masks:
-    """A mod of messages whose replies must be masked."""
+    """A mod for messages whose replies must be masked."""
 
     keys = {
-        SESSION: protocol.Key("32 hexadecimal digits", "send everything under the masks of this session"),
+        SESSION: protocol.Key("32 hexadecimal digits", "mask everything that is sent, with the masks of this session"),
         STAGE: protocol.Key("`keys`, `shares` or `unmask`", "(with `query.secure`) what to send for the session"),
         PEERS: protocol.Key("bytes", "the node ids of the clients whose masks must cancel, 8 bytes each"),
         RANGES: protocol.Key("three floats", "the largest change of a parameter, value of a statistic, and weight"),
@@ -68,10 +71,13 @@ class Masks:
 
     def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         name, config = next(iter(configs_in(message.content).items()))
-        if protocol.COHORT in config:
-            raise MessageError(f"the exchanges of {protocol.COHORT!r} are not masked; expected a strategy without them")
+        if protocol.EXCHANGE in config:
+            raise MessageError(
+                f"the exchanges of {protocol.EXCHANGE!r} are not masked; expected a strategy without them"
+            )
         before = unpack(sent_model(message.content))
-        # Without the keys that are honoured here: other clients refuse them, and so would send nothing without masks.
+        # Remove the keys that this mod handles. A client without the mod does not know them: it raises an error instead
+        # of sending values without masks.
         rest = ConfigRecord({key: value for key, value in config.items() if key not in self.keys})
         reply = call_next(with_content(message, RecordDict({**message.content, name: rest})), context)
         return Message(masked(reply.content, before, config, context), reply_to=message)
@@ -81,7 +87,7 @@ masks = Masks()
 
 
 def masked(content: RecordDict, received: Arrays, config: Config, context: Context) -> RecordDict:
-    """A reply to a train message, with its arrays and metrics under masks.
+    """A reply to a train message, with masked arrays and metrics.
 
     `received` is the model that the round began with. The node's partition, and the names and shapes of the arrays,
     stay readable.
@@ -91,8 +97,8 @@ def masked(content: RecordDict, received: Arrays, config: Config, context: Conte
         raise MessageError("the server asks for masks of a session again, or has not agreed on its keys")
     if not {session.node} <= {*peers} <= {*session.nodes} or len({*peers}) < max(2, session.threshold):
         raise MessageError(
-            f"the server asks for masks of {len({*peers})} clients; expected this one and {session.threshold - 1} or "
-            "more of those that agreed on keys"
+            f"the server asks for masks of {len({*peers})} clients; expected this one and at least "
+            f"{session.threshold - 1} others that agreed on keys"
         )
     metrics = {key: value for record in metrics_in(content).values() for key, value in record.items()}
     readable = {key: metrics.pop(key) for key in (protocol.PARTITION,) if key in metrics}
@@ -112,7 +118,7 @@ def masked(content: RecordDict, received: Arrays, config: Config, context: Conte
 
 
 def _change(value: Array, before: Array | None) -> Array:
-    """An array that the server did not send is sent itself: FedBN's batch norm, for its mean."""
+    """The changes of arrays, and unchanged values where the server sent none, as for FedBN's batch norm."""
     return value if before is None else value.astype(np.float64) - before.astype(np.float64)
 
 
@@ -143,8 +149,8 @@ class Session:
         record = context.state.get(SECRET)
         if record is None or record.get("session") != config.get(SESSION):
             raise MessageError(
-                "this client has no secrets of the session of secure aggregation that the server names; has the node "
-                "been restarted in this round?"
+                "this client has no secrets for the server's session of secure aggregation; was the node restarted in "
+                "this round?"
             )
         return cls(record, context.node_id)
 
@@ -205,11 +211,10 @@ def _unmask(config: Config, arrays: Arrays, context: Context) -> list[bytes]:
     if not masked_for:
         raise MessageError("the server asks to unmask a reply that this client did not mask")
     if not {session.node} <= survivors <= {*masked_for}:
-        raise MessageError("the server asks to unmask a sum of other clients than those that this client has masks for")
+        raise MessageError("the server asks to unmask a sum of other clients than this client made its masks for")
     if len(survivors) < session.threshold:
         raise MessageError(
-            f"the server asks to unmask the sum of {len(survivors)} clients, and at least {session.threshold} must be "
-            "in a sum"
+            f"the server asks to unmask the sum of {len(survivors)} clients; expected at least {session.threshold}"
         )
     # Before anything is revealed: a second request with other survivors must never be answered.
     del context.state[SECRET]
@@ -217,7 +222,7 @@ def _unmask(config: Config, arrays: Arrays, context: Context) -> list[bytes]:
 
 
 def revealed(peers: Sequence[int], survivors: Collection[int]) -> list[tuple[int, int]]:
-    """The secret of each client that the survivors' sum needs: its own mask's, or the mask key's if it dropped out."""
+    """Each client's secret for opening the survivors' sum: of its own mask or, if it dropped out, of its mask key."""
     return [(node, OWN if node in survivors else PAIR) for node in peers]
 
 

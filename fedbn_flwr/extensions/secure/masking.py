@@ -5,13 +5,13 @@ the protocol and reads all that it receives. In the paper's symbols client u sen
 
     y_u = x_u + PRG(b_u) + sum over v > u of PRG(s_uv) - sum over v < u of PRG(s_uv)
 
-Flower's parts for its legacy API are not used: they seed NumPy's Mersenne Twister with 32 bits, which can be tried one
-by one, and clip values without a word. Here PRG is AES-256 in counter mode, and a client refuses to send a value that
-is out of range.
+This does not use the parts of Flower's legacy API: they seed NumPy's Mersenne Twister with 32 bits, which an attacker
+can try one by one, and clip values silently. Here PRG is AES-256 in counter mode, and a value out of range raises an
+error on the client.
 
-The server can check what clients reveal. A public key belongs to each secret, and each share travels through the server
-under a key of its own, derived from the channel's. A receiver reveals a share by that key: no other key opens what the
-sender sealed.
+The server can check what clients reveal. Each secret has a public key. Each share travels through the server encrypted
+with its own key, which is derived from the channel's key. A receiver reveals a share by revealing this key: no other
+key opens it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import Role, roles
 
 Fixed = NDArray[np.uint64]  # integers modulo 2^64
-Place = tuple[str, str]  # the record and the key of an array, or TOTALS and the name of a metric
+Place = tuple[str, str]  # (record, key) for an array, or (TOTALS, name) for a metric
 Kind = Literal["update", "statistics", "integer", "count", "weight"]
 
 TOTALS = "totals"  # the record with the metrics of a masked reply
@@ -45,12 +45,12 @@ KEY_BYTES = 32
 SHARE_BYTES = 32
 SEALED_BYTES = SHARE_BYTES + 16  # a share, and the tag of AES-GCM
 
-# A client's secrets: b_u, that of s_u^SK, and that of its channels, which is never shared.
+# A client's secrets: for b_u, for s_u^SK, and for its channels. The last one is never shared.
 OWN, PAIR, CHANNEL = 0, 1, 2
 
 
 class NotOpened(RunFailed):
-    """A sum that cannot be opened, or that is no sum of honest replies."""
+    """A sum cannot be opened, or cannot come from honest replies."""
 
 
 # --- fixed point -------------------------------------------------------------
@@ -60,10 +60,13 @@ class NotOpened(RunFailed):
 class FixedPoint:
     """Values as integers, so that 64 bits hold the weighted sum over `clients` if all values are in their range.
 
-    A value x of a client with weight p becomes the integer nearest to p * x * 2^bits. Each kind of value has its range:
-    "update" is the change of a parameter, "statistics" the change of a running mean or variance, or a metric, "integer"
-    one of the model's. Metrics that are a "count" or the "weight" are added as they are, and in `equal` records all
-    clients have the weight 1.
+    A value x of a client with weight p becomes the integer nearest to p * x * 2^bits. Each kind of value has a range:
+
+    - "update": the change of a parameter
+    - "statistics": the change of a running mean or variance, or a metric
+    - "integer": an integer of the model
+
+    Metrics of the kinds "count" and "weight" are added unweighted. In `equal` records all clients have the weight 1.
     """
 
     clients: int
@@ -97,7 +100,7 @@ class FixedPoint:
         weight = values.get((TOTALS, self.weight_key))
         if weight is None or not 0 <= weight <= self.max_examples:
             raise MessageError(
-                f"the weight of this client, {self.weight_key!r}, is {weight}; expected a number from 0 to "
+                f"this client's weight {self.weight_key!r} is {weight}; expected a number from 0 to "
                 f"{self.max_examples:g} (strategy.max_examples)"
             )
         fixed = {}
@@ -105,7 +108,9 @@ class FixedPoint:
             value = values[place].astype(np.float64, casting="same_kind")  # TypeError for complex numbers
             peak = float(np.abs(value).max(initial=0.0))
             if not peak <= self._range(kind):
-                cure = f"; raise strategy.{kind}_range, if it is no error" if kind in ("update", "statistics") else ""
+                cure = (
+                    f"; if the value is right, raise strategy.{kind}_range" if kind in ("update", "statistics") else ""
+                )
                 raise MessageError(
                     f"{place[1]!r} has a value of size {peak:g}, the range is {self._range(kind):g}{cure}"
                 )
@@ -163,9 +168,10 @@ _PRIME = 2**255 - 19
 
 
 def split(polynomial: Sequence[int], count: int) -> list[int]:
-    """Shares 1 to `count` of the number polynomial[0]: as many as coefficients give it, fewer reveal nothing.
+    """Shares 1 to `count` of the number polynomial[0].
 
-    The other coefficients must be uniform below the prime.
+    As many shares as there are coefficients reveal the number, and fewer reveal nothing. The other coefficients must be
+    uniform below the prime.
     """
     falling = polynomial[::-1]
     return [functools.reduce(lambda value, c: (value * x + c) % _PRIME, falling, 0) for x in range(1, count + 1)]
@@ -190,7 +196,7 @@ class Secrets:
     root: bytes = field(repr=False)
 
     def public_keys(self) -> bytes:
-        """The public keys of the secrets, where `key_of` finds them."""
+        """The public keys of the secrets, in the layout that `key_of` reads."""
         return b"".join(public_key(self.secret(which)) for which in (OWN, PAIR, CHANNEL))
 
     def secret(self, which: int, power: int = 0) -> int:
@@ -204,7 +210,7 @@ class Secrets:
         return [share.to_bytes(SHARE_BYTES, "little") for share in split(polynomial, count)]
 
     def channel(self, public: bytes) -> bytes:
-        """The secret of the channel to the client with this public key, from which `sealing_key` follows."""
+        """The secret of the channel to the client with this public key; `sealing_key` derives keys from it."""
         return pair_key(private_key(self.secret(CHANNEL)), public)
 
     def mask_keys(self, mine: int, others: Mapping[int, bytes]) -> list[tuple[bytes, int]]:
@@ -238,7 +244,7 @@ def seal(key: bytes, share: bytes) -> bytes:
 
 
 def unseal(key: bytes, sealed: bytes) -> bytes | None:
-    """The share; None if it was not sealed with this key."""
+    """Open a sealed share; None if it was sealed with another key."""
     try:
         return AESGCM(key).decrypt(bytes(12), sealed, None)
     except InvalidTag:
@@ -251,7 +257,7 @@ def pair_key(mine: X25519PrivateKey, public: bytes) -> bytes:
 
 
 def is_usable(public: bytes) -> bool:
-    """Whether this public key gives a shared secret; the few of small order, such as zeros, do not."""
+    """Whether this public key gives a shared secret. A few keys of small order, such as zeros, do not."""
     try:
         pair_key(X25519PrivateKey.generate(), public)
     except ValueError:
@@ -278,7 +284,7 @@ _ZEROS = bytes(8 * _PIECE)
 
 
 def add_masks(values: Fixed, keys: Iterable[tuple[bytes, int]]) -> None:
-    """Add to `values`, or with the sign -1 subtract, the stream of each key. A key must have only one stream."""
+    """Add the stream of each key to `values` or, with the sign -1, subtract it. A key must have only one stream."""
     buffer = bytearray(8 * _PIECE + 15)  # the library asks for 15 bytes more
     for key, sign in keys:
         stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()

@@ -1,16 +1,16 @@
 """Secure aggregation (Bonawitz et al. 2017, https://doi.org/10.1145/3133956.3133982) for strategies that need a mean.
 
-The server learns the weighted sum of the clients' replies and none of the replies: each client adds masks that cancel
-in the sum. It holds against a server, or a reader of its memory, that follows the protocol, also together with fewer
-clients than the threshold. A server that deviates from the protocol, for instance by inventing clients, is not
-withstood: the paper's consistency check needs an infrastructure of signed keys.
+The server learns the weighted sum of the clients' replies, but no single reply: each client adds masks that cancel in
+the sum. This protects against a server that follows the protocol, and against a reader of its memory, even if fewer
+clients than the threshold help them. It does not protect against a server that deviates from the protocol, for instance
+by inventing clients: the paper's consistency check needs an infrastructure of signed keys.
 
-The wrapped strategy receives, for every client in the sum, the same reply: the mean model, the means of other records
-and metrics, and the mean number of examples. So the result of any rule that computes with the mean only is unchanged.
+The wrapped strategy receives the same reply for every client in the sum: the mean model, the means of other records and
+metrics, and the mean number of examples. So a strategy that uses only the mean gives the same result as without Secure.
 
-A sum that cannot be opened, or that honest replies cannot have, is discarded: the round is skipped. It is not repeated
-with fewer clients, since two sums of the same updates would reveal those of the clients that are in only one of them.
-Which client is at fault is not known: the masks hide it.
+If a sum cannot be opened, or cannot come from honest replies, it is discarded and the round is skipped. The round is
+not repeated with fewer clients, since the difference of two sums would reveal the updates of the clients in only one of
+them. The masks hide which client is at fault.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import LOG, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Array, Arrays, cast, fault
+from fedbn_flwr.messages.aggregate import Array, Arrays, arrays_problem, cast
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import read_reply, reason_of, refused, sent_model, with_config, with_content
@@ -83,8 +83,8 @@ class Secure(Wrapper):
     strategy : Strategy
         The strategy that trains and aggregates, for instance `FedAvg()`; this wrapper must be the outermost one.
     threshold : float (default: 0.5)
-        More than this share of a round's clients must remain to its end, and no fewer can reveal a sum. The others may
-        drop out at any time.
+        More than this share of a round's clients must remain to its end, or the sum stays hidden; the others may drop
+        out at any time.
     update_range : float (default: 1024)
         The largest change of a parameter in a round; a client that exceeds it drops out, with an error that names the
         key.
@@ -93,7 +93,7 @@ class Secure(Wrapper):
     max_examples : int (default: 1048576)
         The largest number of examples of a client.
     timeout : float (default: 600)
-        The time limit in seconds for each of the messages that agree on keys and open a sum.
+        The time limit in seconds for each message that agrees on keys or opens a sum.
     """
 
     @dataclass
@@ -126,7 +126,7 @@ class Secure(Wrapper):
                 )
         self.threshold, self.timeout = threshold, timeout
         self.ranges = float(update_range), float(statistics_range), float(max_examples)
-        # The records in whose mean all clients count equally.
+        # Records that are averaged with equal weights.
         self.equal = frozenset(name for name, is_equal in self.traits.records.items() if is_equal)
         self._masked: MaskedRound | None = None
 
@@ -141,7 +141,7 @@ class Secure(Wrapper):
         return self._masked.masking(messages) if self._masked else messages
 
     def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
-        """From every client in the sum the mean reply."""
+        """The mean reply, once for every client in the sum."""
         assert self._masked is not None
         means = gate(self._masked.means(messages, unpack(round.arrays)))
         self._check(round, means[0])
@@ -157,9 +157,9 @@ class Secure(Wrapper):
         return None if self._round is None else self._round.arrays, MetricRecord({"skipped": 1})
 
     def _check(self, round: Round, mean: Message) -> None:
-        """NotOpened if the mean has values that honest replies do not have, which a rule would refuse in all copies."""
+        """Raise NotOpened if the mean has values that no honest reply has: a strategy would reject every copy of it."""
         reply = read_reply(mean, records=self.traits.records)
-        problem = fault(reply.arrays, unpack(round.arrays), reply.arrays)
+        problem = arrays_problem(reply.arrays, unpack(round.arrays), reply.arrays)
         for rule in self.chain:
             problem = problem or rule.problem(round, reply)
         if problem is not None:
@@ -172,24 +172,24 @@ class Secure(Wrapper):
         last = self.memory.skipped[-_MOST_SKIPPED:]
         if last == list(range(server_round + 1 - _MOST_SKIPPED, server_round + 1)):
             raise RunFailed(
-                f"rounds {', '.join(map(str, last))} were skipped; the last one: {why}. To find it, train some rounds "
-                "without Secure, or with some of the clients"
+                f"rounds {', '.join(map(str, last))} were skipped; the last one: {why}. To find the client, train some "
+                "rounds without Secure, or with some of the clients"
             )
 
 
 class MaskedRound:
-    """The masked messages of a round. Nodes that do not agree on keys take no part."""
+    """Ask for masked replies in a round's messages. Nodes that do not agree on keys take no part."""
 
     def __init__(self, grid: Grid, rule: Secure, messages: Sequence[Message]) -> None:
-        """Begin a session with those of the messages' nodes that answer; RunFailed if they are below the threshold."""
+        """Begin a session with the messages' nodes that answer; RunFailed if they are too few for the threshold."""
         self.grid, self.rule = grid, rule
         content, nodes = messages[0].content, [message.metadata.dst_node_id for message in messages]
         self.sent = unpack(sent_model(content))  # the arrays that the clients received
         config = next(iter(configs_in(content).values()))
-        session = {client.SESSION: secrets.token_hex(16)}  # no function of the seed: a resumed round has another one
+        session = {client.SESSION: secrets.token_hex(16)}  # random, since a resumed round needs another one
         self._config = protocol.run_keys(config) | {protocol.ROUND: config[protocol.ROUND], **session}
         self._what = f"round {config[protocol.ROUND]!r}"
-        self._failed: list[Message] = []  # errors of nodes that are not in the session
+        self._failed: list[Message] = []  # errors from nodes outside the session
         self.threshold = max(2, int(rule.threshold * len(nodes) + 1e-9) + 1)
         self._keys = self._ask("keys", nodes, {}, (1, 3 * KEY_BYTES))
         self.roster = sorted(self._keys)
@@ -215,7 +215,7 @@ class MaskedRound:
         found, sums, errors = self._open(replies)
         like = {(name, key): whole.get(key, value) for (name, key), value in sums.items()}
         means = self._fixed.means(sums, self._fixed.kinds(like), len(found))
-        # Counts and weights too are means, so that they add up to the total.
+        # Counts and weights are also means, so that they add up to the total.
         metrics = MetricRecord({key: float(mean) for (name, key), mean in means.items() if name == TOTALS})
         weight: Any = metrics[self.rule.base.weighted_by_key]
         error = self._fixed.resolution("statistics") / (weight * len(found) or 1)
@@ -229,7 +229,7 @@ class MaskedRound:
 
     def _changed(self, key: str, change: Array, error: float) -> Array:
         before = self.sent.get(key)
-        if before is not None:  # what did not change keeps its bits, also those of -0.0
+        if before is not None:  # unchanged values keep their bits, even -0.0
             change = np.where(change == 0, before, before.astype(np.float64) + change)
         if is_variance(key):  # rounding may leave zeros below zero
             change = np.where((change < 0) & (change >= -error), 0.0, change)
@@ -254,7 +254,9 @@ class MaskedRound:
         for node in [node for node, form in forms.items() if form != most]:
             odd = min(most ^ forms[node], key=str)[0]
             errors.append(
-                refused(found.pop(node), f"its {odd} differs from that of most clients (missing, form or dtype)")
+                refused(
+                    found.pop(node), f"its {odd} differs from most clients' (missing, or of another shape or dtype)"
+                )
             )
         reasons = {_node_of(error): reason_of(error) for error in errors}
         self._check_threshold("masked replies", len(found), len(self._peers), reasons)
@@ -264,18 +266,18 @@ class MaskedRound:
         return list(found.values()), from_vector(total, like), errors
 
     def _unmask(self, total: Array, survivors: Sequence[int]) -> None:
-        """Remove all masks from the sum of the survivors, who reveal what is necessary."""
+        """Remove all masks from the sum of the survivors, with secrets that they reveal."""
         for (node, which), secret in self._secrets(client.revealed(self._peers, survivors), survivors).items():
             if which == OWN:
                 keys = [(stream_key(secret), -1)]
-            else:  # the survivors' masks with a client that dropped out are left in the sum, with these signs
+            else:  # the sum still contains the survivors' masks with clients that dropped out, with these signs
                 mine = private_key(secret)
                 pairs = {other: pair_key(mine, self._public(other, PAIR)) for other in survivors}
                 keys = [(key, -1 if node > other else 1) for other, key in pairs.items()]
             add_masks(total, keys)
 
     def _secrets(self, wanted: Sequence[tuple[int, int]], survivors: Sequence[int]) -> dict[tuple[int, int], int]:
-        """The wanted secrets, each a node and which of its two, from their shares."""
+        """The wanted secrets, recovered from their shares. Each is a node and one of its two secrets."""
         given = self._ask("unmask", survivors, {"survivors": np.array(survivors, np.uint64)}, (len(wanted), KEY_BYTES))
         # Positions of shares begin with 1: the value at 0 is the secret.
         shares: dict[tuple[int, int], dict[int, int]] = {each: {} for each in wanted}
@@ -311,7 +313,7 @@ class MaskedRound:
                 continue
             value = next(iter(client.values_in(reply.content).values()), np.zeros(0))
             if value.dtype != np.uint8 or value.shape != shape:
-                reasons[node] = f"its answer is {value.dtype} of shape {value.shape}, expected bytes of shape {shape}"
+                reasons[node] = f"its answer is {value.dtype} of shape {value.shape}; expected bytes of shape {shape}"
             elif stage == "keys" and not all(is_usable(each.tobytes()) for each in value.reshape(-1, KEY_BYTES)):
                 reasons[node] = "with one of its public keys no client can agree on a secret"
             else:
@@ -330,7 +332,7 @@ class MaskedRound:
             return
         listed = "".join(f"\n  - node {node}: {reason}" for node, reason in reasons.items())
         if stage == "stage keys":
-            listed += "\nonly clients that fedbn_flwr.client_app serves can take part"
+            listed += "\nonly clients served by fedbn_flwr.client_app can take part"
         raise RunFailed(
             f"{self._what}, secure aggregation, {stage}: {found} of {asked} clients answered, {self.threshold} are "
             f"needed to open a sum:{listed or ' no reply'}"

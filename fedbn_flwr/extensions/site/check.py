@@ -17,8 +17,8 @@ def add(commands: Commands) -> None:
         check,
         summary="at a site: key, certificates, server, data and GPU",
         description=(
-            "Check whether a site can take part in a federation, before a run waits for it. The options are those of "
-            "flower-supernode; what is not given is not checked. The exit code is 1 if a check failed."
+            "Check whether a site can take part in a federation, before a run waits for it. Give it the options of "
+            "flower-supernode; only these are checked. The exit code is 1 if a check fails."
         ),
         epilog=(
             "Example: fedbn check --superlink fl.example.org:8000 --root-certificates keys/ca.crt "

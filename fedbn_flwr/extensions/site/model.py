@@ -1,4 +1,4 @@
-"""`fedbn model` and `fedbn predict`: the model of a site after a run, and what it says of the site's data."""
+"""`fedbn model` and `fedbn predict`: a site's model after a run, and its predictions on the site's data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from fedbn_flwr.results.folder import RunFolder
 
 _RUN = (
-    "RUN is the folder of the run, or a copy of it at the site, without `checkpoint`, which has what other clients "
-    "keep on the local engine."
+    "RUN is the run's folder, or a copy of it at the site. Copy it without `checkpoint`: on the local engine, this "
+    "folder contains other clients' states."
 )
 
 
@@ -26,9 +26,9 @@ def add_model(commands: Commands) -> None:
         commands,
         "model",
         write,
-        summary="at a site: its personal model, from the run's model and its state",
+        summary="at a site: its personal model, from the run's model and the site's state",
         description=(
-            f"Join the global model of a run with the arrays that a site keeps, such as FedBN's batch norms. {_RUN}"
+            f"Combine a run's global model with the arrays that a site keeps, such as FedBN's batch norms. {_RUN}"
         ),
         epilog="Example: fedbn model heart --state /srv/fedbn-state --out model-site.safetensors",
     )
@@ -42,7 +42,7 @@ def add_predict(commands: Commands) -> None:
         "predict",
         predict,
         summary="predictions of a run's model, or of a site's, on data",
-        description=f"Predict by the global model of a run or, with --state, by the model of a site. {_RUN}",
+        description=f"Predict with a run's global model or, with --state, with a site's model. {_RUN}",
         epilog="Example: fedbn predict heart --state /srv/fedbn-state --data new.csv --out predictions.csv",
     )
     _add_run(parser, state_is_needed=False)
@@ -51,7 +51,7 @@ def add_predict(commands: Commands) -> None:
         type=Path,
         metavar="PATH",
         required=True,
-        help="a table with or without labels, a folder of images, or a site's folder, for its test examples",
+        help="a table with or without labels, a folder of images, or a site's folder (its test examples)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the predictions, a CSV file")
 
@@ -73,7 +73,7 @@ def write(arguments: argparse.Namespace) -> None:
 
         from fedbn_flwr.storage import replacing
     content = save({key: value.contiguous() for key, value in model.state_dict().items()})
-    with replacing(arguments.out, mode=0o600) as file:  # it follows from the site's data
+    with replacing(arguments.out, mode=0o600) as file:  # the model reveals something about the site's data
         file.write_bytes(content)
     print(f"model: {arguments.out}")
 
@@ -91,7 +91,7 @@ def predict(arguments: argparse.Namespace) -> None:
 
 
 def _model(arguments: argparse.Namespace) -> tuple[RunFolder, nn.Module]:
-    """The model that the options ask for; says what it is."""
+    """Load the model that the options ask for, and print which one it is."""
     with loading():
         from fedbn_flwr.results.read.trained import site_model
         from fedbn_flwr.results.result import Result

@@ -1,6 +1,6 @@
 """Checks what a site needs: its key, the certificates, the server, versions, data and GPU. `fedbn check` prints them.
 
-A check is an iterator of answers; `asked` makes an answer of its error. Each wait has a bound.
+A check yields its answers, and may end with an error, which `asked` turns into an answer. No wait is unlimited.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fedbn_flwr.storage import writing
 _TIMEOUT = 5  # seconds
 _LITTLE = 1e9  # bytes of a disk
 _SOON = 30  # days in which a certificate should be renewed
-_BEHIND = TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE  # seconds that a node's clock may be late
+_BEHIND = TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE  # seconds that a node's clock may be behind
 _NEW_KEY = "give the file node.key that deploy/keys.sh created for this site"
 
 
@@ -59,11 +59,11 @@ class Check:
 
 
 class Failed(Exception):
-    """The end of a check: what was found, and perhaps a cure of its own."""
+    """Ends a check with what was found, and perhaps a cure for this case."""
 
 
 def asked(name: str, answers: Iterable[Check], cure: str) -> Iterator[Check]:
-    """The answers; an error is the last one, with this cure."""
+    """The check's answers. If it ends with an error, the last answer describes it and suggests `cure`."""
     try:
         yield from answers
     except Failed as failed:
@@ -74,7 +74,7 @@ def asked(name: str, answers: Iterable[Check], cure: str) -> Iterator[Check]:
 
 
 def check_key(file: Path, *, insecure: bool = False) -> Iterator[Check]:
-    """Whether a node's private key can be used, and by this user only."""
+    """Whether a node's private key is valid, and whether only its owner can read it."""
     if insecure:
         raise Failed(
             "flower-supernode refuses a key with --insecure", "give --root-certificates in place of --insecure"
@@ -83,17 +83,17 @@ def check_key(file: Path, *, insecure: bool = False) -> Iterator[Check]:
         key = load_ssh_private_key(file.read_bytes(), password=None)  # as the SuperNode reads it
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         reason = str(error).split(". ")[0].split("\n")[0]
-        raise Failed(f"{file}: no private key of ssh-keygen without a passphrase ({reason})", _NEW_KEY) from None
+        raise Failed(f"{file}: not a private key from ssh-keygen without a passphrase ({reason})", _NEW_KEY) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise Failed(f"{file}: not an elliptic-curve key, which the SuperNode needs", _NEW_KEY)
     if stat.S_IMODE(mode := file.stat().st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
-        cure = f"chmod 600 {file}; if others may have read it, have the node's key replaced"
-        raise Failed(f"{file}: other users have rights to it ({stat.filemode(mode)})", cure)
-    yield Check("key", "ok", f"{file}: {key.curve.name}, of its owner only")
+        cure = f"run chmod 600 {file}; if others may have read it, have the node's key replaced"
+        raise Failed(f"{file}: other users have access to it ({stat.filemode(mode)})", cure)
+    yield Check("key", "ok", f"{file}: {key.curve.name}, only for its owner")
 
 
 def check_authority(file: Path) -> Iterator[Check]:
-    """Whether the certificates of a file with root certificates are valid, and for how long."""
+    """Whether the root certificates in a file are valid, and for how long."""
     try:
         certificates = x509.load_pem_x509_certificates(file.read_bytes())
     except ValueError:
@@ -113,7 +113,7 @@ def check_server(address: str, authority: Path | None, *, insecure: bool = False
     with contextlib.closing(connection):
         try:
             connection.connect()
-        except (socket.gaierror, UnicodeError):  # the latter for what cannot be a name: a..b
+        except (socket.gaierror, UnicodeError):  # UnicodeError for an impossible name: a..b
             raise Failed(f"the name {host!r} is unknown here", "check the name, and DNS at this site") from None
         except TimeoutError:
             cure = f"let this machine connect to port {port}: a firewall drops it, or the server is off"
@@ -125,7 +125,7 @@ def check_server(address: str, authority: Path | None, *, insecure: bool = False
         der = None if insecure else connection.sock.getpeercert(binary_form=True)  # type: ignore[union-attr]
         yield from _health(address, connection, insecure=insecure)
     if der is not None:
-        renew = "have the operator renew it: deploy/keys.sh --add, then restart the SuperLink"
+        renew = "have the operator renew it: deploy/keys.sh --add --nodes N for N sites, then restart the SuperLink"
         yield _validity("server certificate", x509.load_der_x509_certificate(der), f"of {address}", renew)
 
 
@@ -148,8 +148,8 @@ def _health(address: str, connection: HTTPConnection, *, insecure: bool) -> Iter
     except (OSError, HTTPException) as error:
         if insecure:
             cure = "give --root-certificates in place of --insecure, or correct the port"
-            raise Failed(f"{address} answers no HTTP request without TLS ({error})", cure) from None
-        found = f"{address} has TLS, but answers no HTTP request ({error})"
+            raise Failed(f"{address} does not answer HTTP requests without TLS ({error})", cure) from None
+        found = f"{address} has TLS, but does not answer HTTP requests ({error})"
         cure = "check that this is the SuperLink's port (8000), not that of the exchange service"
         yield Check("server", "warning", found, cure)
         return
@@ -157,7 +157,7 @@ def _health(address: str, connection: HTTPConnection, *, insecure: bool) -> Iter
     what = "a SuperLink, with TLS" if answer.status == 200 else f"TLS, and an HTTP server (status {answer.status})"
     plain = Check("server", "warning", f"{address} has no TLS", "use TLS unless this is the same machine")
     yield plain if insecure else Check("server", "ok", f"{address}: {what}")
-    with contextlib.suppress(TypeError, ValueError):  # without a date
+    with contextlib.suppress(TypeError, ValueError):  # the answer has no date
         yield _clock(begin - parsedate_to_datetime(answer.headers["Date"]).timestamp())
     with contextlib.suppress(OSError, HTTPException, ValueError, LookupError, TypeError):  # a proxy may not offer it
         connection.request("GET", "/openapi.json")
@@ -165,7 +165,7 @@ def _health(address: str, connection: HTTPConnection, *, insecure: bool) -> Iter
 
 
 def _flower(of_server: str) -> Iterator[Check]:
-    """A SuperNode whose Flower is too old for the server's tries to connect for ever."""
+    """Compare Flower's versions here and at the server: a SuperNode that is too old tries to connect forever."""
     here = importlib.metadata.version("flwr")
     if of_server.split(".")[:2] == here.split(".")[:2]:
         yield Check("Flower", "ok", f"{here} here, {of_server} at the server")
@@ -175,7 +175,7 @@ def _flower(of_server: str) -> Iterator[Check]:
 
 
 def _clock(ahead: float) -> Check:
-    """Whether a SuperLink accepts the times that the node signs; `ahead` is up to 2 s too large, as dates are late."""
+    """Whether a SuperLink accepts the times that the node signs. `ahead` may be 2 s too large, as dates arrive late."""
     found = f"this machine's clock is about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
     if -_BEHIND < ahead < SYSTEM_TIME_TOLERANCE:
         return Check("clock", "ok", found)
@@ -188,9 +188,9 @@ def _tls_problem(error: ssl.SSLError, address: str) -> Failed:
     if isinstance(error, ssl.SSLCertVerificationError):
         cure = (
             "connect by a name in the certificate, or have the operator add it or renew the certificate "
-            "(deploy/keys.sh --add NAME, then restart the SuperLink); or get ca.crt again"
+            "(deploy/keys.sh --add --nodes N NAME for N sites, then restart the SuperLink); or get ca.crt again"
         )
-        return Failed(f"the certificate of {address} is refused: {error.verify_message}", cure)
+        return Failed(f"the certificate of {address} is not accepted: {error.verify_message}", cure)
     if "WRONG_VERSION_NUMBER" in str(error) or "record layer" in str(error):
         return Failed(f"{address} has no TLS", "check the port; the SuperLink needs its certificates (deploy/keys.sh)")
     return Failed(f"{address}: TLS failed ({str(error).split('] ')[-1]})", "check that this is the SuperLink's address")
@@ -210,13 +210,13 @@ def _validity(name: str, certificate: x509.Certificate, where: str, cure: str) -
 
 
 def check_exchange(address: str) -> Iterator[Check]:
-    """Whether FedTAN's exchange service can be reached, which is open during the exchanges of a round only."""
+    """Whether FedTAN's exchange service can be reached. It is open only during the exchanges of a round."""
     host, port = _host_and_port(address)
     try:
         socket.create_connection((host, port), timeout=_TIMEOUT).close()
         found = "answers"
     except ConnectionRefusedError:
-        found = "is reached, and closed now: it is open only during FedTAN's exchanges"
+        found = "can be reached, and is closed now: it is open only during FedTAN's exchanges"
     except (socket.gaierror, UnicodeError):
         raise Failed(f"the name {host!r} is unknown here", "check the name, and DNS at this site") from None
     except OSError as error:
@@ -226,7 +226,7 @@ def check_exchange(address: str) -> Iterator[Check]:
 
 
 def check_versions() -> Iterator[Check]:
-    """Python's version and those of the packages on which server and sites must agree."""
+    """The versions of Python and of the packages on which server and sites must agree."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("flwr", "torch", "torchvision")]
     ours = f"fedbn-flwr {__version__}"  # not installed in a container: its code is mounted
     yield Check("versions", "ok", ", ".join([f"python {platform.python_version()}", ours, *versions]))
@@ -239,19 +239,21 @@ def check_node_config(node: Mapping[str, Any]) -> Iterator[Check]:
 
 def check_state(folder: Path) -> Iterator[Check]:
     """Whether the node's state folder can be written to."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())  # the client makes the rest
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())  # the client creates the rest
     with writing(folder):
         tempfile.TemporaryFile(dir=there).close()
     free = shutil.disk_usage(there).free
     found = f"{folder}: can be written to, {free / 1e9:.1f} GB free"
     if free < _LITTLE:
-        yield Check("state folder", "warning", found, "make room: a state is as large as what the client keeps")
+        yield Check(
+            "state folder", "warning", found, "make room: a state is as large as the arrays that the client keeps"
+        )
     else:
         yield Check("state folder", "ok", found)
 
 
 def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterator[Check]:
-    """Whether the data of the site's client can be read, what they are, and whether they suit the experiment."""
+    """Whether the site's data can be read and fit the experiment. The answer describes them."""
     runs = experiment.runs if experiment is not None else (Settings(),)
     checks: list[Check] = []
     for run in runs:
@@ -272,7 +274,7 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
             "data", "warning", f"{where}: no test examples", "add a test split; the site cannot evaluate its model"
         )
     if "data-path" in node and (absent := _classes_without_examples(dataset, train)):
-        cure = "expected of a site that lacks them; else correct the labels, or data.class_names"
+        cure = "fine if this site has no such examples; otherwise correct the labels, or data.class_names"
         yield Check("classes", "warning", f"{where}: no training examples of {few(absent, 10)}", cure)
     if not expected:
         return
@@ -281,7 +283,9 @@ def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> I
     if allowed := make_rule(run).traits.min_batch:
         examples = min(run.train.batch_size, len(parts.split[0]))
         check_batch(examples, allowed=allowed, own=parts.min_batch)
-        yield Check("exchange", "ok", f"batches of {examples} examples, {max(allowed, parts.min_batch)} are needed")
+        yield Check(
+            "exchange", "ok", f"batches of {examples} examples; at least {max(allowed, parts.min_batch)} needed"
+        )
     if parts.sends_sums:
         parts.check_sums()
 

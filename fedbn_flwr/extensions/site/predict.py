@@ -1,4 +1,4 @@
-"""Predictions of a model of a run on data of a site, which are read by the settings of the run."""
+"""Predicts a site's data with a model from a run. The run's settings decide how the data are read."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Predictions:
 
 
 def predictions(folder: RunFolder, model: nn.Module, path: Path) -> Predictions:
-    """A row for each example: its place, its label if it has one, what is predicted, and a probability per class."""
+    """A row for each example: its place, its label if it has one, the prediction, and a probability per class."""
     run, summary = read_experiment(folder.config()).runs[0], folder.summary()
     task = TASKS[summary.task] if summary and summary.task else CLASSIFICATION
     dataset, indices, has_labels = _data(folder, run, task, path.expanduser())
     if dataset.task is not task or not task.form or dataset.dense:
         raise UserError(
-            f"{str(path)!r} has labels for {dataset.task.name}; predictions are for classes, labels and "
-            f"numbers of an example, and the run is for {task.name}"
+            f"{str(path)!r} has labels for {dataset.task.name}, and the run is for {task.name}; expected a run that "
+            "predicts classes, labels or numbers for each example, and data for the same task"
         )
     batches = TestBatches(dataset.test, folder.moments(), run.evaluate.batch_size, indices)
     with torch.no_grad():
@@ -67,9 +67,10 @@ def predictions(folder: RunFolder, model: nn.Module, path: Path) -> Predictions:
 
 
 def _data(folder: RunFolder, run: Settings, task: Task, path: Path) -> tuple[DataSet, Tensor, bool]:
-    """The examples, as a client of the run would read them, and whether they have labels.
+    """The examples, read as by a client of the run, and whether they have labels.
 
-    Of a folder that a site trains on, these are its test examples; else all rows of a table and all images of a folder.
+    From a folder that a site trains on, these are its test examples; otherwise all rows of a table, or all images of a
+    folder.
     """
     names = tuple(folder.model_description()["classes"] or map(str, range(run.data.classes or 0)))
     node = {"data-path": str(path.absolute())}
@@ -85,12 +86,12 @@ def _data(folder: RunFolder, run: Settings, task: Task, path: Path) -> tuple[Dat
 
 
 def _outputs(model: nn.Module, batches: TestBatches, task: Task) -> Iterator[tuple[Tensor, Tensor]]:
-    """Probabilities of classes and labels, or numbers; and the targets."""
+    """The outputs (probabilities of classes or labels, or numbers), and the targets."""
     for inputs, targets in batches:
         outputs = model(inputs)
         if (found := answers(task, outputs, targets)) is None:
             form = type(logits_of(outputs)).__name__
-            raise UserError(f"the model returns a {form}, which has no predictions for {task.name}")
+            raise UserError(f"the model returns a {form}, which cannot be read as predictions for {task.name}")
         scores, true = found
         if task.form != "numbers":
             scores = scores.softmax(1) if task.form == "classes" else scores.sigmoid()

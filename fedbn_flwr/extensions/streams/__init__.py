@@ -1,7 +1,7 @@
-"""FedTAN's exchanges over gRPC: an exchange is a call of each client, which takes one network round trip.
+"""FedTAN's exchanges over gRPC: in an exchange each client makes one call, which takes one network round trip.
 
-Where the environment of the ServerApp has the address of an exchange service (`config.py` lists the variables), FedTAN
-uses it; the train message then names the service to the client.
+FedTAN uses the exchange service if the ServerApp's environment contains its address (`config.py` lists the variables).
+The train message then tells the client the address.
 """
 
 PARTS = {

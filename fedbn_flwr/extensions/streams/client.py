@@ -1,4 +1,4 @@
-"""A client's side of the exchange service: one call for each exchange, to the address that the train message names.
+"""A client's side of the exchange service: one call for each exchange, to the address in the train message.
 
 The values of an exchange are sent as the bytes of their records (a safetensors file), so that they arrive bit for bit.
 """
@@ -26,15 +26,15 @@ from fedbn_flwr.messages.gate import checked
 from fedbn_flwr.messages.serialization import dump, parse
 
 EXCHANGE = "/fedbn.Exchange/Exchange"  # a contribution, answered by the agreement
-FAILED = "/fedbn.Exchange/Failed"  # the text why a client sends no contribution
-CONNECTED = "/fedbn.Exchange/Connected"  # no method of the service, which answers so
+FAILED = "/fedbn.Exchange/Failed"  # the reason why a client sends no contribution
+CONNECTED = "/fedbn.Exchange/Connected"  # not a method of the service, so the answer is an error
 TOKEN = "fedbn-token"  # key of a call's metadata  # noqa: S105 (the name of a header)
 
 # Pings detect a lost machine within half a minute.
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # the timeout that applies; one minute by default
+    ("grpc.http2.ping_timeout_ms", 10_000),  # the pings' own timeout; one minute by default
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -52,7 +52,7 @@ def from_bytes(data: bytes) -> RecordDict:
     try:
         content = parse(data)
     except ValueError:
-        raise MessageError("its bytes are not those of records") from None
+        raise MessageError("its bytes are not records") from None
     return checked(content)
 
 
@@ -67,7 +67,7 @@ SLACK_SECONDS = 15  # that a client waits beyond the server's time limit
 
 
 class Streams(ClientRule):
-    """Calls the exchange service in the exchanges of a round."""
+    """Calls the exchange service for the exchanges of a round."""
 
     keys = {
         DIRECT: Key("`HOST:PORT`", "run the exchanges of this `train` message by calls to this address"),
@@ -94,10 +94,10 @@ class Streams(ClientRule):
 def service_at(
     address: str, token: str, timeout: float, *, ca: str | None = None, insecure: bool = False
 ) -> Iterator[Callable[[Contribution], Agreement]]:
-    """A function that sends a contribution and waits for the cohort's agreement.
+    """Yield a function that sends a contribution and waits for the agreement.
 
-    An exception inside is sent to the server as the reason, so that the others do not wait for this client. Without
-    `ca`, this machine's own root certificates are trusted.
+    If an exception ends the block, the server receives it as the reason, so that the others do not wait for this
+    client. Without `ca`, this machine's own root certificates are trusted.
     """
     if insecure:
         channel = grpc.insecure_channel(address, KEEPALIVE)

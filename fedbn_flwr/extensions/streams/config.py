@@ -1,8 +1,8 @@
 """The operator's settings of the exchange service, from the ServerApp's environment.
 
-An exchange through Flower's messages takes seconds on real nodes. If the operator sets an address at which clients can
-reach the ServerApp, a client sends each exchange of a round in a gRPC call there, which takes one network round trip.
-The address belongs to the deployment: an experiment cannot set it.
+On real nodes, an exchange through Flower's messages takes seconds. If the operator sets an address at which clients can
+reach the ServerApp, clients exchange by gRPC calls to it instead, which take one network round trip. The address
+belongs to the deployment: an experiment cannot set it.
 
 | variable | meaning |
 |---|---|
@@ -11,7 +11,7 @@ The address belongs to the deployment: an experiment cannot set it.
 | `FEDBN_EXCHANGE_CERTIFICATE`, `FEDBN_EXCHANGE_KEY` | PEM files: certificate for the address's host, and its key |
 | `FEDBN_EXCHANGE_CA` | PEM file of the authority that clients must trust; if unset, they use their root certificates |
 
-On loopback there need be no certificate.
+On loopback a certificate is optional.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class ExchangeConfig:
         local = all(is_loopback(value.rpartition(":")[0]) for value in (self.address, self.listens_on))
         if not (self.certificate or local):
             raise SettingsError(
-                f"{PREFIX}ADDRESS is {self.address!r}, not on this machine, and there is no certificate: set "
+                f"{PREFIX}ADDRESS is {self.address!r}, which is not on this machine, but there is no certificate: set "
                 f"{PREFIX}CERTIFICATE and {PREFIX}KEY (deploy/keys.sh creates them)"
             )
         for name in ("certificate", "key", "ca"):
             self.read(name)
 
     def read(self, name: str) -> bytes | None:
-        """The content of one of the files; None if it is not set."""
+        """The content of a file that a variable names; None if it is not set."""
         if not (path := getattr(self, name)):
             return None
         try:
@@ -83,11 +83,11 @@ class ExchangeConfig:
 
 
 def service() -> MakeCarrier | None:
-    """Makes the carriers of the service that the environment names; None if it contains no address."""
+    """The function that makes carriers for the service in the environment; None if there is no address."""
     if (config := ExchangeConfig.from_environment()) is None:
         return None
     config.prepare()
-    # By name: the module imports this one.
+    # Imported here, because the module imports this one.
     return functools.partial(pkgutil.resolve_name(f"{__package__}.server:StreamCarrier"), config)
 
 

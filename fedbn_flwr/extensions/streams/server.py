@@ -1,8 +1,8 @@
-"""A round's exchanges by calls of the clients, while Flower waits for the replies to the round's train messages.
+"""Runs a round's exchanges over gRPC, while Flower waits for the replies to the round's train messages.
 
-The loop runs in its own thread, with a gRPC service that is open for this round only. Each node of the round has a
-token, without which a call is rejected before a thread is allocated. A call has a client's contribution, and waits for
-the agreement. Every wait is bounded: a client that is late, or disconnects while it waits, is lost, and the others
+The loop runs in its own thread, with a gRPC service that is open only for this round. A client calls it with a
+contribution, and waits for the agreement. Each node of the round has a token, and a call without one is rejected before
+it gets a thread. Every wait has a limit: a client that is late, or disconnects while it waits, is lost, and the others
 continue.
 """
 
@@ -48,7 +48,7 @@ _JOIN_SECONDS = 60  # to close the service after the last reply has arrived
 
 
 class StreamCarrier:
-    """Runs the exchanges on a service, and observes the replies to the train messages."""
+    """A carrier that runs exchanges on a service, and observes the replies to the train messages."""
 
     def __init__(self, settings: ExchangeConfig, grid: Grid, messages: Sequence[Message], timeout: float) -> None:
         self._engine = capabilities(grid)
@@ -82,11 +82,11 @@ class StreamCarrier:
         ]
 
     def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
-        """Raises the error that ended the exchanges."""
+        """Raise the error that ended the exchanges, if there was one."""
         for reply in replies:
             self.replied(reply)
         wait([self._ended], 1)
-        self._service.lose(self._nodes, "its train message was answered, or given up, before the exchanges ended")
+        self._service.lose(self._nodes, "its train message ended, with or without a reply, before the exchanges")
         done = self._ended.result(_JOIN_SECONDS)
         # Clients that dropped out were already reported; ignore their final reply.
         lost = {*self._nodes}.difference(done)
@@ -95,7 +95,7 @@ class StreamCarrier:
     # --- what an engine that observes replies calls ---
 
     def replied(self, reply: Message) -> None:
-        """A client that has answered the train message takes part in no more exchanges."""
+        """Remove a client that has answered the train message from the exchanges."""
         reason = "it trained without the exchanges; serve the client with fedbn_flwr.client_app"
         if reply.has_error():
             reason = reply.error.reason or f"error code {reply.error.code}"
@@ -161,9 +161,9 @@ class _Client:
 
 
 class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """A service for `nodes`. It waits up to `bind_seconds` for its port, which another run's round may have open.
+    """A service for `nodes`. It waits up to `bind_seconds` for its port, which another run's round may be using.
 
-    A client's message may have up to 4 MB, gRPC's limit: mean and variance of 260,000 channels in float64.
+    A client's message may have up to 4 MB, gRPC's limit, which is mean and variance of 260,000 channels in float64.
     """
 
     def __init__(self, settings: ExchangeConfig, nodes: Sequence[int], bind_seconds: float = 60) -> None:
@@ -172,7 +172,7 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
             *KEEPALIVE,
             ("grpc.so_reuseport", 0),  # two runs must not share a port unnoticed
             ("grpc.max_metadata_size", 4096),
-            ("grpc.max_concurrent_streams", 16),  # of one connection; a client has one call at a time
+            ("grpc.max_concurrent_streams", 16),  # per connection; a client has one call at a time
             ("grpc.server_handshake_timeout_ms", 20_000),
             ("grpc.max_connection_idle_ms", 20_000),
         ]
@@ -194,7 +194,7 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
                 if time.monotonic() > end:
                     raise RunFailed(
                         f"the exchange service cannot listen on {settings.listens_on!r} ({error}); is another run "
-                        "using it, or is the certificate wrong? Without FEDBN_EXCHANGE_ADDRESS messages are used"
+                        "using it, or is the certificate wrong? Unset FEDBN_EXCHANGE_ADDRESS to exchange by messages"
                     ) from None
                 time.sleep(0.5)
 
@@ -204,13 +204,13 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     @property
     def lost(self) -> dict[int, str]:
-        """The nodes that are lost, and why."""
+        """The reasons why nodes are lost, by node."""
         return {node: each.lost for node, each in self._clients.items() if each.lost is not None}
 
     # --- the round's side ---
 
     def collect(self, nodes: Sequence[int], seconds: float) -> dict[int, bytes | str]:
-        """The next message of each node, or as text why there is none; a node that sends none in time is lost."""
+        """Each node's next message, or the reason why there is none. A node that sends none in time is lost."""
         end, found = time.monotonic() + seconds, dict[int, bytes]()
         for node in nodes:
             client, found[node] = self._clients[node], b""
@@ -221,7 +221,7 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
         return found | {node: why for node, why in self.lost.items() if node in found}  # also after its message
 
     def answer(self, nodes: Collection[int], message: bytes, *, last: bool = False) -> None:
-        """Send `message` to these nodes; all others are lost."""
+        """Send `message` to these nodes, and end all others' part in the round."""
         self.lose(self._clients.keys() - set(nodes), "excluded from this round's exchanges; the server's log says why")
         for client in (self._clients[node] for node in nodes):
             client.over = last
@@ -243,7 +243,7 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
     # --- the clients' side ---
 
     def service(self, handler_call_details: Any) -> Any:
-        """Accepts a call with a valid token; for others the method is unknown, so that they occupy no thread."""
+        """Accept a call with a valid token. For other calls the method is unknown, so that they occupy no thread."""
         given = str(dict(handler_call_details.invocation_metadata).get(TOKEN, "")).encode()
         method = {EXCHANGE: self._exchange, FAILED: self._failed}.get(handler_call_details.method)
         for client in self._clients.values():
@@ -254,7 +254,7 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _exchange(self, client: _Client, message: bytes, context: Any) -> bytes:
         """The answer to a client's message."""
         if client.call is not None or client.over:
-            context.abort(grpc.StatusCode.ABORTED, "this node's exchange is under way in another call, or over")
+            context.abort(grpc.StatusCode.ABORTED, "this node has another call, or its exchanges are over")
         answer: Any = None
         client.call = context
         if not context.add_callback(functools.partial(client.ended, context)):  # the call has already ended

@@ -1,8 +1,8 @@
 """The rounds of several clients in one training loop, whose tensors have a leading axis for the clients.
 
-`together` is a `Trainer`. Rounds whose networks, losses, optimisers and client rules are alike form a group, and a step
-of a group is one pass. Clients need neither equal numbers of batches nor equal batches: at any time those that wait for
-a batch of the same shape take their steps, which changes nothing in the results, since clients are independent.
+`together` is a `Trainer`. Rounds with equal networks, losses, optimisers and client rules form a group, and a group
+takes a step in one pass. Clients may have different numbers and shapes of batches: in each pass, the clients whose next
+batches have the same shape take their steps. Clients are independent, so this does not change the results.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ MOMENTUM = "momentum_buffer"
 
 @dataclass(eq=False)
 class Row:
-    """A loaded round apart from its model, which other clients may use in the meantime."""
+    """A loaded round with its own copy of the model's values, so that other clients may use the model meanwhile."""
 
     training: Training
     network: Network
-    tensors: dict[str, Tensor]  # all of the model, by name
-    momentum: dict[str, Tensor]  # of the optimiser, by the names of parameters
+    tensors: dict[str, Tensor]  # all tensors of the model, by name
+    momentum: dict[str, Tensor]  # the optimiser's momentum, by the names of parameters
     batches: list[tuple[Tensor, Tensor]]
     kept: list[Kept]
-    trained: Trained | None = None  # None: the group could not be trained
+    trained: Trained | None = None  # None if the group could not be trained
 
     @property
     def kind(self) -> Hashable:
-        """Rows of one kind train in one group."""
+        """What rows must have in common to train in one group."""
         training = self.training
         group = training.optimizer.torch.param_groups[0]
         options = tuple((name, group[name]) for name in ("lr", "momentum", "weight_decay", "nesterov"))
@@ -95,7 +95,7 @@ def row_of(training: Training) -> Row | None:
 
 
 def _is_plain(training: Training) -> bool:
-    """Whether each step is one of SGD along the gradient by backpropagation."""
+    """Whether each step is an SGD step along the gradient from backpropagation."""
     gradient, optimizer = training.gradient, training.optimizer.torch
     if isinstance(gradient, functools.partial) and not any(gradient.keywords.values()):
         gradient = gradient.func
@@ -108,20 +108,20 @@ def _is_plain(training: Training) -> bool:
 
 
 def together(rounds: Sequence[Training]) -> list[Trained]:
-    """The results of the rounds, each of which has a model of its own; those of a kind train at once."""
+    """Train rounds that each have their own model; rounds of one kind train at once."""
     rows = [row_of(training) for training in rounds]
     train_rows([row for row in rows if row is not None])
     return [train(training) if row is None else finished(row) for training, row in zip(rounds, rows, strict=True)]
 
 
 def finished(row: Row) -> Trained:
-    """The result of a row after `train_rows`, with its values in the model."""
+    """Load a row's values into its model after `train_rows`, and return the result."""
     row.restore()
     return train(row.training) if row.trained is None else row.trained
 
 
 def train_rows(rows: Sequence[Row]) -> None:
-    """Train the rows, those of one kind at once. A row that is alone, or whose group fails, stays as it was."""
+    """Train the rows, with those of one kind at once. A row that is alone, or whose group fails, stays untrained."""
     groups: dict[Hashable, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.kind, []).append(row)
@@ -129,13 +129,13 @@ def train_rows(rows: Sequence[Row]) -> None:
         if len(group) > 1:
             try:
                 _Group(group).train()
-            except Exception:  # one client's data may be the cause: alone, each has its own error
+            except Exception:  # one client's data may be the cause; trained alone, only that client fails
                 for row in group:
                     row.trained = None
 
 
 class _Group:
-    """Rows of one kind, those with the most examples first: clients that wait for equal batches are neighbours."""
+    """Rows of one kind, with the most examples first, so that clients with equal batches are neighbours."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = sorted(rows, key=lambda row: -sum(len(inputs) for inputs, _ in row.batches))
@@ -164,7 +164,7 @@ class _Group:
             row.trained = Trained(loss, len(row.batches[0][0]), len(row.batches), kept)
 
     def _next(self, taken: Sequence[int]) -> tuple[slice, int] | None:
-        """The rows to train next, and for how many steps; the most rows that wait for batches of one shape."""
+        """The rows to train next (as many as possible with batches of one shape), and the number of steps."""
         waiting = [
             row.batches[done : done + 1] and (row.batches[done][0].shape, row.batches[done][1].shape)
             for row, done in zip(self.rows, taken, strict=True)
@@ -235,7 +235,7 @@ class _Group:
 
 
 def _identity(loss: Loss) -> Hashable:
-    """Clients may have partial objects of their own, with the same options."""
+    """A key for the loss that is equal for clients' partial objects with the same options."""
     if not isinstance(loss, functools.partial):
         return id(loss)
     return (loss.func, *map(id, loss.args), *((name, id(value)) for name, value in loss.keywords.items()))
@@ -258,7 +258,7 @@ def _losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _clip(gradients: Sequence[Tensor], most: float) -> None:
-    """As `torch.nn.utils.clip_grad_norm_`, with a norm for each client."""
+    """Clip like `torch.nn.utils.clip_grad_norm_`, with a norm for each client."""
     norms = torch.stack([torch.linalg.vector_norm(each.flatten(1), dim=1) for each in gradients])
     factors = (most / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
     for each in gradients:
@@ -266,7 +266,7 @@ def _clip(gradients: Sequence[Tensor], most: float) -> None:
 
 
 def _step(w: list[Tensor], g: list[Tensor], momentum: list[Tensor], group: dict[str, Any]) -> None:
-    """A step of SGD, as torch.optim.SGD computes it; a buffer of zeros becomes the first gradient."""
+    """A step of SGD, computed as in torch.optim.SGD; a buffer of zeros becomes the first gradient."""
     if group["weight_decay"]:
         torch._foreach_add_(g, w, alpha=group["weight_decay"])
     if momentum:

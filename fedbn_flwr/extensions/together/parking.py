@@ -1,8 +1,8 @@
 """A pool that trains the clients of a round together in this process.
 
-Each client's message is handled in a thread of its own up to its training, one thread at a time; the loaded rounds are
-trained together, and each thread goes on to its reply. So nothing else of a client changes, and clients may share the
-model, as those of an experiment do.
+Each client's message is handled in its own thread up to its training, one thread at a time. Then the loaded rounds are
+trained together, and each thread continues to its reply. So only the training differs from that of separate clients,
+and clients may share the model, as they do in an experiment.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TogetherPool(Pool):
                 self.on_reply(session.result.result())
 
     def _answer(self, message: Message, park: Park) -> Message:
-        """In the thread of a client: its reply."""
+        """The reply of a client, computed in its thread."""
 
         def trainer(rounds: Sequence[Training]) -> list[Trained]:
             (training,) = rounds

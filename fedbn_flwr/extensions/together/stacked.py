@@ -1,8 +1,8 @@
 """A network of linear layers for several clients at once: each tensor has a leading axis for the clients.
 
-A layer of all clients is one operation: a batched product of matrices, and one batch norm over the channels of all
-clients. So a step of ten clients takes little longer than one of a single client, whose operations are too small to
-occupy a processor. No client's values enter the arithmetic of another: a client with NaN leaves the others unchanged.
+One operation computes a layer for all clients: a batched matrix product, or one batch norm over the channels of all
+clients. So a step for ten clients takes little longer than for one, whose operations are too small to occupy a
+processor. Clients' values never mix: NaN in one client leaves the others unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.training import Tensors
 
-# Of a module, the prefix of its tensors' names, the tensors, and its input [clients, examples, ...].
+# Takes a module, the prefix of its tensors' names, the tensors, and the input [clients, examples, ...].
 Layer = Callable[[Any, str, Tensors, Tensor], Tensor]
 
 
@@ -93,7 +93,7 @@ _FUNCTIONS = {
 
 
 class Network:
-    """What a model computes, for the tensors of several clients; NotImplementedError names a part that is not known."""
+    """A model's computation for several clients' tensors at once; NotImplementedError names an unknown part."""
 
     def __init__(self, model: nn.Module) -> None:
         self._operations: list[tuple[Callable[..., Tensor], Sequence[Any]]] = []
@@ -131,8 +131,8 @@ class Network:
             places[node] = len(self._operations)
         names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         if unknown := names ^ covered:
-            raise NotImplementedError(f"its tensor {min(unknown)!r} is shared, or none of a known layer")
-        # Networks that are described alike compute alike.
+            raise NotImplementedError(f"its tensor {min(unknown)!r} is shared, or belongs to no known layer")
+        # Networks with equal descriptions compute the same.
         self.description = tuple(described)
 
     def __call__(self, of: Tensors, inputs: Tensor) -> Tensor:
@@ -176,10 +176,10 @@ _known: WeakKeyDictionary[nn.Module, Network | None] = WeakKeyDictionary()
 
 
 def network_of(model: nn.Module) -> Network | None:
-    """The model for several clients; None if it has a part that is not known to treat clients apart."""
+    """The model for several clients at once; None if it has a part that may mix clients."""
     if model not in _known:
         try:
             _known[model] = Network(model)
-        except Exception:  # PyTorch's tracer has many for models with control flow
+        except Exception:  # PyTorch's tracer raises many kinds of errors for models with control flow
             _known[model] = None
     return _known[model]

@@ -805,10 +805,10 @@ def test_frozen_batch_norms_have_no_statistics_to_exchange(config: dict[str, Any
         raise InterruptedError(contribution.kind)
 
     client = BNClient(small(), shuffled())
-    words = "no batch norm that normalises by its batch" if config else "moments"
+    words = "normalises with the statistics of its batch" if config else "moments"
     with pytest.raises(MessageError if config else InterruptedError, match=words):
         client.train_round(
-            sent_by(client), {"fedbn.cohort": "fused", "fedbn.cohort-min-batch": 2, **config}, {}, exchange
+            sent_by(client), {"fedbn.exchange": "fused", "fedbn.exchange-min-batch": 2, **config}, {}, exchange
         )
 
 

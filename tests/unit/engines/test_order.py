@@ -15,7 +15,7 @@ from fedbn_flwr import LocalGrid
 from fedbn_flwr.engines.base import OnReply
 from fedbn_flwr.engines.pool import Nodes, WorkerPool
 from fedbn_flwr.engines.worker import NodeWorker, Then
-from fedbn_flwr.messages.protocol import COHORT_QUERY
+from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 
 
 class Timed(NodeWorker):
@@ -34,7 +34,7 @@ class Timed(NodeWorker):
         self.then, self.until = then, self.pool.now + self.pool.seconds[node]
         self.served.append(node)
         assert (context is None) == (node in self.pool._parked)
-        parked = message.metadata.message_type == COHORT_QUERY
+        parked = message.metadata.message_type == EXCHANGE_QUERY
         self.result = Message(RecordDict(), reply_to=message), None if parked else RecordDict()
 
     def receive(self) -> tuple[Any, str]:
@@ -113,10 +113,10 @@ def test_workers_are_busy_until_the_end(kind: str, workers: int) -> None:
 def test_a_node_stays_with_its_worker_until_its_layer_wise_round_ends() -> None:
     grid = TimedGrid(dict.fromkeys(range(1, 6), 1.0), 2)
     for _ in range(2):
-        grid.ask(range(1, 6), COHORT_QUERY)
+        grid.ask(range(1, 6), EXCHANGE_QUERY)
         shares = grid.shares()
         assert sorted(map(len, shares)) == [2, 3]
-        grid.ask(range(1, 6), COHORT_QUERY)
+        grid.ask(range(1, 6), EXCHANGE_QUERY)
         assert grid.shares() == shares
         for worker in grid.pool.workers:
             worker.served.clear()
@@ -127,10 +127,10 @@ def test_a_node_stays_with_its_worker_until_its_layer_wise_round_ends() -> None:
 
 def test_the_nodes_of_a_worker_that_died_go_to_any_worker() -> None:
     grid = TimedGrid({1: 1.0, 2: 1.0}, 2)
-    grid.ask([1, 2], COHORT_QUERY)
+    grid.ask([1, 2], EXCHANGE_QUERY)
     first, other = grid.pool.workers
     first.receive = lambda: (None, "it died")
-    grid.ask(grid.pool.nodes_of(first), COHORT_QUERY)
+    grid.ask(grid.pool.nodes_of(first), EXCHANGE_QUERY)
     assert sorted(map(len, grid.shares())) == [0, 1]
     first.is_ready, first.problem = False, "it cannot start"
     grid.ask([1, 2])
@@ -141,10 +141,10 @@ def test_a_worker_that_hangs_loses_its_own_node_only() -> None:
     """It hangs in the message of node 1. The node that was to begin there next begins elsewhere in the next round."""
     grid = TimedGrid(dict.fromkeys(range(1, 5), 1.0), 2)
     grid.pool.seconds = {**grid.pool.seconds, 1: math.inf}
-    grid.ask(range(1, 5), COHORT_QUERY)
+    grid.ask(range(1, 5), EXCHANGE_QUERY)
     first, other = grid.pool.workers
     assert (first.served, len(other.served)) == ([1], 2)
-    grid.ask(range(2, 5), COHORT_QUERY)
+    grid.ask(range(2, 5), EXCHANGE_QUERY)
     assert grid.shares() == [{1}, {2, 3, 4}]
     assert grid.pool._parked == {2, 3, 4}
     first.until = grid.pool.now  # it no longer hangs; what was given up is not handled
@@ -157,6 +157,6 @@ def test_a_worker_that_cannot_start_keeps_no_node() -> None:
     grid = TimedGrid(dict.fromkeys(range(1, 5), 1.0), 2)
     broken, other = grid.pool.workers
     broken.is_ready, broken.receive = False, lambda: ("no memory", "")  # type: ignore[method-assign]
-    grid.ask(range(1, 5), COHORT_QUERY)
+    grid.ask(range(1, 5), EXCHANGE_QUERY)
     assert broken.problem == "no memory"
     assert sorted(other.served) == [1, 2, 3, 4]

@@ -90,11 +90,11 @@ MOMENTS = Contribution("moments", {"mean": np.zeros(2), "var": np.ones(2)}, 4, 8
 @pytest.mark.parametrize(
     ("contribution", "remaining", "says"),
     [
-        (MOMENTS, 5, "reports that 5 exchanges follow, expected 4"),
+        (MOMENTS, 5, "reports that 5 exchanges follow; expected 4"),
         (replace(MOMENTS, remaining=100_001), None, "expected at most 100000"),
-        (replace(MOMENTS, batch=0), None, "0 examples and 8 values per channel, expected both"),
-        (replace(MOMENTS, values=0), None, "4 examples and 0 values per channel, expected both"),
-        (replace(MOMENTS, kind="median"), None, "sent 'median', expected one of moments"),
+        (replace(MOMENTS, batch=0), None, "0 examples and 8 values per channel; expected one or more"),
+        (replace(MOMENTS, values=0), None, "4 examples and 0 values per channel; expected one or more"),
+        (replace(MOMENTS, kind="median"), None, "sent 'median'; expected one of moments"),
         (replace(MOMENTS, tensors={"mean": np.zeros(2)}), None, r"moments has \['mean'\], expected \['mean', 'var'\]"),
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(2, np.int64)}), None, "expected floats"),
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros((2, 2))}), None, "one per channel"),
@@ -146,7 +146,7 @@ def test_a_contribution_that_would_make_the_mean_overflow_is_left_out() -> None:
 def test_a_batch_that_exceeds_its_data_set_does_not_count() -> None:
     done, _, reasons = run({7: two(1.0, 0), 8: two(3.0, 1), 9: [mean(1.0, remaining=1, partition=2, batch=2**31)]})
     assert done.nodes == [7, 8]
-    assert reasons == ["client 2 (node 9): its batch has 2147483648 examples, and its data set 10"]
+    assert reasons == ["client 2 (node 9): its batch has 2147483648 examples, but its data set has 10"]
 
 
 def test_a_cohort_without_weight_ends_the_run() -> None:

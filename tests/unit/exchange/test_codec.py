@@ -47,7 +47,7 @@ def test_counts_are_whole_numbers_and_weights_need_not_be() -> None:
 
 
 def test_records_of_another_kind_of_reply_are_refused() -> None:
-    with pytest.raises(MessageError, match="no contribution to an exchange; serve the client with"):
+    with pytest.raises(MessageError, match="not a contribution to an exchange; serve the client with"):
         contribution_from_records(RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord({"num-examples": 3})}))
-    with pytest.raises(MessageError, match=r"fedbn\.cohort-values"):
+    with pytest.raises(MessageError, match=r"fedbn\.exchange-values"):
         agreement_from_records(RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord()}))

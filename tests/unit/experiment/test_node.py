@@ -174,7 +174,7 @@ def _error_of_site(folder: Path, experiment: dict[str, Any], min_batch: int = 0)
     run_config = {"experiment": json.dumps(experiment | {"engine": {"device": "cpu"}})}
     node = {"partition-id": 0, "num-partitions": 1, "data-path": str(folder)}
     node |= {"domain": "sea"} if "domain" in experiment["data"] else {}
-    config = {protocol.READY: True, protocol.RUN: "FedAvg", protocol.COHORT_MIN_BATCH: min_batch}
+    config = {protocol.READY: True, protocol.RUN: "FedAvg", protocol.EXCHANGE_MIN_BATCH: min_batch}
     with LocalGrid(client_app(make_client), 1, run_config=run_config, node_config=node) as grid:
         content = RecordDict({"config": ConfigRecord(config)})
         (reply,) = grid.send_and_receive([Message(content, 1, protocol.PARTITION_QUERY)])

@@ -140,7 +140,7 @@ def refused(text: str) -> str:
     [
         ("model: {name: resnet21}", ["model.name='resnet21'", "did you mean 'resnet20'?"]),
         ("model: {norm: gm}", ["model.norm='gm'", "known: bn, "]),
-        ("model: {norm: gn, groups: 3}", ["bn1 has 16 channels", "3 groups do not divide"]),
+        ("model: {norm: gn, groups: 3}", ["bn1 has 16 channels", "cannot be split into 3 equal groups"]),
         ("data: {classes: 9}", ["data.classes is 9", "10 classes"]),
         ("strategy: {name: FedAgv}", ["strategy.name='FedAgv'", "did you mean 'FedAvg'?"]),
         ("strategy: {name: FixBN, freeze_rond: 1}", ["strategy.freeze_rond (= 1)", "did you mean 'freeze_round'?"]),

@@ -115,7 +115,7 @@ BN = "model: {name: cnn}\nclients: 2\n"
         ),
         (
             "evaluate: {metrics: ['training_parts:loss']}",
-            "evaluate.metrics: a function is called 'loss', and a run reports another figure under this name",
+            "evaluate.metrics: a function is called 'loss', and a run reports another metric under this name",
         ),
         *(
             (f"evaluate: {{metrics: ['training_parts:{name}']}}", f"a function is called '{name}'")
@@ -123,7 +123,7 @@ BN = "model: {name: cnn}\nclients: 2\n"
         ),
         (
             "{strategy: {name: FixBN}, evaluate: {metrics: ['training_parts:freeze_round']}}",
-            "a function is called 'freeze_round', and a run reports another figure under this name",
+            "a function is called 'freeze_round', and a run reports another metric under this name",
         ),
         ("evaluate: {metrics: [auc, auc]}", "evaluate.metrics has the name 'auc' twice"),
     ],

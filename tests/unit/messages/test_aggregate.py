@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from fedbn_flwr.messages.aggregate import absurd, cast, fault, total_weight, weighted_mean
+from fedbn_flwr.messages.aggregate import absurd, arrays_problem, cast, total_weight, weighted_mean
 from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
 from fedbn_flwr.messages.reply import MOST_EXAMPLES
 
@@ -111,8 +111,8 @@ def test_a_block_of_arrays_is_compared_like_a_dict() -> None:
     blocks = [unpack(pack(SENT | {"w": np.array([1.0, value], np.float32)})) for value in (-1.9, -2.1, 1e18)]
     assert all(isinstance(block, FlatArrays) for block in blocks)
     assert absurd(blocks, unpack(pack(SENT))) == {
-        2: "'w' changed by up to 1e+18, in the median of the other clients by 0.1; "
-        "expected at most 1,000 times that for values as large"
+        2: "'w' changed by up to 1e+18, and by 0.1 in the median of the other clients; "
+        "expected at most 1,000 times the median for values this large"
     }
 
 
@@ -269,11 +269,11 @@ def reply(**changes: np.ndarray | None) -> dict[str, np.ndarray]:
 
 
 def test_a_good_reply_has_no_fault() -> None:
-    assert fault(reply(), LIKE) is None
+    assert arrays_problem(reply(), LIKE) is None
 
 
 def test_a_variance_of_zero_is_no_fault() -> None:
-    assert fault(reply(bn__running_var=np.zeros(2, np.float32)), LIKE) is None
+    assert arrays_problem(reply(bn__running_var=np.zeros(2, np.float32)), LIKE) is None
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_variance_of_zero_is_no_fault() -> None:
     ],
 )
 def test_each_fault_is_named(bad: dict[str, np.ndarray], words: list[str]) -> None:
-    found = fault(bad, LIKE)
+    found = arrays_problem(bad, LIKE)
     assert found is not None
     for word in words:
         assert word in found
@@ -301,7 +301,7 @@ def test_each_fault_is_named(bad: dict[str, np.ndarray], words: list[str]) -> No
 
 def test_many_missing_keys_are_counted() -> None:
     like = {f"w{i}": np.zeros(1) for i in range(9)}
-    found = fault({}, like)
+    found = arrays_problem({}, like)
     assert found is not None
     assert "'w0', 'w1', 'w2' and 6 more" in found
 
@@ -309,16 +309,16 @@ def test_many_missing_keys_are_counted() -> None:
 def test_values_whose_weighted_sum_may_be_infinite_are_a_fault() -> None:
     for value in (-1.7e308, 1e281):
         arrays = {"w": np.array([0.0, value])}
-        assert fault(arrays, arrays) == "'w' has values above 1e+280, whose weighted sum may not be finite"
+        assert arrays_problem(arrays, arrays) == "'w' has values above 1e+280, so its weighted sum may not be finite"
     arrays = {"w": np.array([0.0, -1e280])}
-    assert fault(arrays, arrays) is None
+    assert arrays_problem(arrays, arrays) is None
     assert np.isfinite(weighted_mean([arrays, arrays], [MOST_EXAMPLES, MOST_EXAMPLES])["w"]).all()
 
 
 def test_only_expected_keys_must_come_back() -> None:
     part = {"conv.weight": LIKE["conv.weight"]}
-    assert fault(part, LIKE, expected=["conv.weight"]) is None
-    found = fault(reply(), LIKE, expected=["conv.weight"])
+    assert arrays_problem(part, LIKE, expected=["conv.weight"]) is None
+    found = arrays_problem(reply(), LIKE, expected=["conv.weight"])
     assert found is not None
     assert "bn.running_mean" in found
 

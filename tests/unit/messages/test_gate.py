@@ -23,7 +23,7 @@ from fedbn_flwr.messages.arrays import pack, read_npy, unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.quote import one_line
 from fedbn_flwr.messages.reply import Reply, read_reply
-from fedbn_flwr.messages.votes import odd_metrics
+from fedbn_flwr.messages.votes import metric_problems
 from fedbn_flwr.strategies import FedAvg, Round
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -192,7 +192,7 @@ def test_a_partition_in_a_config_is_a_whole_number() -> None:
 
 def odd(*metrics: dict[str, Any]) -> list[bool]:
     replies = [Reply({}, {"num-examples": 8, **each}, {}, reply()) for each in metrics]
-    found = odd_metrics(dict(enumerate(replies)))
+    found = metric_problems(dict(enumerate(replies)))
     return [node in found for node in range(len(metrics))]
 
 

@@ -45,7 +45,7 @@ def test_records_come_back_exactly() -> None:
 def test_other_bytes_are_refused() -> None:
     data = dump(ODD)
     for other in (b"", b"{}", data[:-1], data[: len(data) // 2], data[8:]):
-        with pytest.raises(ValueError, match="these are not the bytes of records"):
+        with pytest.raises(ValueError, match="these bytes are not records"):
             parse(other)
 
 

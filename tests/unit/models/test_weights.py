@@ -61,7 +61,7 @@ def test_another_number_of_classes_keeps_the_last_layer_as_drawn(
     loaded = build_model("cnn", 4, weights=weights)
     assert same(source, loaded, but="classify")
     assert loaded.classify.weight.equal(plain.classify.weight)
-    assert "has 10 outputs and the data 4 classes: 'classify' keeps its initial values" in flower_log.text
+    assert "has 10 outputs, but the data have 4 classes: 'classify' keeps its initial values" in flower_log.text
 
 
 def test_other_norms_get_the_trained_gamma_and_beta(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_weights_that_do_not_fit_are_refused_with_their_keys(
 
 
 def test_fixup_draws_weights_of_its_own() -> None:
-    with pytest.raises(SettingsError, match="norm 'fixup' draws weights of its own"):
+    with pytest.raises(SettingsError, match="norm 'fixup' draws its own weights"):
         build_model("resnet20", 10, "fixup", weights="DEFAULT")
 
 

@@ -148,9 +148,9 @@ def test_an_unknown_option_is_refused() -> None:
 
 
 def test_groups_that_do_not_divide_name_the_layer() -> None:
-    with pytest.raises(SettingsError, match="bn has 16 channels, which 3 groups do not divide"):
+    with pytest.raises(SettingsError, match="bn has 16 channels, which cannot be split into 3 equal groups"):
         convert_norm(build_model("resnet20", 10), "gn", groups=3)
-    with pytest.raises(SettingsError, match=r"1\.0 has 5 channels, which 2 groups do not divide"):
+    with pytest.raises(SettingsError, match=r"1\.0 has 5 channels, which cannot be split into 2 equal groups"):
         convert_norm(nn.Sequential(nn.Identity(), nn.Sequential(nn.BatchNorm2d(5))), "gn")
 
 

@@ -160,10 +160,13 @@ def one_more_norm() -> nn.Module:
         (lambda: build_model("resnet20", 10, "gn"), r"stages\.0\.bn1 is a GroupNorm; expected a batch norm"),
         (lambda: build_model("resnet20", 10, "fixup"), r"stages\.0\.bn1 is a Scalars; expected a batch norm"),
         (lambda: build_model("resnet20", 10, "won"), r"stages\.0\.conv1 is a StdConv2d; expected a plain convolution"),
-        (other_block, r"outside of residual blocks are the batch norms \['bn1', 'layer2\.1\.1'\]"),
-        (no_classifier, r"outside .* the linear layers \[\]; expected the stem's and a classifier"),
+        (other_block, r"outside of its residual blocks the model has the batch norms \['bn1', 'layer2\.1\.1'\]"),
+        (no_classifier, r"outside .* the linear layers \[\]; expected one batch norm, in the stem, and a classifier"),
         (block_without_norm, r"stages\.0\.bn2 is nothing; expected a batch norm"),
-        (one_more_norm, r"outside of residual blocks are the batch norms \['bn', 'stages\.0\.extra\.0'\]"),
+        (
+            one_more_norm,
+            r"outside of its residual blocks the model has the batch norms \['bn', 'stages\.0\.extra\.0'\]",
+        ),
     ],
 )
 def test_a_network_with_unknown_branches_is_refused(make: Any, message: str) -> None:

@@ -210,7 +210,7 @@ def test_a_layer_wise_step_refuses_other_kinds_of_batch_norm() -> None:
     [
         ({"r_max": 0.5}, r"r_max is 0\.5; expected a number >= 1"),
         ({"d_max": -1.0}, r"d_max is -1.0; expected a number >= 0"),
-        ({"warmup": 30_000}, r"d_steps \(25000\) must be at least warmup \(30000\)"),
+        ({"warmup": 30_000}, r"d_steps is 25000; expected at least warmup \(30000\)"),
     ],
 )
 def test_bounds_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

@@ -364,7 +364,7 @@ def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Private(Scaffold()), "Scaffold also sends what Private does not account for: record `control`"),
+        (lambda: Private(Scaffold()), "Scaffold sends something that Private does not account for: record `control`"),
         (lambda: Private(FedTAN()), "FedTAN also sends .*: statistics of batches"),
         (lambda: Private(FedTANII(fedtan_rounds=1)), "FedTANII also sends"),
         (lambda: Private(FedAvgGlobalStats()), "FedAvgGlobalStats also sends"),
@@ -407,7 +407,7 @@ def test_what_would_not_be_accounted_for_is_refused(make: Callable[[], Any], wor
 
 def test_a_model_that_it_cannot_protect_is_refused(federation: Federations) -> None:
     fed = federation()
-    with pytest.raises(SettingsError, match="real and imaginary part"):
+    with pytest.raises(SettingsError, match="real and imaginary parts"):
         Private(FedAvg()).start(fed.grid(), pack({"weight": np.ones(2, np.complex64)}), num_rounds=1)
 
 

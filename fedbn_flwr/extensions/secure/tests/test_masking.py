@@ -194,12 +194,17 @@ def test_a_count_is_that_of_some_clients(key: str, number: int, fits: bool) -> N
 @pytest.mark.parametrize(
     ("value", "weight", "kind", "says"),
     [
-        (1025.0, 1, "update", r"'w' has a value of size 1025, the range is 1024; raise strategy.update_range"),
+        (
+            1025.0,
+            1,
+            "update",
+            r"'w' has a value of size 1025, the range is 1024; if the value is right, raise strategy.update_range",
+        ),
         (-7e4, 1, "statistics", r"'w' has a value of size 70000, .*raise strategy.statistics_range"),
         (np.nan, 1, "update", "'w' has a value of size nan"),
         (np.inf, 1, "statistics", "'w' has a value of size inf"),
-        (1.0, 2**20 + 1, "update", r"weight of this client, 'num-examples', is 1048577; .*strategy.max_examples"),
-        (1.0, -1, "update", "weight of this client, 'num-examples', is -1"),
+        (1.0, 2**20 + 1, "update", r"client's weight 'num-examples' is 1048577; .*strategy.max_examples"),
+        (1.0, -1, "update", "client's weight 'num-examples' is -1"),
         (2.0**32, 1, "integer", "'w' has a value of size"),
     ],
 )

@@ -543,10 +543,10 @@ def test_a_client_never_reveals_both_shares_of_another(federation: Federations) 
 @pytest.mark.parametrize(
     ("survivors", "says"),
     [
-        ([1, 2, 3, 5], "of other clients than those that this client has masks for"),
-        ([2, 3, 4], "of other clients than those"),
-        ([1, 2], "the sum of 2 clients, and at least 3"),
-        ([1, 2, 2], "the sum of 2 clients, and at least 3"),
+        ([1, 2, 3, 5], "of other clients than this client made its masks for"),
+        ([2, 3, 4], "of other clients than this client"),
+        ([1, 2], "the sum of 2 clients; expected at least 3"),
+        ([1, 2, 2], "the sum of 2 clients; expected at least 3"),
     ],
 )
 def test_a_client_refuses_to_open_other_sums(federation: Federations, survivors: list[int], says: str) -> None:
@@ -662,10 +662,10 @@ def test_a_client_does_not_mask_a_round_with_exchanges(federation: Federations) 
     """A server could read the contributions, which are not masked."""
     fed = double(federation)
     content = RecordDict(
-        {"arrays": fed.arrays(), "config": ConfigRecord({secure.SESSION: "0" * 32, protocol.COHORT: "fused"})}
+        {"arrays": fed.arrays(), "config": ConfigRecord({secure.SESSION: "0" * 32, protocol.EXCHANGE: "fused"})}
     )
     (reply,) = fed.grid().send_and_receive([Message(content, 1, "train")])
-    assert "the exchanges of 'fedbn.cohort' are not masked" in reply.error.reason
+    assert "the exchanges of 'fedbn.exchange' are not masked" in reply.error.reason
 
 
 def test_an_experiment_that_reads_single_clients_is_refused() -> None:

@@ -194,7 +194,7 @@ def test_the_exchange_port_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
         assert (code, found["exchange service"]["found"]) == (0, f"{address} answers")
     code, found = check(capsys, "--exchange", address)  # between rounds
     assert code == 0
-    assert "is reached, and closed now" in found["exchange service"]["found"]
+    assert "can be reached, and is closed now" in found["exchange service"]["found"]
     code, found = check(capsys, "--exchange", "no-such-host.invalid:8001")
     assert (code, found["exchange service"]["status"]) == (1, "FAILED")
 
@@ -256,7 +256,7 @@ def test_the_validity_of_certificates_is_checked(
     which = found["server" if status == "FAILED" else "server certificate"]
     assert which["status"] == status
     if status != "ok":
-        assert "deploy/keys.sh --add" in which["cure"]
+        assert "deploy/keys.sh --add --nodes N" in which["cure"]
 
 
 def test_a_server_that_cannot_be_trusted_or_reached_is_named(
@@ -270,7 +270,7 @@ def test_a_server_that_cannot_be_trusted_or_reached_is_named(
     with served(keys, host="127.0.0.2") as address:
         found = server(address)
         assert f"the certificate of {address} is refused: IP address mismatch" in found["found"], found
-        assert "keys.sh --add NAME" in found["cure"]
+        assert "keys.sh --add --nodes N NAME" in found["cure"]
     assert make_keys(tmp_path / "other", "--nodes", "1").returncode == 0
     with served(keys) as address:
         assert (
@@ -285,7 +285,7 @@ def test_a_server_that_cannot_be_trusted_or_reached_is_named(
     with served(keys) as address:  # it has TLS: flower-supernode --insecure would not connect
         code, plain = check(capsys, "--insecure", "--superlink", address)
         assert (code, plain["server"]["status"]) == (1, "FAILED")
-        assert f"{address} answers no HTTP request without TLS" in plain["server"]["found"]
+        assert f"{address} does not answer HTTP requests without TLS" in plain["server"]["found"]
         assert "in place of --insecure" in plain["server"]["cure"]
     assert "refused" in server(address)["found"]  # closed by now
     assert "unknown here" in server("no-such-host.invalid:8000")["found"]

@@ -261,5 +261,7 @@ def test_other_machines_need_a_certificate(monkeypatch: pytest.MonkeyPatch) -> N
     direct = ExchangeConfig.from_environment()
     assert direct is not None
     assert direct.listens_on == "0.0.0.0:8001"
-    with pytest.raises(SettingsError, match=r"'example\.org:8001', not on this machine, and there is no certificate"):
+    with pytest.raises(
+        SettingsError, match=r"'example\.org:8001', which is not on this machine, but there is no certificate"
+    ):
         FedTAN()
