@@ -51,7 +51,7 @@ def test_a_norm_of_another_library_has_the_roles_of_batch_norm_and_freezes() -> 
 
 
 def test_what_needs_its_arithmetic_names_layer_and_type() -> None:
-    says = "needs layers of torch.nn.modules.batchnorm, but '1' is a Theirs, and it is unknown which values its statistics cover"
+    says = "needs layers of torch.nn.modules.batchnorm, but '1' is a Theirs, and it is unknown which values"
     with pytest.raises(SettingsError, match=f"batch norm over the clients' batches {says}"):
         exchanged_layers(model())
     with pytest.raises(SettingsError, match=f"a measurement of statistics {says}"):

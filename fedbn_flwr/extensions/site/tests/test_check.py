@@ -224,7 +224,7 @@ def test_every_check_is_a_line_with_its_cure(keys: Path, capsys: pytest.CaptureF
 
 def test_a_key_that_others_can_read_fails(keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = keys / "site-0" / "node.key"
-    for mode, says in ((0o644, "-rw-r--r--"), (0o640, "-rw-r-----"), (0o600, "of its owner only")):
+    for mode, says in ((0o644, "-rw-r--r--"), (0o640, "-rw-r-----"), (0o600, "only for its owner")):
         key.chmod(mode)
         code, found = check(capsys, "--auth-supernode-private-key", key)
         assert code == (mode != 0o600), (oct(mode), found)
@@ -235,7 +235,7 @@ def test_a_key_that_others_can_read_fails(keys: Path, tmp_path: Path, capsys: py
     for name in ("superlink/server.key", "nodes/node-0.pub"):  # neither is a private key of ssh-keygen
         code, found = check(capsys, "--auth-supernode-private-key", keys / name)
         assert code == 1
-        assert "no private key" in found["key"]["found"]
+        assert "not a private key" in found["key"]["found"]
 
 
 @pytest.mark.parametrize(
@@ -269,12 +269,12 @@ def test_a_server_that_cannot_be_trusted_or_reached_is_named(
 
     with served(keys, host="127.0.0.2") as address:
         found = server(address)
-        assert f"the certificate of {address} is refused: IP address mismatch" in found["found"], found
+        assert f"the certificate of {address} is not accepted: IP address mismatch" in found["found"], found
         assert "keys.sh --add --nodes N NAME" in found["cure"]
     assert make_keys(tmp_path / "other", "--nodes", "1").returncode == 0
     with served(keys) as address:
         assert (
-            "is refused: unable to get local issuer certificate"
+            "is not accepted: unable to get local issuer certificate"
             in server(address, authority=tmp_path / "other" / "ca.crt")["found"]
         )
     with served(keys, tls=False) as address:
