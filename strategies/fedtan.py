@@ -220,9 +220,9 @@ class FedAvgGlobalStats(FedTAN):
     """FedAvg whose clients use the statistics of the union of their batches in the first step, forward pass only.
 
     This is FedTAN's forward exchange: the papers' "FedAvg + Algorithm 2", and their substitute for FedDNA.
-    Clients normalise batches with the cohort's statistics; in the backward pass each client uses its own gradients with
-    respect to them. The papers do not specify the backward pass. Using the client's own gradients instead of their mean
-    over the clients is Algorithm 3 without its communication, and exact for one client.
+    Clients normalise batches with the statistics of all clients. In the backward pass, which the papers do not specify,
+    each client uses its own gradients with respect to them instead of the clients' mean. That is Algorithm 3 without
+    its communication, and exact for one client.
     """
 
     backward = False

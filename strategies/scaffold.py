@@ -84,7 +84,7 @@ class Scaffold(FedAvg):
         memory, clients = self.memory, {reply.message.metadata.src_node_id: reply for reply in replies}
         if lost := [self.roster.name(node) for node, reply in clients.items() if reply.metrics.get(CONTROL_LOST)]:
             memory.control, memory.added = {}, {}
-            words = "round %d: all control variates begin at zero again, since %s lost the state with it"
+            words = "round %d: all control variates begin at zero again, since %s lost the state with theirs"
             LOG.warning(words, round.number, ", ".join(lost))
             return
         mean = weighted_mean((reply.records[CONTROL_RECORD] for reply in replies), [1.0] * len(replies))

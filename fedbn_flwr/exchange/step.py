@@ -75,7 +75,7 @@ class LayerwiseStep:
     Parameters
     ----------
     exchange
-        Sends a contribution to the server, and returns the cohort's agreement.
+        Sends a contribution to the server, and returns the agreement.
     fused
         Send mean and variance together (2L exchanges for L layers), or one after the other as in the paper (3L).
     backward
@@ -126,7 +126,7 @@ class LayerwiseStep:
         return {k: torch.from_numpy(np.array(agreed.tensors[k])).to(value) for k, value in tensors.items()}, agreed
 
     def _normalise(self, layer: _BatchNorm, y: Tensor) -> Tensor:
-        """Batch norm's forward, over the cohort: y [N, C, ...]."""
+        """Batch norm's forward, over all clients: y [N, C, ...]."""
         layer._check_input_dim(y)
         dims, own = [d for d in range(y.ndim) if d != 1], y.numel() // y.shape[1]
         like = layer.weight if layer.running_mean is None else layer.running_mean  # perhaps float32, and y float16
