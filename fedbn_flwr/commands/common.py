@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
+from fedbn_flwr.errors import FedbnError, OutOfTime, RunFailed, SettingsError, StorageError
 
 # Each command adds its parser to these.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -51,14 +51,21 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 @contextmanager
 def continued_by(out: Path | None, *words: str) -> Iterator[None]:
     """If the runs in `out` are stopped or fail, report on their rounds, and add the command that continues them."""
+    on_with = f"continue with: {shlex.join(['fedbn', *words])}"
     try:
         yield
+    except OutOfTime as error:  # the report is written
+        from fedbn_flwr.results.read.runs import stopped_runs
+
+        assert out is not None
+        error.add_note("; ".join(filter(None, [stopped_runs(out), on_with])))  # the rest may not have begun
+        raise
     except (KeyboardInterrupt, RunFailed, StorageError) as error:
         from fedbn_flwr.results.read.runs import stopped_runs
         from fedbn_flwr.results.report.write import write_report
 
         if out is not None and (stopped := stopped_runs(out)):
-            error.add_note(f"{stopped}; continue with: {shlex.join(['fedbn', *words])}")
+            error.add_note(f"{stopped}; {on_with}")
             with suppress(FedbnError):
                 write_report([out], out)
         raise

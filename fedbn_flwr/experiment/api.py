@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
-from fedbn_flwr.errors import SettingsError, UserError, options_as
+from fedbn_flwr.errors import OutOfTime, SettingsError, UserError, options_as
 from fedbn_flwr.results.folder import out_folder
 from fedbn_flwr.results.result import Result, Results
 from fedbn_flwr.results.text import shorten
@@ -22,8 +23,9 @@ from fedbn_flwr.results.yaml_text import check_values
 from .data import forget_data
 from .file.content import follow_extends, read_content
 from .file.layers import changes_of, read_experiment
+from .listeners.slices import end_of
 from .node import free_models
-from .run.loop import carry_out, check_failures, run_folders
+from .run.loop import carry_out, check_failures, is_begun, run_folders
 from .settings import Experiment, Settings
 
 Source = str | Path | Mapping[str, Any] | Settings
@@ -38,6 +40,7 @@ def run(
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
+    minutes: float | None = None,
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
     **changes: Any,
 ) -> Result:
@@ -55,6 +58,8 @@ def run(
         Continue the run in `out` if it was interrupted, read it if it is finished, begin it if there is none.
     progress
         Whether to show the progress.
+    minutes
+        Stop before the round that would exceed this time, and raise `OutOfTime`; `resume` continues.
     node_config
         The config of each node, or one for all, as SuperNodes get it by `--node-config`, to rehearse a deployment on
         the local engine: `[{"data-path": "site-a"}, {"data-path": "site-b"}]`.
@@ -74,6 +79,8 @@ def run(
         The settings are wrong, or have several runs; nothing was trained.
     RunFailed
         The run could not continue. Its folder has the rounds up to then.
+    OutOfTime
+        The run needs more than `minutes`. Its folder has a checkpoint of the last round.
     """
     planned = _planned(experiment, [only] if only is not None else None, changes)
     if len(planned.runs) > 1:
@@ -82,7 +89,7 @@ def run(
             f"{planned.name} has {len(planned.runs)} runs (labels: {', '.join(labels)}; seeds: "
             f"{', '.join(map(str, seeds))}); run_all() carries out all of them, only=LABEL and seed=NUMBER select one"
         )
-    return _carry_out(planned, out, resume, progress, node_config)[0]
+    return _carry_out(planned, out, resume, progress, minutes, node_config)[0]
 
 
 def run_all(
@@ -92,6 +99,7 @@ def run_all(
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
+    minutes: float | None = None,
     jobs: int | None = None,
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
     **changes: Any,
@@ -113,7 +121,7 @@ def run_all(
     Results
         All runs, in the order of the experiment.
     """
-    return _carry_out(_planned(experiment, only, changes), out, resume, progress, node_config, jobs)
+    return _carry_out(_planned(experiment, only, changes), out, resume, progress, minutes, node_config, jobs)
 
 
 def _planned(source: Source, only: str | Sequence[str] | None, changes: Mapping[str, Any]) -> Experiment:
@@ -156,21 +164,29 @@ def _carry_out(
     out: str | Path | None,
     resume: bool,
     progress: bool,
+    minutes: float | None,
     node_config: NodeConfig | Sequence[NodeConfig] | None,
     jobs: int | None = None,
 ) -> Results:
+    ends = end_of(minutes, time.monotonic())
     first = planned.runs[0]
     if node_config is not None and first.engine.name != "local":
         raise SettingsError(f"node_config is for the local engine, found engine.name={first.engine.name!r}")
     if node_config is not None and not isinstance(node_config, Mapping) and len(node_config) != first.clients:
         raise SettingsError(f"node_config has {len(node_config)} entries, but there are {first.clients} clients")
     folder = out_folder(planned.name, out, resume=resume)
-    resume = resume and any(each.config() for each in run_folders(planned, folder))
+    resume = resume and is_begun(planned, folder)
     with _settings_of_the_process():
         forget_data()  # files may have changed since the last run, model.weights among them
         free_models.cache_clear()
         try:
-            outcome = carry_out(planned, folder, resume=resume, jobs=jobs, quiet=not progress, node_config=node_config)
+            outcome = carry_out(
+                planned, folder, resume=resume, jobs=jobs, quiet=not progress, node_config=node_config, ends=ends
+            )
+            outcome.check_time()
+        except OutOfTime as error:
+            error.add_note(f"resume with out={str(folder)!r}, resume=True")
+            raise
         except KeyboardInterrupt:
             print(f"stopped; resume with out={str(folder)!r}, resume=True", file=sys.stderr, flush=True)
             raise

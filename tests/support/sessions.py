@@ -90,7 +90,8 @@ class Stopping(Reporter):
         self.last = last
 
     def on_round(self, running: Running, at: Round) -> Round:
-        return dataclasses.replace(super().on_round(running, at), stop=at.number == self.last)
+        stop = KeyboardInterrupt() if at.number == self.last else None
+        return dataclasses.replace(super().on_round(running, at), stop=stop)
 
 
 def session(

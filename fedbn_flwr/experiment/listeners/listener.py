@@ -45,7 +45,7 @@ class Round:
     line: Mapping[str, Any] = field(default_factory=dict)  # in the history
     clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # the values of each client
     is_best: bool = False  # the best one so far, by validation
-    stop: bool = False  # the user asked to stop after this round
+    stop: BaseException | None = None  # ends the run after this round: the user asked to stop, or its time is over
     kept_round: int = 0  # the round of the last checkpoint
 
     def with_metrics(self, line: Mapping[str, Any], clients: Mapping[int, Mapping[str, float]], **more: Any) -> Round:

@@ -78,7 +78,7 @@ class Reporter(Listener):
         for note in running.prepared.rule.notes().values() if at.is_last else ():
             if isinstance(note, Mapping) and "in_words" in note:
                 self.message(note["in_words"])
-        return replace(at, stop=self._stop_asked())
+        return replace(at, stop=KeyboardInterrupt() if self._stop_asked() else None)
 
     def message(self, text: str) -> None:
         self.send(replace(self._latest, event=text))

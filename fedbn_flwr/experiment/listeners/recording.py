@@ -8,7 +8,7 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, RecordDict
 
 from fedbn_flwr.client.evaluation import name_of
-from fedbn_flwr.errors import Diverged, SettingsError
+from fedbn_flwr.errors import Diverged, OutOfTime, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder import RunFolder, deciding
@@ -19,7 +19,7 @@ from fedbn_flwr.tasks import CLASSIFICATION
 
 from ..file.expansion import PAPER
 from ..parts import Parts
-from ..settings import strategy_name
+from ..settings import Settings, strategy_name
 from .listener import Listener, Round, Running
 
 
@@ -56,7 +56,7 @@ class History(Listener):
         if error is None:
             self.summary.status = "finished"
             self.summary.notes = dict(running.prepared.rule.notes())  # if the run was resumed after its last round
-        elif isinstance(error, KeyboardInterrupt | SystemExit):
+        elif isinstance(error, KeyboardInterrupt | SystemExit | OutOfTime):
             self.summary.status = "interrupted"
         else:
             self.summary.status, self.summary.error = "failed", str(error)
@@ -103,8 +103,7 @@ class Saving(Listener):
         run = running.run
         self.latest = self._snapshot(running, at), at.model
         self.best = (at.model, at.number) if at.is_best else self.best
-        usual = run.engine.checkpoint_every or max(1, run.rounds // 20)
-        every = 1 if promises_of(running.prepared.rule) else usual  # to repeat a round costs
+        every = 1 if promises_of(running.prepared.rule) else checkpoint_every(run)  # to repeat a round costs
         if at.number % every and not (at.is_last or at.stop):
             return at
         self._write(running, *self.latest)
@@ -145,6 +144,10 @@ class Saving(Listener):
         self._write_models(running.folder, snapshot, model)
         contexts = running.grid.contexts() or {}
         running.folder.write_checkpoint(snapshot, ((node, context.state) for node, context in contexts.items()))
+
+
+def checkpoint_every(run: Settings) -> int:
+    return run.engine.checkpoint_every or max(1, run.rounds // 20)
 
 
 def promises_of(rule: Rule) -> dict[str, float]:

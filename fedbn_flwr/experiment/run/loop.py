@@ -28,6 +28,7 @@ from fedbn_flwr.errors import (
     OF_RUN_CONFIG,
     FedbnError,
     MissingPackage,
+    OutOfTime,
     RunFailed,
     SettingsError,
     StorageError,
@@ -57,6 +58,7 @@ from ..listeners.evaluate import Best, Evaluate, renamed, values_of
 from ..listeners.listener import Listener, Round, Running
 from ..listeners.progress import Progress, Reporter, WatchedGrid
 from ..listeners.recording import History, Saving, keep_promises
+from ..listeners.slices import InTime, Slice, longest_round
 from ..listeners.track import Track
 from ..node import Clients
 from ..parts import Parts, counts_of
@@ -66,8 +68,10 @@ from .cohort import agree, check_nodes, restore_clients
 from .side_by_side import failed_because, jobs_of, side_by_side, workers_of
 
 
-def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:
-    """Train one run from the round after `done` to its end."""
+def run_one(
+    prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, done: int, ends: float = math.inf
+) -> None:
+    """Train one run from the round after `done` to its end, or until its time `ends`."""
     run, rule = prepared.run, prepared.rule
     prepared.release()  # workers, which are copies of this process, would keep the memory of its model
     capabilities(grid).start()
@@ -77,7 +81,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
     at = Round(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
-    listeners = listeners_of(running, progress)
+    listeners = listeners_of(running, progress, ends)
     begun: list[Listener] = []
     with ExitStack() as stack:
         stack.push(lambda _, error, __: end(begun, running, error))
@@ -110,7 +114,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
             for listener in listeners:
                 at = listener.on_round(running, at)
             if at.stop and not at.is_last:
-                raise KeyboardInterrupt
+                raise at.stop
         if not at.trained:
             raise RunFailed(f"no client trained in any of the {at.number} rounds")
 
@@ -122,14 +126,14 @@ def end(begun: Sequence[Listener], running: Running, error: BaseException | None
             ends.callback(listener.on_end, running, error)
 
 
-def listeners_of(running: Running, progress: Reporter) -> list[Listener]:
+def listeners_of(running: Running, progress: Reporter, ends: float) -> list[Listener]:
     """The listeners in their order: they measure a round, choose the best one, then show and record it."""
     run = running.run
     dynamics = [Dynamics()] if run.evaluate.dynamics else []
     best = [Best()] if run.evaluate.validation else []
     trackers = [Track(entry, running.folder) for entry in run.track]
     evaluate = Evaluate(running.prepared, threads=workers_of(run))
-    return [*dynamics, evaluate, *best, progress, History(), Saving(), *trackers]
+    return [*dynamics, evaluate, *best, progress, History(), InTime(ends), Saving(), *trackers]
 
 
 def train_round(running: Running, before: Round, listeners: Sequence[Listener] = ()) -> Round:
@@ -176,10 +180,16 @@ def _in_history(key: str, task: Task, metrics: Sequence[str]) -> str:
 class Outcome:
     report: str
     failures: Sequence[str]  # failed runs, each with its reason
+    unfinished: str = ""  # how many runs did not have enough time
 
     def announce(self) -> None:
         print(f"\n{self.report}", flush=True)
+        self.check_time()
         check_failures(self.failures)
+
+    def check_time(self) -> None:
+        if self.unfinished:
+            raise OutOfTime("\n".join([self.unfinished, *(f"failed: {failure}" for failure in self.failures)]))
 
 
 def check_failures(failures: Sequence[str]) -> None:
@@ -191,10 +201,14 @@ def run_folders(experiment: Experiment, out: Path) -> list[RunFolder]:
     return [RunFolder(out / name) for name in experiment.named]
 
 
+def is_begun(experiment: Experiment, out: Path) -> bool:
+    return any(folder.config() for folder in run_folders(experiment, out))  # some runs may not have begun
+
+
 def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[RunFolder]:
     """The folder of each run. All are checked before the first run trains."""
     folders = run_folders(experiment, out)
-    if resume and not any(folder.config() for folder in folders):  # some runs may not have begun
+    if resume and not is_begun(experiment, out):
         names = few((folder.path.name for folder in folders), 3)
         raise SettingsError(
             f"{str(out)!r} has no run to resume; expected one of the folders {names} in it; give the --out of the "
@@ -215,11 +229,12 @@ def run_experiment(
     plain: bool = False,
     quiet: bool = False,
     own_data: bool = False,
+    ends: float = math.inf,
 ) -> Outcome:
     """Carry out all runs, each on the grid of the context manager `make_grid(parts)`.
 
     They follow one another, or `jobs` of them run side by side (None: as many as suits them, see `jobs_of`).
-    `own_data`: nodes may have data of their own.
+    `own_data`: nodes may have data of their own. `ends`: when the runs must end, finished or not (`time.monotonic`).
     """
     folders = open_folders(experiment, out, resume=resume)
     done = [resume and folder.is_finished() for folder in folders]
@@ -237,7 +252,7 @@ def run_experiment(
             folder.check_data(checksums.get(examples_of(run.data)))
         progress.message(f"run folders: {from_here(out)}")
 
-        def run_at(place: int, listener: Reporter) -> None:
+        def run_at(place: int, listener: Reporter, ends: float) -> None:
             folder = folders[place]
             item = prepared.pop(place)  # otherwise it would keep the model of the last round
             given = experiment.runs[place].model_dump(mode="json")
@@ -249,28 +264,34 @@ def run_experiment(
             with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
                 # Another process may have begun this run while this one was loading data.
                 folder.check(given, resume=resume)
-                run_one(item, grid, folder, listener, folder.begin(given, about))
+                run_one(item, grid, folder, listener, folder.begin(given, about), ends)
 
         failed: dict[int, str] = {}
+        time = Slice(ends, lambda place: longest_round(experiment.runs[place], folders[place]))
         progress.skip([place for place, is_done in enumerate(done) if is_done])
         if jobs > 1:
             try:
-                failed = side_by_side(todo, run_at, jobs, progress)
+                failed = side_by_side(todo, run_at, jobs, progress, time)
             finally:
                 for place in todo:  # its process may have been killed
                     folders[place].mark_interrupted()
         else:
-            for place in todo:
+            for left, place in zip(range(len(todo), 0, -1), todo, strict=True):
                 if progress.stop_asked:
                     raise KeyboardInterrupt
+                if not time.may_begin(place):
+                    continue
                 try:
-                    run_at(place, progress.begin(place))
+                    run_at(place, progress.begin(place), time.share(left))
+                except OutOfTime:
+                    time.unfinished.append(place)
                 except (RunFailed, SettingsError, StorageError) as error:  # another process may write the folder
                     if len(folders) == 1:
                         raise
                     # Divergence is a result too: the remaining runs are still carried out.
                     failed[place] = str(error)
-                progress.end(place, failed_because(failed.get(place, "")))
+                is_stopped = place in time.unfinished
+                progress.end(place, "stopped" if is_stopped else failed_because(failed.get(place, "")))
         failures = [f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items())]
         progress.status("writing the report")
         try:
@@ -278,7 +299,8 @@ def run_experiment(
         except (UserError, StorageError) as error:
             check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
-    return Outcome(report, failures)
+    late = len(time.unfinished)
+    return Outcome(report, failures, f"unfinished runs: {late} of {len(folders)}" if late else "")
 
 
 def carry_out(
@@ -289,10 +311,12 @@ def carry_out(
     jobs: int | None = None,
     quiet: bool = False,
     node_config: UserConfig | Sequence[UserConfig] | None = None,
+    ends: float = math.inf,
 ) -> Outcome:
     """Carry out all runs on the engine of the first one.
 
-    `jobs` (see `run_experiment`) and `node_config` (see `LocalGrid`) are for the local engine.
+    `jobs` (see `run_experiment`) and `node_config` (see `LocalGrid`) are for the local engine. `ends`: see
+    `run_experiment`.
     """
     if experiment.runs[0].engine.name == "local":
 
@@ -309,7 +333,9 @@ def carry_out(
             )
 
         own_data = node_config is not None
-        return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
+        return run_experiment(
+            experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data, ends=ends
+        )
     if jobs not in (None, 1):
         raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
     set_ray_defaults(os.environ, experiment.runs[0].engine.node_timeout)  # before Ray is imported
@@ -318,7 +344,7 @@ def carry_out(
     with needs("run", "engine.name='ray'"):
         ray_grids = part("engines", "ray")
     with ray_grids(experiment) as make_grid:
-        return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
+        return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet, ends=ends)
 
 
 class OneLine(logging.Filter):

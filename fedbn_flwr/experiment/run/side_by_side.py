@@ -18,14 +18,15 @@ import torch
 
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.worker import Worker
-from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError
+from fedbn_flwr.errors import FedbnError, OutOfTime, RunFailed, SettingsError
 from fedbn_flwr.results.text import shorten
 
 from ..listeners.progress import News, Progress, Reporter
+from ..listeners.slices import Slice
 from ..parts import choose_device
 from ..settings import Settings
 
-CarryOut = Callable[[int, Reporter], None]
+CarryOut = Callable[[int, Reporter, float], None]
 
 
 def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
@@ -58,11 +59,13 @@ def workers_of(run: Settings) -> int:
     return run.engine.workers
 
 
-def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress: Progress) -> dict[int, str]:
+def side_by_side(
+    places: Sequence[int], carry_out: CarryOut, jobs: int, progress: Progress, time: Slice
+) -> dict[int, str]:
     """Carry out the runs at these places of the experiment; returns the reason of each that failed.
 
-    `carry_out(place, reporter)` is called in a process of its own. After Ctrl-C no run begins, and those that have
-    begun end after their round.
+    `carry_out(place, reporter, ends)` is called in a process of its own. After Ctrl-C no run begins, and those that
+    have begun end after their round.
     """
     todo, running = list(places), dict[int, Worker]()
     fork = multiprocessing.get_context("fork")
@@ -73,7 +76,9 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress
     def end(place: int, found: BaseException | None, lost: str) -> None:
         running.pop(place).close()
         problem = f"{lost}; continue with --resume" if lost else str(found or "")
-        is_stopped = isinstance(found, KeyboardInterrupt)
+        if isinstance(found, OutOfTime):
+            time.unfinished.append(place)
+        is_stopped = isinstance(found, KeyboardInterrupt | OutOfTime)
         progress.end(place, "stopped" if is_stopped else failed_because(problem))
         if problem:
             problems[place] = problem
@@ -83,10 +88,12 @@ def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress
             if progress.stop_asked:
                 stop.value = 1
                 todo.clear()
+            ends = time.share(len(todo), jobs) if todo else 0.0  # for all that begin now
             while todo and len(running) < jobs:
                 place = todo.pop(0)
-                running[place] = Worker(_Run(place, carry_out, sent, stop))
-                progress.begin(place)
+                if time.may_begin(place):
+                    running[place] = Worker(_Run(place, carry_out, sent, stop, ends))
+                    progress.begin(place)
             for place, worker in running.items():
                 worker.begin()
                 if worker.problem:
@@ -114,12 +121,13 @@ class _Run:
     call: CarryOut
     news: Connection
     stop: Any
+    ends: float  # when its share of the time is over
 
     def carry_out(self) -> BaseException | None:
         """Return the error that ended the run; None if it is finished."""
         torch.set_num_threads(1)  # the other cores are for the other runs
         try:
-            self.call(self.place, Reporter(self._send, lambda: bool(self.stop.value)))
+            self.call(self.place, Reporter(self._send, lambda: bool(self.stop.value)), self.ends)
         except (FedbnError, KeyboardInterrupt) as error:
             return error
         return None

@@ -158,7 +158,7 @@ def test_a_stop_between_rounds_costs_nothing(tmp_path: Path) -> None:
 
     class Stopping(Reporter):
         def on_round(self, running: Running, at: Round) -> Round:
-            return replace(super().on_round(running, at), stop=at.number == 2)
+            return replace(super().on_round(running, at), stop=KeyboardInterrupt() if at.number == 2 else None)
 
     for ended in (True, False):
         done = run.begin(config)

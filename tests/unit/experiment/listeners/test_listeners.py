@@ -155,7 +155,9 @@ def checkpoints(running: Running, folder: Path, stop: int = 0) -> list[int]:
     listener.on_start(running, at)
     for _ in range(4):
         at = files.on_round(running, train_round(running, at))
-        at = listener.on_round(running, dataclasses.replace(at, stop=at.number == stop))
+        at = listener.on_round(
+            running, dataclasses.replace(at, stop=KeyboardInterrupt() if at.number == stop else None)
+        )
         rounds.append(saved_round(folder))
         assert at.kept_round == rounds[-1]
     train_round(running, at)
