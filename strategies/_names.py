@@ -17,6 +17,7 @@ from ._wrapper import Wrapper as Wrapper
 from .fedavg import FedAvg as FedAvg
 from .fedbn import FedBN as FedBN
 from .fedbs import FedBS as FedBS
+from .fednova import FedNova as FedNova
 from .fedprox import FedProx as FedProx
 from .fedtan import FedAvgGlobalStats as FedAvgGlobalStats
 from .fedtan import FedTAN as FedTAN

@@ -63,7 +63,7 @@ class Traits:
     """The properties of a rule that do not change during a run."""
 
     # What the clients' steps must be: "linear", so that the mean of their first steps is the step along the mean of
-    # their gradients (SGD without clipping), or "momentum" (SGD with momentum).
+    # their gradients (SGD without clipping), "momentum" (SGD with momentum), or "sgd".
     steps: frozenset[str] = frozenset()
     client_memory: str | None = None  # the state that clients must keep from round to round, described in words
     # The roles that stay on the client, which the server never sends; and whether the client sends them to the server.
@@ -76,6 +76,7 @@ class Traits:
     # whether all clients count equally in their mean. The hook `records` returns what is sent to the clients.
     records: Mapping[str, bool] = field(default_factory=dict)
     hidden: frozenset[Role] = frozenset()  # the roles that a strategy of Flower inside does not see
+    pooled: bool = False  # whether variances have the part between the clients (`aggregate.pooled_mean`)
 
     @property
     def unsent(self) -> frozenset[Role]:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Never
+from typing import Any, Literal, Never
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -28,7 +29,7 @@ from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import LOG, did_you_mean
 from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import record_of
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem, partition_of
@@ -53,6 +54,9 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
         Seconds to wait for enough nodes to connect.
     bounds : Bounds | dict | None (default: None)
         Bounds on the influence of one client, for instance `{"max_share": 0.2}` (docs/robustness.md).
+    statistics : "mean" | "pooled" (default: "mean")
+        How batch norm's running variances are combined: "pooled" adds the variance between the clients' running means
+        to the mean of the variances, which gives the variance of all clients' data together.
     """
 
     breaks = {}
@@ -73,6 +77,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
         seed: int = 0,
         node_timeout: float = 600,
         bounds: Any = None,
+        statistics: Literal["mean", "pooled"] = "mean",
         **options: Never,
     ) -> None:
         if options:
@@ -84,6 +89,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
             train_metrics_aggr_fn or mean_of_metrics, evaluate_metrics_aggr_fn or mean_of_metrics,
         )  # fmt: skip
         self.seed, self.node_timeout = seed, node_timeout
+        self.traits = replace(self.traits, pooled=statistics == "pooled")
         is_made = bounds is None or hasattr(bounds, "outliers")
         self.bounds = bounds if is_made else part("bounds", "from_settings")(bounds)
         if self.bounds is not None:
@@ -170,11 +176,13 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""
-        return weighted_mean([reply.arrays for reply in replies], weights)
+        mean = pooled_mean if self.traits.pooled else weighted_mean
+        return mean([reply.arrays for reply in replies], weights)
 
     def notes(self) -> dict[str, Any]:
-        """The bounds on the influence of one client, if there are any."""
-        return {} if self.bounds is None else {"bounds": dict(self.bounds.notes())}
+        """The bounds on the influence of one client, and how statistics are combined, if they have no defaults."""
+        pooled = {"norm_statistics": "pooled"} if self.traits.pooled else {}
+        return pooled if self.bounds is None else {"bounds": dict(self.bounds.notes()), **pooled}
 
 
 def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:

@@ -9,13 +9,14 @@ The paper does not define the server's batch norm, nor a model for users outside
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.norms.roles import Role
 
-from ._rule import Traits, require_norm
+from ._rule import require_norm
 from .fedavg import FedAvg
 
 
@@ -31,7 +32,8 @@ class LocalNorm(FedAvg):
     def __init__(self, *, global_norm: Literal["average", "initial"] = "average", **options: Any) -> None:
         super().__init__(**options)
         self.global_norm = global_norm
-        self.traits = Traits(
+        self.traits = replace(
+            self.traits,
             client_memory="their own batch norm",
             local_roles=dict.fromkeys(self.local_roles, global_norm == "average"),
         )

@@ -24,7 +24,7 @@ import numpy as np
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.messages.aggregate import Arrays, cast, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
@@ -45,15 +45,16 @@ class MeanStatistics(Wrapper):
     ----------
     strategy : Strategy
         The strategy that aggregates the other arrays, for instance `FedAdam()`.
-    statistics : "mean" | "median" (default: "mean")
+    statistics : "mean" | "pooled" | "median" (default: "mean")
         How statistics and counters are combined: "median" counts each client once, so that one client cannot set them
-        to any value. Around a robust strategy such as `FedMedian()` use "median".
+        to any value, and "pooled" adds the variance between the clients' means to the mean of the variances. Around a
+        robust strategy such as `FedMedian()` use "median".
     """
 
     breaks = {}
     restores = frozenset({"statistics"})
 
-    def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "median"] = "mean") -> None:
+    def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "pooled", "median"] = "mean") -> None:
         super().__init__(strategy)
         if NORM_STATE & self.traits.unsent:
             raise SettingsError(
@@ -63,13 +64,13 @@ class MeanStatistics(Wrapper):
         if statistics == "median":
             self.breaks = {"mean": "takes the median of the clients' statistics"}
         self.statistics = statistics
-        self.traits = replace(self.traits, hidden=NORM_STATE)
+        self.traits = replace(self.traits, hidden=NORM_STATE, pooled=statistics == "pooled")
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)
         norm_state = split_by_role(sent, roles(sent), NORM_STATE)[0]
         statistics = [{key: reply.arrays[key] for key in norm_state} for reply in replies]
-        combined = median(statistics) if self.statistics == "median" else weighted_mean(statistics, weights)
+        combined = _MEANS[self.statistics](statistics, weights)
         model = {**super().combine(round, replies, weights), **combined}
         # Keep the dtypes that were sent: FedAdam returns float64 arrays.
         return {key: cast(model[key], sent[key].dtype) for key in sent if key in model}
@@ -78,7 +79,10 @@ class MeanStatistics(Wrapper):
         return {**super().notes(), "norm_statistics": self.statistics}
 
 
-def median(replies: Sequence[Arrays]) -> Arrays:
-    """The coordinatewise median, in the dtypes of the input."""
+def median(replies: Sequence[Arrays], weights: Sequence[float] = ()) -> Arrays:
+    """The coordinatewise median, in the dtypes of the input; clients have no weights."""
     rows = {key: np.stack([reply[key] for reply in replies]).astype(np.float64) for key in replies[0]}
     return {key: cast(np.median(each, axis=0), replies[0][key].dtype) for key, each in rows.items()}
+
+
+_MEANS = {"mean": weighted_mean, "pooled": pooled_mean, "median": median}

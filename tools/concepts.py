@@ -29,11 +29,11 @@ FAMILIES = (
     ("FixBN", "FedTAN", "FedTANII", "FedAvgGlobalStats"),  # one model, of the same statistics on all clients
     ("FedWon", "HeteroBN"),  # no running statistics
     ("FedBN", "SiloBN"),  # a model for each client
-    ("FedProx", "Scaffold", "GlobalMomentum", "FedBS"),  # drift and weights
+    ("FedProx", "FedNova", "Scaffold", "GlobalMomentum", "FedBS"),  # drift and weights
     ("MeanStatistics", "Secure", "Private"),  # around others
 )
 WORDS = {Role.WEIGHTS: "weights", Role.AFFINE: "gamma, beta", Role.STATISTICS: "statistics"}
-STEPS = {"linear": "SGD without clipping", "momentum": "SGD with momentum"}
+STEPS = {"linear": "SGD without clipping", "momentum": "SGD with momentum", "sgd": "SGD"}
 OTHERS = {"FedBS": "the metric `train-loss`", "Secure": "`client_app`"}
 
 

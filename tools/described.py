@@ -29,12 +29,12 @@ class Description:
 
 def describe(name: str) -> Description:
     cls = class_of(name)
-    common = set(arguments(class_of("FedAvg")))
+    common = arguments(class_of("FedAvg"))
     meanings = _documented(getattr(cls, "inner", None) or object) | _documented(cls)
     own = [
         Argument(key, parameter.default, meanings.get(key, ""))
         for key, parameter in arguments(cls).items()
-        if key not in common or name == "FedAvg"
+        if parameter != common.get(key) or name == "FedAvg"
     ]
     return Description(
         does=in_a_line(name),

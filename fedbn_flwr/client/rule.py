@@ -117,6 +117,7 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     "proximal-mu": "fedbn_flwr.strategies.fedprox:FedProxClient",
     "fedbn.freeze": "fedbn_flwr.strategies.fixbn:FixBNClient",
     "fedbn.clip": "fedbn_flwr.strategies.fedwon:FedWonClient",
+    "fedbn.normalised": "fedbn_flwr.strategies.fednova:FedNovaClient",
     "fedbn.momentum": "fedbn_flwr.strategies.globalmomentum:GlobalMomentumClient",
     "fedbn.control": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
     "fedbn.control-round": "fedbn_flwr.strategies.scaffold:ScaffoldClient",

@@ -241,6 +241,12 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
             f"train.clip is {train.clip}, but in the first step of strategy {name} each client has a part of the "
             "gradient of all, and clipping the parts changes their mean; leave train.clip out"
         )
+    if "sgd" in traits.steps and (not by_sgd or train.keep_momentum):
+        found = "train.keep_momentum is true" if by_sgd else f"train.optimizer is {optimizer!r}"
+        raise SettingsError(
+            f"{found}, but strategy {name} divides changes by numbers of steps that are known for sgd whose momentum "
+            "begins at zero in each round; expected train.optimizer sgd without train.keep_momentum"
+        )
     if train.batch_size < traits.min_batch:
         raise SettingsError(
             f"train.batch_size is {train.batch_size}, but with strategy {name} clients don't exchange the "

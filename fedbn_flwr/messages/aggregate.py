@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import few
+from fedbn_flwr.norms.roles import mean_of
 
 from .arrays import Arrays as Arrays
 from .arrays import FlatArrays, variance_keys
@@ -49,6 +50,39 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
         return FlatArrays(blocks[0].layout, _mean([block.flat for block in blocks], weights, total))
     means = ((key, _mean([reply[key].reshape(-1) for reply in given], weights, total)) for key in given[0])
     return {key: mean.reshape(given[0][key].shape) for key, mean in means}
+
+
+def pooled_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
+    """The weighted mean, in which running variances also have the part between the clients: they are pooled.
+
+    With p_i the weights divided by their sum, mu = sum_i p_i mu_i and var = sum_i p_i (var_i + (mu_i - mu)^2). If
+    mu_i and var_i are mean and biased variance of client i's n_i values, and p_i = n_i / n, these are the moments of
+    all values together. A `running_var` of PyTorch is not quite that: it averages the *unbiased* variances of batches.
+    So the part within the clients is too large by the factor B / (B - 1), with B values per channel in a batch, as it
+    is in the mean; and the part between the batches of one client is in neither.
+
+    The result is never below the mean of the variances, and what one huge mean would make infinite is a finite number.
+    """
+    given = list(replies)
+    mean, total = weighted_mean(given, weights), total_weight(weights)
+    between: dict[str, Array] = {}
+    for reply, weight in zip(given, weights, strict=True):
+        for key, value in squared_distance(reply, mean).items() if weight else ():
+            between[key] = between.get(key, 0.0) + value * (weight / total)
+    return {**mean, **{key: _bounded(mean[key] + value, mean[key].dtype) for key, value in between.items()}}
+
+
+def squared_distance(arrays: Arrays, center: Arrays) -> dict[str, Array]:
+    """(mu_i - mu)^2 in float64 by the key of the running variance; mu is zero if `center` lacks it."""
+    with np.errstate(over="ignore"):
+        return {
+            key: np.square(np.subtract(arrays[mean_of(key)], center.get(mean_of(key), 0.0), dtype=np.float64))
+            for key in variance_keys(arrays)
+        }
+
+
+def _bounded(value: Array, dtype: np.dtype[Any]) -> Array:
+    return cast(np.minimum(value, min(float(np.finfo(dtype).max), _LARGEST)), dtype)
 
 
 def _mean(values: Sequence[Array], weights: Sequence[float], total: float) -> Array:

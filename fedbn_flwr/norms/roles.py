@@ -91,6 +91,11 @@ def is_variance(key: str) -> bool:
     return key.rpartition(".")[2] == VARIANCE
 
 
+def mean_of(key: str) -> str:
+    """The key of the running mean that belongs to a running variance."""
+    return key.removesuffix(VARIANCE) + MEAN
+
+
 def norm_layers(module: nn.Module) -> dict[str, nn.Module]:
     """The layers whose arrays have batch norm's roles, by name.
 

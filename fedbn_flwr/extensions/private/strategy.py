@@ -119,6 +119,11 @@ class Private(Wrapper):
         # What clients would release without noise.
         if besides := self.traits.besides:
             raise SettingsError(f"{self._inside} sends something that Private does not account for: {besides[0]}")
+        if self.traits.pooled:  # the sums of clipped and noised changes have no such variance
+            raise SettingsError(
+                "statistics is 'pooled', but Private adds noise to the mean of the clients' variances, and the part "
+                "between the clients cannot be added to that; use statistics='mean'"
+            )
         if not self.traits.has_global_model:
             raise SettingsError(f"{self._inside} sends no model, so there is nothing to make private")
         statistics_noise = noise if statistics_noise is None else statistics_noise

@@ -9,6 +9,7 @@ PARTS = {
         "fedbn.secure-ranges": "client:masks",
         "fedbn.secure-weight": "client:masks",
         "fedbn.secure-equal": "client:masks",
+        "fedbn.secure-pooled": "client:masks",
     },
     "queries": {"secure": "client:answer"},
 }

@@ -23,7 +23,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Array, Arrays, negative_variance
+from fedbn_flwr.messages.aggregate import Array, Arrays, negative_variance, squared_distance
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.reply import sent_model, with_content
 
@@ -51,6 +51,7 @@ PEERS = "fedbn.secure-peers"
 RANGES = "fedbn.secure-ranges"
 WEIGHT = "fedbn.secure-weight"
 EQUAL = "fedbn.secure-equal"
+POOLED = "fedbn.secure-pooled"
 QUERY = "query.secure"  # the stages that STAGE names
 SECRET = f"{protocol.VOLATILE}secure"  # the record in a client's state with the secrets of a session
 
@@ -67,6 +68,7 @@ class Masks:
         RANGES: protocol.Key("three floats", "the largest change of a parameter, value of a statistic, and weight"),
         WEIGHT: protocol.Key("name of a metric", "the metric by which values are weighted"),
         EQUAL: protocol.Key("names, comma separated", "records in which all clients count equally"),
+        POOLED: protocol.Key("bool", "add the squared change of the running mean to each running variance"),
     }
 
     def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
@@ -110,7 +112,9 @@ def masked(content: RecordDict, received: Arrays, config: Config, context: Conte
     model = {key: value for (record, key), value in values.items() if record == "arrays"}
     if negative := negative_variance(model):
         raise MessageError(negative)
-    values |= {("arrays", key): _change(value, received.get(key)) for key, value in model.items()}
+    # Second moments about the received mean are linear: the server subtracts that of the mean (`MaskedRound.means`).
+    shifts = squared_distance(model, received) if config.get(POOLED) else {}
+    values |= {("arrays", key): _change(value + shifts.get(key, 0), received.get(key)) for key, value in model.items()}
     encoded = fixed.encode(values, kinds)
     session.record["masked"] = config[PEERS]
     hidden = session.mask(encoded, peers)

@@ -8,6 +8,9 @@ by inventing clients: the paper's consistency check needs an infrastructure of s
 The wrapped strategy receives the same reply for every client in the sum: the mean model, the means of other records and
 metrics, and the mean number of examples. So a strategy that uses only the mean gives the same result as without Secure.
 
+If the strategy pools statistics, clients send second moments about the running mean that they received, which are
+linear: v_i + (mu_i - m)^2. The server subtracts (mu - m)^2 from their mean, which leaves the pooled variance.
+
 If a sum cannot be opened, or cannot come from honest replies, it is discarded and the round is skipped. The round is
 not repeated with fewer clients, since the difference of two sums would reveal the updates of the clients in only one of
 them. The masks hide which client is at fault.
@@ -29,11 +32,10 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import LOG, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Array, Arrays, arrays_problem, cast
-from fedbn_flwr.messages.arrays import configs_in, pack, unpack
+from fedbn_flwr.messages.aggregate import Array, Arrays, arrays_problem, cast, squared_distance
+from fedbn_flwr.messages.arrays import configs_in, pack, unpack, variance_keys
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import read_reply, reason_of, refused, sent_model, with_config, with_content
-from fedbn_flwr.norms.roles import is_variance
 from fedbn_flwr.strategies import Round, Wrapper
 
 from . import client
@@ -89,7 +91,8 @@ class Secure(Wrapper):
         The largest change of a parameter in a round; a client that exceeds it drops out, with an error that names the
         key.
     statistics_range : float (default: 65536)
-        The largest change of a running mean or variance in a round, and the largest metric.
+        The largest change of a running mean or variance in a round, and the largest metric. With pooled statistics
+        the square of a running mean's change adds to the change of the variance.
     max_examples : int (default: 1048576)
         The largest number of examples of a client.
     timeout : float (default: 600)
@@ -207,6 +210,7 @@ class MaskedRound:
             client.RANGES: [*self.rule.ranges],
             client.WEIGHT: self.rule.base.weighted_by_key,
             client.EQUAL: protocol.join(self.rule.equal),
+            **({client.POOLED: True} if self.rule.traits.pooled else {}),
         }
         return [with_config(message, more) for message in messages if message.metadata.dst_node_id in self._shares]
 
@@ -223,17 +227,26 @@ class MaskedRound:
         for name in sorted({name for name, _ in sums} - {TOTALS}):
             mean = {key: means[name, key] for key in whole if (name, key) in means}
             if name == "arrays":
-                mean = {key: self._changed(key, change, error) for key, change in mean.items()}
+                mean = self._model(mean, error)
             content[name] = pack({key: cast(value, whole[key].dtype) for key, value in mean.items()})
         return [*(with_content(each, RecordDict({**configs_in(each.content), **content})) for each in found), *errors]
 
-    def _changed(self, key: str, change: Array, error: float) -> Array:
+    def _model(self, changes: Arrays, error: float) -> dict[str, Array]:
+        """The mean model; `error` is the largest rounding error of a change."""
+        model = {key: self._changed(key, change) for key, change in changes.items()}
+        shifts = squared_distance(model, self.sent) if self.rule.traits.pooled else {}
+        for key in variance_keys(model):
+            shift = shifts.get(key, np.zeros(1))
+            value, least = model[key] - shift, -error * (1 + np.sqrt(shift)) ** 2
+            model[key] = np.where((value < 0) & (value >= least), 0.0, value)  # rounding may leave zeros below zero
+        return model
+
+    def _changed(self, key: str, change: Array) -> Array:
         before = self.sent.get(key)
-        if before is not None:  # unchanged values keep their bits, even -0.0
-            change = np.where(change == 0, before, before.astype(np.float64) + change)
-        if is_variance(key):  # rounding may leave zeros below zero
-            change = np.where((change < 0) & (change >= -error), 0.0, change)
-        return change
+        if before is None:
+            return change
+        # What did not change keeps its bits, also those of -0.0.
+        return np.where(change == 0, before, before.astype(np.float64) + change)
 
     def _open(self, replies: Iterable[Message]) -> tuple[list[Message], Values, list[Message]]:
         """The usable replies in the order of nodes, their sum, and errors for the other nodes."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from fedbn_flwr.messages.aggregate import absurd, arrays_problem, cast, total_weight, weighted_mean
+from fedbn_flwr.messages.aggregate import absurd, arrays_problem, cast, pooled_mean, total_weight, weighted_mean
 from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
 from fedbn_flwr.messages.reply import MOST_EXAMPLES
 
@@ -355,3 +355,71 @@ def test_the_mean_of_large_integers_keeps_their_small_differences() -> None:
     first = 2**62
     arrays = [{"count": np.array([first + step], np.int64)} for step in (0, 4096, 8192)]
     assert weighted_mean(arrays, [1.0] * 3)["count"].tolist() == [first + 4096]
+
+
+# --- pooled statistics ---
+
+
+def moments(values: np.ndarray, ddof: int = 0, dtype: Any = np.float64) -> dict[str, np.ndarray]:
+    return {
+        "bn.running_mean": values.mean(0, keepdims=True)[0].astype(dtype),
+        "bn.running_var": values.var(0, ddof=ddof).astype(dtype),
+        "w": values[0].astype(dtype),
+    }
+
+
+def test_pooled_statistics_are_the_moments_of_the_union() -> None:
+    """Clients of 5, 20 and 40 values in 3 channels, whose means and scales differ; the other arrays are averaged."""
+    rng = np.random.default_rng(0)
+    data = [rng.normal(5 * i, 1 + i, (size, 3)) for i, size in enumerate((5, 20, 40))]
+    sizes, union = [len(values) for values in data], np.concatenate(data)
+    found = pooled_mean([moments(values) for values in data], sizes)
+    np.testing.assert_allclose(found["bn.running_mean"], union.mean(0), rtol=1e-13)
+    np.testing.assert_allclose(found["bn.running_var"], union.var(0), rtol=1e-13)
+    np.testing.assert_allclose(found["w"], np.average([values[0] for values in data], 0, sizes), rtol=1e-13)
+    # PyTorch's unbiased variances: each n_i / (n_i - 1) times as large, as in their mean.
+    unbiased = pooled_mean([moments(values, ddof=1) for values in data], sizes)
+    more = sum(n / 65 * values.var(0) / (n - 1) for n, values in zip(sizes, data, strict=True))
+    np.testing.assert_allclose(unbiased["bn.running_var"], union.var(0) + more, rtol=1e-13)
+
+
+def test_pooled_statistics_of_float32_do_not_lose_a_small_variance_to_a_large_mean() -> None:
+    """E[x^2] - E[x]^2 would be a difference of 1e10 and 1e10, of which float32 has the first seven digits."""
+    data = [np.full((2, 1), value) for value in (1e5, 1e5 + 0.25)]
+    found = pooled_mean([moments(values, dtype=np.float32) for values in data], [1, 1])
+    assert found["bn.running_var"].dtype == np.float32
+    assert found["bn.running_var"].item() == pytest.approx(0.125**2, rel=1e-2)
+
+
+VALUES = st.floats(-(2.0**60), 2.0**60, width=32)
+
+
+@given(
+    arrays(np.float32, (3, 4), elements=VALUES),
+    arrays(np.float32, (3, 4), elements=st.floats(0, 2.0**60, width=32)),
+    st.lists(st.integers(0, 1000), min_size=3, max_size=3).filter(any),
+)
+def test_pooled_variances_are_never_below_the_mean_of_the_variances(
+    means: np.ndarray, variances: np.ndarray, weights: list[int]
+) -> None:
+    replies = [{"bn.running_mean": m, "bn.running_var": v} for m, v in zip(means, variances, strict=True)]
+    plain, found = weighted_mean(replies, weights), pooled_mean(replies, weights)
+    assert (found["bn.running_var"] >= plain["bn.running_var"]).all()
+    assert found["bn.running_mean"].tobytes() == plain["bn.running_mean"].tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_one_huge_mean_leaves_a_pooled_variance_finite(dtype: Any) -> None:
+    limit = min(float(np.finfo(dtype).max), 1e280)
+    replies = [moments(np.full((2, 2), value), dtype=dtype) for value in (0.0, limit)]
+    found = pooled_mean(replies, [1, 1])
+    assert fault(found, found) is None
+    assert (found["bn.running_var"] > 0.9 * limit).all()
+    kept = pooled_mean(replies, [1, 0])  # without weight it has no part in the variance
+    assert (kept["bn.running_var"] == 0).all()
+
+
+def test_equal_clients_keep_every_bit_and_models_without_statistics_are_averaged() -> None:
+    reply = moments(np.random.default_rng(1).normal(3, 2, (7, 5)), dtype=np.float32)
+    assert pooled_mean([reply] * 3, [3, 5, 7])["bn.running_var"].tobytes() == reply["bn.running_var"].tobytes()
+    assert pooled_mean([{"w": np.ones(2)}, {"w": np.zeros(2)}], [3, 1])["w"].tolist() == [0.75, 0.75]

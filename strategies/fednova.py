@@ -1,0 +1,148 @@
+"""FedNova (Wang et al. 2020, "Tackling the Objective Inconsistency Problem", https://arxiv.org/abs/2007.07481).
+
+Clients that take different numbers of steps pull FedAvg's mean towards the data of those that take more. FedNova
+divides each client's change by the norm of its vector a_i, which has the coefficients of the client's gradients in its
+change, and multiplies the mean by tau_eff, the mean of these norms.
+
+From the paper: the update, tau_eff = sum_i p_i ||a_i||_1, and ||a_i||_1 for tau_i steps of SGD, of SGD with momentum
+that begins at zero, and of SGD with a proximal term. With that term the authors' code (JYWa/FedNova) has tau_eff =
+sum_i p_i tau_i; here it stays as above, so that with equal steps the result is that of FedProx.
+
+Choices that the paper leaves open:
+
+- Statistics of batch norm are no sums of gradients: they are averaged by p_i. Of a model's other buffers of floats a
+  server knows no more than their names, so they are treated like parameters.
+- Momentum with a proximal term, Nesterov's momentum and dampening have other a_i, and are errors. So are other
+  optimisers, momentum kept from an earlier round, and learning rates that change within a round.
+- Weight decay belongs to the client's loss. The server's own momentum is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from annotated_types import Ge
+
+from fedbn_flwr.client.rule import ClientRule, Key
+from fedbn_flwr.client.training import Kept, Tensors
+from fedbn_flwr.errors import MessageError, SettingsError
+from fedbn_flwr.messages.aggregate import Arrays, cast
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.protocol import Metrics
+from fedbn_flwr.messages.reply import Reply, number_problem
+from fedbn_flwr.norms.roles import Role, roles
+
+from ._rule import Round, Traits
+from .fedavg import FedAvg
+from .fedprox import PROXIMAL_MU
+
+NORMALISED = "fedbn.normalised"
+EFFECTIVE_STEPS = "effective-steps"  # the metric ||a_i||_1
+TRAINED = frozenset({Role.WEIGHTS, Role.AFFINE})
+
+
+class FedNova(FedAvg):
+    """FedAvg of each client's change per step.
+
+    Accepts FedAvg's arguments too, except `bounds`.
+
+    Parameters
+    ----------
+    proximal_mu : float (default: 0.0)
+        mu of FedProx's term in the clients' loss, for clients without momentum; with 0 there is none.
+    """
+
+    traits = Traits(steps=frozenset({"sgd"}))
+    breaks = {
+        "mean": "divides the change of each client by its own number of steps",
+        "weights": "divides the change of each client by its own number of steps",
+    }
+
+    def __init__(self, *, proximal_mu: Annotated[float, Ge(0)] = 0.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.proximal_mu = proximal_mu
+        if self.bounds is not None:
+            raise SettingsError("bounds do not bound the numbers of steps that FedNova multiplies by; leave them out")
+
+    def config(self, round: Round) -> dict[str, Any]:
+        return {NORMALISED: True, **({PROXIMAL_MU: float(self.proximal_mu)} if self.proximal_mu else {})}
+
+    def problem(self, round: Round, reply: Reply) -> str | None:
+        if problem := number_problem(reply.metrics, EFFECTIVE_STEPS):
+            return problem
+        a = reply.metrics[EFFECTIVE_STEPS]
+        return None if a >= 1 - 1e-9 else f"its {EFFECTIVE_STEPS} is {a:g}; expected 1 or more"
+
+    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
+        """x + tau_eff sum_i p_i (x_i - x) / ||a_i||_1"""
+        a = [float(reply.metrics[EFFECTIVE_STEPS]) for reply in replies]
+        tau = float(np.average(a, weights=weights))
+        of_steps = [weight * tau / each for weight, each in zip(weights, a, strict=True)]  # w_i
+        scale = math.fsum(of_steps) / math.fsum(weights)
+        model, x = dict(super().combine(round, replies, weights)), unpack(round.arrays)
+        mean = super().combine(round, replies, of_steps)  # sum_i w_i x_i / sum_i w_i
+        for key, role in roles(model).items():
+            if role in TRAINED and model[key].dtype.kind == "f":
+                before = x[key].astype(np.float64)
+                model[key] = cast(before + scale * (mean[key] - before), model[key].dtype)
+        return model
+
+
+class FedNovaClient(ClientRule):
+    """Reports ||a_i||_1."""
+
+    keys = {
+        NORMALISED: Key("true", f"report `{EFFECTIVE_STEPS}`, the sum of its gradients' coefficients in its change")
+    }
+    order = 2  # begins after the rules that load momentum
+
+    def begin(self, w: Tensors) -> Kept:
+        optimizer = self.local.optimizer
+        self.rates = rates_of(optimizer.torch)
+        mu = float(self.local.config.get(PROXIMAL_MU, 0.0))
+        words = "the server divides changes by a number of steps that is known for SGD"
+        if not isinstance(optimizer.torch, torch.optim.SGD):
+            raise MessageError(f"{words}, and this client trains by {type(optimizer.torch).__name__}; use SGD")
+        groups = optimizer.torch.param_groups
+        if {*self.rates} != {self.rates[0]} or any(group["nesterov"] or group["dampening"] for group in groups):
+            raise MessageError(f"{words} of one learning rate and one momentum, without nesterov and dampening")
+        self.lr, self.momentum = self.rates[0]
+        if self.momentum and mu:
+            raise MessageError(f"{words} with momentum or with {PROXIMAL_MU}, and this client has both; leave out one")
+        if not (self.momentum < 1 and self.lr * mu < 1):
+            raise MessageError(
+                f"momentum is {self.momentum:g}, and the learning rate times {PROXIMAL_MU} {self.lr * mu:g}; expected "
+                "numbers below 1"
+            )
+        if self.momentum and optimizer.state():
+            raise MessageError(f"{words} whose momentum begins at zero in each round; this client keeps it")
+        self.alpha = self.lr * mu
+        return {}
+
+    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+        if (found := rates_of(self.local.optimizer.torch)) != self.rates:
+            raise MessageError(
+                f"learning rate and momentum change within a round, from {self.rates[0]} to {found[0]}; expected "
+                f"constant ones, which {NORMALISED!r} needs"
+            )
+
+    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+        metrics[EFFECTIVE_STEPS] = effective_steps(steps, momentum=self.momentum, alpha=self.alpha)
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
+    return [(float(group["lr"]), float(group.get("momentum", 0.0))) for group in optimizer.param_groups]
+
+
+def effective_steps(tau: int, *, momentum: float = 0.0, alpha: float = 0.0) -> float:
+    """||a_i||_1 of tau steps of SGD with momentum rho, or with a proximal term, where alpha is eta mu.
+
+    a_i = [1 - rho^tau, ..., 1 - rho] / (1 - rho), or [(1 - alpha)^(tau - 1), ..., 1 - alpha, 1]
+    """
+    if momentum:
+        return (tau - momentum * (1 - momentum**tau) / (1 - momentum)) / (1 - momentum)
+    return -math.expm1(tau * math.log1p(-alpha)) / alpha if alpha else float(tau)
