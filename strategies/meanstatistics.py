@@ -16,7 +16,7 @@ A strategy of Flower inside this wrapper does not receive statistics and counter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -85,4 +85,8 @@ def median(replies: Sequence[Arrays], weights: Sequence[float] = ()) -> Arrays:
     return {key: cast(np.median(each, axis=0), replies[0][key].dtype) for key, each in rows.items()}
 
 
-_MEANS = {"mean": weighted_mean, "pooled": pooled_mean, "median": median}
+_MEANS: Mapping[str, Callable[[Sequence[Arrays], Sequence[float]], Arrays]] = {
+    "mean": weighted_mean,
+    "pooled": pooled_mean,
+    "median": median,
+}

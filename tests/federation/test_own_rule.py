@@ -47,7 +47,7 @@ from tests.support.command import FEDBN, ROOT, python, python_blocks
 from tests.support.federations import same
 
 Federations = Callable[..., Any]
-PAGE = "# fednova.py"  # the first line of its code
+PAGE = "# perstep.py"  # the first line of its code
 BLOCKS = python_blocks((ROOT / "docs" / "write-a-strategy.md").read_text())
 
 
@@ -57,11 +57,11 @@ def code(first_line: str) -> str:
 
 
 @pytest.fixture
-def fed_nova() -> Iterator[Any]:
+def per_step() -> Iterator[Any]:
     """The documented strategy, its client rule registered during a test."""
     scope: dict[str, Any] = {"__name__": "mine"}
     exec(compile(code(PAGE), PAGE, "exec", dont_inherit=True), scope)
-    yield scope["FedNova"]
+    yield scope["PerStep"]
     BY_KEY.pop("fedbn.steps", None)
 
 
@@ -71,12 +71,12 @@ def test_the_walk_through_is_short() -> None:
 
 
 def test_the_page_s_other_code_runs(
-    federation: Federations, fed_nova: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    federation: Federations, per_step: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the order of the page; the classes with other traits train as they are."""
-    module = ModuleType("fednova")
-    monkeypatch.setattr(module, "FedNova", fed_nova, raising=False)
-    monkeypatch.setitem(sys.modules, "fednova", module)
+    module = ModuleType("perstep")
+    monkeypatch.setattr(module, "PerStep", per_step, raising=False)
+    monkeypatch.setitem(sys.modules, "perstep", module)
     page: dict[str, Any] = {"FedAvg": FedAvg, "Traits": Traits, "Wrapper": Wrapper, "replace": replace}
     page |= {"ClientRule": ClientRule, "Key": Key}
     others = [block for block in BLOCKS if not block.startswith(PAGE)]
@@ -93,14 +93,14 @@ def test_the_page_s_other_code_runs(
         page["WithRecord"]().start(fed.grid(), fed.arrays(), num_rounds=1)
 
 
-def test_with_equal_steps_it_is_fedavg(federation: Federations, fed_nova: Any) -> None:
+def test_with_equal_steps_it_is_fedavg(federation: Federations, per_step: Any) -> None:
     fed = federation((8, 12), dtype=torch.float64, steps=3)
-    found = unpack(fed_nova().start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
+    found = unpack(per_step().start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
     for key, value in unpack(FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2).arrays).items():
         np.testing.assert_allclose(found[key], value, rtol=1e-12, atol=1e-14, err_msg=key)
 
 
-def test_with_unequal_steps_it_is_the_formula(federation: Federations, fed_nova: Any) -> None:
+def test_with_unequal_steps_it_is_the_formula(federation: Federations, per_step: Any) -> None:
     """p = (8, 16) / 24, tau_i = 1 and 4: tau = 3; w + 3 * sum_i p_i (w_i - w) / tau_i."""
     fed = federation((8, 16), dtype=torch.float64)
 
@@ -108,7 +108,7 @@ def test_with_unequal_steps_it_is_the_formula(federation: Federations, fed_nova:
         partition = int(context.node_config["partition-id"])
         return BNClient(copy.deepcopy(fed.model), fed.data[partition], lr=0.1, steps=(1, 4)[partition], context=context)
 
-    rule = fed_nova(fraction_evaluate=0.0)
+    rule = per_step(fraction_evaluate=0.0)
     found = unpack(rule.start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1).arrays)
     assert rule.notes() == {"tau": pytest.approx(3.0, rel=1e-15)}
     before = unpack(fed.arrays())
@@ -122,32 +122,32 @@ def test_with_unequal_steps_it_is_the_formula(federation: Federations, fed_nova:
         np.testing.assert_allclose(found[key], before[key] + move, rtol=1e-12, atol=1e-14, err_msg=key)
 
 
-def test_it_composes_and_is_saved(federation: Federations, fed_nova: Any) -> None:
+def test_it_composes_and_is_saved(federation: Federations, per_step: Any) -> None:
     fed = federation((8, 12), steps=2, momentum=0.9)
-    rule = GlobalMomentum(FixBN(fed_nova(), freeze_round=1))
+    rule = GlobalMomentum(FixBN(per_step(), freeze_round=1))
     models: list[Any] = []
     rule.start(fed.grid(), fed.arrays(), num_rounds=2, evaluate_fn=lambda _, arrays: models.append(unpack(arrays)))
     assert models[1]["1.running_mean"].tobytes() == models[2]["1.running_mean"].tobytes()
-    other = GlobalMomentum(FixBN(fed_nova(), freeze_round=1))
+    other = GlobalMomentum(FixBN(per_step(), freeze_round=1))
     other.begin(2, fed.arrays())
     restore(other, state_of(rule))
     assert other.notes() == rule.notes() == {"freeze_round": 1, "frozen": ["statistics"], "tau": 2.0}
 
 
-def test_a_client_without_the_client_rule_refuses_the_message(federation: Federations, fed_nova: Any) -> None:
+def test_a_client_without_the_client_rule_refuses_the_message(federation: Federations, per_step: Any) -> None:
     BY_KEY.pop("fedbn.steps")
     fed = federation()
     with pytest.raises(RunFailed, match=r"asks for 'fedbn\.steps'"):
-        fed_nova().start(fed.grid(), fed.arrays(), num_rounds=1)
+        per_step().start(fed.grid(), fed.arrays(), num_rounds=1)
 
 
 @pytest.mark.parametrize("name", declared("strategies"))
-def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(name: str, fed_nova: Any) -> None:
+def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(name: str, per_step: Any) -> None:
     around: Any = class_of(name)
-    with pytest.raises(SettingsError, match=r"FedNova has problem\(\) of its own, which may use the replies of single"):
-        around(fed_nova())
-    with pytest.raises(SettingsError, match="FedNova has problem"):
-        around(FixBN(fed_nova(), freeze_round=1))
+    with pytest.raises(SettingsError, match=r"PerStep has problem\(\) of its own, which may use the replies of single"):
+        around(per_step())
+    with pytest.raises(SettingsError, match="PerStep has problem"):
+        around(FixBN(per_step(), freeze_round=1))
 
     class Harmless(FedAvg):
         breaks = {}
@@ -174,18 +174,18 @@ def rules_of(text: str, folder: Path, *configs: str) -> subprocess.CompletedProc
 
 def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Path) -> None:
     """In a process that has not made the strategy: an actor of Ray, or at a site."""
-    (tmp_path / "nova.py").write_text(code(PAGE))
-    text = "clients: 2\nstrategy: {name: FixBN, freeze_round: 1, base: {name: nova:FedNova}}"
+    (tmp_path / "own.py").write_text(code(PAGE))
+    text = "clients: 2\nstrategy: {name: FixBN, freeze_round: 1, base: {name: own:PerStep}}"
     done = rules_of(text, tmp_path, "{'fedbn.steps': True}")
-    assert done.stdout == "['FedNovaClient']\n", done.stderr
+    assert done.stdout == "['PerStepClient']\n", done.stderr
 
 
 def test_the_page_s_command_prints_what_it_shows(tmp_path: Path) -> None:
-    (tmp_path / "fednova.py").write_text(code(PAGE))
+    (tmp_path / "perstep.py").write_text(code(PAGE))
     page = (ROOT / "docs" / "write-a-strategy.md").read_text()
     (command,) = re.findall(r"^fedbn (run .*)$", page, re.MULTILINE)
     done = python(FEDBN, *command.split(), "--out", "out", cwd=tmp_path)
-    figures = r"fednova-FedNova: 3 rounds in \S+ s  accuracy ([\d.]+)"
+    figures = r"perstep-PerStep: 3 rounds in \S+ s  accuracy ([\d.]+)"
     found, shown = (re.findall(figures, text) for text in (done.stdout + done.stderr, page))
     assert len(shown) == 1
     assert [float(each) for each in found] == pytest.approx([float(each) for each in shown], abs=0.02)
@@ -195,9 +195,9 @@ def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> 
     for folder in ("strategies", "fedbn_flwr"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     own = code(PAGE).replace("from fedbn_flwr.strategies import", "from .fedavg import")
-    (tmp_path / "strategies" / "fednova.py").write_text(own)
+    (tmp_path / "strategies" / "perstep.py").write_text(own)
     names, last = tmp_path / "strategies" / "_names.py", "from .standalone import Standalone as Standalone\n"
-    names.write_text(names.read_text().replace(last, f"{last}from .fednova import FedNova as FedNova\n"))
+    names.write_text(names.read_text().replace(last, f"{last}from .perstep import PerStep as PerStep\n"))
 
     def stdout(code: str, *words: str) -> str:
         done = python(code, *words, cwd=tmp_path)
@@ -205,9 +205,9 @@ def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> 
         return done.stdout
 
     command = "from fedbn_flwr.cli import main; main()"
-    assert "FedAvg of each client's change per local step" in stdout(command, "list", "strategies", "FedNova")
+    assert "FedAvg of each client's change per local step" in stdout(command, "list", "strategies", "PerStep")
     client = "from fedbn_flwr.client.client import rules_for; print(rules_for({'fedbn.steps': True}))"
-    assert stdout(client) == "{<class 'fedbn_flwr.strategies.fednova.FedNovaClient'>}\n"
+    assert stdout(client) == "{<class 'fedbn_flwr.strategies.perstep.PerStepClient'>}\n"
 
 
 # --- what goes wrong without a word in a rule of one's own ---
@@ -218,9 +218,9 @@ def after(fed: Any, rule: Any, rounds: int = 1, **options: Any) -> dict[str, np.
     return {key: value.astype(np.float64) for key, value in unpack(arrays).items()}
 
 
-def test_bounds_apply_to_a_combine_of_its_own(federation: Federations, fed_nova: Any) -> None:
+def test_bounds_apply_to_a_combine_of_its_own(federation: Federations, per_step: Any) -> None:
     fed, bounds = federation((8, 12), steps=3, lr=50.0), {"clip_norm": 0.01}
-    rule = fed_nova(bounds=bounds)
+    rule = per_step(bounds=bounds)
     found, before = after(fed, rule), unpack(fed.arrays())
     trained = [key for key, role in roles(before).items() if role in (Role.WEIGHTS, Role.AFFINE)]
     moved = sum(float(np.square(found[key] - before[key]).sum()) for key in trained)

@@ -29,7 +29,7 @@ def test_every_promised_name_can_be_imported() -> None:
     assert {"annotations", "Any", "importlib"}.isdisjoint(dir(fedbn_flwr))
     assert set(STRATEGIES) == {
         "FedAvg", "FedProx", "Scaffold", "FedBN", "SiloBN", "FedBS", "FixBN", "FedTAN", "FedTANII",
-        "FedAvgGlobalStats", "HeteroBN", "FedWon", "GlobalMomentum", "MeanStatistics", "Standalone",
+        "FedAvgGlobalStats", "HeteroBN", "FedWon", "GlobalMomentum", "MeanStatistics", "Standalone", "FedNova",
         *declared("strategies"),
     }  # fmt: skip
     for name in STRATEGIES:
