@@ -1,13 +1,14 @@
 """What strategies guarantee to those around them, which decides what composes.
 
-A rule gives these guarantees unless it, or a rule inside it, breaks them; a rule may restore those that are broken
-inside it. A wrapper names those that it needs, and may need others than these:
+A rule gives these guarantees unless it, or a rule inside it, breaks them; a rule around it may restore them. A wrapper
+names those that it needs, and may invent others:
 
-- `inside`: it may be inside another rule.
+- `inside`: it may be inside another rule. A rule that breaks this hides the replies of single clients from everybody.
 - `mean`: the mean of the replies is enough for it, together with the number of clients.
 - `known`: this is known of it, and it does not need one reply per client either.
 - `statistics`: the statistics of its model are means of the clients' statistics.
 - `weights`: it reports the weights of its mean.
+- `compared`: a reply may be left out because of what the other clients sent.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def broken(rule: Rule) -> Mapping[str, str]:
 
 
 def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
-    """Raise SettingsError if those inside `outer` do not guarantee what it needs; `needs` has the error's rest."""
+    """Raise SettingsError unless the rules inside `outer` guarantee what it needs.
+
+    `needs` has the second half of the error for each guarantee.
+    """
     needs = {"inside": "{outer} cannot wrap it; expected {inside}({outer}(...), ...)", **needs}
     given, inner = {*needs}, outer.chain[1:]
     for rule in reversed(inner):

@@ -98,8 +98,8 @@ class Foreign(BaseStrategy):
 
     def messages(self, round: Round, config: ConfigRecord) -> list[Message]:
         arrays, shown = round.arrays, round.arrays
-        if round.hidden:
-            shown = record_of(split_by_role(arrays, roles(arrays), round.hidden)[1])
+        if round._hidden:
+            shown = record_of(split_by_role(arrays, roles(arrays), round._hidden)[1])
         with self._drawing("train", round.number):
             messages = list(self.strategy.configure_train(round.number, shown, config, round.grid))
         self.training = self.attendance(f"round {round.number}", messages, arrays)
@@ -107,10 +107,10 @@ class Foreign(BaseStrategy):
         def whole(sent: ArrayRecord) -> ArrayRecord:
             return arrays if sent is shown else record_of({**arrays, **sent})
 
-        return [with_arrays(message, whole) for message in messages] if round.hidden else messages
+        return [with_arrays(message, whole) for message in messages] if round._hidden else messages
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
-        form = arrays_problem(reply.arrays, sent) if round.hidden else None  # `MeanStatistics` needs all arrays
+        form = arrays_problem(reply.arrays, sent) if round._hidden else None  # `MeanStatistics` needs all arrays
         if not self.weighs:
             return form
         keys = filter(None, (self.weighted_by_key, self.find_attribute("train_loss_key")))  # QFedAvg's weights
@@ -140,7 +140,7 @@ class Foreign(BaseStrategy):
         for reply, numbers in zip(replies, metrics, strict=True):
             of, sent = roles(reply.arrays), reply.arrays
             # QFedAvg takes arrays by their place.
-            keys = (key for key in {**round.arrays, **sent} if key in sent and of[key] not in round.hidden)
+            keys = (key for key in {**round.arrays, **sent} if key in sent and of[key] not in round._hidden)
             arrays = pack({key: sent[key] for key in keys})
             content = RecordDict(
                 {**configs_in(reply.message.content), self.arrayrecord_key: arrays, "metrics": numbers}
@@ -173,23 +173,24 @@ class Foreign(BaseStrategy):
         return self.strategy.aggregate_evaluate(server_round, [*messages, *self._errors(self.evaluation.refused)])
 
     def _errors(self, refused: Sequence[Message]) -> Sequence[Message]:
-        """The refused replies, for the strategy: Flower's only log them, and are given none.
+        """The refused replies, as the strategy sees them.
 
-        One around them (for privacy) aggregates nothing if there is an error.
+        Those derived from Flower's FedAvg would only log them, so they get none. With one of Flower's for privacy
+        around them, an error would prevent the aggregation.
         """
         return [] if hasattr(self.strategy, "weighted_by_key") else refused
 
     def summary(self) -> None:
         self.strategy.summary()
 
-    def state_dict(self) -> Any:
+    def _state(self) -> Any:
         """The attributes of the strategy and of those inside it."""
         return [
             {name: value for name, value in vars(each).items() if not isinstance(value, _NOT_SAVED)}
             for each in self.strategies()
         ]
 
-    def load_state_dict(self, values: Any) -> None:
+    def _load_state(self, values: Any) -> None:
         for strategy, attributes in zip(self.strategies(), values, strict=True):
             vars(strategy).update(attributes)
 

@@ -16,14 +16,14 @@ from fedbn_flwr.messages.reply import Reply, partition_of, reason_of, refused
 
 @dataclass(frozen=True)
 class Roster:
-    """The partitions that nodes have reported: node ids are random in every run."""
+    """The partitions that nodes have reported, by which clients are known: node ids are random in every run."""
 
     partitions: dict[int, int] = field(default_factory=dict)  # by node id
 
     def learn(self, reported: Mapping[int, int | None]) -> dict[int, str]:
-        """Note the partitions that nodes report; the problems of those that report another one than before.
+        """Note the partitions that nodes report; returns the problems of those that reported another one before.
 
-        Two nodes may report the same one: a node returns under another id, and of others neither is known to be right.
+        Two nodes may report the same one: a node may return under another id, and it is not known which one is right.
         """
         numbers = {node: number for node, number in reported.items() if number is not None}
         known = {node: self.partitions.setdefault(node, number) for node, number in numbers.items()}
@@ -61,11 +61,12 @@ class Attendance:
         messages: Sequence[Message],
         read: Callable[[Message], Reply],
         problem: Callable[[Reply], str | None],
-        compare: Callable[[Mapping[int, Reply]], Mapping[int, str]] = lambda found: {},
+        compare: Callable[[Mapping[int, Reply]], Mapping[int, str]],
     ) -> list[Reply]:
-        """The usable replies of those that have passed the gate.
+        """The usable ones of these replies, which have passed the gate, in the order of partitions.
 
-        `problem` judges a reply by itself, `compare` replies by those of the other clients. See `admit`.
+        `read` returns a reply's content, `problem` what is wrong with it, and `compare` what is wrong with some of them
+        in comparison, by node. RunFailed if too few are left, see `admit`.
         """
         usable: dict[int, Reply] = {}
         answered: dict[int, int | None] = {}
@@ -95,11 +96,11 @@ class Attendance:
     def admit(
         self, what: str, answered: Mapping[int, int | None], problems: Sequence[tuple[int, str]]
     ) -> Sequence[int]:
-        """The nodes that stay, in the order of partitions: those that answered without a problem.
+        """The nodes that answered without a problem, in the order of partitions; only they are `asked` from now on.
 
-        `what` is the name of the exchange or the round in messages; `answered` maps a node to the partition that it
-        reports, and `problems` are pairs of node and text. The log names the clients that are left out. RunFailed lists
-        them if fewer than `needed` of the nodes that were asked remain.
+        `what` names the exchange or the round in messages. `answered` has the partition that each node reported, and
+        `problems` are pairs of node and text. The log names the clients that are left out; RunFailed lists them if
+        fewer than `needed` of the nodes that were asked remain.
         """
         moved = self.roster.learn(answered)  # such a client counts once, whatever other problem it has
         problems = [*(each for each in problems if each[0] not in moved), *moved.items()]

@@ -55,7 +55,7 @@ class Round:
     arrays: ArrayRecord  # the global model that the round begins with
     config: Mapping[str, Any]  # of the messages to all clients; `config()` does not see those of the rules inside
     grid: Grid
-    hidden: frozenset[Role] = frozenset()  # roles that a strategy that is not a rule does not see
+    _hidden: frozenset[Role] = frozenset()  # the roles that a strategy of Flower does not see
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,16 @@ class Traits:
     # Records of arrays, by name, that each client sends back, with an array for every parameter that it trains; and
     # whether all clients count equally in their mean. The hook `records` returns what is sent to the clients.
     records: Mapping[str, bool] = field(default_factory=dict)
-    hidden: frozenset[Role] = frozenset()  # the roles that a strategy of Flower inside does not see
     pooled: bool = False  # whether variances have the part between the clients (`aggregate.pooled_mean`)
 
     @property
     def unsent(self) -> frozenset[Role]:
-        """The roles that are in no message."""
+        """The roles that neither the server nor the clients send."""
         return frozenset(role for role, is_returned in self.local_roles.items() if not is_returned)
 
     @property
     def besides(self) -> list[str]:
-        """What is sent besides the model's arrays, in words."""
+        """What travels along with the model's arrays, in words."""
         exchanged = ["statistics of batches, in each batch norm of a round's first step"] if self.min_batch else []
         size = "as large as the parameters: up in each round, down from round 2 on"
         return [f"record `{name}`, {size}" for name in self.records] + exchanged
@@ -119,21 +118,20 @@ class Rule(Strategy):
 
     traits: Traits = Traits()
     memory: Memory
-    chain: tuple[Rule, ...]  # this rule, the one inside it, and so on to the innermost
-    base: BaseStrategy  # the innermost
-    # The guarantees (see `_composition`) that this rule breaks, each with the reason, and those it restores.
-    # A class with a hook that sees the replies of single clients must declare what it breaks. One that breaks "inside"
-    # hides these replies from all who read the run.
+    chain: tuple[Rule, ...]  # this rule, the one inside it, and so on
+    base: BaseStrategy  # the innermost rule of the chain, which chooses the clients
+    # The guarantees (see `_composition`) that this rule breaks, each with the reason, and those it restores. A class
+    # with a hook that sees the replies of single clients must declare what it breaks.
     breaks: Mapping[str, str] = {}
     restores: frozenset[str] = frozenset()
-    compares_replies: bool = True  # whether a reply may be refused for what the other clients sent
     # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an
     # experiment they are on the disk before the messages that `configure_train` returns are sent.
     promised: Collection[str] = ()
     _inside: Rule  # the next one in the chain
-    _rounds: int | None = None  # of the run; None or 0 if it was not started by `Rule.start`
-    _round: Round | None = None  # the current one
-    _name: Mapping[str, str] = {}  # of a run that was not started by `Rule.start`
+    _hides: frozenset[Role] = frozenset()  # the roles that a strategy of Flower inside this rule does not see
+    _rounds: int | None = None  # the number of rounds; None or 0 unless `Rule.start` started the run
+    _round: Round | None = None  # the current round
+    _name: Mapping[str, str] = {}  # the name of the run, unless `Rule.start` started it
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -208,13 +206,14 @@ class Rule(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The messages of the whole chain, which this rule is the outermost of."""
+        """The messages of the whole chain; this rule is the outermost one."""
         if server_round == 1 and protocol.RUN not in config:
             # A strategy around this one has started the run, as Flower's for privacy do, or a `start` of the user.
             self._check_outer()
             self.begin(self._rounds or 0, arrays)
             self._name = _drawn_name()
-        round = Round(server_round, arrays, self._named(config), grid, self.traits.hidden)
+        hidden = frozenset[Role]().union(*(rule._hides for rule in self.chain))
+        round = Round(server_round, arrays, self._named(config), grid, hidden)
         # A user's class with a `configure_train` of its own makes the messages of all rules from there on.
         chain = [self, *takewhile(lambda rule: type(rule).configure_train is Rule.configure_train, self.chain[1:])]
         for rule in chain:
@@ -252,7 +251,7 @@ class Rule(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The round of the whole chain, which this rule is the outermost of."""
+        """The new model, by the hooks of the whole chain; this rule is the outermost one."""
         base, round = self.base, self._round
         if round is None or not base.training.asked:
             return None, None
@@ -280,7 +279,7 @@ class Rule(Strategy):
             return base.form_problem(round, reply, sent) or next(filter(None, problems), None)
 
         def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
-            if not all(rule.compares_replies for rule in self.chain):
+            if any("compared" in rule.breaks for rule in self.chain):
                 return {}
             problems = {**metric_problems(found), **base.compare(found, sent)}
             for name in names:
@@ -295,12 +294,11 @@ class Rule(Strategy):
 
     # --- the run ---
 
-    def state_dict(self) -> Any:
+    def _state(self) -> Any:
         """The state that checkpoints save."""
         return vars(self.memory)
 
-    def load_state_dict(self, values: Any) -> None:
-        """The inverse of `state_dict`."""
+    def _load_state(self, values: Any) -> None:
         self.memory = self.Memory(**values)
 
     def start(
@@ -313,7 +311,7 @@ class Rule(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
-        """Run the federation by the `start` of Flower, or of a wrapped strategy, which may be one of the user's."""
+        """Run the federation by Flower's `start`, or by that of a wrapped strategy, which may be the user's own."""
         self.begin(num_rounds, initial_arrays)
         train, evaluate, evaluate_model = self._run_arguments(grid, train_config, evaluate_config, evaluate_fn)
         return self._start()(
@@ -332,7 +330,7 @@ class Rule(Strategy):
     def _run_arguments(
         self, grid: Grid, train: ConfigRecord | None, evaluate: ConfigRecord | None, evaluate_fn: EvaluateFn | None
     ) -> tuple[ConfigRecord, ConfigRecord, EvaluateFn | None]:
-        """The last arguments of `start`: clients keep no state of an earlier run, and `global_model` is evaluated."""
+        """The last arguments: configs that name the run, by which clients forget earlier ones, and an `evaluate_fn`."""
         given = {**(train or {})}
         name = protocol.run_keys(given) if protocol.RUN in given else _drawn_name()
         train, evaluate = ConfigRecord({**given, **name}), ConfigRecord({**(evaluate or {}), **name})
@@ -344,7 +342,7 @@ class Rule(Strategy):
         return train, evaluate, evaluate_fn and evaluate_model
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
-        """The first call of a server of Flower's old API."""
+        """A server of Flower's old API calls this first."""
         raise SettingsError(
             f"{self} is not a strategy of Flower's old API, of which ServerApp(server_fn=...) starts a "
             "server; call start() in a function under @app.main() (docs/old-api.md)"
@@ -356,7 +354,7 @@ def _drawn_name() -> Mapping[str, str]:
 
 
 def _is_own(cls: type, hook: str) -> bool:
-    """Whether a class has a hook that it does not have from another rule, but perhaps from a class that is none."""
+    """Whether a class defines a hook, or inherits it from a class that is not a rule."""
     others = [getattr(base, hook) for base in cls.__bases__ if issubclass(base, Rule)]
     return hook in vars(cls) or getattr(cls, hook) not in others
 
@@ -380,19 +378,19 @@ class BaseStrategy(Rule):
 
     def __init__(self) -> None:
         self.memory, self.chain, self.base = self.Memory(), (self,), self
-        self.training, self.evaluation = Attendance(), Attendance()  # of the last round and the last evaluation
+        self.training, self.evaluation = Attendance(), Attendance()  # in the last round and the last evaluation
 
     @property
     def roster(self) -> Roster:
         return Roster(self.memory.partitions)
 
     def attendance(self, what: str, messages: Iterable[Message] = (), arrays: ArrayRecord | None = None) -> Attendance:
-        """That of a round, an evaluation or a query that sends these messages, with these arrays."""
+        """The attendance of the nodes that receive these messages, and a model with these arrays."""
         asked = [message.metadata.dst_node_id for message in messages]
         return Attendance(what, self.roster, self.min_train_nodes, arrays, asked)
 
     def due(self, clients: int) -> int | None:
-        """How many of these clients train in a round if all are connected; None if the rule does not say."""
+        """How many clients train in a round when all of these are connected; None if this is not known."""
         return None
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
@@ -408,16 +406,16 @@ class BaseStrategy(Rule):
         self.memory, self._rounds = self.Memory(), num_rounds
 
     def messages(self, round: Round, config: ConfigRecord) -> list[Message]:
-        """The messages with the model to the clients of a round, whom `training` notes; it may change the config."""
+        """Choose the clients of a round, note them in `training`, and return their messages; may change `config`."""
         raise NotImplementedError
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
-        """Why a reply does not have what the messages of the round ask for, or None."""
+        """Why a reply lacks what the messages of the round ask for, or None."""
 
     def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
-        """The problems of replies that show only along with those of the other clients, by node.
+        """The problems that only a comparison with the other replies shows, by node.
 
-        Values must not be absurd, and statistics within the bounds.
+        Values must not be absurd, and statistics must be within the bounds.
         """
         if not found:
             return {}
@@ -434,7 +432,7 @@ class BaseStrategy(Rule):
             return replies
         arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
         sent = unpack(round.arrays)
-        # Apart: the distance of what a client keeps from the clients' mean is no update.
+        # Local roles are apart: their distance from the clients' mean is not an update.
         for some in filter(None, split_by_role(sent, roles(sent), {*self.traits.local_roles})):
             arrays = self.bounds.updated(arrays, some, f"round {round.number}")
         return [replace(reply, arrays=values) for reply, values in zip(replies, arrays, strict=True)]
@@ -467,40 +465,40 @@ class BaseStrategy(Rule):
         return round.arrays
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
-        """The metrics of training, of all clients together."""
+        """The metrics of training, over all clients."""
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         messages = gate(replies)
         answers = [metrics_in(each.content).values() for each in messages if each.has_content()]
-        # The training loss and the size of the first batch are in no evaluation. One client must not decide this.
+        # Evaluations lack the training loss and the size of the first batch. One client must not decide the key.
         known = [any(self.weighted_by_key in record for record in records) for records in answers]
         key = self.weighted_by_key if 2 * sum(known) > len(known) else protocol.NUM_EXAMPLES
 
         def problem(reply: Reply) -> str | None:
             return number_problem(reply.metrics, key) if self.weighs else None
 
-        # A missing evaluation must not end the run, so no reply is required: nobody was asked.
+        # Without messages nobody was asked, so no reply is required: a missing evaluation must not end the run.
         self.evaluation = self.attendance(f"round {server_round}, evaluation")
         found = self.evaluation.screen(messages, partial(read_reply, records=None), problem, metric_problems)
         return self.evaluated(server_round, found, key)
 
     def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
-        """The metrics of an evaluation, of all clients together; the metric `key` weights the replies."""
+        """The metrics of an evaluation over all clients, whose replies have the metric `key` as weights."""
 
 
 def state_of(rule: Rule) -> bytes:
     """The state of a rule and of those inside it; ValueError names an attribute that cannot be saved."""
-    return dump([{str(each): each.state_dict()} for each in rule.chain])
+    return dump([{str(each): each._state()} for each in rule.chain])
 
 
 def restore(rule: Rule, state: bytes) -> None:
     """The inverse of `state_of`, for a rule that was created with the same arguments and has begun its run."""
     for each, saved in zip(rule.chain, parse(state, list), strict=True):
-        each.load_state_dict(saved[str(each)])
+        each._load_state(saved[str(each)])
 
 
 def refuse_bounds(rule: Rule) -> None:
-    """Raise SettingsError if the rule has bounds that do not bound all that it averages."""
+    """Raise SettingsError if the rule averages something that its bounds do not limit."""
     bounds = rule.base.bounds
     if bounds is None:
         return
@@ -513,7 +511,7 @@ def refuse_bounds(rule: Rule) -> None:
 
 
 def require_norm(rule: Rule, needed: Collection[Role], arrays: ArrayRecord, use: str, instead: str = "FedAvg") -> None:
-    """Refuse a model without arrays of the `needed` roles: the run would be `instead` under another name."""
+    """Raise SettingsError if the model has no arrays of the `needed` roles: the run would equal that of `instead`."""
     if set(needed).isdisjoint(roles(arrays).values()):
         missing = " or ".join(sorted(role.value for role in set(needed) - {Role.COUNTER}))
         raise SettingsError(

@@ -194,13 +194,8 @@ class FedTANClient(ClientRule):
                 "model normalises with the statistics of its batch (instance norms and frozen batch norms do not); "
                 "use FedAvg, or a model with batch norm"
             )
-        if not local.length:
-            raise MessageError(
-                f"{protocol.EXCHANGE!r} asks for exchanges in the first step of a round, but this client takes no "
-                "step; expected epochs or steps above zero"
-            )
         backward = bool(config.get(protocol.EXCHANGE_BACKWARD, True))
-        if backward and not (isinstance(local.optimizer.torch, SGD) and local.clip is None):
+        if backward and not (isinstance(local.optimizer.torch, SGD) and local.optimizer.clip is None):
             raise MessageError(
                 f"{protocol.EXCHANGE_BACKWARD!r} needs a first step whose mean over the clients is the step on the "
                 "union of their batches, which only SGD without clipping takes; expected optimizer sgd and no clip"

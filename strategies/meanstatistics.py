@@ -53,6 +53,7 @@ class MeanStatistics(Wrapper):
 
     breaks = {}
     restores = frozenset({"statistics"})
+    _hides = NORM_STATE
 
     def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "pooled", "median"] = "mean") -> None:
         super().__init__(strategy)
@@ -64,7 +65,7 @@ class MeanStatistics(Wrapper):
         if statistics == "median":
             self.breaks = {"mean": "takes the median of the clients' statistics"}
         self.statistics = statistics
-        self.traits = replace(self.traits, hidden=NORM_STATE, pooled=statistics == "pooled")
+        self.traits = replace(self.traits, pooled=statistics == "pooled")
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)

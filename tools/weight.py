@@ -79,11 +79,15 @@ def names() -> dict[str, list[str]]:
         own: dict[str, Any] = {**getattr(kind, "__annotations__", {}), **vars(kind)}
         return [name for name in own if not name.startswith("_") and not hasattr(base, name)]
 
-    fields = {each.__name__: [field.name for field in dataclasses.fields(each)] for each in (Traits, Round)}
+    fields = {each.__name__: fields_of(each) for each in (Traits, Round)}
     rest = {each.__name__: of(each) for each in (Reply, ClientRule, LocalRound)}
     # No author calls or overrides what a server of Flower's old API calls.
     of_rule = [name for name in of(Rule, Strategy) if name != "initialize_parameters"]
-    return {"Rule": of_rule, "Memory": [field.name for field in dataclasses.fields(Rule.Memory)], **fields, **rest}
+    return {"Rule": of_rule, "Memory": fields_of(Rule.Memory), **fields, **rest}
+
+
+def fields_of(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if not field.name.startswith("_")]
 
 
 Way = tuple[set[str], set[str], int]

@@ -44,7 +44,6 @@ from .training import (
     Gradient,
     Loss,
     OptimizerSpec,
-    Trainer,
     Training,
     backpropagate,
     local_batches,
@@ -177,12 +176,13 @@ class BNClient(NumPyClient):
         self.model, self.roles = self._parts.model, self._parts.roles
         self.train_data, self.eval_data, self.batch, self.lr = train_data, eval_data, batch, lr
         self.epochs, self.steps = 1 if epochs is None and steps is None else epochs, steps
-        self._optimizer = functools.partial(make_optimizer, optimizer, momentum=momentum, weight_decay=weight_decay)
-        self.keep_momentum, self.clip, self.compile = keep_momentum, clip, compile
+        self._optimizer = functools.partial(
+            make_optimizer, optimizer, momentum=momentum, weight_decay=weight_decay, clip=clip
+        )
+        self.keep_momentum, self.compile = keep_momentum, compile
         self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
         self.channels_last, self.precision = channels_last, precision
         self.seed, self.min_batch = seed, min_batch
-        self.trainer: Trainer | None = None  # instead of that of `TRAINER`
         self.sums: Callable[[], np.ndarray] | None = None  # the answer to query.sums, of experiments
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
@@ -218,8 +218,7 @@ class BNClient(NumPyClient):
                 local = LocalRound(
                     config, records, self.state, self.model, self.roles,
                     num_examples=self.num_examples, partition=self.identity.get(protocol.PARTITION),
-                    min_batch=self.min_batch, length=self.epochs or self.steps or 0, clip=self.clip,
-                    resources=resources, exchange=exchange,
+                    min_batch=self.min_batch, resources=resources, exchange=exchange,
                 )  # fmt: skip
                 return self._round(local, wanted)
         except BaseException:
@@ -229,7 +228,7 @@ class BNClient(NumPyClient):
     def _round(self, local: LocalRound, wanted: Iterable[type[ClientRule]]) -> Update:
         """The result of a round that begins with the loaded model."""
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
-        (trained,) = (self.trainer or TRAINER.get())([self._training(local, rules)])
+        trained = TRAINER.get()(self._training(local, rules))
         config = local.config
         sent, returned = set(local.records["arrays"]), protocol.roles_of(config, protocol.RETURN, frozenset(Role))
         taken = self._parts.taken([key for key, role in self.roles.items() if key in sent or role in returned])
@@ -337,7 +336,13 @@ class BNClient(NumPyClient):
         pairs = self._pairs(local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps))
         self._parts.train()
         local.optimizer = self._optimizer(trained, lr)
-        firsts = (rule.first_gradient() for rule in rules)
+        first_gradients = (rule.first_gradient() for rule in rules)
+        first_step = next((gradient for gradient in first_gradients if gradient is not None), None)
+        if first_step is not None and not (self.epochs or self.steps):
+            raise MessageError(
+                "the strategy computes the gradient of a round's first step with exchanges, and this client makes no "
+                "step; expected epochs or steps above zero"
+            )
         return Training(
             self.model,
             ((each(_channels_last, inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
@@ -346,9 +351,8 @@ class BNClient(NumPyClient):
             self._parts.device,
             rules,
             frozen,
-            self.clip,
             gradient,
-            next((first for first in firsts if first is not None), None),
+            first_step,
             self._seed("model", server_round, self.train_data),
         )
 

@@ -58,7 +58,7 @@ def add_(x: Tensors, y: Tensors, alpha: float = 1.0) -> None:
 class LocalRound:
     """A client's round, from which a client rule reads what it needs."""
 
-    config: Config
+    config: Config  # of the message
     # The message's records of arrays: "arrays" is the model. Of a layer-wise round the last message has the others,
     # so read them in `begin` or later.
     records: Mapping[str, Arrays]
@@ -67,10 +67,8 @@ class LocalRound:
     roles: Mapping[str, Role]  # of the model's tensors, by key
     num_examples: int  # in the client's training data
     partition: int | None  # the number of the client, if it has one
-    min_batch: int  # the client exchanges no statistics of a batch of fewer examples
-    length: int  # of the round, in epochs or steps
-    clip: float | None  # the largest norm of the gradients
-    resources: ExitStack  # what must be closed when the round ends, with its error if it fails
+    min_batch: int  # the examples that a batch must have before the client exchanges its statistics
+    resources: ExitStack  # is closed when the round ends, with the error if it fails
     exchange: Exchange | None = None  # with the other clients, in a layer-wise round
     optimizer: LocalOptimizer = field(init=False)  # of the parameters that train; set after the rules are made
 

@@ -1,7 +1,7 @@
 """The local training loop `train` that all client rules share, its batches, learning rates and optimisers.
 
-A loaded round is a value, `Training`, and a `Trainer` is a function of several: `one_by_one`, or another one by
-`BNClient.trainer` or `TRAINER`.
+A loaded round is a value, `Training`, and `train` returns its result. An engine may set another `Trainer`, which trains
+the rounds of several clients at once.
 
 `SGD` is the default optimiser. Creating another one imports PyTorch's compiler, which takes a second or more. An
 experiment does it once, when it checks the settings, and its workers are forked after that.
@@ -132,11 +132,9 @@ class Training:
     batches
         Pairs (inputs, targets); one step each.
     optimizer
-        It has the parameters that train, by name, without those of the roles `frozen`.
+        It has the parameters that train, by name, without those of the roles `frozen`, and may clip the gradients.
     rules
         Client rules, which change the gradients before each step in this order.
-    clip
-        After that, the largest norm of the gradients, if any.
     gradient, first_step
         How loss and gradients of a batch are computed; those of the first one perhaps in another way (FedTAN's
         exchange with the other clients).
@@ -151,7 +149,6 @@ class Training:
     device: torch.device
     rules: Sequence[Rule] = ()
     frozen: frozenset[Role] = frozenset()
-    clip: float | None = None
     gradient: Gradient = backpropagate
     first_step: Gradient | None = None
     seed: int = 0
@@ -165,18 +162,6 @@ class Trained:
     first_batch: int  # the examples in it
     steps: int
     kept: Sequence[Kept]  # of each rule
-
-
-# Trains the models of some rounds, whose tensors then have the new values; the results are in the order of the rounds.
-Trainer = Callable[[Sequence[Training]], Sequence[Trained]]
-
-
-def one_by_one(rounds: Sequence[Training]) -> list[Trained]:
-    return [train(training) for training in rounds]
-
-
-# What trains the clients of the current thread; an engine may set another one while it serves a message.
-TRAINER: ContextVar[Trainer] = ContextVar("trainer", default=one_by_one)
 
 
 def train(training: Training) -> Trained:
@@ -195,7 +180,7 @@ def train(training: Training) -> Trained:
             total += gradient(training.model, inputs, targets, training.loss) * size
             if not steps:
                 kept, first_batch, gradient = _begun(training), size, training.gradient
-            if training.rules or training.clip is not None:
+            if training.rules:
                 _adjust(training, kept)
             optimizer.step()
             steps, examples = steps + 1, examples + size
@@ -215,8 +200,12 @@ def _adjust(training: Training, kept: Sequence[Kept]) -> None:
     g = {name: parameter.grad for name, parameter in w.items() if parameter.grad is not None}
     for rule, own in zip(training.rules, kept, strict=True):
         rule.adjust(w, g, own)
-    if training.clip is not None:
-        nn.utils.clip_grad_norm_(w.values(), training.clip)
+
+
+Trainer = Callable[[Training], Trained]  # leaves the new values in the model's tensors
+
+# The trainer of the current thread, which an engine may replace while it serves a message.
+TRAINER: ContextVar[Trainer] = ContextVar("trainer", default=train)
 
 
 # --- learning rates of a round, by its number and the number of rounds ---
@@ -251,14 +240,24 @@ class SGD(torch.optim.SGD):
 
 
 class LocalOptimizer:
-    """An optimiser of torch.optim as `torch`, with its parameters and its state by name."""
+    """An optimiser of torch.optim as `torch`, with its parameters and its state by name.
 
-    def __init__(self, make: MakeOptimizer, parameters: Mapping[str, nn.Parameter], **options: object) -> None:
-        self.parameters = dict(parameters)
+    `clip` is the largest norm of the gradients in a step, if any.
+    """
+
+    def __init__(
+        self, make: MakeOptimizer, parameters: Mapping[str, nn.Parameter], clip: float | None, /, **options: object
+    ) -> None:
+        self.parameters, self.clip = dict(parameters), clip
         self.torch = make([*self.parameters.values()] or [{"params": []}], **options)
         if not isinstance(self.torch, Optimizer):
             raise TypeError(f"it returned a {type(self.torch).__name__}; expected a torch.optim.Optimizer")
-        self.zero_grad, self.step = self.torch.zero_grad, self.torch.step
+        self.zero_grad = self.torch.zero_grad
+
+    def step(self) -> None:
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.clip)
+        self.torch.step()
 
     def state(self) -> Mapping[str, Tensor]:
         """What the optimiser remembers, by a name that does not change between rounds."""
@@ -298,6 +297,7 @@ def make_optimizer(
     *,
     momentum: float = 0.0,
     weight_decay: float | None = None,
+    clip: float | None = None,
 ) -> LocalOptimizer:
     """The optimiser that `spec` describes: a name, a mapping of `name` and options, or a function that makes one.
 
@@ -313,7 +313,7 @@ def make_optimizer(
     options |= {"momentum": momentum} if momentum else {}
     options |= {} if weight_decay is None else {"weight_decay": weight_decay}
     try:
-        return LocalOptimizer(make, parameters, lr=lr, **options)
+        return LocalOptimizer(make, parameters, clip, lr=lr, **options)
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         signature = named.signature_of(make)
         known = f"; its arguments are {', '.join(signature.parameters)}" if signature else ""

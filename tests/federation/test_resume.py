@@ -164,7 +164,7 @@ def test_a_lost_state_changes_the_numbers(
     session(case, tmp_path / "run", 3)
     if case in SERVERS:
         for kind in (Rule, type(as_rule(flower.FedAvg()))):
-            monkeypatch.setattr(kind, "load_state_dict", lambda rule, values: None)
+            monkeypatch.setattr(kind, "_load_state", lambda rule, values: None)
     else:
         monkeypatch.setattr(CheckpointFile, "clients", lambda self: ((node, RecordDict()) for node in (1, 2, 3)))
     session(case, tmp_path / "run")

@@ -100,8 +100,10 @@ class Private(Wrapper):
         evaluated: bool = False  # clients sent metrics of evaluations
 
     memory: Memory
-    breaks = {"inside": "adds noise to the mean"}
-    compares_replies = False  # what one client sends must not decide whether another one's change counts
+    breaks = {
+        "inside": "adds noise to the mean",
+        "compared": "must not let one client decide whether another one's change counts",
+    }
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The rounds of several clients in one training loop, whose tensors have a leading axis for the clients.
 
-`together` is a `Trainer`. Rounds with equal networks, losses, optimisers and client rules form a group, and a group
+Rounds with equal networks, losses, optimisers and client rules form a group, and a group
 takes a step in one pass. Clients may have different numbers and shapes of batches: in each pass, the clients whose next
 batches have the same shape take their steps. Clients are independent, so this does not change the results.
 """
@@ -54,7 +54,7 @@ class Row:
         first = next(iter(self.tensors.values()))
         return (
             self.network.description, tuple(training.optimizer.parameters), first.dtype, first.device,
-            _identity(training.loss), training.frozen, training.clip, options, rules,
+            _identity(training.loss), training.frozen, training.optimizer.clip, options, rules,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -224,8 +224,8 @@ class _Group:
                         rule.adjust(
                             _part(w, row), _part(g, row), {key: _part(values, row) for key, values in own.items()}
                         )
-            if self.training.clip is not None:
-                _clip([*g.values()], self.training.clip)
+            if (clip := self.training.optimizer.clip) is not None:
+                _clip([*g.values()], clip)
             _step([w[name] for name in g], [*g.values()], [momentum[name] for name in g if name in momentum], group)
         for i in numbers:
             taken[i] += steps

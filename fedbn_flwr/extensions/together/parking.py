@@ -43,12 +43,11 @@ class TogetherPool(Pool):
     def _answer(self, message: Message, park: Park) -> Message:
         """The reply of a client, computed in its thread."""
 
-        def trainer(rounds: Sequence[Training]) -> list[Trained]:
-            (training,) = rounds
+        def trainer(training: Training) -> Trained:
             if (row := row_of(training)) is None:
-                return [train(training)]
+                return train(training)
             park(row)
-            return [finished(row)]
+            return finished(row)
 
         TRAINER.set(trainer)  # of this thread until its next message
         return self.nodes.answer(message, self.nodes.contexts[message.metadata.dst_node_id])

@@ -8,7 +8,8 @@ import gc
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, seeding
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key
-from fedbn_flwr.client.training import Kept, Trained, Training
+from fedbn_flwr.client.training import TRAINER, Kept, Trained, Trainer, Training
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -740,6 +741,13 @@ def by_hand(rounds: Sequence[Training]) -> list[Trained]:
     ]
 
 
+@contextmanager
+def trained_by(trainer: Trainer) -> Iterator[None]:
+    before = TRAINER.set(trainer)
+    yield
+    TRAINER.reset(before)
+
+
 def seeded_batches(training: Training) -> list[Any]:
     with seeding.streams(training.seed):
         return list(training.batches)
@@ -747,17 +755,19 @@ def seeded_batches(training: Training) -> list[Any]:
 
 @pytest.mark.parametrize("config", [{}, {"fedbn.control": True}, {"proximal-mu": 0.5, "fedbn.control": True}])
 def test_another_trainer_trains_the_rounds_of_a_client(config: dict[str, Any]) -> None:
-    """Model, loss and control variates are those of `one_by_one`, bit for bit."""
+    """Model, loss and control variates are those of `train`, bit for bit."""
     clients = [BNClient(small(), shuffled(), epochs=2, lr=0.2, momentum=0.9) for _ in range(2)]
     seen: list[Training] = []
 
-    def trainer(rounds: Sequence[Training]) -> list[Trained]:
-        seen.extend(rounds)
-        return by_hand(rounds)
+    def trainer(training: Training) -> Trained:
+        seen.append(training)
+        return by_hand([training])[0]
 
-    clients[1].trainer = trainer
     for number in (1, 2):
-        one, two = (client.train_round(sent_by(client), {"server-round": number, **config}) for client in clients)
+        message = {"server-round": number, **config}
+        one = clients[0].train_round(sent_by(clients[0]), message)
+        with trained_by(trainer):
+            two = clients[1].train_round(sent_by(clients[1]), message)
         assert same(dict(one.arrays), dict(two.arrays))
         assert one.metrics == pytest.approx(two.metrics, rel=1e-12)
         assert [*one.extras] == [*two.extras] == (["control"] if "fedbn.control" in config else [])
@@ -769,15 +779,14 @@ def test_a_trainer_may_train_clients_together() -> None:
     """Two loaded rounds in one call, their steps in turn: each has the values that it has alone."""
     loaded: list[Training] = []
 
-    def load(rounds: Sequence[Training]) -> list[Trained]:
-        loaded.extend(rounds)
+    def load(training: Training) -> Trained:
+        loaded.append(training)
         raise NotImplementedError
 
     clients = [BNClient(small(), shuffled(), lr=0.1 * (1 + i), context=context(i)) for i in range(2)]
     alone = [BNClient(small(), shuffled(), lr=0.1 * (1 + i), context=context(i)) for i in range(2)]
     for client in clients:
-        client.trainer = load
-        with pytest.raises(NotImplementedError):
+        with trained_by(load), pytest.raises(NotImplementedError):
             client.train_round(sent_by(client), {"proximal-mu": 0.5})
     together = by_hand(loaded)
     for client, twin, trained in zip(clients, alone, together, strict=True):

@@ -25,7 +25,6 @@ from fedbn_flwr.client.training import (
     cosine_rate,
     local_batches,
     make_optimizer,
-    one_by_one,
     step_rate,
     train,
 )  # fmt: skip
@@ -84,11 +83,10 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Data]:
 
 
 def trained(
-    model: nn.Module, data: Iterable[Batch], *rules: ClientRule, lr: float = 0.1, momentum: float = 0.0, **more: Any
+    model: nn.Module, data: Iterable[Batch], *rules: ClientRule, lr: float = 0.1, clip: float | None = None, **more: Any
 ) -> Trained:
-    optimizer = make_optimizer(
-        "sgd", {name: p for name, p in model.named_parameters() if p.requires_grad}, lr, momentum=momentum
-    )
+    momentum, parameters = more.pop("momentum", 0.0), {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = make_optimizer("sgd", parameters, lr, momentum=momentum, clip=clip)
     return train(Training(model, data, optimizer, F.cross_entropy, CPU, rules, **more))
 
 
@@ -104,7 +102,7 @@ def test_train_equals_a_hand_written_loop_bit_for_bit() -> None:
     model, data = problem()
     twin = copy.deepcopy(model)
     optimizer = make_optimizer("sgd", dict(model.named_parameters()), lr, momentum=momentum, weight_decay=decay)
-    (found,) = one_by_one([Training(model, data * 2, optimizer, F.cross_entropy, CPU)])
+    found = train(Training(model, data * 2, optimizer, F.cross_entropy, CPU))
 
     weights = list(twin.parameters())
     velocity: list[Tensor] = []

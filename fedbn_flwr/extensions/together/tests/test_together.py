@@ -75,9 +75,9 @@ def rounds(
         batches = [pair for pair in zip(inputs.split(batch), targets.split(batch), strict=True) if len(pair[0]) > 1]
         own = copy.deepcopy(model).double().train()
         loss = options.get("loss", make_loss("cross_entropy"))
-        given = {name: options[name] for name in ("momentum", "weight_decay") if name in options}
+        given = {name: options[name] for name in ("momentum", "weight_decay", "clip") if name in options}
         optimizer = make_optimizer(options.get("optimizer", "sgd"), dict(own.named_parameters()), 0.1, **given)
-        found.append(Training(own, batches * epochs, optimizer, loss, torch.device("cpu"), clip=options.get("clip")))
+        found.append(Training(own, batches * epochs, optimizer, loss, torch.device("cpu")))
     return found
 
 
