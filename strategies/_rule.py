@@ -287,7 +287,7 @@ class Rule(Strategy):
             return problems
 
         read = partial(read_reply, name=base.arrayrecord_key, records=names)
-        replies: Sequence[Reply] = base.training.screen(messages, read, problem, compare)
+        replies = base.within_bounds(round, base.training.screen(messages, read, problem, compare))
         for rule in reversed(self.chain):
             replies = rule.accepted(round, replies)
         return replies
@@ -426,8 +426,8 @@ class BaseStrategy(Rule):
             problems |= self.bounds.outliers(cohort, keys)
         return {nodes[i]: problem for i, problem in problems.items()}
 
-    def accepted(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
-        """The replies, none of whose updates is larger than the bounds allow."""
+    def within_bounds(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
+        """The replies, with updates that are larger than the bounds allow shortened."""
         if self.bounds is None:
             return replies
         arrays: Sequence[Arrays] = [reply.arrays for reply in replies]

@@ -84,6 +84,18 @@ def test_one_client_cannot_move_the_model(federation: Federations) -> None:
     assert float(np.abs(last_model(fed, FedAvg(), 1, fed.grid(spoiling(fed, huge)))["4.bias"]).max()) > 1e10
 
 
+class Looks(FedAvg):
+    def accepted(self, round: Round, replies: Any) -> Any:
+        return replies
+
+
+def test_a_hook_of_the_user_s_own_does_not_switch_the_bounds_off(federation: Federations) -> None:
+    fed, bounds = federation(SIZES[:3]), {"clip_norm": 1e-3}
+    bounded = last_model(fed, FedAvg(bounds=bounds), 1)
+    assert same(bounded, last_model(fed, Looks(bounds=bounds), 1))
+    assert not same(bounded, last_model(fed, Looks(), 1))
+
+
 def test_frozen_statistics_stay_bit_for_bit(federation: Federations) -> None:
     fed = federation(SIZES)
     base = FedAvg(bounds={"clip_factor": 0.5, "plausible": 10.0}, fraction_evaluate=0.0)
