@@ -40,9 +40,9 @@ _NOT_SAVED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, t
 class Foreign(BaseStrategy):
     """A strategy that is not a `Rule`: it chooses the clients and combines their replies.
 
-    With a `seed`, this and the round decide where it chooses clients at random. Its attributes are its state. Functions
-    and classes are not saved, since a new instance receives them as arguments. A strategy that it wraps is saved in the
-    same way. The state of Python's and NumPy's global random generators, which it may use, is not saved.
+    With a `seed`, its random choices of clients depend on the seed and the round alone. Its attributes are its state,
+    and so are those of the strategies that it wraps. Functions and classes are not saved, since a new instance receives
+    them as arguments, nor is the state of Python's and NumPy's global random generators.
 
     Strategies derived from Flower's FedAvg expect one record of arrays and one of metrics in a reply, with the same
     names and keys in all replies; so they receive such replies.

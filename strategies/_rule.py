@@ -1,18 +1,18 @@
 """The base class of rules: hooks, fixed properties in `traits`, and the rule's state in `memory`.
 
-A rule may be around another one; together they are a chain, whose innermost rule chooses the clients. The outermost
-runs the round for all of them, and calls the hooks of each rule in this order:
+A rule may be around another one. Together they are a chain: the innermost rule chooses the clients, and the outermost
+one runs the round and calls the hooks of all in this order:
 
 - `begin` prepares a run.
 - `config` has keys for the clients, those of the outermost rule first.
 - `outgoing` may change the messages, the innermost rule first; then the `records` of all are added.
 - `incoming` may change the replies, the outermost rule first.
-- `problem` judges single replies. The usable ones are given to `accepted`, the innermost rule first.
+- `problem` judges single replies. `accepted` gets the usable ones and may change them, the innermost rule first.
 - `weights` and `combine` make the new model; a rule calls those of the rule inside it by `super()`.
-- `after_round` updates the state, that of the innermost rule first.
-- `global_model` returns the model to evaluate, and `notes` what the summary reports.
+- `after_round` updates the state, the innermost rule first.
+- `global_model` returns the model to evaluate, and `notes` the entries of the summary.
 
-A rule overrides only the hooks whose behaviour it changes; the others are those of the rule inside it.
+A rule overrides only the hooks whose behaviour it changes.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Wrapper(Rule):
 
     Its hooks are called along with those of the strategies inside, see `Rule`. Evaluation and summary are those of the
     wrapped strategy. `needs` are the guarantees that the strategies inside must give (`check_composition`), each with
-    the rest of the error.
+    the second half of the error.
     """
 
     inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
@@ -79,10 +79,10 @@ _ROUND = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate
 
 
 def _calling(strategy: Strategy, rule: Rule) -> Strategy:
-    """A strategy with the attributes and the `start` of `strategy`, where `self.configure_train` etc. are `rule`'s.
+    """A strategy that has the attributes and the `start` of `strategy`, and the rounds of `rule`.
 
-    A `start` of the user's own, for instance one that logs or saves each round, calls these methods of itself. So it
-    is called on an object of a derived class that has the same attributes, and the rounds are those of the whole chain.
+    A `start` of the user's own, for instance one that logs or saves each round, calls `self.configure_train` and so on.
+    Here `self` is an object of a derived class, which has those methods of `rule` and shares the attributes.
     """
     methods = {name: staticmethod(getattr(rule, name)) for name in _ROUND}
     methods["begin"] = staticmethod(lambda *_: None)  # `rule` has begun

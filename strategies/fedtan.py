@@ -30,7 +30,7 @@ from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.carriers import ByMessages, Carrier, ExchangesDone, judged, service
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.exchange.step import LayerwiseStep, exchanged_layers
+from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import total_weight, weighted_mean
 from fedbn_flwr.norms.roles import Role
@@ -186,8 +186,6 @@ class FedTANClient(ClientRule):
         local, config = self.local, self.local.config
         if protocol.EXCHANGE not in config:
             return None
-        if local.exchange is None:
-            raise MessageError(f"{protocol.EXCHANGE!r} needs a ClientApp made by fedbn_flwr.client_app")
         if Role.STATISTICS in frozen_roles(config) or not exchanged_layers(local.model):
             raise MessageError(
                 f"{protocol.EXCHANGE!r} asks for exchanges of batch norm's statistics, but no layer of this client's "
@@ -200,15 +198,8 @@ class FedTANClient(ClientRule):
                 f"{protocol.EXCHANGE_BACKWARD!r} needs a first step whose mean over the clients is the step on the "
                 "union of their batches, which only SGD without clipping takes; expected optimizer sgd and no clip"
             )
-        return LayerwiseStep(
-            local.exchange,
-            fused=config[protocol.EXCHANGE] == "fused",
-            backward=backward,
-            examples=local.num_examples,
-            partition=local.partition,
-            allowed=int(config.get(protocol.EXCHANGE_MIN_BATCH, protocol.MIN_BATCH)),
-            own=local.min_batch,
-        )
+        allowed = int(config.get(protocol.EXCHANGE_MIN_BATCH, protocol.MIN_BATCH))
+        return replace(local.layerwise, fused=config[protocol.EXCHANGE] == "fused", backward=backward, allowed=allowed)
 
 
 class FedAvgGlobalStats(FedTAN):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Split, each, split_batch
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.exchange.step import Exchange
+from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, no_exchange
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, negative_variance
@@ -198,7 +198,7 @@ class BNClient(NumPyClient):
         arrays: Arrays,
         config: Config,
         extras: dict[str, Arrays] | None = None,
-        exchange: Exchange | None = None,
+        exchange: Exchange = no_exchange,
     ) -> Update:
         """Load `arrays` and train a round with the client rules that `config` selects.
 
@@ -215,11 +215,9 @@ class BNClient(NumPyClient):
         records["arrays"] = arrays
         try:
             with ExitStack() as resources:
-                local = LocalRound(
-                    config, records, self.state, self.model, self.roles,
-                    num_examples=self.num_examples, partition=self.identity.get(protocol.PARTITION),
-                    min_batch=self.min_batch, resources=resources, exchange=exchange,
-                )  # fmt: skip
+                partition = self.identity.get(protocol.PARTITION)
+                step = LayerwiseStep(exchange, examples=self.num_examples, partition=partition, own=self.min_batch)
+                local = LocalRound(config, records, self.state, self.model, self.roles, step, resources)
                 return self._round(local, wanted)
         except BaseException:
             self._parts.load(before)
@@ -232,7 +230,7 @@ class BNClient(NumPyClient):
         config = local.config
         sent, returned = set(local.records["arrays"]), protocol.roles_of(config, protocol.RETURN, frozenset(Role))
         taken = self._parts.taken([key for key, role in self.roles.items() if key in sent or role in returned])
-        metrics: Metrics = {protocol.NUM_EXAMPLES: local.num_examples, protocol.TRAIN_LOSS: trained.loss}
+        metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: trained.loss}
         if config.get(protocol.REPORT_BATCH):
             metrics[protocol.BATCH_EXAMPLES] = trained.first_batch
         update, own = Update(taken, metrics, {}), self._parts.taken([key for key in self.roles if key not in sent])

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr import extensions
-from fedbn_flwr.exchange.step import Exchange
+from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Config, Metrics
@@ -65,11 +65,8 @@ class LocalRound:
     state: NodeState  # arrays that the client keeps between rounds
     model: nn.Module
     roles: Mapping[str, Role]  # of the model's tensors, by key
-    num_examples: int  # in the client's training data
-    partition: int | None  # the number of the client, if it has one
-    min_batch: int  # the examples that a batch must have before the client exchanges its statistics
+    layerwise: LayerwiseStep  # the first step of a round with exchanges, whose options the client has set
     resources: ExitStack  # is closed when the round ends, with the error if it fails
-    exchange: Exchange | None = None  # with the other clients, in a layer-wise round
     optimizer: LocalOptimizer = field(init=False)  # of the parameters that train; set after the rules are made
 
 

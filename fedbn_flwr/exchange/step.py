@@ -56,6 +56,11 @@ from .codec import Agreement, Contribution
 Exchange = Callable[[Contribution], Agreement]
 
 
+def no_exchange(contribution: Contribution) -> Agreement:
+    """The exchange of a client that nothing connects with the others."""
+    raise MessageError("exchanges with the other clients need a ClientApp made by fedbn_flwr.client_app")
+
+
 @dataclass
 class _Moments:
     """The agreed statistics of one pass through one batch norm; a layer that is used twice has two passes."""

@@ -87,7 +87,7 @@ class Streams(ClientRule):
             )  # fmt: skip
         except KeyError as error:
             raise MessageError(f"the message has {DIRECT!r} but no {error.args[0]!r}") from None
-        local.exchange = local.resources.enter_context(called)
+        local.layerwise.exchange = local.resources.enter_context(called)
 
 
 @contextlib.contextmanager

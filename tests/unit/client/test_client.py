@@ -775,6 +775,12 @@ def test_another_trainer_trains_the_rounds_of_a_client(config: dict[str, Any]) -
     assert [each.device.type for each in seen] == ["cpu", "cpu"]
 
 
+def test_exchanges_need_a_client_app() -> None:
+    client = BNClient(small(), shuffled())
+    with pytest.raises(MessageError, match="exchanges with the other clients need a ClientApp made by fedbn_flwr"):
+        client.fit(client.get_parameters({}), {"fedbn.cohort": "fused", "fedbn.cohort-min-batch": 2})
+
+
 def test_a_trainer_may_train_clients_together() -> None:
     """Two loaded rounds in one call, their steps in turn: each has the values that it has alone."""
     loaded: list[Training] = []

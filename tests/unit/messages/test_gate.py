@@ -301,7 +301,9 @@ def test_a_client_that_is_refused_for_two_reasons_is_counted_once() -> None:
 
 def test_a_reply_with_another_partition_is_an_error_with_the_reason() -> None:
     attendance = Attendance(roster=Roster({1: 0, 2: 1}), asked=[1, 2])
-    replies = attendance.screen([reply(1), reply(2, **{"partition-id": 7})], read_reply, lambda reply: None)
+    replies = attendance.screen(
+        [reply(1), reply(2, **{"partition-id": 7})], read_reply, lambda reply: None, lambda found: {}
+    )
     assert [each.message.metadata.src_node_id for each in replies] == attendance.used == [1]
     assert [each.error.reason for each in attendance.refused] == ["its partition-id is 7, and it reported 1 before"]
 
