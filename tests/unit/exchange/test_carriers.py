@@ -95,7 +95,7 @@ MOMENTS = Contribution("moments", {"mean": np.zeros(2), "var": np.ones(2)}, 4, 8
         (replace(MOMENTS, batch=0), None, "0 examples and 8 values per channel; expected one or more"),
         (replace(MOMENTS, values=0), None, "4 examples and 0 values per channel; expected one or more"),
         (replace(MOMENTS, kind="median"), None, "sent 'median'; expected one of moments"),
-        (replace(MOMENTS, tensors={"mean": np.zeros(2)}), None, r"moments has \['mean'\], expected \['mean', 'var'\]"),
+        (replace(MOMENTS, tensors={"mean": np.zeros(2)}), None, r"moments has \['mean'\]; expected \['mean', 'var'\]"),
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(2, np.int64)}), None, "expected floats"),
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros((2, 2))}), None, "one per channel"),
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(0)}), None, "one per channel"),
@@ -107,7 +107,7 @@ MOMENTS = Contribution("moments", {"mean": np.zeros(2), "var": np.ones(2)}, 4, 8
         (
             replace(MOMENTS, tensors={"mean": np.zeros(1), "var": -np.ones(1)}),
             None,
-            "'var' has values from -1 to -1, expected 0 to",
+            "'var' has values from -1 to -1; expected 0 to",
         ),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_contribution_that_would_make_the_mean_overflow_is_left_out() -> None:
     alone, _, _ = run({7: script[7], 9: script[9]})
     assert done.nodes == [7, 9]
     assert len(reasons) == 1
-    assert "(node 8): 'mean' has values from 1e+30 to 1e+30, expected -1e+09 to 1e+09" in reasons[0]
+    assert "(node 8): 'mean' has values from 1e+30 to 1e+30; expected -1e+09 to 1e+09" in reasons[0]
     for name, value in alone.agreement.tensors.items():
         assert done.agreement.tensors[name].tobytes() == value.tobytes()
 
