@@ -158,7 +158,7 @@ def test_groups_that_do_not_divide_name_the_layer() -> None:
 def test_instance_norm_of_single_values_is_refused(shape: tuple[int, ...]) -> None:
     """Also of images that have shrunk to one pixel, where the output would be beta."""
     model = convert_norm(nn.Sequential(nn.Identity(), nn.BatchNorm1d(4)), "in")
-    with pytest.raises(SettingsError, match=r"norm 'in': 1 has an input \[3, 4.*\] with one value per channel"):
+    with pytest.raises(SettingsError, match=r"norm 'in': 1 has an input of shape \[3, 4.*\], with one value"):
         model(torch.randn(shape))
 
 

@@ -80,7 +80,7 @@ class Padded(nn.Conv2d):
 
 @pytest.mark.parametrize("kind", ["gn+ws", "won"])
 def test_a_convolution_with_arithmetic_of_its_own_is_refused(kind: str) -> None:
-    with pytest.raises(SettingsError, match="0 is a Padded, a Conv2d of another kind"):
+    with pytest.raises(SettingsError, match="0 is a Padded; expected a plain Conv2d"):
         convert_norm(nn.Sequential(Padded(1, 4, 2), nn.BatchNorm2d(4)), kind)
 
 
