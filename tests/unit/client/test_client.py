@@ -778,7 +778,7 @@ def test_another_trainer_trains_the_rounds_of_a_client(config: dict[str, Any]) -
 def test_exchanges_need_a_client_app() -> None:
     client = BNClient(small(), shuffled())
     with pytest.raises(MessageError, match="exchanges with the other clients need a ClientApp made by fedbn_flwr"):
-        client.fit(client.get_parameters({}), {"fedbn.cohort": "fused", "fedbn.cohort-min-batch": 2})
+        client.fit(client.get_parameters({}), {"fedbn.exchange": "fused", "fedbn.exchange-min-batch": 2})
 
 
 def test_a_trainer_may_train_clients_together() -> None:
