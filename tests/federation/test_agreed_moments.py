@@ -255,7 +255,7 @@ def test_a_site_that_fails_or_sends_something_else_is_named(folders: Path, tmp_p
     with pytest.raises(RunFailed) as found:
         run(folders, tmp_path / "out", other)
     assert "node 1: OSError: the disk is gone" in str(found.value)
-    assert "node 3: client 2: expected an ArrayRecord 'arrays', found 0 ArrayRecords" in str(found.value)
+    assert "node 3: client 2: expected an ArrayRecord 'arrays'; found 0 ArrayRecords" in str(found.value)
 
 
 def test_a_site_refuses_to_send_the_sums_of_few_examples(folders: Path, tmp_path: Path) -> None:

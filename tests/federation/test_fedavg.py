@@ -256,7 +256,7 @@ SPOILS: dict[str, tuple[Callable[[RecordDict], None], str]] = {
     "negative count": (change_count(-3), "'num-examples' is -3, expected a number from 0"),
     "NaN count": (change_count(float("nan")), "'num-examples' is nan"),
     "list of counts": (change_count([1, 2]), "'num-examples' is [1, 2]"),
-    "two MetricRecords": (second_metrics, "2 MetricRecords, expected one"),
+    "two MetricRecords": (second_metrics, "2 MetricRecords; expected one"),
 }
 
 

@@ -107,7 +107,7 @@ def test_a_client_refuses_a_first_step_that_is_not_linear(federation: Federation
 @pytest.mark.parametrize("options", [{"epochs": 0}, {"steps": 0}])
 def test_a_client_that_makes_no_step_says_so(federation: Federations, options: dict[str, Any]) -> None:
     fed = federation((6, 6), model=two_norms, **options)
-    with pytest.raises(RunFailed, match="this client takes no step; expected epochs or steps above zero"):
+    with pytest.raises(RunFailed, match="this client makes no step; expected epochs or steps above zero"):
         last_model(fed, FedTAN(fraction_evaluate=0.0), 1)
 
 

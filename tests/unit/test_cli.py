@@ -38,7 +38,7 @@ QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
         (["data.name=digits", "data.classes=7"], ["data.classes is 7", "10 classes"]),
         (["model.name=resnet21"], ["resnet21", "'resnet20'"]),
         (["model.norm=batchnorm"], ["batchnorm", "bn"]),
-        (["model.norm=gn", "model.groups=5"], ["16 channels", "5 groups"]),
+        (["model.norm=gn", "model.groups=5"], ["16 channels", "into 5 equal groups"]),
         (["clients=2000"], ["clients is 2000", "1438"]),
         (["clients=40", "data.partition={kind: dirichlet, alpha: 0.01}"], ["alpha=0.01", "min_size=1"]),
         (["data.partition={kind: classes, classes_per_client: 11}"], ["classes_per_client=11", "10 classes"]),

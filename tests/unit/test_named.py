@@ -69,7 +69,7 @@ def test_a_module_of_another_folder_is_not_taken_for_that_of_this_one(
     folder = other_folder(tmp_path, monkeypatch)
     (folder / "parts_twice.py").write_text("def one():\n    return 2")
     message = (
-        r"model\.name='parts_twice:one': 'parts_twice' is already loaded from '.*parts_twice.py', not of "
+        r"model\.name='parts_twice:one': 'parts_twice' is already loaded from '.*parts_twice.py', not from "
         r"'.*other/parts_twice.py'; start a new process, or give the module another name"
     )
     with pytest.raises(SettingsError, match=message):
@@ -81,7 +81,7 @@ def test_a_module_of_another_folder_is_not_taken_for_that_of_this_one(
 def test_a_file_with_the_name_of_a_module_of_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "token.py").write_text("def net():\n    return 1")
-    with pytest.raises(SettingsError, match=r"'token' is already loaded from .*, not of '.*token.py'"):
+    with pytest.raises(SettingsError, match=r"'token' is already loaded from .*, not from '.*token.py'"):
         named.load("model.name", "token:net")
 
 

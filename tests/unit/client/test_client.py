@@ -317,7 +317,7 @@ def test_which_arrays_are_the_model_s_must_be_clear(federation: Federations, cou
     fed = federation()
     content = RecordDict({f"record {i}": fed.arrays() for i in range(count)})
     (reply,) = ask(fed.grid(), Message(content, 1, "train"))
-    assert f"expected an ArrayRecord 'arrays', {found}" in reason(reply)
+    assert f"expected an ArrayRecord 'arrays'; {found}" in reason(reply)
 
 
 def test_a_lone_record_may_have_any_name(federation: Federations) -> None:

@@ -70,8 +70,8 @@ def test_without_a_mask_it_is_batch_norm_bit_for_bit() -> None:
             torch.ones(2, 4),
             r"the mask is torch.float32 \[2, 4\] for an input \[2, 3, 4\]; expected",
         ),
-        (torch.zeros(2, 3, 4), torch.ones(2, 3, dtype=torch.bool), r"torch.bool \[2, 3\] of an input \[2, 3, 4\]"),
-        (torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), r"of an input \[2, 3\]; expected"),
+        (torch.zeros(2, 3, 4), torch.ones(2, 3, dtype=torch.bool), r"torch.bool \[2, 3\] for an input \[2, 3, 4\]"),
+        (torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), r"for an input \[2, 3\]; expected"),
         (torch.zeros(2, 3, 4), torch.zeros(2, 4, dtype=torch.bool), "has no real position"),
     ],
 )

@@ -93,7 +93,7 @@ class Doubled(nn.Conv2d):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (lambda: (Doubled(1, 4, 2), nn.BatchNorm2d(4)), "0 is a Doubled, a Conv2d of another"),
+        (lambda: (Doubled(1, 4, 2), nn.BatchNorm2d(4)), "0 is a Doubled; expected a plain Conv2d"),
         (
             lambda: (nn.Conv2d(1, 4, 2), nn.ConvTranspose2d(4, 4, 2), nn.BatchNorm2d(4)),
             "1 is a ConvTranspose2d; only",

@@ -537,7 +537,7 @@ def test_a_client_never_reveals_both_shares_of_another(federation: Federations) 
     grid = Asking(fed.grid(), lambda message: unmask_of(message, without_last))
     last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, grid)
     assert len(grid.answers) == 4
-    assert all("this client has no secrets of the session" in reply.error.reason for reply in grid.answers)
+    assert all("this client has no secrets for the server's session" in reply.error.reason for reply in grid.answers)
 
 
 @pytest.mark.parametrize(
