@@ -117,6 +117,15 @@ def compiled() -> Table:
     return ("batch size", "arithmetic", *(f"torch {version}" for version in TORCH), "goal"), rows
 
 
+def layouts() -> Table:
+    found: dict[str, dict[str, str]] = {}
+    for title, (each,) in figures("channels_last.txt").items():
+        *case, norm, chosen = title.split(", ")
+        found.setdefault(", ".join(case), {})[norm] = f"{each.median:.2f}" + (" (off)" if chosen != "auto" else "")
+    norms = [*dict.fromkeys(norm for ratios in found.values() for norm in ratios)]
+    return ("network", *norms), [(case, *(ratios.get(norm, "-") for norm in norms)) for case, ratios in found.items()]
+
+
 def gpu() -> Table:
     """What benchmarks.speed and benchmarks/gpu_step.py printed on a GPU."""
     rows: list[Row] = [(name, f"{each[0].spread} times") for name, each in figures("gpu.txt").items()]
@@ -357,6 +366,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results sharing": sharing,
     "results memory": memory,
     "results compiled": compiled,
+    "results layouts": layouts,
     "results gpu": gpu,
     "results rivals": rivals,
     "results hostile": hostile,

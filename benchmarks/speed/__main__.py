@@ -20,6 +20,7 @@ from fedbn_flwr.experiment.parts import choose_device
 from fedbn_flwr.results.folder.environment import environment
 
 from .common import Figure, Options
+from .layouts import layouts
 from .memory import memory
 from .messages import empty_round, exchange, scale
 from .sharing import sharing
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Callable[[Options], Iterator[Figure]]] = {
     "sharing": sharing,
     "memory": memory,
     "start": start,
+    "layouts": layouts,
     "compiled": compiled,
 }
 

@@ -18,16 +18,17 @@ import numpy as np
 import torch
 from flwr.app import Context, RecordDict
 from flwr.client import NumPyClient
-from torch import Tensor, nn
+from torch import nn
 
 from fedbn_flwr import seeding
-from fedbn_flwr.batch import Split, each, split_batch
+from fedbn_flwr.batch import Split, split_batch
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, no_exchange
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, negative_variance
 from fedbn_flwr.messages.protocol import Config, Metrics
+from fedbn_flwr.models.layout import lay_out
 from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
@@ -112,7 +113,9 @@ class BNClient(NumPyClient):
         What evaluation reports beside the loss and the figures of the task: names of `fedbn_flwr.tasks.METRICS`, or
         functions of what the model returns and the targets of all examples.
     channels_last
-        Train with inputs and filters in this memory format. Convolutions are faster; results differ in the last bits.
+        Whether convolutions use this memory format, with which a CPU trains most networks faster; the last bits of
+        results differ. The network's code must not call `view` on images (`reshape` works). Messages always have
+        contiguous arrays.
     precision
         With torch.bfloat16, training passes run under PyTorch's autocast. Weights, their gradients, statistics and
         SGD stay in float32, and so do evaluation and FedTAN's first step.
@@ -169,8 +172,6 @@ class BNClient(NumPyClient):
         check_metrics(self.task, metrics)
         loss = default_loss(self.task) if loss is None else loss
         if isinstance(model, nn.Module):
-            if channels_last:
-                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             model = ModelTensors(model, device)
         self._parts = model
         self.model, self.roles = self._parts.model, self._parts.roles
@@ -181,7 +182,9 @@ class BNClient(NumPyClient):
         )
         self.keep_momentum, self.compile = keep_momentum, compile
         self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
-        self.channels_last, self.precision = channels_last, precision
+        self.precision = precision
+        if channels_last:
+            lay_out(self.model)
         self.seed, self.min_batch = seed, min_batch
         self.sums: Callable[[], np.ndarray] | None = None  # the answer to query.sums, of experiments
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
@@ -343,7 +346,7 @@ class BNClient(NumPyClient):
             )
         return Training(
             self.model,
-            ((each(_channels_last, inputs), targets) for inputs, targets in pairs) if self.channels_last else pairs,
+            pairs,
             local.optimizer,
             self.loss,
             self._parts.device,
@@ -398,7 +401,3 @@ def is_known(key: str) -> bool:
     """Whether the modules that are imported support a config key, or one that `BY_KEY` lists."""
     known = {*protocol.RUN_KEYS, *BY_KEY, *declared("client_mods")}
     return not key.startswith(protocol.PREFIX) or key in known
-
-
-def _channels_last(inputs: Tensor) -> Tensor:
-    return inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs

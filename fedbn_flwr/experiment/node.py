@@ -23,6 +23,7 @@ from fedbn_flwr.data.moments import Sums, sums_of
 from fedbn_flwr.data.partitions import KINDS, hold_out
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean, log_once
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.models.layout import suits_channels_last
 from fedbn_flwr.models.tensors import ModelTensors
 
 from .data import (
@@ -149,6 +150,13 @@ class ClientParts(RunParts):
             return tuple(config[protocol.MEANS]), tuple(config[protocol.DEVIATIONS])
         return _not_agreed if self.sends_sums else normalisation_of(self.run, self.dataset, self.listed)
 
+    def _has_channels_last(self, model: nn.Module) -> bool:
+        run, given = self.run, self.run.train.channels_last
+        if given != "auto":
+            return given
+        own = named.names_in([run.model.name, run.model.norm, run.train.loss, *run.evaluate.metrics])
+        return self.device.type == "cpu" and not own and suits_channels_last(model)
+
     def client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
         run, train = self.run, self.run.train
         torch.set_num_threads(run.engine.threads)
@@ -176,7 +184,7 @@ class ClientParts(RunParts):
             task=dataset.task,
             eval_loss=self.losses[1],
             metrics=self.metrics,
-            channels_last=train.channels_last,
+            channels_last=self._has_channels_last(tensors.model),
             precision=torch.bfloat16 if train.precision == "bfloat16" else None,
             compile=train.compile,
             seed=run.seed,
@@ -270,10 +278,7 @@ def _new_model(run: Settings, dataset: DataSet, device: torch.device) -> ModelTe
     """A model with the initial values of the run."""
 
     def build() -> nn.Module:
-        model = make_model(run, dataset).to(device)
-        if run.train.channels_last:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return model
+        return make_model(run, dataset).to(device)
 
     return ModelTensors(build(), build=None if _is_own(run) else build)
 

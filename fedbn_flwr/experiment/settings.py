@@ -260,11 +260,11 @@ class Train(Section):
     epochs: Positive | None = Field(default=None, description="passes over a client's examples in a round")
     steps: Positive | None = Field(default=None, description="optimiser steps in a round, instead of epochs")
     schedule: Schedule = Schedule()
-    channels_last: bool = Field(
+    channels_last: Annotated[bool | Literal["auto"], expects("true, false or 'auto'")] = Field(
         default=False,
         description=(
-            "train with the channels-last memory format: convolutions are faster "
-            "([Performance](performance.md)), but the last bits of a result differ"
+            "train with the channels-last memory format; `auto`: where it makes this library's networks faster, which "
+            "is on a CPU ([Performance](performance.md#channels-last)). The last bits of a result differ"
         ),
     )
     precision: Literal["float32", "bfloat16"] = Field(

@@ -43,13 +43,16 @@ class Standardised(nn.Module):
     gamma: float | None = None
 
     def standardised(self) -> Tensor:
-        """W^."""
-        filters = self.weight.reshape(1, len(self.weight), -1)  # [1, out, N]
+        """W^, in the memory format of W, which decides that of the layer's output."""
+        strides, sizes = self.weight.stride(), self.weight.shape
+        order = [0, *sorted(range(1, len(sizes)), key=lambda axis: (-strides[axis], -sizes[axis]))]  # as in memory
+        ordered = self.weight.permute(order)  # a reshape would copy if channels are last
+        filters = ordered.reshape(1, len(ordered), -1)  # [1, out, N]
         gain = None if self.gamma is None else self.gamma / math.sqrt(filters.shape[2])
-        gains = None if gain is None else self.weight.new_full((len(self.weight),), gain)
+        gains = None if gain is None else self.weight.new_full((len(ordered),), gain)
         # Computed by one kernel: batch norm of a "batch" of N weights.
         weight: Tensor = F.batch_norm(filters, None, None, weight=gains, training=True, momentum=0.0, eps=self.eps)
-        return weight.reshape(self.weight.shape)
+        return weight.reshape(ordered.shape).permute([order.index(axis) for axis in range(len(order))])
 
     def forward(self, x: Tensor) -> Tensor:
         return self._conv_forward(x, self.standardised(), self.bias)

@@ -1,0 +1,129 @@
+"""Channels last: where `auto` chooses it, and that nothing but the last bits of results depends on it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr import BNClient, build_model
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.node import Clients
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.models.build import MODELS
+from fedbn_flwr.models.layout import suits_channels_last
+from fedbn_flwr.models.tensors import ModelTensors, copied
+from fedbn_flwr.norms.convert import NORMS
+
+SMALL = ("cnn", "fedbs_mnist", "resnet20")
+
+
+def images(*shape: int, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(*shape, dtype=dtype, generator=generator), torch.randint(0, 10, shape[:1], generator=generator))
+        for _ in range(2)
+    ]
+
+
+def built(name: str, norm: str = "bn") -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build_model(name, 10, norm, in_channels=3, image_size=32)
+
+
+def is_last(model: nn.Module) -> bool:
+    filters = [layer.weight for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    return all(each.is_contiguous(memory_format=torch.channels_last) for each in filters)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", SMALL)
+def test_every_norm_trains_the_same_with_channels_last(name: str, norm: str) -> None:
+    """In float64 the results of a round agree but for rounding, and replies have arrays in the usual order."""
+    try:
+        model = built(name, norm).double()
+    except SettingsError:
+        pytest.skip("fixup is for residual networks")
+    updates = {}
+    for last in (False, True):
+        client = BNClient(copy.deepcopy(model), images(6, 3, 32, 32, dtype=torch.float64), lr=0.01, channels_last=last)
+        assert is_last(client.model) == last
+        before = client.get_parameters({})
+        assert [each.tobytes() for each in before] == [v.tobytes() for v in BNClient(model, []).get_parameters({})]
+        updates[last] = client.train_round(copied(model.state_dict()), {}).arrays
+    for key, value in updates[False].items():
+        assert updates[True][key].flags.c_contiguous
+        np.testing.assert_allclose(updates[True][key], value, rtol=1e-8, atol=1e-10, err_msg=key)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"cnn1d", "deeplabv3plus_resnet50", "resnet50", "densenet121"}))
+def test_auto_leaves_out_networks_without_convolutions_and_lenet_s_six_channels(name: str) -> None:
+    assert suits_channels_last(built(name)) == (name not in ("mlp", "linear", "lenet"))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_auto_leaves_out_instance_norm(norm: str) -> None:
+    assert suits_channels_last(built("resnet20", norm)) == (norm != "in")
+
+
+def test_auto_is_for_float32_and_for_groups_of_eight_channels() -> None:
+    assert not suits_channels_last(built("cnn").double())
+    norms = {2: True, 4: True, 8: False}  # groups of 32 channels; of 16 channels, half as many
+    for groups, suits in norms.items():
+        layers = nn.Conv2d(3, 32, 3), nn.GroupNorm(groups, 32), nn.Conv2d(32, 8, 3)
+        assert suits_channels_last(nn.Sequential(*layers)) == suits
+    assert not suits_channels_last(nn.Sequential(nn.Conv2d(3, 32, 3), nn.LayerNorm([32, 30, 30])))
+    assert not suits_channels_last(nn.Conv3d(3, 32, 3))
+
+
+def own(num_classes: int, in_channels: int) -> nn.Module:
+    convolutions = nn.Conv2d(in_channels, 16, 3), nn.Conv2d(16, 16, 3)
+    return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, num_classes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"model.norm": "in"}, False),
+        ({"train.channels_last": False}, False),
+        ({"model.name": f"{__name__}:own"}, False),
+    ],
+    ids=str,
+)
+def test_auto_is_for_the_networks_of_this_library(changes: dict[str, Any], expected: bool) -> None:
+    settings = {"train.channels_last": "auto", **changes}
+    experiment = load_experiment("quick", [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    context = Context(run_id=0, node_id=0, node_config={"partition-id": 0}, state=RecordDict(), run_config={})
+    assert is_last(Clients(experiment)(context, {protocol.RUN: next(iter(experiment.named))}).model) == expected
+
+
+def test_a_shared_model_is_laid_out_and_keeps_its_parameters() -> None:
+    tensors = ModelTensors(built("cnn"), build=lambda: built("cnn"))
+    parameters = [*tensors.model.parameters()]
+    BNClient(tensors, images(4, 3, 32, 32), channels_last=False)
+    assert not is_last(tensors.model)
+    BNClient(tensors, images(4, 3, 32, 32), channels_last=True)
+    assert is_last(tensors.model)
+    assert all(now is before for now, before in zip(tensors.model.parameters(), parameters, strict=True))
+
+
+def test_volumes_train_the_same_if_asked_for() -> None:
+    model = nn.Sequential(nn.Conv3d(2, 8, 3), nn.BatchNorm3d(8), nn.Conv3d(8, 10, 3), nn.Flatten(2)).double()
+    data, sent, found = images(4, 2, 7, 7, 7, dtype=torch.float64), copied(model.state_dict()), []
+    for last in (False, True):
+        client = BNClient(model, data, lr=0.1, loss=lambda z, y: F.cross_entropy(z.mean(2), y), channels_last=last)
+        assert model[2].weight.is_contiguous(memory_format=torch.channels_last_3d) == last
+        found.append(client.train_round(sent, {}).arrays)
+    for key, value in found[0].items():
+        assert found[1][key].flags.c_contiguous
+        np.testing.assert_allclose(found[1][key], value, rtol=1e-10, atol=1e-12)
