@@ -34,7 +34,7 @@ from .environments import python_of
 from .task import BATCH, CLIENTS, EXAMPLES, NETWORKS, STEPS, Array, write
 
 ROOT = Path(__file__).resolve().parents[2]
-SAME = 1e-3  # of the change of the parameters in a round; float32 rounds to less, another algorithm differs by more
+SAME = 1e-2  # of the change of the parameters in a round; float32 rounds to less, another algorithm differs by more
 
 
 class Candidate(NamedTuple):
