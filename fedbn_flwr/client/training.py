@@ -136,10 +136,10 @@ class Training:
     rules
         Client rules, which change the gradients before each step in this order.
     gradient, first_step
-        How loss and gradients of a batch are computed; those of the first one perhaps in another way (FedTAN's
+        How loss and gradients of a batch are computed, and perhaps in another way for the first one (FedTAN's
         exchange with the other clients).
     seed
-        Of all random draws, those of the batches among them.
+        For all random draws, also of the batches.
     """
 
     model: nn.Module

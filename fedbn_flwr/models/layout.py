@@ -1,4 +1,4 @@
-"""The memory format of the filters of convolutions, which decides that of their outputs.
+"""The memory format of the filters of convolutions, which their outputs follow.
 
 With channels last, a CPU trains most networks faster (docs/results/performance.md); the last bits of results differ.
 """

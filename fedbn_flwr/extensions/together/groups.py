@@ -1,13 +1,14 @@
 """The rounds of several clients in one training loop, whose tensors have a leading axis for the clients.
 
-Rounds with equal networks, losses, optimisers and client rules form a group, and a group
-takes a step in one pass. Clients may have different numbers and shapes of batches: in each pass, the clients whose next
+Rounds with equal networks, losses, optimisers and client rules form a group, and a group takes a step in one pass.
+Clients may have different numbers and shapes of batches: in each pass, the clients whose next
 batches have the same shape take their steps. Clients are independent, so this does not change the results.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Row:
         """Give the model and the optimiser the values of this row."""
         into = dict(_tensors(self.training))
         torch._foreach_copy_([*into.values()], [self.tensors[name] for name in into])
-        if self.momentum:
+        if self.trained is not None and self.momentum:  # else the optimiser is as the rules left it
             for name, parameter in self.training.optimizer.parameters.items():
                 self.training.optimizer.torch.state[parameter][MOMENTUM] = self.momentum[name]
 
@@ -105,13 +106,6 @@ def _is_plain(training: Training) -> bool:
         plain and type(optimizer) in (SGD, torch.optim.SGD) and len(groups) == 1
         and not (groups[0]["dampening"] or groups[0]["maximize"])
     )  # fmt: skip
-
-
-def together(rounds: Sequence[Training]) -> list[Trained]:
-    """Train rounds that each have their own model; rounds of one kind train at once."""
-    rows = [row_of(training) for training in rounds]
-    train_rows([row for row in rows if row is not None])
-    return [train(training) if row is None else finished(row) for training, row in zip(rounds, rows, strict=True)]
 
 
 def finished(row: Row) -> Trained:
@@ -165,29 +159,19 @@ class _Group:
 
     def _next(self, taken: Sequence[int]) -> tuple[slice, int] | None:
         """The rows to train next (as many as possible with batches of one shape), and the number of steps."""
-        waiting = [
-            row.batches[done : done + 1] and (row.batches[done][0].shape, row.batches[done][1].shape)
-            for row, done in zip(self.rows, taken, strict=True)
-        ]
-        runs: list[tuple[int, int]] = []
-        start = 0
-        for place in range(1, len(waiting) + 1):
-            if place == len(waiting) or waiting[place] != waiting[start]:
-                if waiting[start]:
-                    runs.append((place - start, start))
-                start = place
+
+        def shapes(place: int, step: int) -> tuple[torch.Size, ...]:
+            """The shapes of a batch of this row, so many steps ahead; empty if there is none."""
+            first = taken[place] + step
+            return tuple(each.shape for batch in self.rows[place].batches[first : first + 1] for each in batch)
+
+        places = range(len(self.rows))
+        runs = [(shape, [*run]) for shape, run in itertools.groupby(places, lambda place: shapes(place, 0)) if shape]
         if not runs:
             return None
-        count, start = max(runs, key=lambda run: (run[0], -run[1]))
-        shape, steps = waiting[start], 0
-        rows = range(start, start + count)
-        while all(
-            len(self.rows[i].batches) > taken[i] + steps
-            and tuple(each.shape for each in self.rows[i].batches[taken[i] + steps]) == shape
-            for i in rows
-        ):
-            steps += 1
-        return slice(start, start + count), steps
+        shape, run = max(runs, key=lambda each: len(each[1]))  # the first of the longest
+        steps = next(step for step in itertools.count(1) if any(shapes(place, step) != shape for place in run))
+        return slice(run[0], run[-1] + 1), steps
 
     @torch.no_grad()
     def _run(self, place: slice, steps: int, taken: list[int]) -> None:

@@ -1,8 +1,8 @@
 """A pool that trains the clients of a round together in this process.
 
 Each client's message is handled in its own thread up to its training, one thread at a time. Then the loaded rounds are
-trained together, and each thread continues to its reply. So only the training differs from that of separate clients,
-and clients may share the model, as they do in an experiment.
+trained together, and each thread continues to its reply. So clients differ from separate ones only
+in their training, and may share the model, as they do in an experiment.
 """
 
 from __future__ import annotations

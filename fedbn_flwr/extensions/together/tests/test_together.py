@@ -18,14 +18,25 @@ from torch.nn import functional as F
 from fedbn_flwr import client_app, run
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.losses import make_loss
-from fedbn_flwr.client.training import Training, make_optimizer, train
+from fedbn_flwr.client.training import Trained, Training, make_optimizer, train
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.extensions.together import parking
-from fedbn_flwr.extensions.together.groups import Row, row_of, together, train_rows
+from fedbn_flwr.extensions.together.groups import Row, finished, row_of, train_rows
 from fedbn_flwr.extensions.together.parking import TogetherPool
 from fedbn_flwr.extensions.together.stacked import network_of
 from fedbn_flwr.models.tensors import ModelTensors
-from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedWon, FixBN, GlobalMomentum, Scaffold, SiloBN, Standalone
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FedBN,
+    FedNova,
+    FedProx,
+    FedWon,
+    FixBN,
+    GlobalMomentum,
+    Scaffold,
+    SiloBN,
+    Standalone,
+)
 from tests.support.federations import models_of, same
 from tests.support.fixtures import small_net
 
@@ -79,6 +90,13 @@ def rounds(
         optimizer = make_optimizer(options.get("optimizer", "sgd"), dict(own.named_parameters()), 0.1, **given)
         found.append(Training(own, batches * epochs, optimizer, loss, torch.device("cpu")))
     return found
+
+
+def together(rounds: Sequence[Training]) -> list[Trained]:
+    """Train rounds that each have their own model; rounds of one kind train at once."""
+    rows = [row_of(training) for training in rounds]
+    train_rows([row for row in rows if row is not None])
+    return [train(training) if row is None else finished(row) for training, row in zip(rounds, rows, strict=True)]
 
 
 def values(training: Training) -> dict[str, Tensor]:
@@ -223,6 +241,14 @@ def test_every_strategy_is_the_same(name: str, federation: Federations) -> None:
         for key in mine:
             np.testing.assert_allclose(mine[key], theirs[key], rtol=1e-10, atol=1e-12)
     assert name == "Standalone" or not same(found[-1], expected[0])
+
+
+def test_a_client_that_is_alone_begins_without_momentum(federation: Federations) -> None:
+    """FedNova refuses momentum from an earlier round: one at a time, no client must seem to have any."""
+    fed = federation((8, 12), model=mlp, dtype=torch.float64, momentum=0.5, lr=0.05)
+    expected = models_of(fed, FedNova(), 2)
+    found = models_of(fed, FedNova(), 2, grid=fed.grid(workers=1, pool=TogetherPool))
+    assert all(map(same, found, expected))
 
 
 def test_clients_may_share_the_model(federation: Federations) -> None:
