@@ -261,7 +261,7 @@ class Train(Section):
     steps: Positive | None = Field(default=None, description="optimiser steps in a round, instead of epochs")
     schedule: Schedule = Schedule()
     channels_last: Annotated[bool | Literal["auto"], expects("true, false or 'auto'")] = Field(
-        default=False,
+        default="auto",
         description=(
             "train with the channels-last memory format; `auto`: where it makes this library's networks faster, which "
             "is on a CPU ([Performance](performance.md#channels-last)). The last bits of a result differ"

@@ -37,7 +37,7 @@ from .problems import check_settings, naming
 COMMAND_LINE = "command line"
 # Settings that a published result doesn't depend on, or that papers don't mention.
 FREE = ("name", "label", "cell", "size", "seed", "seeds", "track", "published", "engine", "evaluate")
-FREE_KEYS = ("data.root", "data.revision", "data.memory", "train.compile")
+FREE_KEYS = ("data.root", "data.revision", "data.memory", "train.channels_last", "train.compile")
 
 
 def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
