@@ -7,6 +7,7 @@ FedbnError                 base class; the message is enough, without a tracebac
 ├── MissingPackage         a package of an extra is not installed (exit code 2)
 ├── MessageError           a message or its arrays do not fit the model or the protocol
 ├── StorageError           a file of this project cannot be written or read, or is damaged
+├── RoundSkipped           a round makes no new model, and the run goes on
 ├── RunFailed              training began and could not continue (exit code 1)
 │   └── Diverged           no client's values were finite any more
 └── OutOfTime              the time of a slice (`--minutes`) is over; resuming continues the runs (exit code 75)
@@ -68,6 +69,10 @@ class MessageError(FedbnError, ValueError):
 
 
 class StorageError(FedbnError, ValueError):
+    pass
+
+
+class RoundSkipped(FedbnError):
     pass
 
 

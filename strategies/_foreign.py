@@ -22,7 +22,9 @@ from fedbn_flwr.messages.reply import Reply, number_problem, with_arrays, with_c
 from fedbn_flwr.messages.votes import arrays_problems, common_metrics, overflow
 from fedbn_flwr.norms.roles import roles, split_by_role
 
-from ._rule import NOISED, BaseStrategy, Round, Rule, restore, state_of
+from ._base import BaseStrategy
+from ._hooks import Notes, Round
+from ._rule import NOISED, Rule, restore, state_of
 
 # Strategies whose result depends on the mean of the replies only.
 _MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)
@@ -37,7 +39,7 @@ _BREAKS = (
 _NOT_SAVED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial, Strategy)
 
 
-class Foreign(BaseStrategy):
+class Foreign(BaseStrategy, Rule):
     """A strategy that is not a `Rule`: it chooses the clients and combines their replies.
 
     With a `seed`, its random choices of clients depend on the seed and the round alone. Its attributes are its state,
@@ -50,6 +52,7 @@ class Foreign(BaseStrategy):
 
     def __init__(self, strategy: Strategy, seed: int | None = None) -> None:
         super().__init__()
+        self.chain, self.base = (self,), self
         self.strategy, self.seed = strategy, seed
         key = self.find_attribute("weighted_by_key")  # of a strategy derived from Flower's FedAvg
         self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
@@ -87,7 +90,7 @@ class Foreign(BaseStrategy):
             else:  # by copies, so not in a first run: a list among them may be the caller's
                 restore(self, self._first)
 
-    def notes(self) -> Mapping[str, Any]:
+    def notes(self) -> Notes:
         return {} if self.seed is None else {"strategy_of_flower": str(self)}
 
     # --- the round ---

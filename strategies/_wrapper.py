@@ -43,9 +43,9 @@ class Wrapper(Rule):
                 f"{kind.__module__}.{kind.__name__}, expected a flwr.serverapp.strategy.Strategy"
             )
         self.strategy = strategy
-        self._inside = as_rule(strategy)
-        self.chain, self.base = (self, *self._inside.chain), self._inside.base
-        self.traits, self.memory = self._inside.traits, self.Memory()
+        self._inside = inside = as_rule(strategy)
+        self.chain, self.base = (self, *inside.chain), inside.base
+        self.traits, self.memory = inside.traits, self.Memory()
         own = type(self)
         if own.weights is not Rule.weights and own.combine is Rule.combine:  # those inside must use them
             needs = {"weights": "{outer} has others; wrap one of fedbn_flwr.strategies, for instance FedAvg()", **needs}

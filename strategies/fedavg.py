@@ -13,7 +13,7 @@ It takes the arguments of Flower's FedAvg, and differs where Flower's results ar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, Never
@@ -36,12 +36,14 @@ from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem, partiti
 from fedbn_flwr.messages.votes import common_metrics
 from fedbn_flwr.norms.roles import roles, split_by_role
 
-from ._rule import BaseStrategy, Round, Rule, refuse_bounds
+from ._base import BaseStrategy
+from ._hooks import Config, Notes, Round
+from ._rule import Rule, refuse_bounds
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
 
-class FedAvg(BaseStrategy, FlowerFedAvg):
+class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
     """The mean of the clients' models, weighted by their numbers of examples.
 
     It takes the arguments of Flower's FedAvg and the following ones.
@@ -83,6 +85,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
         if options:
             raise _unknown_argument(type(self), next(iter(options)))
         BaseStrategy.__init__(self)
+        self.chain, self.base = (self,), self
         FlowerFedAvg.__init__(
             self, fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
             weighted_by_key, arrayrecord_key, configrecord_key,
@@ -120,7 +123,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
         return record_of(split_by_role(arrays, roles(arrays), {*local})[1]) if local else arrays
 
     def _messages(
-        self, kind: str, round: Round, nodes: Iterable[int], more: Mapping[str, Any] = MappingProxyType({})
+        self, kind: str, round: Round, nodes: Iterable[int], more: Config = MappingProxyType({})
     ) -> list[Message]:
         # A new record, since Flower passes the same object in every round.
         config = ConfigRecord({**round.config, **more, protocol.ROUND: round.number})
@@ -179,7 +182,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
         mean = pooled_mean if self.traits.pooled else weighted_mean
         return mean([reply.arrays for reply in replies], weights)
 
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> Notes:
         """The bounds on the influence of one client, and how statistics are combined, if they have no defaults."""
         pooled = {"norm_statistics": "pooled"} if self.traits.pooled else {}
         return pooled if self.bounds is None else {"bounds": dict(self.bounds.notes()), **pooled}

@@ -26,7 +26,7 @@ from annotated_types import Ge
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.reply import Reply, number_problem
 
-from ._rule import Round
+from ._hooks import Config, Notes, Round
 from .fedavg import FedAvg
 from .fedprox import PROXIMAL_MU
 
@@ -65,11 +65,11 @@ class FedBS(FedAvg):
         super().__init__(**options)
         self.epsilon, self.patience, self.proximal_mu = epsilon, patience, proximal_mu
 
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> Notes:
         """`switch_round` is the first round of FedProx, or None."""
         return {**super().notes(), "switch_round": self.memory.switch_round}
 
-    def config(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> Config:
         return {} if self.memory.switch_round is None else {PROXIMAL_MU: float(self.proximal_mu)}
 
     def problem(self, round: Round, reply: Reply) -> str | None:

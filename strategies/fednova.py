@@ -36,7 +36,7 @@ from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.norms.roles import Role, roles
 
-from ._rule import Round, Traits
+from ._hooks import Config, Round, Traits
 from .fedavg import FedAvg
 from .fedprox import PROXIMAL_MU
 
@@ -68,7 +68,7 @@ class FedNova(FedAvg):
         if self.bounds is not None:
             raise SettingsError("bounds do not bound the numbers of steps that FedNova multiplies by; leave them out")
 
-    def config(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> Config:
         return {NORMALISED: True, **({PROXIMAL_MU: float(self.proximal_mu)} if self.proximal_mu else {})}
 
     def problem(self, round: Round, reply: Reply) -> str | None:

@@ -14,7 +14,7 @@ from annotated_types import Ge
 from fedbn_flwr.client.rule import ClientRule, Key, add_, clone, sub
 from fedbn_flwr.client.training import Kept, Tensors
 
-from ._rule import Round
+from ._hooks import Config, Round
 from .fedavg import FedAvg
 
 PROXIMAL_MU = "proximal-mu"  # Flower's key
@@ -35,7 +35,7 @@ class FedProx(FedAvg):
         super().__init__(**options)
         self.proximal_mu = proximal_mu
 
-    def config(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> Config:
         return {PROXIMAL_MU: float(self.proximal_mu)}
 
 

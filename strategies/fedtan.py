@@ -35,7 +35,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import total_weight, weighted_mean
 from fedbn_flwr.norms.roles import Role
 
-from ._rule import Round, Traits, require_norm
+from ._hooks import Config, Round, Traits, require_norm
 from .fedavg import FedAvg
 from .fixbn import FixBN, LastFree, frozen_roles
 
@@ -95,7 +95,7 @@ class FedTAN(FedAvg):
         super().begin(num_rounds, arrays)
         require_norm(self, {Role.STATISTICS}, arrays, "exchanges batch norm's statistics")
 
-    def config(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> Config:
         asked = {protocol.REPORT_BATCH: True} if self.weights_by == "batch" else {}
         if Role.STATISTICS in frozen_roles(round.config):  # frozen batch norms compute no batch statistics
             return asked

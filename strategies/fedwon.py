@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.client.training import Kept, Tensors
 
-from ._rule import Round
+from ._hooks import Config, Round
 from .fedavg import FedAvg
 
 CLIP = "fedbn.clip"
@@ -45,7 +45,7 @@ class FedWon(FedAvg):
         super().__init__(**options)
         self.clip = clip
 
-    def config(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> Config:
         return {CLIP: float(self.clip)} if self.clip else {}
 
 

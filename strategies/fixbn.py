@@ -7,8 +7,8 @@ continue to train. This removes the mismatch between a client's batch statistics
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Le, MinLen
@@ -24,7 +24,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ._rule import Round, require_norm
+from ._hooks import Config, Notes, Round, require_norm
 from ._wrapper import Wrapper
 
 FREEZE = "fedbn.freeze"
@@ -79,7 +79,7 @@ class FixBN(Wrapper):
         if last < num_rounds:
             require_norm(self, self.freeze, arrays, "freezes batch norm", instead="its base strategy")
 
-    def config(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> Config:
         if self._is_free(round):
             return {}
         return {FREEZE: protocol.join(self.freeze | frozen_roles(round.config))}  # a rule around it may freeze others
@@ -99,7 +99,7 @@ class FixBN(Wrapper):
         # The mean of equal numbers may have a rounding error, but frozen arrays must not change at all.
         return {**model, **{key: sent for key, sent in self._frozen(round).items() if key in model}}
 
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> Notes:
         switch = self.memory.switch_round
         return {**super().notes(), "freeze_round": switch and switch - 1, "frozen": sorted(self.freeze)}
 
@@ -143,5 +143,5 @@ class FixBNClient(ClientRule):
         self.frozen = frozen - {role for key, role in kept.items() if key not in own}
 
 
-def frozen_roles(config: Mapping[str, Any]) -> frozenset[Role]:
+def frozen_roles(config: Config) -> frozenset[Role]:
     return protocol.roles_of(config, FREEZE, frozenset({Role.STATISTICS, Role.AFFINE}))

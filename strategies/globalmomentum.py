@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from flwr.serverapp.strategy import Strategy
@@ -26,7 +25,8 @@ from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 
-from ._rule import Round, refuse_bounds
+from ._hooks import Config, Round
+from ._rule import refuse_bounds
 from ._wrapper import Wrapper
 
 MOMENTUM = "fedbn.momentum"
@@ -57,7 +57,7 @@ class GlobalMomentum(Wrapper):
         )
         refuse_bounds(self)
 
-    def config(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> Config:
         return {MOMENTUM: True}
 
     def records(self, round: Round) -> dict[str, Arrays]:

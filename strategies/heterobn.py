@@ -24,7 +24,7 @@ from fedbn_flwr.messages.reply import Reply, number_problem, read_reply
 from fedbn_flwr.messages.votes import arrays_problems, metric_problems
 from fedbn_flwr.norms.roles import Role, roles
 
-from ._rule import Round
+from ._hooks import Round
 from .fedavg import FedAvg
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from flwr.app import Message
@@ -33,7 +32,7 @@ from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply, with_config
 from fedbn_flwr.models.tensors import copied, tensor_like
 
-from ._rule import Round, Traits
+from ._hooks import Config, Round, Traits
 from .fedavg import FedAvg
 
 CONTROL = "fedbn.control"
@@ -58,7 +57,7 @@ class Scaffold(FedAvg):
 
     memory: Memory
 
-    def config(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> Config:
         return {CONTROL: True}
 
     def records(self, round: Round) -> dict[str, Arrays]:

@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles, run
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, rule_of
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError
 from fedbn_flwr.experiment.registry import class_of
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import unpack
@@ -378,6 +378,26 @@ def test_evaluation_leaves_the_attendance_of_training_as_it_is(federation: Feder
     assert (rule.base.training.used, rule.base.evaluation.used) == ([1, 3], [2, 3])
     left_out = rule.base.training.left_out, rule.base.evaluation.left_out
     assert [[text[:17] for text in each] for each in left_out] == [["node 2: client 1 "], ["client 0 (node 1)"]]
+
+
+class EverySecond(Wrapper):
+    """Skips the rounds with odd numbers."""
+
+    breaks = {}
+
+    def incoming(self, round: Any, messages: Any) -> Any:
+        if round.number % 2:
+            raise RoundSkipped("its number is odd")
+        return messages
+
+
+def test_a_skipped_round_keeps_the_model_and_the_run_goes_on(federation: Federations) -> None:
+    fed = federation((8, 12))
+    start = fed.arrays()
+    result = EverySecond(FedAvg()).start(fed.grid(), start, num_rounds=3)
+    assert [dict(each).get("skipped") for each in result.train_metrics_clientapp.values()] == [1, None, 1]
+    # Nothing is drawn, so the second round trains as the first one of another run.
+    assert same(unpack(result.arrays), unpack(FedAvg().start(fed.grid(), start, num_rounds=1).arrays))
 
 
 class Passes(FedTAN):

@@ -21,16 +21,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr.errors import LOG, RunFailed, SettingsError
+from fedbn_flwr.errors import LOG, RoundSkipped, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, arrays_problem, cast, squared_distance
 from fedbn_flwr.messages.arrays import configs_in, pack, unpack, variance_keys
@@ -146,18 +146,12 @@ class Secure(Wrapper):
     def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         """The mean reply, once for every client in the sum."""
         assert self._masked is not None
-        means = gate(self._masked.means(messages, unpack(round.arrays)))
-        self._check(round, means[0])
-        return means
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         try:
-            return super().aggregate_train(server_round, replies)
+            means = gate(self._masked.means(messages, unpack(round.arrays)))
+            self._check(round, means[0])
         except NotOpened as error:
-            self._skip(server_round, error)
-        return None if self._round is None else self._round.arrays, MetricRecord({"skipped": 1})
+            self._skip(round.number, f"{error}; the masks hide which client is at fault")
+        return means
 
     def _check(self, round: Round, mean: Message) -> None:
         """Raise NotOpened if the mean has values that no honest reply has: a strategy would reject every copy of it."""
@@ -168,8 +162,7 @@ class Secure(Wrapper):
         if problem is not None:
             raise NotOpened(f"the mean of the replies: {problem}")
 
-    def _skip(self, server_round: int, error: NotOpened) -> None:
-        why = f"{error}; the masks hide which client is at fault"
+    def _skip(self, server_round: int, why: str) -> NoReturn:
         LOG.warning("round %d is skipped, the model stays as it is: %s", server_round, why)
         self.memory.skipped.append(server_round)
         last = self.memory.skipped[-_MOST_SKIPPED:]
@@ -178,6 +171,7 @@ class Secure(Wrapper):
                 f"rounds {', '.join(map(str, last))} were skipped; the last one: {why}. To find the client, train some "
                 "rounds without Secure, or with some of the clients"
             )
+        raise RoundSkipped(why)
 
 
 class MaskedRound:

@@ -1,0 +1,150 @@
+"""The innermost rule of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays, absurd, initial_problem, is_finite
+from fedbn_flwr.messages.arrays import metrics_in, unpack
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.reply import Reply, number_problem, read_reply
+from fedbn_flwr.messages.votes import metric_problems
+from fedbn_flwr.norms.roles import Role, roles, split_by_role
+
+from ._hooks import Hooks, Round
+from ._roster import Attendance, Roster
+
+
+class BaseStrategy(Hooks):
+    """The innermost rule of a chain: it chooses the clients, and knows them by their partitions."""
+
+    @dataclass
+    class Memory(Hooks.Memory):
+        partitions: dict[int, int] = field(default_factory=dict)  # by node id, for nodes that have reported it
+
+    memory: Memory
+    breaks = {}
+    weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
+    weighs: bool = True  # whether replies must have this metric
+    arrayrecord_key: str = "arrays"
+    bounds: Any = None  # on the influence of one client, with the methods of extensions.bounds.strategy.Bounds
+    # The error for models that track statistics, with a place for the first key of theirs; None accepts them.
+    without_statistics: ClassVar[str | None] = None
+    min_train_nodes: int = 1  # usable replies that a round needs
+
+    def __init__(self) -> None:
+        self.memory = self.Memory()
+        self.training, self.evaluation = Attendance(), Attendance()  # in the last round and the last evaluation
+
+    @property
+    def roster(self) -> Roster:
+        return Roster(self.memory.partitions)
+
+    def attendance(self, what: str, messages: Iterable[Message] = (), arrays: ArrayRecord | None = None) -> Attendance:
+        """The attendance of the nodes that receive these messages, and a model with these arrays."""
+        asked = [message.metadata.dst_node_id for message in messages]
+        return Attendance(what, self.roster, self.min_train_nodes, arrays, asked)
+
+    def due(self, clients: int) -> int | None:
+        """How many clients train in a round when all of these are connected; None if this is not known."""
+        return None
+
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        if not isinstance(arrays, ArrayRecord):
+            raise SettingsError(
+                f"initial_arrays is a {type(arrays).__name__}; expected ArrayRecord(model.state_dict())"
+            )
+        if problem := initial_problem(unpack(arrays)):
+            raise SettingsError(f"the initial model cannot be trained: {problem}")
+        tracked = [key for key, role in roles(arrays).items() if role is Role.STATISTICS]
+        if tracked and self.without_statistics:
+            raise SettingsError(self.without_statistics.format(tracked[0]))
+        self.memory, self._rounds = self.Memory(), num_rounds
+
+    def messages(self, round: Round, config: ConfigRecord) -> list[Message]:
+        """Choose the clients of a round, note them in `training`, and return their messages; may change `config`."""
+        raise NotImplementedError
+
+    def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
+        """Why a reply lacks what the messages of the round ask for, or None."""
+
+    def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+        """The problems that only a comparison with the other replies shows, by node.
+
+        Values must not be absurd, and statistics must be within the bounds.
+        """
+        if not found:
+            return {}
+        nodes, cohort = list(found), [reply.arrays for reply in found.values()]
+        problems = absurd(cohort, sent)
+        if self.bounds is not None:
+            keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS]
+            problems |= self.bounds.outliers(cohort, keys)
+        return {nodes[i]: problem for i, problem in problems.items()}
+
+    def within_bounds(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
+        """The replies, with updates that are larger than the bounds allow shortened."""
+        if self.bounds is None:
+            return replies
+        arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
+        sent = unpack(round.arrays)
+        # Local roles are apart: their distance from the clients' mean is not an update.
+        for some in filter(None, split_by_role(sent, roles(sent), {*self.traits.local_roles})):
+            arrays = self.bounds.updated(arrays, some, f"round {round.number}")
+        return [replace(reply, arrays=values) for reply, values in zip(replies, arrays, strict=True)]
+
+    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
+        return [float(reply.metrics[self.weighted_by_key]) for reply in replies]
+
+    def bounded(self, what: str, weights: list[float]) -> list[float]:
+        """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""
+        if not sum(weights) > 0:
+            raise RunFailed(
+                f"{what}: the sum of the weights of all {len(weights)} clients ({self.weighted_by_key}) is "
+                f"{sum(weights)}; expected one above zero"
+            )
+        return weights if self.bounds is None else list(self.bounds.weights(weights))
+
+    def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
+        """Why the new model must not replace the one that was sent, or None."""
+        for key, value in model.items():
+            if key not in sent:
+                return f"it has {key!r}, which the clients' model lacks"
+            if not isinstance(value, np.ndarray | np.generic) or value.shape != sent[key].shape:
+                found = f"{type(value).__name__} of shape {np.shape(value)}"
+                return f"{key!r} is {found}; expected an array of shape {sent[key].shape}"
+            if not is_finite(value):
+                return f"{key!r} is not finite; bound the replies, or use another strategy"
+        return None
+
+    def global_model(self, round: Round) -> ArrayRecord:
+        return round.arrays
+
+    def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
+        """The metrics of training, over all clients."""
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        messages = gate(replies)
+        answers = [metrics_in(each.content).values() for each in messages if each.has_content()]
+        # Evaluations lack the training loss and the size of the first batch. One client must not decide the key.
+        known = [any(self.weighted_by_key in record for record in records) for records in answers]
+        key = self.weighted_by_key if 2 * sum(known) > len(known) else protocol.NUM_EXAMPLES
+
+        def problem(reply: Reply) -> str | None:
+            return number_problem(reply.metrics, key) if self.weighs else None
+
+        # Without messages nobody was asked, so no reply is required: a missing evaluation must not end the run.
+        self.evaluation = self.attendance(f"round {server_round}, evaluation")
+        found = self.evaluation.screen(messages, partial(read_reply, records=None), problem, metric_problems)
+        return self.evaluated(server_round, found, key)
+
+    def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
+        """The metrics of an evaluation over all clients, whose replies have the metric `key` as weights."""

@@ -1,0 +1,204 @@
+"""The hooks of a strategy, for those who write one (docs/write-a-strategy.md).
+
+A rule may be around another one. Together they are a chain: the innermost rule chooses the clients, and the outermost
+one runs the round and calls the hooks of all (`_rule`) in this order:
+
+- `begin` prepares a run.
+- `config` has keys for the clients, those of the outermost rule first.
+- `outgoing` may change the messages, the innermost rule first; then the `records` of all are added.
+- `incoming` may change the replies, the outermost rule first.
+- `problem` judges single replies. `accepted` gets the usable ones and may change them, the innermost rule first.
+- `weights` and `combine` make the new model; a rule calls those of the rule inside it by `super()`.
+- `after_round` updates the state, the innermost rule first.
+- `global_model` returns the model to evaluate, and `notes` the entries of the summary.
+
+A rule overrides only the hooks whose behaviour it changes. Subclass `FedAvg`, or `Wrapper` for any other strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from fedbn_flwr.declared import checked
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.protocol import Config as Config
+from fedbn_flwr.messages.reply import Reply
+from fedbn_flwr.norms.roles import Role, roles
+
+Notes = Mapping[str, Any]  # entries of the summary, by name: what JSON can represent
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """The round in which a hook is called."""
+
+    number: int
+    arrays: ArrayRecord  # the global model that the round begins with
+    config: Config  # of the messages to all clients; `config()` does not see those of the rules inside
+    grid: Grid
+    _hidden: frozenset[Role] = frozenset()  # the roles that a strategy of Flower does not see
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The properties of a rule that do not change during a run."""
+
+    # What the clients' steps must be: "linear", so that the mean of their first steps is the step along the mean of
+    # their gradients (SGD without clipping), "momentum" (SGD with momentum), or "sgd".
+    steps: frozenset[str] = frozenset()
+    client_memory: str | None = None  # the state that clients must keep from round to round, described in words
+    # The roles that stay on the client, which the server never sends; and whether the client sends them to the server.
+    # If there are any, each client has a model of its own, which is evaluated on that client.
+    local_roles: Mapping[Role, bool] = field(default_factory=dict)
+    # Examples that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0:
+    # no statistics are exchanged.
+    min_batch: int = 0
+    # Records of arrays, by name, that each client sends back, with an array for every parameter that it trains; and
+    # whether all clients count equally in their mean. The hook `records` returns what is sent to the clients.
+    records: Mapping[str, bool] = field(default_factory=dict)
+    pooled: bool = False  # whether variances have the part between the clients (`aggregate.pooled_mean`)
+
+    @property
+    def unsent(self) -> frozenset[Role]:
+        """The roles that neither the server nor the clients send."""
+        return frozenset(role for role, is_returned in self.local_roles.items() if not is_returned)
+
+    @property
+    def besides(self) -> list[str]:
+        """What travels along with the model's arrays, in words."""
+        exchanged = ["statistics of batches, in each batch norm of a round's first step"] if self.min_batch else []
+        size = "as large as the parameters: up in each round, down from round 2 on"
+        return [f"record `{name}`, {size}" for name in self.records] + exchanged
+
+    @property
+    def has_global_model(self) -> bool:
+        """Whether the server's arrays are a trained model."""
+        return {*self.local_roles} != {*Role}
+
+
+class Hooks(Strategy):
+    """The hooks of a rule, with their defaults, which pass on to the rule inside or change nothing."""
+
+    @dataclass
+    class Memory:
+        """The state of the rule: `begin` resets it, a checkpoint saves it, and a resumed run restores it.
+
+        A rule with state declares a dataclass of this name, derived from its base's. All fields have defaults; they
+        are numbers, strings, arrays, and lists and dicts of these.
+        """
+
+        # The first round after the one in which the rule froze or switched, which schedules of clients follow.
+        switch_round: int | None = None
+
+    traits: Traits = Traits()
+    memory: Memory
+    # The guarantees (see `_composition`) that this rule breaks, each with the reason, and those it restores. A class
+    # with a hook that sees the replies of single clients must declare what it breaks.
+    breaks: Mapping[str, str] = {}
+    restores: frozenset[str] = frozenset()
+    # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an
+    # experiment they are on the disk before the messages that `configure_train` returns are sent.
+    promised: Collection[str] = ()
+    _inside: Hooks  # the rule inside this one
+    _hides: frozenset[Role] = frozenset()  # the roles that a strategy of Flower inside this rule does not see
+    _rounds: int | None = None  # the number of rounds; None or 0 unless `Rule.start` started the run
+
+    # --- the hooks ---
+
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        """Prepare for a run that begins with this model; raise SettingsError if the rule cannot train it.
+
+        `num_rounds` is 0 if a strategy that is not a rule has started the run: then it is not known.
+        """
+        self.memory, self._rounds = self.Memory(), num_rounds
+        self._inside.begin(num_rounds, arrays)
+
+    def config(self, round: Round) -> Config:
+        """The config keys that ask clients to apply the client rule."""
+        return {}
+
+    def records(self, round: Round) -> Mapping[str, Arrays]:
+        """The arrays that clients receive in the records of `Traits.records`; one without arrays is not sent."""
+        return {}
+
+    def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages to the clients, which may be changed, or exchange something first."""
+        return messages
+
+    def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+        """The replies that have passed the gate, before their arrays are read.
+
+        RoundSkipped ends the round without a new model, and the run goes on.
+        """
+        return messages
+
+    def problem(self, round: Round, reply: Reply) -> str | None:
+        """Why a reply cannot be used, or None."""
+        return None
+
+    def accepted(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
+        """What the hooks that follow, and the rules around this one, see of the usable replies."""
+        return replies
+
+    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
+        """p_i, the weight of each reply, up to scale: by default the client's number of examples."""
+        return self._inside.weights(round, replies)
+
+    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
+        """The new model."""
+        return self._inside.combine(round, replies, weights)
+
+    def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
+        """Update the state from the replies that were combined into the new model."""
+
+    def global_model(self, round: Round) -> ArrayRecord:
+        """The model for use outside the federation, where `round.arrays` is the result of the round."""
+        return self._inside.global_model(round)
+
+    def notes(self) -> Notes:
+        """The entries in the run's summary, for instance the round in which the rule froze batch norm."""
+        return self._inside.notes()
+
+    # --- what a subclass gets without writing it ---
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
+        own = [hook for hook in _OF_SINGLE_REPLIES if _is_own(cls, hook)]
+        if own and "breaks" not in vars(cls):
+            reason = f"has {own[0]}() of its own, which may use the replies of single clients"
+            cls.breaks = {**cls.breaks, "mean": f"{reason} (if it uses only their mean, declare this: breaks = {{}})"}
+        if "Memory" in vars(cls) and "__dataclass_params__" not in vars(cls.Memory):  # the decorator may be left out
+            cls.Memory = dataclass(cls.Memory)  # type: ignore[misc]
+
+    def __str__(self) -> str:
+        """The strategy's name in messages."""
+        return type(self).__name__
+
+
+# Hooks that may use the replies of single clients.
+_OF_SINGLE_REPLIES = ("problem", "weights", "combine", "after_round", "incoming", "accepted")
+
+
+def _is_own(cls: type, hook: str) -> bool:
+    """Whether a class defines a hook, or inherits it from a class that is not a rule."""
+    others = [getattr(base, hook) for base in cls.__bases__ if issubclass(base, Hooks)]
+    return hook in vars(cls) or getattr(cls, hook) not in others
+
+
+def require_norm(rule: Hooks, needed: Collection[Role], arrays: ArrayRecord, use: str, instead: str = "FedAvg") -> None:
+    """Raise SettingsError if the model has no arrays of the `needed` roles: the run would equal that of `instead`."""
+    if set(needed).isdisjoint(roles(arrays).values()):
+        missing = " or ".join(sorted(role.value for role in set(needed) - {Role.COUNTER}))
+        raise SettingsError(
+            f"{rule} {use}, and the model has none (no array is a batch norm's {missing}); use {instead}, or a model "
+            "with model.norm=bn"
+        )
