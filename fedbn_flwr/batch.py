@@ -126,7 +126,7 @@ def _found(batch: Any) -> Any:
     return batch[inputs[0]], batch[targets[0]]
 
 
-def _described(batch: Any) -> str:
+def _described(batch: object) -> str:
     kind = f"a {type(batch).__name__}"
     if isinstance(batch, Mapping):
         return f"{kind} with the keys {', '.join(map(repr, batch))}"

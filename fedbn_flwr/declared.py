@@ -51,7 +51,7 @@ def declarations(function: Callable[..., Any]) -> Mapping[str, Any]:
     return {}
 
 
-def check(name: str, value: Any, annotation: Any) -> None:
+def check(name: str, value: object, annotation: object) -> None:
     """Raise SettingsError if a value does not fit its annotation."""
     plain = value.item() if isinstance(value, np.generic) else value
     if not adapter(annotation).validator.isinstance_python(plain, strict=True):
@@ -59,13 +59,13 @@ def check(name: str, value: Any, annotation: Any) -> None:
 
 
 @functools.cache
-def adapter(annotation: Any) -> TypeAdapter[Any]:
+def adapter(annotation: Any) -> TypeAdapter[object]:
     from pydantic import TypeAdapter  # a slow import that clients, which make no strategy, do not need
 
     return TypeAdapter(annotation)
 
 
-def _is_simple(annotation: Any) -> bool:
+def _is_simple(annotation: object) -> bool:
     if get_origin(annotation) in (Union, types.UnionType):
         return all(map(_is_simple, get_args(annotation)))
     return annotation in _SIMPLE or get_origin(annotation) in (Annotated, Literal)

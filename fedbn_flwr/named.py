@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fedbn_flwr.trees import Draft, Tree
+
 from .errors import SettingsError, did_you_mean
 
 # The folder where `fedbn` was started, since Flower's processes run in another folder.
@@ -79,7 +81,7 @@ def _check_folder(what: str, loaded: ModuleType, here: Path) -> None:
             )
 
 
-def names_in(settings: Any) -> set[str]:
+def names_in(settings: object) -> set[str]:
     """All names `module:callable` in settings (nested mappings and lists)."""
     if isinstance(settings, str):
         return {settings} if is_name(settings) else set()
@@ -89,7 +91,7 @@ def names_in(settings: Any) -> set[str]:
     return {name for item in items for name in names_in(item)}
 
 
-def sources(settings: Any) -> dict[str, str]:
+def sources(settings: object) -> dict[str, str]:
     """The files of the imported modules that settings name, each with its SHA-256."""
     found = {}
     for module in sorted({name.partition(":")[0] for name in names_in(settings)}):
@@ -111,7 +113,7 @@ def call(key: str, name: str, *positional: Any, **arguments: Any) -> Any:
         raise SettingsError(f"{key}={name!r} failed", f": {in_a_line(error)}") from error
 
 
-def with_options(key: str, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+def with_options(key: str, name: str, options: Tree) -> Callable[..., Any]:
     """The callable `name` with these options; a class is called with them, and returns it."""
     function = load(key, name)
     if isinstance(function, type):
@@ -124,7 +126,7 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(function: Callable[..., Any], offered: Tree) -> Draft:
     """The `offered` arguments that the function's signature names; **kwargs does not count."""
     signature = signature_of(function)
     return {key: value for key, value in offered.items() if signature is not None and key in signature.parameters}

@@ -9,7 +9,6 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ def generator(seed: int, purpose: str, *where: int) -> torch.Generator:
 
 
 # NumPy's global generators: the ones that open blocks will restore, and free ones from blocks that have ended.
-_outside: list[Any] = []
+_outside: list[object] = []
 _spare: list[np.random.MT19937] = []
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from .errors import StorageError
@@ -73,7 +73,7 @@ def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterato
             _sync(path.parent)
 
 
-def to_json(content: Any, indent: int | None = None) -> str:
+def to_json(content: object, indent: int | None = None) -> str:
     """JSON for a file. Arrays become lists; NaN and Infinity, which JSON does not have, become null."""
     finite = json.loads(json.dumps(content, default=operator.methodcaller("tolist")), parse_constant=lambda name: None)
     return json.dumps(finite, indent=indent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from .errors import SettingsError, did_you_mean
 
@@ -51,7 +51,7 @@ class Task:
     metrics: tuple[str, ...]  # suitable metrics, including `reported`
     options: tuple[str, ...] = ()  # settings of the loss: label_smoothing, class_weights
 
-    def __reduce__(self) -> tuple[Any, ...]:  # so that `is` also works after a copy from another process
+    def __reduce__(self) -> tuple[object, ...]:  # so that `is` also works after a copy from another process
         return task_named, (self.name,)
 
     @property

@@ -23,7 +23,7 @@ from fedbn_flwr.messages.votes import arrays_problems, common_metrics, overflow
 from fedbn_flwr.norms.roles import roles, split_by_role
 
 from ._base import BaseStrategy
-from ._hooks import Notes, Round
+from ._hooks import Json, Round
 from ._rule import NOISED, Rule, restore, state_of
 
 # Strategies whose result depends on the mean of the replies only.
@@ -90,7 +90,7 @@ class Foreign(BaseStrategy, Rule):
             else:  # by copies, so not in a first run: a list among them may be the caller's
                 restore(self, self._first)
 
-    def notes(self) -> Notes:
+    def notes(self) -> Json:
         return {} if self.seed is None else {"strategy_of_flower": str(self)}
 
     # --- the round ---

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
@@ -31,8 +30,7 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Config as Config
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import Role, roles
-
-Notes = Mapping[str, Any]  # entries of the summary, by name: what JSON can represent
+from fedbn_flwr.trees import Json as Json
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +160,7 @@ class Hooks(Strategy):
         """The model for use outside the federation, where `round.arrays` is the result of the round."""
         return self._inside.global_model(round)
 
-    def notes(self) -> Notes:
+    def notes(self) -> Json:
         """The entries in the run's summary, for instance the round in which the rule froze batch norm."""
         return self._inside.notes()
 

@@ -37,7 +37,7 @@ from fedbn_flwr.messages.votes import common_metrics
 from fedbn_flwr.norms.roles import roles, split_by_role
 
 from ._base import BaseStrategy
-from ._hooks import Config, Notes, Round
+from ._hooks import Config, Json, Round
 from ._rule import Rule, refuse_bounds
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
@@ -182,7 +182,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         mean = pooled_mean if self.traits.pooled else weighted_mean
         return mean([reply.arrays for reply in replies], weights)
 
-    def notes(self) -> Notes:
+    def notes(self) -> Json:
         """The bounds on the influence of one client, and how statistics are combined, if they have no defaults."""
         pooled = {"norm_statistics": "pooled"} if self.traits.pooled else {}
         return pooled if self.bounds is None else {"bounds": dict(self.bounds.notes()), **pooled}

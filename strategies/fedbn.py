@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord
 
 from fedbn_flwr.norms.roles import Role
 
-from ._hooks import Notes, require_norm
+from ._hooks import Json, require_norm
 from .fedavg import FedAvg
 
 
@@ -43,7 +43,7 @@ class LocalNorm(FedAvg):
         names = " and ".join(sorted(role.value for role in self.local_roles - {Role.COUNTER}))
         require_norm(self, self.local_roles, arrays, f"keeps batch norm ({names}) on the clients")
 
-    def notes(self) -> Notes:
+    def notes(self) -> Json:
         return {**super().notes(), "global_norm": self.global_norm}
 
 

@@ -26,7 +26,7 @@ from annotated_types import Ge
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.reply import Reply, number_problem
 
-from ._hooks import Config, Notes, Round
+from ._hooks import Config, Json, Round
 from .fedavg import FedAvg
 from .fedprox import PROXIMAL_MU
 
@@ -65,7 +65,7 @@ class FedBS(FedAvg):
         super().__init__(**options)
         self.epsilon, self.patience, self.proximal_mu = epsilon, patience, proximal_mu
 
-    def notes(self) -> Notes:
+    def notes(self) -> Json:
         """`switch_round` is the first round of FedProx, or None."""
         return {**super().notes(), "switch_round": self.memory.switch_round}
 

@@ -24,7 +24,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ._hooks import Config, Notes, Round, require_norm
+from ._hooks import Config, Json, Round, require_norm
 from ._wrapper import Wrapper
 
 FREEZE = "fedbn.freeze"
@@ -99,7 +99,7 @@ class FixBN(Wrapper):
         # The mean of equal numbers may have a rounding error, but frozen arrays must not change at all.
         return {**model, **{key: sent for key, sent in self._frozen(round).items() if key in model}}
 
-    def notes(self) -> Notes:
+    def notes(self) -> Json:
         switch = self.memory.switch_round
         return {**super().notes(), "freeze_round": switch and switch - 1, "frozen": sorted(self.freeze)}
 

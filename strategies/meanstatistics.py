@@ -29,7 +29,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
-from ._hooks import Notes, Round
+from ._hooks import Json, Round
 from ._wrapper import Wrapper
 
 NORM_STATE = frozenset({Role.STATISTICS, Role.COUNTER})
@@ -76,7 +76,7 @@ class MeanStatistics(Wrapper):
         # Keep the dtypes that were sent: FedAdam returns float64 arrays.
         return {key: cast(model[key], sent[key].dtype) for key in sent if key in model}
 
-    def notes(self) -> Notes:
+    def notes(self) -> Json:
         return {**super().notes(), "norm_statistics": self.statistics}
 
 

@@ -82,7 +82,9 @@ def names() -> dict[str, list[str]]:
     fields = {each.__name__: fields_of(each) for each in (Traits, Round)}
     rest = {each.__name__: of(each) for each in (Reply, ClientRule, LocalRound)}
     # No author calls or overrides what a server of Flower's old API calls.
-    of_rule = [name for kind in (Rule.__base__, Rule) for name in of(kind, Strategy) if name != "initialize_parameters"]
+    of_rule = [
+        name for kind in (*Rule.__bases__, Rule) for name in of(kind, Strategy) if name != "initialize_parameters"
+    ]
     return {"Rule": of_rule, "Memory": fields_of(Rule.Memory), **fields, **rest}
 
 

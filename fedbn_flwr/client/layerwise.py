@@ -39,7 +39,7 @@ _EXCHANGES = "exchanges"  # the round's model and agreed tensors, in the client'
 _ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round, with the agreed numbers
 
 
-_Tasks = queue.SimpleQueue[Callable[[], Any]]  # of a thread, which runs one session after the other
+_Tasks = queue.SimpleQueue[Callable[[], object]]  # of a thread, which runs one session after the other
 
 # The threads without a session. A new thread would make again what belongs to a thread: OpenMP's threads, cuDNN's plans
 # of convolutions, and the settings of PyTorch's compiler.
@@ -81,7 +81,7 @@ class Session(Generic[Asked, Answer]):
 
     def __init__(
         self,
-        work: Callable[[Callable[[Asked], Answer]], Any],
+        work: Callable[[Callable[[Asked], Answer]], object],
         agreed: Sequence[Answer] = (),
         *,
         client: Any = None,

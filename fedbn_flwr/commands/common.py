@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedbn_flwr.errors import FedbnError, OutOfTime, RunFailed, SettingsError, StorageError
+from fedbn_flwr.trees import Draft
 
 # Each command adds its parser to these.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -71,7 +72,7 @@ def continued_by(out: Path | None, *words: str) -> Iterator[None]:
         raise
 
 
-def parse_pairs(values: Sequence[str], option: str) -> dict[str, Any]:
+def parse_pairs(values: Sequence[str], option: str) -> Draft:
     """The pairs key=value of an option, as Flower reads them."""
     from flwr.common.config import parse_config_args
 

@@ -7,9 +7,9 @@ import json
 import signal
 import tomllib
 from pathlib import Path
-from typing import Any
 
 from fedbn_flwr.errors import OF_RUN_CONFIG, RunFailed, SettingsError, did_you_mean, options_as
+from fedbn_flwr.trees import Tree
 
 from .common import Commands, add_command, continued_by, parse_pairs
 
@@ -37,7 +37,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--stream", action="store_true", help="without effect: logs are always streamed")
 
 
-def _project(app: Path) -> dict[str, Any]:
+def _project(app: Path) -> Tree:
     file = app / "pyproject.toml"
     try:
         project = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -50,7 +50,7 @@ def _project(app: Path) -> dict[str, Any]:
     return project
 
 
-def _pair(key: str, value: Any) -> str:
+def _pair(key: str, value: object) -> str:
     """A key with its value in TOML, as in --run-config."""
     if not isinstance(value, str):
         return f"{key}={json.dumps(value)}"

@@ -16,22 +16,21 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fedbn_flwr import named
 from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import RunFailed, SettingsError, did_you_mean, needs
 from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.storage import temporary_folder
+from fedbn_flwr.trees import Draft, Tree
 
 _DEATH_SIGNAL = 1  # of Linux's prctl
 _STOP_TIMEOUT = 20  # seconds until an interrupted run has ended its processes
 
 
-def run_app(app: Path, run_config: Mapping[str, Any], federation: Mapping[str, Any]) -> None:
+def run_app(app: Path, run_config: Tree, federation: Tree) -> None:
     """Simulate a Flower app; raises RunFailed if the run did not complete."""
     with needs("run", "Flower's simulation"):
         if importlib.util.find_spec("ray") is None:  # importing it takes a second
@@ -65,7 +64,7 @@ def run_app(app: Path, run_config: Mapping[str, Any], federation: Mapping[str, A
             )
 
 
-def check_federation(config: Mapping[str, Any], least: int = 1) -> None:
+def check_federation(config: Tree, least: int = 1) -> None:
     """Raise SettingsError if Flower cannot simulate this federation, or if it has fewer than `least` nodes."""
     from flwr.supercore.constant import DEFAULT_SIMULATION_CONFIG
 
@@ -78,7 +77,7 @@ def check_federation(config: Mapping[str, Any], least: int = 1) -> None:
         raise SettingsError(f"--federation-config: num-supernodes is {nodes!r}; expected a number from {least} on")
 
 
-def federation_config(clients: int) -> dict[str, Any]:
+def federation_config(clients: int) -> Draft:
     """One node per client, one core each, and as many at a time as there are cores, here or on the Ray cluster."""
     nodes = {"num-supernodes": clients, "client-resources-num-cpus": 1, "init-args-log-to-driver": False}
     # Ray raises an error for a number of cores if its cluster is running already.

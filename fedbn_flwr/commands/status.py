@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def status(arguments: argparse.Namespace) -> None:
 def _as_json(state: RunState) -> dict[str, object]:
     """The main metric has its own name as key."""
     run, summary = state.run, state.run.summary
-    last: dict[str, object] = run.lines[-1] if run.lines else {}
+    last: Mapping[str, object] = run.lines[-1] if run.lines else {}
     return {
         "folder": str(run.folder),
         "name": summary.name,  # of the experiment

@@ -18,6 +18,7 @@ from torch import Tensor
 from fedbn_flwr.batch import tensors
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
+from fedbn_flwr.trees import Tree
 
 from . import IGNORED
 from .catalogue import Entry
@@ -26,7 +27,7 @@ from .examples import Examples, main
 from .source import Source
 from .values import Parts, Targets, as_rows, check_texts, inputs_of, targets_of
 
-Splits = Mapping[str, Any]  # "train", and "test" unless a share of "train" is held out
+Splits = Tree  # "train", and "test" unless a share of "train" is held out
 ARRAYS = {"inputs": "inputs", "label": "labels", "domain": "domains", "group": "groups"}  # their usual names
 PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 _NUMBERS = ("int", "uint", "float", "double", "bool", "decimal")

@@ -27,6 +27,7 @@ import numpy as np
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import DataError, did_you_mean
+from fedbn_flwr.trees import Draft, Tree
 
 from .catalogue import CATALOGUE, Entry
 from .columns import PICTURES, commit_of
@@ -117,7 +118,7 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
             "data set on the Hugging Face hub"
         )
     # The names of the splits; None stands for the usual ones.
-    given: dict[str, Any] = {"train": source.train, **({} if source.held_out else {"test": source.test})}
+    given: Draft = {"train": source.train, **({} if source.held_out else {"test": source.test})}
     if folder.is_file():
         if folder.suffix not in _READERS:
             raise DataError(
@@ -182,7 +183,7 @@ def _check_rights(name: Path, *below: Path) -> None:
             )
 
 
-def _named(folder: Path, source: Source, given: Mapping[str, Any], readers: Readers) -> Splits:
+def _named(folder: Path, source: Source, given: Tree, readers: Readers) -> Splits:
     """The splits by the beginnings of their files' names."""
     found: Splits = {}
     usual = {
@@ -314,7 +315,7 @@ def _root(error: BaseException) -> str:
 # --- image files -------------------------------------------------------------
 
 
-def _tables(splits: Mapping[str, Any], *columns: str) -> Splits:
+def _tables(splits: Tree, *columns: str) -> Splits:
     """Splits of `datasets`: rows of image files become tables with these columns, whose classes are numbered alike."""
     rows = {part: split for part, split in splits.items() if isinstance(split, list)}
     classes = sorted({row[1] for some in rows.values() for row in some})  # where the second column is the label

@@ -22,6 +22,7 @@ import numpy as np
 
 from fedbn_flwr import named, seeding
 from fedbn_flwr.errors import DataError, SettingsError, needs
+from fedbn_flwr.trees import Tree
 
 from .catalogue import CATALOGUE, Entry
 from .columns import ARRAYS, read
@@ -73,7 +74,7 @@ def _read(source: Source) -> DataSet:
         return read(source, {part: given[part] for part in parts}, known=given.get("classes") or ())
 
 
-def _returned(source: Source, parts: Sequence[str]) -> Mapping[str, Any]:
+def _returned(source: Source, parts: Sequence[str]) -> Tree:
     """What the callable returns, checked to have both splits. Random draws in it are the same in every process."""
     name = source.name
     offered = {} if source.root is None or "root" in source.options else {"root": source.root}
@@ -91,7 +92,7 @@ def _returned(source: Source, parts: Sequence[str]) -> Mapping[str, Any]:
         return {**found, **{part: _columns(f"{KEY}={name!r}: {part}", found[part]) for part in parts}}
 
 
-def _columns(where: str, split: Any) -> Mapping[str, Any]:
+def _columns(where: str, split: Any) -> Tree:
     """A split as a mapping of arrays by name."""
     usual = tuple(ARRAYS.values())
     if isinstance(split, Mapping):
@@ -108,7 +109,7 @@ def _columns(where: str, split: Any) -> Mapping[str, Any]:
     return dict(zip(usual, map(list, zip(*rows, strict=True)), strict=False))
 
 
-def digits() -> Mapping[str, Any]:
+def digits() -> Tree:
     """1,797 handwritten digits of 8 by 8 pixels, in digits.json with their source; every fifth is a test image."""
     file = _file("digits.json")
     rows = np.frombuffer(zlib.decompress(base64.b64decode(file["data"])), np.uint8).reshape(-1, 65)
@@ -124,7 +125,7 @@ def digits() -> Mapping[str, Any]:
 _CODES = {"cp": (2, 3, 4), "restecg": (1, 2)}  # kinds of chest pain and of electrocardiogram, without the first one
 
 
-def heart() -> Mapping[str, Any]:
+def heart() -> Tree:
     """740 patients of four hospitals, in heart.json with their source.
 
     Columns, rows and test rows are the same as in FLamby (Ogier du Terrail et al. 2022): eight numbers, and 0 or 1 for
@@ -150,8 +151,8 @@ def heart() -> Mapping[str, Any]:
     return {**parts, "classes": ("healthy", "ill")}
 
 
-def _file(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+def _file(name: str) -> Tree:
+    found: dict[str, object] = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
     return found
 
 
@@ -178,7 +179,7 @@ def random_images(source: Source) -> DataSet:
         raise DataError(f"data.domains has {wrong[0]!r}; the domains of {name!r} are {known}")
     domains = tuple(source.domains) or entry.domains
     counts = {"train": source.examples or COUNTS["train"], "test": source.test_examples or COUNTS["test"]}
-    made: dict[str, Any] = {}
+    made: dict[str, object] = {}
     for part, count in counts.items():
         # Not torch's generator, which takes twice as long.
         draw = np.random.default_rng(seeding.seed_for(0, f"random images, {part}"))

@@ -8,7 +8,7 @@ give the same partition for a seed. `partition` checks every one.
 # Without `from __future__ import annotations`: pydantic needs the types in the signatures, not their names.
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from fedbn_flwr import named, seeding
 from fedbn_flwr.errors import DataError, few
 from fedbn_flwr.schema import Positive, Section
+from fedbn_flwr.trees import Draft, Tree
 
 from .dataset import Groups
 
@@ -70,7 +71,7 @@ def kind(*, by_class: bool = False) -> Callable[[Callable[..., Parts]], type[Opt
 
     def register(assign: Callable[..., Parts]) -> type[Options]:
         name = assign.__name__
-        fields: dict[str, Any] = {"kind": (Literal[name], name)}
+        fields: Draft = {"kind": (Literal[name], name)}
         for option in inspect.signature(assign).parameters.values():
             if option.kind is inspect.Parameter.KEYWORD_ONLY:
                 fields[option.name] = (option.annotation, ... if option.default is option.empty else option.default)
@@ -283,7 +284,7 @@ def partition(
     return [torch.from_numpy(np.sort(part)) for part in parts]
 
 
-def _own(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str, Any]) -> Parts:
+def _own(name: str, rows: Rows, clients: int, seed: int, options: Tree) -> Parts:
     """The row numbers of each client that the callable `name` returns for the labels and the number of clients.
 
     Its random draws are functions of `seed`: it is offered a generator and the seed, and Python's, NumPy's and torch's
@@ -299,7 +300,7 @@ def _own(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str, A
     return first
 
 
-def _called(name: str, rows: Rows, clients: int, seed: int, options: Mapping[str, Any]) -> Parts:
+def _called(name: str, rows: Rows, clients: int, seed: int, options: Tree) -> Parts:
     """The partition as arrays of row numbers; DataError names the client whose rows are wrong."""
     offered = {
         "generator": np.random.default_rng(seed),

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from fedbn_flwr.named import is_name
 from fedbn_flwr.schema import Names, Positive, Section, expects
+from fedbn_flwr.trees import Tree
 
 from . import Size
 
@@ -59,7 +60,7 @@ class Source(Section):
             "[Data](data.md); or `module:callable`, a [data set of your own](own-parts.md#data-set)"
         ),
     )
-    options: Mapping[str, Any] = Field(
+    options: Tree = Field(
         default_factory=dict,
         description="arguments of a data set `module:callable`, see [Your own parts](own-parts.md)",
     )

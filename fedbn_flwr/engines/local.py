@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge
 from flwr.app import Context, Error, Message, RecordDict
@@ -23,6 +23,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import MissingPackage, install
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.quote import shown
 
 from .base import Capabilities, GivenUp, OnReply
@@ -42,7 +43,7 @@ if not (_found := importlib.metadata.version("flwr")).startswith(tuple(f"{each}.
 from flwr.supercore.run import Run  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-UserConfig = Mapping[str, Any]
+UserConfig = Config
 
 
 class LocalGrid(Capabilities, Grid):

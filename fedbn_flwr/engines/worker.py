@@ -86,7 +86,7 @@ class NodeWorker(ABC):
     def launch(self) -> None: ...
 
     @abstractmethod
-    def send(self, then: Then, call: str, *arguments: Any) -> None:
+    def send(self, then: Then, call: str, *arguments: object) -> None:
         """Begin a job: call a method of the object that this worker serves, such as `pool.Nodes.handle`."""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class Channel:
     def fileno(self) -> int:
         return self._end.fileno()
 
-    def send(self, value: Any) -> None:
+    def send(self, value: object) -> None:
         with self._end.makefile("wb") as file:
             pickle.dump(value, file, protocol=5)
 
@@ -152,7 +152,7 @@ class Worker(NodeWorker):
         with there, _signals_later():
             self.process.start()
 
-    def send(self, then: Then, call: str, *arguments: Any) -> None:
+    def send(self, then: Then, call: str, *arguments: object) -> None:
         # One job at a time: with several, each end could wait for the other to read.
         self.then = then
         with contextlib.suppress(OSError):  # it died while idle: receive() reports it

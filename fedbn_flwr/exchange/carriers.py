@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -77,7 +77,7 @@ def service() -> MakeCarrier | None:
     return next(filter(None, (found() for found in parts("carriers"))), None)
 
 
-def content_like(message: Message, arrays: ArrayRecord, more: Mapping[str, Any]) -> RecordDict:
+def content_like(message: Message, arrays: ArrayRecord, more: protocol.Config) -> RecordDict:
     """The message's content with these arrays instead of its own, and `more` added to its config."""
     key, config = next(iter(configs_in(message.content).items()))
     return RecordDict({"arrays": arrays, key: ConfigRecord({**config, **more})})
@@ -106,10 +106,10 @@ class ByMessages:
         return {reply.metadata.src_node_id: _answer(reply) for reply in replies}
 
     def _messages(self, kind: str, nodes: Sequence[int], step: int, agreement: Agreement | None) -> list[Message]:
-        arrays, numbers = sent_model(self._first.content), {}
+        arrays, more = sent_model(self._first.content), {protocol.EXCHANGE_STEP: step}
         if agreement is not None:
-            arrays, numbers = pack(agreement.tensors), numbers_of(agreement)
-        content = content_like(self._first, arrays, {protocol.EXCHANGE_STEP: step, **numbers})
+            arrays, more = pack(agreement.tensors), {**more, **numbers_of(agreement)}
+        content = content_like(self._first, arrays, more)
         return [Message(content, node, kind) for node in nodes]
 
 
@@ -196,7 +196,7 @@ def problem(contribution: Contribution, remaining: int | None) -> str | None:
     return None
 
 
-def _form(contribution: Contribution) -> tuple[Any, ...]:
+def _form(contribution: Contribution) -> tuple[object, ...]:
     """The properties that all contributions to one exchange must share."""
     shapes = [(name, array.dtype.str, *array.shape) for name, array in contribution.tensors.items()]
     return (contribution.kind, contribution.remaining, *shapes)

@@ -81,7 +81,7 @@ def contribution_from_records(content: RecordDict) -> Contribution:
     )
 
 
-def numbers_of(agreement: Agreement) -> dict[str, Any]:
+def numbers_of(agreement: Agreement) -> protocol.Metrics:
     """The agreement's numbers, as an entry of a config."""
     return {protocol.EXCHANGE_VALUES: [float(agreement.values), agreement.per_example]}
 

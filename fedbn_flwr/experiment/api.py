@@ -19,6 +19,7 @@ from fedbn_flwr.results.folder import out_folder
 from fedbn_flwr.results.result import Result, Results
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.yaml_text import check_values
+from fedbn_flwr.trees import Tree
 
 from .data import forget_data
 from .file.content import follow_extends, read_content
@@ -28,7 +29,7 @@ from .node import free_models
 from .run.loop import carry_out, check_failures, is_begun, run_folders
 from .settings import Experiment, Settings
 
-Source = str | Path | Mapping[str, Any] | Settings
+Source = str | Path | Tree | Settings
 _JSON = TypeAdapter[Any](Any, config=ConfigDict(ser_json_inf_nan="constants"))  # else infinity were null
 NodeConfig = Mapping[str, str | int | float | bool]
 
@@ -124,14 +125,14 @@ def run_all(
     return _carry_out(_planned(experiment, only, changes), out, resume, progress, minutes, node_config, jobs)
 
 
-def _planned(source: Source, only: str | Sequence[str] | None, changes: Mapping[str, Any]) -> Experiment:
+def _planned(source: Source, only: str | Sequence[str] | None, changes: Tree) -> Experiment:
     if isinstance(source, Settings):
         source = source.model_dump(mode="json")
     if isinstance(source, Mapping):
         content, name = follow_extends(_plain("", source), Path()), "experiment"
     else:
         content, name = read_content(str(source))
-    plain: dict[str, Any] = {key: _plain(key, value) for key, value in changes.items()}
+    plain: dict[str, object] = {key: _plain(key, value) for key, value in changes.items()}
     if "runs" in plain and isinstance(content, Mapping):
         content = {**content, "runs": plain.pop("runs")}
     if only is not None:

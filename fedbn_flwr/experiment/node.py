@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -23,8 +23,10 @@ from fedbn_flwr.data.moments import Sums, sums_of
 from fedbn_flwr.data.partitions import KINDS, hold_out
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean, log_once
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.models.layout import suits_channels_last
 from fedbn_flwr.models.tensors import ModelTensors
+from fedbn_flwr.trees import Tree
 
 from .data import (
     check_labels,
@@ -42,7 +44,7 @@ from .settings import Experiment, Settings
 NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch")
 
 
-def make_client(context: Context, config: Mapping[str, Any]) -> BNClient:
+def make_client(context: Context, config: Config) -> BNClient:
     """The client of a node, for the experiment in its run config."""
     return _clients(str(context.run_config["experiment"]), str(context.run_config.get("set", "")))(context, config)
 
@@ -59,7 +61,7 @@ class Clients:
     experiment: Experiment
     _parts: dict[tuple[Any, ...], ClientParts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __call__(self, context: Context, config: Mapping[str, Any]) -> BNClient:
+    def __call__(self, context: Context, config: Config) -> BNClient:
         run = run_of(self.experiment, config)
         key = (run.label, run.seed, context.node_id, *context.node_config.items())
         knows_all = all(map(is_known, config))
@@ -94,7 +96,7 @@ class ClientParts(RunParts):
         node = context.node_config
         listed = run.data.name
         least = min_batch_of(node)
-        changes: dict[str, Any] = {}
+        changes: dict[str, object] = {}
         if "data-path" in node:
             changes = {
                 "name": str(node["data-path"]),
@@ -144,7 +146,7 @@ class ClientParts(RunParts):
         """Whether the sites agree on the moments before the first round."""
         return self.run.data.normalise == "moments" and (self.has_own_data or not self.run.evaluate.server)
 
-    def normalise(self, config: Mapping[str, Any]) -> Normalise:
+    def normalise(self, config: Config) -> Normalise:
         """The moments on which sites agreed, which are in the messages, or the run's normalisation."""
         if protocol.MEANS in config:
             return tuple(config[protocol.MEANS]), tuple(config[protocol.DEVIATIONS])
@@ -157,7 +159,7 @@ class ClientParts(RunParts):
         own = named.names_in([run.model.name, run.model.norm, run.train.loss, *run.evaluate.metrics])
         return self.device.type == "cpu" and not own and suits_channels_last(model)
 
-    def client(self, context: Context, config: Mapping[str, Any]) -> BNClient:
+    def client(self, context: Context, config: Config) -> BNClient:
         run, train = self.run, self.run.train
         torch.set_num_threads(run.engine.threads)
         normalise, dataset = self.normalise(config), self.dataset
@@ -227,7 +229,7 @@ class ClientParts(RunParts):
         return sums_of((train if len(rows) == len(train) else train.select(rows)).inputs)  # a copy may be large
 
 
-def min_batch_of(node: Mapping[str, Any]) -> int:
+def min_batch_of(node: Tree) -> int:
     """Check a node's config and return its `min-batch`, which defaults to a limit for a site with its own data."""
     for name in node:
         if name not in NODE_KEYS and difflib.get_close_matches(name, NODE_KEYS):  # others may belong to other apps
@@ -245,7 +247,7 @@ def _not_agreed(inputs: Value) -> NoReturn:
     )
 
 
-def run_of(experiment: Experiment, config: Mapping[str, Any]) -> Settings:
+def run_of(experiment: Experiment, config: Config) -> Settings:
     runs = experiment.named
     name = str(config.get(protocol.RUN, next(iter(runs))))
     if name not in runs:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.tasks import Task
+from fedbn_flwr.trees import Tree
 
 from .data import Shape, load_data, normalisation_of, shape_without_data, shares_of
 from .file.types import name_in, options_in
@@ -108,7 +109,7 @@ class Parts(RunParts):
         self._model = None
 
     @cached_property
-    def model_description(self) -> Mapping[str, Any]:
+    def model_description(self) -> Tree:
         """The content of model.json."""
         return {
             "build": model_arguments(self.run, self.shape),
@@ -149,7 +150,7 @@ def make_model(run: Settings, dataset: DataSet | Shape) -> nn.Module:
         return build_model(**model_arguments(run, dataset), weights=run.model.weights)
 
 
-def model_arguments(run: Settings, dataset: DataSet | Shape) -> dict[str, Any]:
+def model_arguments(run: Settings, dataset: DataSet | Shape) -> Tree:
     """The arguments with which `build_model` builds the run's model."""
     return {
         "name": run.model.name,

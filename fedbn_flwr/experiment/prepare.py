@@ -28,6 +28,7 @@ from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import Rule, as_rule
 from fedbn_flwr.tasks import Task
+from fedbn_flwr.trees import Tree
 
 from .data import Shape, check_labels, try_data
 from .file.problems import naming
@@ -123,7 +124,7 @@ def check_moments(run: Settings, rule: Rule) -> None:
         )
 
 
-def _check_demands(spec: Mapping[str, Any], clients: int) -> None:
+def _check_demands(spec: Tree, clients: int) -> None:
     """Raise an error if a minimum number of nodes exceeds the clients: rounds would wait until their timeout."""
     for key in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
         if isinstance(needed := spec.get(key), int) and needed > clients:

@@ -23,6 +23,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.strategies import MeanStatistics, Rule, Wrapper, _names, as_rule
+from fedbn_flwr.trees import Tree
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class OfFlower:
     does: str
     robust: bool = False  # withstands some malicious clients
     needs: Callable[[int], int] | None = None  # the number of clients for so many malicious ones
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # where Flower's do not suit the clients here
+    defaults: Tree = field(default_factory=dict)  # where Flower's do not suit the clients here
 
 
 FLOWER: dict[str, OfFlower] = {
@@ -131,7 +132,7 @@ def _takes_base(cls: type[Strategy]) -> bool:
     return issubclass(cls, Wrapper) and cls.inner is None
 
 
-def check_strategy(spec: Mapping[str, Any], section: str = "strategy") -> Mapping[str, Any]:
+def check_strategy(spec: Tree, section: str = "strategy") -> Tree:
     """Return the section; SettingsError if its name, or the name of its base, is not a strategy."""
     name = spec.get("name")
     if not (isinstance(name, str) and (named.is_name(name) or name in FLOWER or name in STRATEGIES)):
@@ -142,7 +143,7 @@ def check_strategy(spec: Mapping[str, Any], section: str = "strategy") -> Mappin
     return spec
 
 
-def build_strategy(spec: Mapping[str, Any], section: str = "strategy", **defaults: Any) -> Strategy:
+def build_strategy(spec: Tree, section: str = "strategy", **defaults: Any) -> Strategy:
     """The strategy that a section such as `{name: FixBN, freeze_round: 0.5, base: {name: FedAvg}}` describes.
 
     The settings have checked its names (`check_strategy`). A strategy that wraps another one takes it from `base`, by

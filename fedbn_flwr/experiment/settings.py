@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -24,12 +24,13 @@ from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import file_name
 from fedbn_flwr.schema import Names, Positive, Section, expects
 from fedbn_flwr.tasks import LOSSES, METRICS
+from fedbn_flwr.trees import Tree
 
 from .file.expansion import PAPER, Cell
 from .file.types import Augment, Line, Named, Partition, Parts, Strategy, Weights, name_in, options_in
 
 
-def of_catalogue(name: str) -> dict[str, Any]:
+def of_catalogue(name: str) -> Tree:
     """The catalogue's values for the settings of a data set that are left out."""
     if (entry := CATALOGUE.get(name)) is None:
         return {"normalise": "moments", "augment": (), "fit": None if is_name(name) else "stretch"}
@@ -111,7 +112,7 @@ class Model(Section):
         default="cnn",
         description="a [network](#networks), or `module:callable`, a [network of your own](own-parts.md#network)",
     )
-    options: Mapping[str, Any] = Field(
+    options: Tree = Field(
         default={}, description="further arguments of the network, for instance `{hidden: 64}` of `mlp`"
     )
     norm: Annotated[str, AfterValidator(check_kind)] = Field(
@@ -545,7 +546,7 @@ class Layer:
     """Settings that one place gives; an experiment merges them in order."""
 
     origin: str  # "command line", "sweep", "tune", "size NAME", "run LABEL", "file", "data set" or "default"
-    settings: Mapping[str, Any]
+    settings: Tree
 
 
 @dataclass(frozen=True)
@@ -571,6 +572,6 @@ class Experiment:
         return dict(zip(names, self.runs, strict=True))
 
 
-def strategy_name(spec: Mapping[str, Any]) -> str:
+def strategy_name(spec: Tree) -> str:
     base = spec.get("base")
     return f"{spec['name']}({strategy_name(base)})" if isinstance(base, Mapping) else str(spec["name"])

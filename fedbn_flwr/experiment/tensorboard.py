@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from fedbn_flwr.errors import needs
+from fedbn_flwr.trees import Tree
 
 from .listeners.track import TrackedRun
 
@@ -30,7 +30,7 @@ class TensorBoard:
             self.writer.add_scalar(name, value, round)
         self.writer.flush()
 
-    def end(self, status: str, summary: Mapping[str, Any]) -> None:
+    def end(self, status: str, summary: Tree) -> None:
         self.writer.add_text("summary", f"```json\n{json.dumps(dict(summary), indent=2)}\n```")
         self.writer.add_text("status", status)
         if status == "finished":

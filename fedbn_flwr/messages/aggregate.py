@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import few
 from fedbn_flwr.norms.roles import mean_of
 
 from .arrays import Arrays as Arrays
-from .arrays import FlatArrays, variance_keys
+from .arrays import DType, FlatArrays, Values, variance_keys
 
-Array = NDArray[Any]
+Array = Values
 
 
 def total_weight(weights: Sequence[float]) -> float:
@@ -81,7 +79,7 @@ def squared_distance(arrays: Arrays, center: Arrays) -> dict[str, Array]:
         }
 
 
-def _bounded(value: Array, dtype: np.dtype[Any]) -> Array:
+def _bounded(value: Array, dtype: DType) -> Array:
     return cast(np.minimum(value, min(float(np.finfo(dtype).max), _LARGEST)), dtype)
 
 
@@ -127,7 +125,7 @@ def _mean(values: Sequence[Array], weights: Sequence[float], total: float) -> Ar
     return mean
 
 
-def cast(total: Array, dtype: np.dtype[Any]) -> Array:
+def cast(total: Array, dtype: DType) -> Array:
     """`total` converted to `dtype`; integers are rounded to the nearest."""
     if dtype.kind == "b":
         return np.asarray(total >= 0.5)

@@ -28,14 +28,16 @@ from numpy.typing import NDArray
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.norms.roles import Role, is_variance, roles
 
-Arrays = Mapping[str, NDArray[Any]]
+Values = NDArray[Any]  # `aggregate.Array` elsewhere; here it has the name of Flower's class
+Arrays = Mapping[str, Values]
+DType = np.dtype[Any]
 
 
 @dataclass(frozen=True)
 class Layout:
     """The keys, shapes and offsets of arrays in a flat block; `layout_of` returns one object for equal layouts."""
 
-    dtype: np.dtype[Any]
+    dtype: DType
     shapes: dict[str, tuple[int, ...]] = field(hash=False)
     places: dict[str, slice] = field(hash=False)
     size: int
@@ -47,7 +49,7 @@ class Layout:
         places = [np.arange(self.places[key].start, self.places[key].stop) for key in variance_keys(self.places)]
         return np.concatenate([np.empty(0, np.intp), *places])
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return layout_of, (self.dtype.str, tuple(self.shapes), tuple(self.shapes.values()))
 
 
@@ -66,23 +68,23 @@ def layout_of(dtype: str, keys: tuple[str, ...], shapes: tuple[tuple[int, ...], 
     return _LAYOUTS.setdefault((dtype, keys, shapes), made)
 
 
-def variance_keys(keys: Mapping[str, Any]) -> list[str]:
+def variance_keys(keys: Mapping[str, object]) -> list[str]:
     """The keys of running variances. An array of this name without a `running_mean` of the same layer is not one."""
     return [key for key, role in roles(keys).items() if role is Role.STATISTICS and is_variance(key)]
 
 
-class FlatArrays(Mapping[str, NDArray[Any]]):
+class FlatArrays(Mapping[str, Values]):
     """Read-only arrays of one dtype, stored consecutively in `flat`."""
 
     __slots__ = ("flat", "layout")
 
-    def __init__(self, where: Layout, flat: NDArray[Any]) -> None:
+    def __init__(self, where: Layout, flat: Values) -> None:
         assert (flat.shape, flat.dtype) == ((where.size,), where.dtype)
         flat.flags.writeable = False
         self.layout = where
         self.flat = flat
 
-    def __getitem__(self, key: str) -> NDArray[Any]:
+    def __getitem__(self, key: str) -> Values:
         return self.flat[self.layout.places[key]].reshape(self.layout.shapes[key])
 
     def __iter__(self) -> Iterator[str]:
@@ -91,15 +93,15 @@ class FlatArrays(Mapping[str, NDArray[Any]]):
     def __len__(self) -> int:
         return len(self.layout.places)
 
-    def __or__(self, other: Arrays) -> dict[str, NDArray[Any]]:
+    def __or__(self, other: Arrays) -> dict[str, Values]:
         return {**self, **other}
 
-    def __ror__(self, other: Arrays) -> dict[str, NDArray[Any]]:
+    def __ror__(self, other: Arrays) -> dict[str, Values]:
         return {**other, **self}
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # the methods of Mapping would compare the arrays
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return FlatArrays, (self.layout, self.flat)
 
 
@@ -117,11 +119,11 @@ class Array(FlowerArray):
         self.__dict__.update(dtype=where.name, shape=where.shapes[key], stype=SType.NUMPY, place=(owner, key))
 
     @property
-    def value(self) -> NDArray[Any]:
+    def value(self) -> Values:
         """The array itself; callers must not write to it."""
         return self.place[0][self.place[1]]
 
-    def numpy(self) -> NDArray[Any]:
+    def numpy(self) -> Values:
         return self.value.copy()  # Flower's method returns a copy too
 
     @property
@@ -130,7 +132,7 @@ class Array(FlowerArray):
             self.__dict__["_bytes"] = FlowerArray(self.value).data
         return self.__dict__["_bytes"]  # type: ignore[no-any-return]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Array, self.place
 
 
@@ -179,7 +181,7 @@ def unpack(arrays: Mapping[str, FlowerArray]) -> Arrays:
 
 def size_of(*records: Arrays) -> tuple[int, int]:
     """The number of elements and of bytes of all arrays in records, without names and headers."""
-    values: list[NDArray[Any]] = []
+    values: list[Values] = []
     for arrays in records:
         values += [arrays.flat] if isinstance(arrays, FlatArrays) else arrays.values()
     return sum(value.size for value in values), sum(value.nbytes for value in values)
@@ -212,7 +214,7 @@ def held(record: FlowerRecord) -> FlowerRecord:
     return record if {*map(type, record.values())} <= {Array} else pack(unpack(record))
 
 
-def _read(key: str, array: FlowerArray) -> NDArray[Any]:
+def _read(key: str, array: FlowerArray) -> Values:
     try:
         if array.stype != SType.NUMPY:
             raise MessageError("it is not serialised as an array")
@@ -228,7 +230,7 @@ def _read(key: str, array: FlowerArray) -> NDArray[Any]:
     return value
 
 
-def read_npy(data: bytes) -> NDArray[Any]:
+def read_npy(data: bytes) -> Values:
     """The array of numbers in the bytes of a .npy file, not copied; MessageError for other bytes.
 
     Nothing is allocated for a shape that does not fit the bytes, as numpy.load would.
@@ -246,7 +248,7 @@ _LONGEST_HEADER = 2048  # bytes; 64 axes fit
 
 
 @functools.lru_cache(maxsize=4096)  # NumPy parses the header as a Python literal
-def _header(start: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _header(start: bytes) -> tuple[tuple[int, ...], bool, DType]:
     """Shape, whether the order is Fortran's, and dtype, from the start of a .npy file."""
     stream = io.BytesIO(start)
     try:

@@ -114,7 +114,7 @@ def check_known(config: Config, known: Collection[str]) -> None:
             )
 
 
-def run_keys(config: Config) -> dict[str, Any]:
+def run_keys(config: Config) -> Metrics:
     """The keys of a config that decide which model clients build and how they read their data."""
     return {key: config[key] for key in (*OF_RUN, MEANS, DEVIATIONS) if key in config}
 

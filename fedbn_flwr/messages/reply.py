@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
@@ -24,7 +23,7 @@ from .quote import one_line, shown
 MOST_EXAMPLES = 2**31
 
 
-def number_problem(metrics: Mapping[str, Any], key: str) -> str | None:
+def number_problem(metrics: protocol.Config, key: str) -> str | None:
     """The reason why a metric cannot be a weight, or None."""
     value = metrics.get(key)
     if value is None:
@@ -39,7 +38,7 @@ def metric_name(key: str) -> str:
     return key.replace("_", "-")
 
 
-def is_partition(value: Any) -> bool:
+def is_partition(value: object) -> bool:
     return type(value) is int and 0 <= value <= MOST_EXAMPLES
 
 
@@ -48,7 +47,7 @@ class Reply:
     """A client's reply that has passed the gate."""
 
     arrays: Arrays  # of the model
-    metrics: Mapping[str, Any]  # numbers, and lists of them
+    metrics: protocol.Config
     records: Mapping[str, Arrays]  # the additional records that the rules requested, by name
     message: Message
 
@@ -142,7 +141,7 @@ def with_content(message: Message, content: RecordDict) -> Message:
     return changed
 
 
-def with_config(message: Message, more: Mapping[str, Any]) -> Message:
+def with_config(message: Message, more: protocol.Config) -> Message:
     """A copy of the message with these additional entries in its config."""
     name, config = next(iter(configs_in(message.content).items()))
     return with_content(message, RecordDict({**message.content, name: ConfigRecord({**config, **more})}))

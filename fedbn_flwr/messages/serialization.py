@@ -26,7 +26,7 @@ _RECORDS = {"arrays": ArrayRecord, "metrics": MetricRecord, "config": ConfigReco
 _MADE_BY: dict[str, Any] = {**_RECORDS, "arrays": pack, "dict": dict}
 
 
-def dump(value: Any) -> bytes:
+def dump(value: object) -> bytes:
     """The bytes of a value, without volatile records, which stay in memory.
 
     ValueError names a value that cannot be saved.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from flwr.app import MetricRecord
@@ -42,7 +41,7 @@ def metric_problems(found: Mapping[int, Reply]) -> dict[int, str]:
     return problems
 
 
-def _form(key: str, metrics: Mapping[str, Any]) -> tuple[int, str]:
+def _form(key: str, metrics: protocol.Config) -> tuple[int, str]:
     value, examples = metrics[key], metrics.get(protocol.NUM_EXAMPLES)
     if isinstance(value, list):
         return 2, "a list of numbers"
@@ -53,7 +52,7 @@ def _form(key: str, metrics: Mapping[str, Any]) -> tuple[int, str]:
     return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"
 
 
-def common_metrics(records: Sequence[Mapping[str, Any]]) -> list[MetricRecord]:
+def common_metrics(records: Sequence[protocol.Config]) -> list[MetricRecord]:
     """The records, reduced to the metrics that are one number in all of them: only these have a mean.
 
     A client leaves out a metric that is undefined on its examples, such as the AUC if all have one class.

@@ -33,9 +33,9 @@ def sent_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype is torch.bfloat16 else dtype
 
 
-def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+def as_array(tensor: Tensor) -> np.ndarray:
     """The tensor's values in the dtype in which they are sent; a view of the tensor's memory where possible."""
-    array: np.ndarray[Any, Any] = tensor.detach().to(sent_dtype(tensor.dtype)).cpu().numpy()
+    array: np.ndarray = tensor.detach().to(sent_dtype(tensor.dtype)).cpu().numpy()
     return array
 
 

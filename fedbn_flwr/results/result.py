@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr.errors import UserError, did_you_mean, few, needs
 from fedbn_flwr.tasks import title_of
+from fedbn_flwr.trees import Json
 
 from .read.runs import Run, find_runs
 from .report.pictures import plot
@@ -168,7 +169,7 @@ class Results(tuple[Result, ...]):
         return "".join(as_html(*table) for table in tables(self._rows))
 
 
-def frame_of(what: str, lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def frame_of(what: str, lines: Sequence[Json]) -> pd.DataFrame:
     with needs("data", what):
         import pandas as pd
     return pd.DataFrame(lines)

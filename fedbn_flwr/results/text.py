@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Mapping
-from typing import Any
 
 
 def printable(text: str) -> str:
@@ -25,7 +24,7 @@ def columns_in_words(columns: Mapping[str, str]) -> list[str]:
     return [printable(shorten(line, 2000)) for line in lines]
 
 
-def in_words(value: Any) -> str:
+def in_words(value: object) -> str:
     """The value of a setting for a label; a section, such as a partition, is its kind followed by its options."""
     if isinstance(value, Mapping):
         rest = [f"{key}={in_words(each)}" for key, each in value.items() if key not in ("name", "kind")]
@@ -60,7 +59,7 @@ def in_html(text: str) -> str:
     return html.escape(printable(text)).replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
 
 
-def in_csv(value: Any) -> Any:
+def in_csv(value: object) -> object:
     """A value that a spreadsheet does not take for a formula."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 

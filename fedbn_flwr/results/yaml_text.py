@@ -53,7 +53,7 @@ class _Loader(yaml.SafeLoader):
 class Dumper(yaml.SafeDumper):
     """Quotes text that `_Loader` would read as a number."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -61,7 +61,7 @@ for _class in (_Loader, Dumper):
     _class.add_implicit_resolver(_FLOAT, re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
 
 
-def dump_yaml(content: Any) -> str:
+def dump_yaml(content: object) -> str:
     """Text from which `parse_yaml` reads the same content; it may be longer than an experiment may be."""
     return yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
@@ -85,7 +85,7 @@ def parse_yaml(text: str, source: str = "", most: float = LENGTH) -> Any:
     raise SettingsError(f"{source}: {reason}" if source else reason)
 
 
-def check_values(value: Any, key: str = "", depth: int = 1) -> None:
+def check_values(value: object, key: str = "", depth: int = 1) -> None:
     """Raise SettingsError for a value that a node cannot receive as JSON."""
     match value:
         case dict() | list() if depth > DEPTH:

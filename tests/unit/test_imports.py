@@ -36,6 +36,7 @@ FOLDERS = (
     "fedbn_flwr.declared",
     "fedbn_flwr.extensions",
     "fedbn_flwr.errors",
+    "fedbn_flwr.trees",
 )
 
 

@@ -11,6 +11,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import path_of
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.yaml_text import LENGTH, parse_yaml
+from fedbn_flwr.trees import Draft, Tree
 
 KEYS_OF_A_FILE = {  # in addition to the keys of a run
     "description": "one line",
@@ -77,7 +78,7 @@ def follow_extends(content: Any, folder: Path, through: tuple[Path, ...] = ()) -
     return merge(base, own)
 
 
-def drop_given(lists: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def drop_given(lists: Tree, own: Tree) -> Tree:
     """The lists by key, without the keys that `own` sets, entirely or in part."""
     given = [f"{key}." for key in flat_settings(own)]
     return {
@@ -101,11 +102,11 @@ def _file(source: str, folder: Path) -> tuple[Path, str]:
     return shipped[source], source.replace("/", "-")
 
 
-def _content(path: Path) -> Mapping[str, Any]:
+def _content(path: Path) -> Tree:
     return check_mapping(parse_yaml(_text(path), repr(str(path))), repr(str(path)))
 
 
-def check_mapping(content: Any, source: str) -> Mapping[str, Any]:
+def check_mapping(content: object, source: str) -> Tree:
     if not isinstance(content, Mapping):
         found = "nothing" if content is None else type(content).__name__
         raise SettingsError(f"{source}: expected a mapping of keys, found {found}")
@@ -142,7 +143,7 @@ _NAMED = {
 }
 
 
-def write_out(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+def write_out(settings: Tree, section: str = "") -> Draft:
     """Write `strategy: FedTAN` as `strategy: {name: FedTAN}`, in the `runs` and `sizes` of an experiment too."""
     found = dict(settings)
     for key, value in settings.items():
@@ -159,11 +160,11 @@ def write_out(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     return found
 
 
-def without(settings: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+def without(settings: Tree, *keys: str) -> Draft:
     return {key: value for key, value in settings.items() if key not in keys}
 
 
-def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Tree, changes: Tree) -> Draft:
     """Apply `changes` to `base`, recursively; another strategy or kind of partition replaces the old one as a whole.
 
     A `seed` selects that seed, even if the base has `seeds`.
@@ -179,7 +180,7 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def put(settings: dict[str, Any], key: str, value: Any) -> None:
+def put(settings: Draft, key: str, value: object) -> None:
     """Set a key such as `train.lr` of nested settings."""
     *path, last = key.split(".")
     for number, part in enumerate(path, start=1):
@@ -191,9 +192,9 @@ def put(settings: dict[str, Any], key: str, value: Any) -> None:
     settings[last] = value
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Tree) -> Tree:
     """`{"train.lr": 0.1}` as `{"train": {"lr": 0.1}}`."""
-    settings: dict[str, Any] = {}
+    settings: Draft = {}
     for key, value in values.items():
         put(settings, key, value)
     return settings

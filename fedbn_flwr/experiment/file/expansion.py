@@ -16,6 +16,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import in_words, shorten
 from fedbn_flwr.schema import Section
+from fedbn_flwr.trees import Tree
 
 from .content import drop_given, merge, nested, write_out
 
@@ -32,16 +33,16 @@ class Cell(Section):
     """The place of a run in its experiment."""
 
     row: str = ""  # the label in `runs`
-    sweep: Mapping[str, Any] = Field(default_factory=dict)  # its condition: a value for each key
-    tune: Mapping[str, Any] = Field(default_factory=dict)  # the values that it tries
+    sweep: Tree = Field(default_factory=dict)  # its condition: a value for each key
+    tune: Tree = Field(default_factory=dict)  # the values that it tries
     place: Sequence[int] = ()  # the indices of its row and of its values in the file; reports sort by it
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Tree:
         return {**self.sweep, **self.tune}
 
 
-def cells_of(row: str, number: int, lists: Lists, changes: Mapping[str, Any]) -> Iterator[Cell]:
+def cells_of(row: str, number: int, lists: Lists, changes: Tree) -> Iterator[Cell]:
     """All combinations of values after the changes of a size or a command line; the last key varies fastest."""
     axes = [(kind, key, _changed(key, values, changes)) for kind in LISTS for key, values in lists[kind].items()]
     for combination in itertools.product(*(pairs for _, _, pairs in axes)):
@@ -51,7 +52,7 @@ def cells_of(row: str, number: int, lists: Lists, changes: Mapping[str, Any]) ->
         yield Cell(row=row, **chosen, place=[number, *(place for place, _ in combination)])
 
 
-def _changed(key: str, values: Sequence[Any], changes: Mapping[str, Any]) -> list[tuple[int, Any]]:
+def _changed(key: str, values: Sequence[Any], changes: Tree) -> list[tuple[int, Any]]:
     """The distinct values of a list after the changes, each with its place in the list; a new value comes last.
 
     A change that gives the key itself selects one value; a change of part of a section applies to each value.
@@ -71,7 +72,7 @@ def at(settings: Any, key: str) -> Any:
     return settings
 
 
-def lists_of(where: str, own: Mapping[str, Any], *levels: Mapping[str, Any]) -> Lists:
+def lists_of(where: str, own: Tree, *levels: Tree) -> Lists:
     """The lists of `sweep` and `tune`, merged over the levels: a later level replaces a key, or removes it by null.
 
     The first level is the whole file; keys that `own` sets, entirely or in part, are left out of it.
@@ -132,7 +133,7 @@ def _short(key: str) -> str:
 # --- sizes ----------------------------------------------------------------------
 
 
-def changes_of_size(size: str, parts: Iterable[tuple[str, Mapping[str, Any]]], name: str) -> list[dict[str, Any]]:
+def changes_of_size(size: str, parts: Iterable[tuple[str, Tree]], name: str) -> list[dict[str, Any]]:
     """The changes for a size, from the `sizes` of an experiment and of each of its runs; `paper` is the file itself."""
     known = {PAPER}
     found = []

@@ -15,6 +15,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.yaml_text import DEPTH, parse_yaml
+from fedbn_flwr.trees import Draft, Tree
 
 from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue
 from .content import KEYS_OF_A_FILE, check_mapping, merge, nested, put, read_content, without, write_out
@@ -46,12 +47,12 @@ def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
     return read_experiment(content, parse_overrides(overrides), name=name)
 
 
-def from_run_config(run_config: Mapping[str, Any]) -> Experiment:
+def from_run_config(run_config: Tree) -> Experiment:
     """The experiment of a Flower run, from `experiment` and `set` of its run config."""
     return load_experiment(str(run_config["experiment"]), split_changes(str(run_config.get("set", ""))))
 
 
-def merge_layers(layers: Iterable[Layer]) -> dict[str, Any]:
+def merge_layers(layers: Iterable[Layer]) -> Draft:
     return functools.reduce(merge, (layer.settings for layer in layers), {})
 
 
@@ -62,13 +63,11 @@ class _Row:
     label: str
     number: int
     layers: Sequence[Layer]  # the file, and what differs from the other rows
-    of_size: Mapping[str, Any]
+    of_size: Tree
     lists: Lists
 
 
-def read_experiment(
-    content: Any, overrides: Mapping[str, Any] = MappingProxyType({}), *, name: str = "experiment"
-) -> Experiment:
+def read_experiment(content: Any, overrides: Tree = MappingProxyType({}), *, name: str = "experiment") -> Experiment:
     """Check a parsed file with the changes of a caller or a command line, and expand it into its runs."""
     content, changes = write_out(check_mapping(content, name)), dict(overrides)
     for key in ("runs", "sizes", "extends"):
@@ -139,7 +138,7 @@ def read_experiment(
     )
 
 
-def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> dict[str, Any]:
+def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> Draft:
     """The settings of a cell, with its place and its label, which names compared settings that an override changes."""
     settings = merge_layers(layers)
     if cell.tune and at(settings, "evaluate.validation") == 0:
@@ -181,7 +180,7 @@ def _check_different(runs: Sequence[Settings], name: str) -> None:
 # --- published results ---------------------------------------------------------
 
 
-def published_by_label(published: Any, rows: Sequence[str], conditions: Iterable[str], name: str) -> Mapping[str, Any]:
+def published_by_label(published: Any, rows: Sequence[str], conditions: Iterable[str], name: str) -> Tree:
     """The published results by label of a row or of one of its conditions; SettingsError for another label."""
     if published is None or rows == [""]:
         return {"": published}
@@ -193,7 +192,7 @@ def published_by_label(published: Any, rows: Sequence[str], conditions: Iterable
     return {str(label): content for label, content in published.items()}
 
 
-def with_set_up(published: Any, size: str, in_file: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+def with_set_up(published: Any, size: str, in_file: Tree, changes: Tree) -> Any:
     """The published results of a run, with a note if a size or the command line changes its settings."""
     before = flat_settings(in_file)
     changed = [key for key, value in flat_settings(changes).items() if before.get(key) != value]
@@ -236,7 +235,7 @@ def split_changes(text: str) -> list[str]:
         raise SettingsError(f"set={text!r} has a quote without its closing counterpart") from None
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+def parse_overrides(words: Sequence[str]) -> Tree:
     """`["rounds=3", "train.lr=0.1"]` as `{"rounds": 3, "train": {"lr": 0.1}}`; values are YAML."""
     if wrong := [word for word in words if not re.match("[^=]+=", word)]:
         raise SettingsError(
@@ -244,7 +243,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             "blanks in quotes: 'strategy={name: FedBN}'"
         )
 
-    def parsed(key: str, value: str) -> Any:
+    def parsed(key: str, value: str) -> object:
         # A label is selected as written, even one such as `yes` or `A #2`.
         is_label = key == "only" and not value.startswith(("[", '"', "'"))
         return value if is_label else parse_yaml(value, shorten(key, 200))
@@ -253,9 +252,9 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     return changes_of((key, parsed(key, value)) for key, value in pairs)
 
 
-def changes_of(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def changes_of(pairs: Iterable[tuple[str, object]]) -> Draft:
     """Nested settings from values by key, such as `train.lr`; the last value of a key counts."""
-    changes: dict[str, Any] = {}
+    changes: Draft = {}
     for key, value in pairs:
         if key.count(".") >= DEPTH:
             raise SettingsError(f"{shorten(key, 200)!r}: the key has more than {DEPTH} parts")

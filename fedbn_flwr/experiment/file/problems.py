@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -12,6 +11,7 @@ from pydantic_core import ErrorDetails
 from fedbn_flwr.data.partitions import KINDS, OwnOptions
 from fedbn_flwr.errors import SettingsError, UserError, did_you_mean, few
 from fedbn_flwr.results.text import shorten
+from fedbn_flwr.trees import Tree
 
 from ..settings import DERIVED, Settings
 from .content import KEYS_OF_A_FILE
@@ -29,7 +29,7 @@ def naming(where: str) -> Iterator[None]:
         raise type(error)(f"{where}: {error}") from error.__cause__  # one traceback in notebooks
 
 
-def check_settings(settings: Mapping[str, Any]) -> Settings:
+def check_settings(settings: Tree) -> Settings:
     try:
         return Settings.model_validate(dict(settings))
     except ValidationError as error:

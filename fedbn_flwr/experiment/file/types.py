@@ -12,6 +12,7 @@ from fedbn_flwr.errors import did_you_mean
 from fedbn_flwr.experiment.registry import check_strategy
 from fedbn_flwr.named import is_name
 from fedbn_flwr.schema import expects
+from fedbn_flwr.trees import Tree
 
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
@@ -32,7 +33,7 @@ else:  # one of the registered kinds, chosen by `kind`, or one of the user
     ]
 
 
-def _named(value: Any) -> str | Mapping[str, Any]:
+def _named(value: Any) -> str | Tree:
     name = value.get("name") if isinstance(value, Mapping) else value
     if isinstance(name, str):
         return name if value == {"name": name} else value
@@ -40,7 +41,7 @@ def _named(value: Any) -> str | Mapping[str, Any]:
 
 
 # A part by its name, or by a mapping of its name and options.
-Named = Annotated[str | Mapping[str, Any], PlainValidator(_named), PlainSerializer(lambda value: value)]
+Named = Annotated[str | Tree, PlainValidator(_named), PlainSerializer(lambda value: value)]
 # One part or several.
 Parts = Annotated[
     tuple[Named, ...],
@@ -49,21 +50,21 @@ Parts = Annotated[
 ]
 
 
-def name_in(part: str | Mapping[str, Any]) -> str:
+def name_in(part: str | Tree) -> str:
     return part if isinstance(part, str) else str(part["name"])
 
 
-def options_in(part: str | Mapping[str, Any] | None) -> dict[str, Any]:
+def options_in(part: str | Tree | None) -> Tree:
     return {key: value for key, value in part.items() if key != "name"} if isinstance(part, Mapping) else {}
 
 
-def tracker_of(part: str | Mapping[str, Any]) -> str:
+def tracker_of(part: str | Tree) -> str:
     """The `module:callable` of a tracker."""
     name = name_in(part)
     return "fedbn_flwr.experiment.tensorboard:TensorBoard" if name == "tensorboard" else name
 
 
-def _augmentation(part: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+def _augmentation(part: str | Tree) -> str | Tree:
     """One of these names without options, or a part of the user."""
     if not is_name(name_in(part)) and part not in AUGMENTATIONS:
         hint = did_you_mean(name_in(part), AUGMENTATIONS)
@@ -78,5 +79,5 @@ Weights = Annotated[
     expects("balanced, or a list with a weight for each class, zero or more"),
 ]
 # Arguments without a name belong to the default strategy, as in `strategy.fraction_train=0.5`.
-Strategy = Annotated[Mapping[str, Any], AfterValidator(lambda spec: check_strategy({"name": "FedAvg", **spec}))]
+Strategy = Annotated[Tree, AfterValidator(lambda spec: check_strategy({"name": "FedAvg", **spec}))]
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # without control characters, which terminals obey

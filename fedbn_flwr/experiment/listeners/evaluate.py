@@ -9,7 +9,6 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -29,6 +28,7 @@ from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder.clients import by_metric, is_count, spread
 from fedbn_flwr.tasks import goodness
+from fedbn_flwr.trees import Draft, Tree
 
 from ..data import rows_by_domain
 from ..parts import Parts, plain_loss
@@ -75,7 +75,7 @@ class Evaluate(Listener):
             line |= {key: value for key, value in means.items() if value is not None}
         return at.with_metrics(line, clients, model=model)
 
-    def _on_server(self, dataset: DataSet, model: ArrayRecord, *, queried: bool) -> dict[str, Any]:
+    def _on_server(self, dataset: DataSet, model: ArrayRecord, *, queried: bool) -> Draft:
         """Metrics on all test examples, on each domain, and on held-out examples unless clients report them."""
         run, normalise = self.prepared.run, self.prepared.normalise
         batches = functools.partial(TestBatches, normalise=normalise, batch_size=run.evaluate.batch_size)
@@ -97,7 +97,7 @@ class Evaluate(Listener):
             return_freed_memory()
         return line
 
-    def _on_clients(self, running: Running, at: Round) -> tuple[ByClient, dict[str, Any]]:
+    def _on_clients(self, running: Running, at: Round) -> tuple[ByClient, Draft]:
         """The values of each client, and the metrics over all of them."""
         config = ConfigRecord(dict(running.identity))
         messages = self.rule.configure_evaluate(at.number, at.arrays, config, running.grid)
@@ -126,7 +126,7 @@ class Evaluate(Listener):
             return "query"
         return "model" if all(norm.running_mean is not None for norm in norms) else "batch"
 
-    def _measure(self, examples: TestBatches) -> dict[str, Any]:
+    def _measure(self, examples: TestBatches) -> Draft:
         of = self.prepared
         measured = evaluation.evaluate(
             of.model, examples, self.loss, of.device, of.metrics, task=of.task, threads=self.threads
@@ -150,7 +150,7 @@ class Best(Listener):
             at = at.with_metrics({"best_round": at.number}, {}, is_best=running.prepared.rule.traits.has_global_model)
         return at
 
-    def _goodness(self, line: Mapping[str, Any]) -> float:
+    def _goodness(self, line: Tree) -> float:
         """How good the round of this line of the history is; minus infinity if it was not measured."""
         return goodness(self.main, line.get(f"validation_{self.main}", math.nan))
 

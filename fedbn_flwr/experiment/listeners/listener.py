@@ -8,8 +8,10 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message
 
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
+from fedbn_flwr.trees import Tree
 
 from ..parts import Parts
 from ..settings import Settings
@@ -23,7 +25,7 @@ class Running:
     grid: MeteredGrid
     folder: RunFolder
     # The config keys that name the run to its clients, and the moments on which the sites agreed.
-    identity: Mapping[str, Any]
+    identity: Config
     sites: int = 0  # that train on data of their own
 
     @property
@@ -42,13 +44,13 @@ class Round:
     is_last: bool = False
     trained: Mapping[int, int] = field(default_factory=dict)  # client -> the last round in which it trained
     replies: Sequence[Message] = ()  # to the messages of this round, where a listener reads them
-    line: Mapping[str, Any] = field(default_factory=dict)  # in the history
+    line: Tree = field(default_factory=dict)  # in the history
     clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # the values of each client
     is_best: bool = False  # the best one so far, by validation
     stop: BaseException | None = None  # ends the run after this round: the user asked to stop, or its time is over
     kept_round: int = 0  # the round of the last checkpoint
 
-    def with_metrics(self, line: Mapping[str, Any], clients: Mapping[int, Mapping[str, float]], **more: Any) -> Round:
+    def with_metrics(self, line: Tree, clients: Mapping[int, Mapping[str, float]], **more: Any) -> Round:
         """With more metrics in the history, and more values of clients."""
         both = {client: {**self.clients.get(client, {}), **values} for client, values in clients.items()}
         return replace(self, line={**self.line, **line}, clients={**self.clients, **both}, **more)

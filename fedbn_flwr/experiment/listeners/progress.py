@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
@@ -34,6 +33,7 @@ from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
+from fedbn_flwr.trees import Tree
 
 from .listener import Listener, Round, Running
 
@@ -225,7 +225,7 @@ def in_rounds(rounds: int) -> str:
     return f"{rounds} round" if rounds == 1 else f"{rounds} rounds"
 
 
-def metrics_in_words(line: Mapping[str, Any], main: str) -> str:
+def metrics_in_words(line: Tree, main: str) -> str:
     """The main metric and the losses of a round, from its line in the history."""
     keys = [key for key in dict.fromkeys((main, "loss", "train_loss")) if isinstance(line.get(key), float)]
     return "  ".join(f"{title_of(key)} {line[key]:.4f}" for key in keys)

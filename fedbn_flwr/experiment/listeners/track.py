@@ -20,6 +20,7 @@ from typing import Any
 from fedbn_flwr import named
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.results.folder import RunFolder, flat_settings
+from fedbn_flwr.trees import Tree
 
 from ..file.types import name_in, options_in, tracker_of
 from .listener import Listener, Round, Running
@@ -40,7 +41,7 @@ class TrackedRun:
 
 
 class Track(Listener):
-    def __init__(self, part: str | Mapping[str, Any], folder: RunFolder) -> None:
+    def __init__(self, part: str | Tree, folder: RunFolder) -> None:
         self.part, self.folder = part, folder
         self._calls: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
 

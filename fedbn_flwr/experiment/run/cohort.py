@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
@@ -25,6 +24,7 @@ from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, few
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import arrays_problem
 from fedbn_flwr.messages.arrays import metrics_in, unpack
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import arrays_of, number_of, partition_of, reason_of
 from fedbn_flwr.norms.variants import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
@@ -71,7 +71,7 @@ def _is_away(reply: Message) -> bool:
     return reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE
 
 
-def check_nodes(grid: Grid, run: Settings, config: Mapping[str, Any]) -> Nodes:
+def check_nodes(grid: Grid, run: Settings, config: Config) -> Nodes:
     """Check that exactly one node holds each partition. `config` identifies the run and its last round."""
     nodes, replies = _ask(grid, run, RecordDict({"config": ConfigRecord({**config, protocol.READY: True})}))
     holders: dict[int | None, list[int]] = {}  # None: nodes with their own data and no partition
@@ -119,7 +119,7 @@ def refuse_nodes(problems: Iterable[str]) -> None:
 # --- the moments of all sites' data ---
 
 
-def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Mapping[str, Any]) -> Moments:
+def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Config) -> Moments:
     """The moments of all clients' training examples; RunFailed names clients whose sums are missing or wrong."""
     run = parts.run
     check_moments(run, parts.rule)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
@@ -50,6 +49,7 @@ from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.strategies import restore
 from fedbn_flwr.tasks import Task
+from fedbn_flwr.trees import Tree
 
 from ..data import examples_of
 from ..file.layers import from_run_config
@@ -152,7 +152,7 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
     trained = [number_of(reply) for reply in used]
     numbers = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
     named = partial(_in_history, task=running.prepared.task, metrics=[*map(metric_name, running.prepared.metrics)])
-    line: dict[str, Any] = {"round": number, "clients": len(trained)}
+    line: dict[str, object] = {"round": number, "clients": len(trained)}
     line |= renamed(numbers, named)
     is_last = number == run.rounds
     return Round(
@@ -363,7 +363,7 @@ class OneLine(logging.Filter):
         return not (self.has_failed and record.getMessage().startswith("Exit Code: "))
 
 
-def serve(grid: Grid, run_config: Mapping[str, Any]) -> Outcome:
+def serve(grid: Grid, run_config: Tree) -> Outcome:
     """Carry out the experiment of a Flower run on the grid of its ServerApp."""
     experiment = from_run_config(run_config)
     counts = {run.clients for run in experiment.runs}

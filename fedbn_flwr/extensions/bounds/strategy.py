@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from annotated_types import Gt, Le, Lt
@@ -47,11 +47,11 @@ class Bounds:
     clip_factor: _Norm | None = None
     plausible: _Factor | None = None
 
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> Mapping[str, object]:
         """The bounds that are set, for the summary."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
-    def of_updates(self) -> dict[str, Any]:
+    def of_updates(self) -> Mapping[str, object]:
         return {name: value for name, value in self.notes().items() if name.startswith("clip_")}
 
     def outliers(self, cohort: Sequence[Arrays], keys: Sequence[str]) -> dict[int, str]:
@@ -100,7 +100,7 @@ class Bounds:
 Bounds.__init__ = checked(Bounds.__init__)  # type: ignore[method-assign]
 
 
-def from_settings(settings: Any) -> Bounds:
+def from_settings(settings: object) -> Bounds:
     """The bounds in the section `bounds` of an experiment file."""
     if not isinstance(settings, Mapping):
         raise SettingsError(f"bounds is {settings!r}; expected settings, for instance {{max_share: 0.2}}, or an object")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -36,6 +36,7 @@ from fedbn_flwr.messages.reply import Reply, arrays_of, with_content
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import Round, Wrapper
 from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-untyped]
+from fedbn_flwr.trees import Json
 
 from .noise import Change, Parts, applied, change_of, clipped, epsilon_of, gaussian, parts_of
 
@@ -168,7 +169,7 @@ class Private(Wrapper):
         arrays = {key: mean[key] for key in asked.keys}
         return [self._shown(reply, arrays) for reply in replies]
 
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> Json:
         """Epsilon and delta of all releases so far; `not_accounted` lists further values that were released."""
         return {**super().notes(), "privacy": self._report()}
 
@@ -211,7 +212,7 @@ class Private(Wrapper):
             for partition in {known[node] for node in asked.nodes}:
                 memory.spent[partition] = memory.spent.get(partition, 0.0) + asked.cost
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self) -> Json:
         memory = self.memory
         # A client took part in the rounds with its partition, and perhaps in rounds whose clients are not all known,
         # such as unfinished ones.

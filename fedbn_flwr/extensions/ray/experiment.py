@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +39,7 @@ from fedbn_flwr.experiment.node import Clients, run_of
 from fedbn_flwr.experiment.parts import Parts, choose_device
 from fedbn_flwr.experiment.ray_settings import START, set_ray_defaults
 from fedbn_flwr.experiment.settings import Engine, Experiment
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.named import in_a_line, names_in
 from fedbn_flwr.storage import temporary_folder
 
@@ -114,7 +115,7 @@ class Sent(Clients):
             self.sent[examples] = ray.put(dataset.to(torch.device("cpu")))
             ray.util.deregister_serializer(Tensor)
 
-    def __call__(self, context: Context, config: Mapping[str, Any]) -> BNClient:
+    def __call__(self, context: Context, config: Config) -> BNClient:
         """In an actor."""
         for name, part in self.main.items():
             setattr(sys.modules["__main__"], name, part)

@@ -25,6 +25,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, negative_variance, squared_distance
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import sent_model, with_content
 
 from .masking import (
@@ -54,8 +55,6 @@ EQUAL = "fedbn.secure-equal"
 POOLED = "fedbn.secure-pooled"
 QUERY = "query.secure"  # the stages that STAGE names
 SECRET = f"{protocol.VOLATILE}secure"  # the record in a client's state with the secrets of a session
-
-Config = Mapping[str, Any]
 
 
 class Masks:

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Array
 from fedbn_flwr.norms.roles import Role, roles
 
 Fixed = NDArray[np.uint64]  # integers modulo 2^64
@@ -76,10 +77,10 @@ class FixedPoint:
     weight_key: str = protocol.NUM_EXAMPLES  # the metric by which values are weighted
     equal: Collection[str] = ()
 
-    def kinds(self, values: Mapping[Place, NDArray[Any]]) -> dict[Place, Kind]:
+    def kinds(self, values: Mapping[Place, Array]) -> dict[Place, Kind]:
         of = {record: roles({key: None for name, key in values if name == record}) for record, _ in values}
 
-        def kind(record: str, key: str, value: NDArray[Any]) -> Kind:
+        def kind(record: str, key: str, value: Array) -> Kind:
             if record == TOTALS:
                 return "count" if key.endswith(_COUNTS) else "weight" if key == self.weight_key else "statistics"
             if value.dtype.kind != "f":
@@ -95,7 +96,7 @@ class FixedPoint:
         largest = self._range(kind) * (1 if kind == "weight" else self.max_examples)
         return 62 - math.ceil(math.log2(self.clients * largest))
 
-    def encode(self, values: Mapping[Place, NDArray[Any]], kinds: Mapping[Place, Kind]) -> dict[Place, Fixed]:
+    def encode(self, values: Mapping[Place, Array], kinds: Mapping[Place, Kind]) -> dict[Place, Fixed]:
         """The values times their weight; MessageError names a key that is out of range."""
         weight = values.get((TOTALS, self.weight_key))
         if weight is None or not 0 <= weight <= self.max_examples:

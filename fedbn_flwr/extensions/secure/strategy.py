@@ -37,6 +37,7 @@ from fedbn_flwr.messages.arrays import configs_in, pack, unpack, variance_keys
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import read_reply, reason_of, refused, sent_model, with_config, with_content
 from fedbn_flwr.strategies import Round, Wrapper
+from fedbn_flwr.trees import Json
 
 from . import client
 from .masking import (
@@ -133,7 +134,7 @@ class Secure(Wrapper):
         self.equal = frozenset(name for name, is_equal in self.traits.records.items() if is_equal)
         self._masked: MaskedRound | None = None
 
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> Json:
         skipped = {"secure_skipped": self.memory.skipped} if self.memory.skipped else {}
         return {**super().notes(), "secure_threshold": self.threshold, **skipped}
 

@@ -16,12 +16,12 @@ import ssl
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from cryptography import x509
@@ -40,6 +40,7 @@ from fedbn_flwr.experiment.node import ClientParts, min_batch_of
 from fedbn_flwr.experiment.parts import choose_device, make_model
 from fedbn_flwr.experiment.prepare import make_rule, try_model
 from fedbn_flwr.experiment.settings import Experiment, Settings
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.results.text import columns_in_words
 from fedbn_flwr.storage import writing
 
@@ -232,7 +233,7 @@ def check_versions() -> Iterator[Check]:
     yield Check("versions", "ok", ", ".join([f"python {platform.python_version()}", ours, *versions]))
 
 
-def check_node_config(node: Mapping[str, Any]) -> Iterator[Check]:
+def check_node_config(node: Config) -> Iterator[Check]:
     min_batch_of(node)
     yield from ()
 
@@ -252,7 +253,7 @@ def check_state(folder: Path) -> Iterator[Check]:
         yield Check("state folder", "ok", found)
 
 
-def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterator[Check]:
+def check_data(experiment: Experiment | None, node: Config) -> Iterator[Check]:
     """Whether the site's data can be read and fit the experiment. The answer describes them."""
     runs = experiment.runs if experiment is not None else (Settings(),)
     checks: list[Check] = []
@@ -263,7 +264,7 @@ def check_data(experiment: Experiment | None, node: Mapping[str, Any]) -> Iterat
                 yield check
 
 
-def _data_of_run(run: Settings, node: Mapping[str, Any], *, expected: bool) -> Iterator[Check]:
+def _data_of_run(run: Settings, node: Config, *, expected: bool) -> Iterator[Check]:
     run = run.model_copy(update={"engine": run.engine.model_copy(update={"device": "cpu"})})
     parts = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={}))
     dataset, (train, test) = parts.dataset, parts.part

@@ -38,6 +38,7 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
 from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
 from fedbn_flwr.storage import read_store, replacing, to_json, write_store, writing
+from fedbn_flwr.trees import Draft, Json
 
 from ..text import file_name
 from .checkpoint import CheckpointFile, Snapshot
@@ -97,7 +98,7 @@ class RunFolder:
         """The SHA-256 of history.jsonl, by which a checkpoint knows the rounds before it."""
         return self._lines.hexdigest()
 
-    def check(self, config: Mapping[str, Any], *, resume: bool) -> None:
+    def check(self, config: Json, *, resume: bool) -> None:
         """Raise an error if this would overwrite a run, or resume one with other settings."""
         existing = self.config()
         if not existing:
@@ -150,7 +151,7 @@ class RunFolder:
         except OSError as error:
             raise SettingsError(f"cannot create the run folder {str(self.path)!r}: {error.strerror}") from None
 
-    def begin(self, config: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> int:
+    def begin(self, config: Json, more: Json = MappingProxyType({})) -> int:
         """Prepare the folder, and return the round after which the run continues (0: a new run)."""
         first = (self.read("environment.json") or {}) if self.config() else {}
         saved = self.checkpoint.read() if self.checkpoint.path.exists() else None
@@ -196,7 +197,7 @@ class RunFolder:
             self.write_summary(summary.of(kept["history.jsonl"]))
         return done
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Json:
         """The resolved settings; empty if there is no file."""
         file = self.path / "config.yaml"
         if (text := read_text(file)) is None:
@@ -215,7 +216,7 @@ class RunFolder:
         summary = self.readable_summary()
         return summary is not None and summary.status == "finished"
 
-    def add_line(self, name: str, line: Mapping[str, Any]) -> None:
+    def add_line(self, name: str, line: Json) -> None:
         """Add the line of a round to one of the files in `LINES`."""
         file, text = self.path / name, to_json(line) + "\n"
         with writing(file), file.open("a", encoding="utf-8") as lines:
@@ -223,14 +224,14 @@ class RunFolder:
         if name == "history.jsonl":
             self._lines.update(text.encode())
 
-    def history(self) -> list[dict[str, Any]]:
+    def history(self) -> list[Json]:
         return self.lines("history.jsonl")
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
+    def lines(self, name: str) -> list[Json]:
         """The mappings in a .jsonl file, one for each round; empty if there is no file."""
         file = self.path / name
         *lines, _ = (read_text(file) or "").split("\n")  # what follows the last line break was cut off by a crash
-        found: list[dict[str, Any]] = []
+        found: list[Json] = []
         for number, text in enumerate(lines, start=1):
             line = parse(text, file, number)
             if found and line["round"] <= found[-1]["round"]:
@@ -238,12 +239,12 @@ class RunFolder:
             found.append(line)
         return found
 
-    def read(self, name: str) -> dict[str, Any] | None:
+    def read(self, name: str) -> Json | None:
         """The content of a .json file; None if there is none."""
         text = read_text(self.path / name)
         return None if text is None else parse(text, self.path / name)
 
-    def write(self, name: str, content: Mapping[str, Any], *, indent: int | None = None, durable: bool = False) -> None:
+    def write(self, name: str, content: Json, *, indent: int | None = None, durable: bool = False) -> None:
         write_text(self.path / name, to_json(content, indent) + "\n", durable=durable)
 
     def write_summary(self, summary: Summary) -> None:
@@ -273,7 +274,7 @@ class RunFolder:
         summary = self.readable_summary()
         return summary.error if summary is not None and summary.began >= began else None
 
-    def progress(self) -> tuple[Summary, list[dict[str, Any]]] | None:
+    def progress(self) -> tuple[Summary, list[Json]] | None:
         """The summary and the lines of history.jsonl; None if there is no summary."""
         if (content := self.read("summary.json")) is None:
             return None
@@ -296,7 +297,7 @@ class RunFolder:
         with replacing(self.path / name, durable=False) as file:
             file.write_bytes(content)
 
-    def model_description(self) -> dict[str, Any]:
+    def model_description(self) -> Json:
         """How to build the network and to normalise its examples."""
         if (found := self.read("model.json")) is None:
             raise UserError(f"{str(self.path)!r} has no model.json")
@@ -334,7 +335,7 @@ class RunFolder:
 _FREE = ("workers", "timeout", "node_timeout", "checkpoint_every")
 
 
-def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+def deciding(config: Json) -> Json:
     """The settings that affect results."""
     engine = {key: value for key, value in config.get("engine", {}).items() if key not in _FREE}
     evaluate = {key: value for key, value in config.get("evaluate", {}).items() if key != "dynamics"}
@@ -342,12 +343,12 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "engine": engine, "evaluate": evaluate}
 
 
-def _versions(session: Mapping[str, Any]) -> dict[str, Any]:
+def _versions(session: Json) -> Json:
     """The versions of the code that a session runs, from its entry in environment.json."""
     return {**session.get("versions", {}), "commit": session.get("commit")}
 
 
-def _difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:
+def _difference(before: Json, now: Json, prefix: str = "") -> str:
     """The first setting that differs, with both values; empty if none does."""
     for key in sorted({*before, *now}):
         was, new = before.get(key), now.get(key)
@@ -357,9 +358,9 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
     return ""
 
 
-def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(settings: Json, prefix: str = "") -> Draft:
     """`{"train": {"lr": 0.1}}` as `{"train.lr": 0.1}`."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
         values |= flat_settings(value, f"{name}.") if isinstance(value, Mapping) else {name: value}

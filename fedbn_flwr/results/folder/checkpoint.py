@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from flwr.app import RecordDict
 
 from fedbn_flwr.errors import SettingsError, StorageError
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import read_store, write_store
+from fedbn_flwr.trees import Json
 
 _CLIENT = "clients/"
 
@@ -35,7 +35,7 @@ class Snapshot:
     strategy: bytes | None  # its state; None if it cannot be saved
     unsaved: str | None = None  # why not
     trained: Mapping[int, int] = field(default_factory=dict)  # partition -> the last round in which it trained
-    settings: Mapping[str, Any] = field(default_factory=dict)  # that affect results
+    settings: Json = field(default_factory=dict)  # that affect results
     history: str = ""  # the digest of history.jsonl up to this round
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fedbn_flwr.tasks import is_lower_better
+from fedbn_flwr.trees import Json
 
 _EXAMPLES = re.compile(r"(own_|test_|validation_)?examples(_|$)")
 
@@ -59,7 +60,7 @@ def by_metric(clients: Mapping[Any, Mapping[str, float]]) -> dict[str, dict[Any,
     return {name: {client: each[name] for client, each in clients.items() if name in each} for name in metrics}
 
 
-def last_values(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def last_values(lines: Sequence[Json]) -> dict[str, dict[str, float]]:
     """Each metric's values by client, from the last round in which it was measured."""
     found: dict[str, dict[str, float]] = {}
     for line in lines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from fedbn_flwr.declared import adapter
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.storage import open_regular, replacing
 from fedbn_flwr.tasks import MAINS
+from fedbn_flwr.trees import Json
 
 from ..text import shorten
 from .ledger import Traffic
@@ -64,7 +65,7 @@ def write_text(file: Path, text: str, *, durable: bool = False) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def parse(text: str, file: Path, line: int | None = None) -> dict[str, Any]:
+def parse(text: str, file: Path, line: int | None = None) -> Json:
     """The mapping in the text of a JSON file, or in a line of a .jsonl file."""
     types = _TYPES.get(file.name, {})
     try:
@@ -81,12 +82,12 @@ def parse(text: str, file: Path, line: int | None = None) -> dict[str, Any]:
     return content
 
 
-def with_nan(metrics: dict[str, Any]) -> dict[str, Any]:
+def with_nan(metrics: Json) -> Json:
     """Metrics that were not finite are null in a file."""
     return {key: math.nan if value is None else value for key, value in metrics.items()}
 
 
-def check(content: Mapping[str, Any], expected: Mapping[str, Any], required: Iterable[str] = ()) -> None:
+def check(content: Json, expected: Json, required: Iterable[str] = ()) -> None:
     """ValueError if a value from JSON is missing, or of another type; whole numbers fit into 64 bits."""
     if missing := [key for key in required if key not in content]:
         raise ValueError(f"it lacks {', '.join(missing)}")

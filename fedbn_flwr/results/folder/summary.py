@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal, get_type_hints
+from typing import Literal, get_type_hints
 
 from fedbn_flwr.storage import to_json
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, TASKS, Task, goodness
+from fedbn_flwr.trees import Draft, Json
 
 from .files import check
 from .ledger import Traffic
@@ -55,8 +56,8 @@ class Summary:
     rounds: int = 0
     seconds: float = 0.0  # of all rounds
     traffic: Traffic = field(default_factory=Traffic)
-    values: dict[str, Any] = field(default_factory=dict)  # the last values in the history, and the best ones
-    notes: dict[str, Any] = field(default_factory=dict)  # decisions of the strategy, for instance `freeze_round`
+    values: Draft = field(default_factory=dict)  # the last values in the history, and the best ones
+    notes: Json = field(default_factory=dict)  # decisions of the strategy, for instance `freeze_round`
 
     @property
     def of_task(self) -> Task:
@@ -90,7 +91,7 @@ class Summary:
         """The metrics by domain, whose keys begin with `domain_keys`."""
         return {key: value for key, value in self.values.items() if self._is_of_domain(key)}
 
-    def account(self, line: Mapping[str, Any]) -> None:
+    def account(self, line: Json) -> None:
         """Add a round of the history."""
         self.rounds = line["round"]
         self.seconds += line["seconds"]
@@ -119,7 +120,7 @@ class Summary:
     def _is_of_domain(self, key: str) -> bool:
         return key.startswith(domain_keys(self.of_task)) and not _is_spread(key)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """One flat mapping: traffic, values and notes are not nested."""
         flat = {key: value for key, value in asdict(self).items() if value not in (None, ())}
         traffic, values, notes = (flat.pop(key) for key in ("traffic", "values", "notes"))
@@ -128,7 +129,7 @@ class Summary:
         return {**flat, **traffic, "broadcast_mib_per_round": per_round, **values, **notes}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> Summary:
+    def from_json(cls, content: Json, history: Sequence[Json]) -> Summary:
         """The summary from the content of `to_json`; ValueError if the lines of history.jsonl give another one."""
         own = [item for item in fields(cls) if item.name not in ("traffic", "values", "notes")]
         given = {item.name: content[item.name] for item in own if item.name in content}
@@ -144,7 +145,7 @@ class Summary:
         found.notes = {key: value for key, value in content.items() if key not in known}
         return found
 
-    def of(self, history: Iterable[Mapping[str, Any]]) -> Summary:
+    def of(self, history: Iterable[Json]) -> Summary:
         """The same run's summary with the metrics of this history."""
         found = replace(self, rounds=0, seconds=0.0, traffic=Traffic(), values={})
         found.clients = found.clients_since = found.rounds_with_fewer_clients = None

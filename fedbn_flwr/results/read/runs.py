@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 from fedbn_flwr.errors import UserError, few, log_once
+from fedbn_flwr.trees import Draft, Json
 
 from ..folder import RunFolder, deciding, find_folders, flat_settings
 from ..folder.clients import last_values
@@ -25,7 +26,7 @@ class Run:
 
     folder: Path
     summary: Summary  # the content of summary.json, for instance `summary.accuracy`; `summary.to_json()` is a dict
-    lines: list[dict[str, Any]]  # of history.jsonl
+    lines: list[Json]  # of history.jsonl
 
     @property
     def label(self) -> str:
@@ -33,7 +34,7 @@ class Run:
         return self.summary.label
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Json:
         """All settings; `run(result.config, rounds=20)` repeats the run with a change."""
         return self.files.config()
 
@@ -47,7 +48,7 @@ class Run:
         return str((self.files.read("environment.json") or {}).get("token", self.folder)), self.label
 
     @cached_property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Json:
         return self.summary.to_json()
 
     @cached_property
@@ -56,7 +57,7 @@ class Run:
         return last_values(self.files.lines("clients.jsonl"))
 
     @property
-    def cell(self) -> Mapping[str, Any]:
+    def cell(self) -> Json:
         """The run's place in its experiment: its row, its condition (`sweep`), and the values to try (`tune`)."""
         return self.config.get("cell") or {}
 
@@ -68,7 +69,7 @@ class Run:
         return str(self.folder.parent), place, self.summary.seed, self.summary.began, str(self.folder)
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Draft:
         """The settings that affect results, without the seed and names, by dotted key."""
         config = deciding(self.config)
         return flat_settings({key: value for key, value in config.items() if key not in ("name", "label", "seed")})
@@ -86,7 +87,7 @@ class Run:
         return (self.files.read("environment.json") or {}).get("data_checksum")
 
     @property
-    def fixed_settings(self) -> dict[str, Any]:
+    def fixed_settings(self) -> Json:
         """The settings without those that its experiment varies by `sweep` and `tune`."""
         lists = (found for kind in ("sweep", "tune") if isinstance(found := self.cell.get(kind), Mapping))
         # The value of a key can be a section, and the kind of a partition decides which other keys the section has.

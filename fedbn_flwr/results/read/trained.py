@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.trees import Draft, Json
 
 from ..folder import RunFolder
 from ..folder.files import damaged
@@ -89,9 +89,7 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
     return _personal(description, arrays, own, client, folder.checkpoint.path)
 
 
-def _personal(
-    description: Mapping[str, Any], arrays: Mapping[str, Tensor], own: Arrays, client: int, file: Path
-) -> nn.Module:
+def _personal(description: Json, arrays: Mapping[str, Tensor], own: Arrays, client: int, file: Path) -> nn.Module:
     model = _build(description, {**arrays, **_tensors(own)}, file)
     kinds = roles(model)
     if all(kinds[key] is Role.COUNTER for key in own):
@@ -108,9 +106,9 @@ def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
     return lambda inputs: Normaliser(moments, main(inputs).device)(inputs)
 
 
-def _build(description: Mapping[str, Any], state: Mapping[str, Tensor], file: Path) -> nn.Module:
+def _build(description: Json, state: Mapping[str, Tensor], file: Path) -> nn.Module:
     build = description["build"].items()
-    arguments: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in build}
+    arguments: Draft = {key: tuple(value) if isinstance(value, list) else value for key, value in build}
     with seeding.streams(0):  # building draws weights, which must not change the caller's draws
         model = build_model(**arguments)
     kinds = roles(model)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from fedbn_flwr.tasks import METRICS, SHARES, title_of
+from fedbn_flwr.trees import Json
 
 from ..folder.ledger import Traffic
 from ..read.runs import is_number
@@ -92,14 +93,14 @@ class Measure:
         return max(0, min(4, 4 - size), min(2 - size, 8))
 
 
-def measures(lines: Iterable[Mapping[str, Any]]) -> list[Measure]:
+def measures(lines: Iterable[Json]) -> list[Measure]:
     """All measures in these lines of histories: of the global model first, of single domains after all others."""
     keys = dict.fromkeys(key for line in lines for key, value in line.items() if type(value) in (int, float))
     found = [Measure.of(key) for key in keys if key not in _NO_MEASURES]
     return sorted(found, key=lambda measure: (", domain " in measure.title, measure.key.startswith(_OF_OTHERS)))
 
 
-def spent(history: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
+def spent(history: Iterable[Json]) -> Iterator[dict[str, float]]:
     """For each line of a history: its round, and communication rounds, bytes, MiB and seconds up to its end."""
     total = dict.fromkeys(("communication_rounds", "bytes_down", "bytes_up", "seconds"), 0)
     for line in history:
@@ -107,9 +108,7 @@ def spent(history: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
         yield {"round": line["round"], **total, "mib": (total["bytes_down"] + total["bytes_up"]) / MIB}
 
 
-def curve(
-    histories: Sequence[Sequence[Mapping[str, Any]]], key: str, axis: str
-) -> tuple[list[float], list[list[float]]]:
+def curve(histories: Sequence[Sequence[Json]], key: str, axis: str) -> tuple[list[float], list[list[float]]]:
     """Places on an axis of AXES, the mean over the runs, and the values of all runs at each of them.
 
     Only rounds in which all runs were measured count: an interrupted run shortens the curve of its row.

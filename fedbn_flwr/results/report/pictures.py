@@ -31,16 +31,18 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#A69B00")
 MARKERS = ("o", "s", "^", "D", "v", "P", "<", ">", "p")
 
+Style = Mapping[str, Any]  # keywords of matplotlib
+Handles = Mapping[str, Any]  # curves, or other artists, by their titles in the legend
 # Curves that are equal hide each other unless line style, marker and place of the markers differ.
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
+_DASHES: tuple[object, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _ALONE = 4.6, 3.4  # inches of a picture of the page, whose text can be read on a phone
 _MOST_BANDS = 8  # with more rows the bands of deviation cover each other
 _PANELS = ("round", "communication_rounds", "mib")
 _TIPS = 100  # points of a curve that have a tip
 _SHOWN_CLASSES = 24  # in a legend
 _LABELLED = 3  # more names of clients do not fit in an inch
-_END: dict[str, Any] = {"marker": "x", "markersize": 11, "markeredgewidth": 2.5}  # of a curve that diverged
-_BOX: dict[str, Any] = {
+_END: Style = {"marker": "x", "markersize": 11, "markeredgewidth": 2.5}  # of a curve that diverged
+_BOX: Style = {
     "widths": 0.5,
     "whis": (0, 100),
     "showmeans": True,
@@ -48,7 +50,7 @@ _BOX: dict[str, Any] = {
     "meanprops": {"marker": "D", "markersize": 4, "markerfacecolor": "black", "markeredgecolor": "black"},
 }
 
-Draw = Callable[["Axes"], Mapping[str, Any]]
+Draw = Callable[["Axes"], Handles]
 
 
 def _panels(count: int, columns: int, width: float, height: float) -> tuple[Plot, list[Axes]]:
@@ -73,7 +75,7 @@ def _finish(panel: Axes, title: str, *, grid: Any = "both", **values: Any) -> No
     panel.set_axisbelow(True)
 
 
-def _style(colour: int, mark: int) -> dict[str, Any]:
+def _style(colour: int, mark: int) -> Style:
     return {
         "color": COLOURS[colour % len(COLOURS)],
         "marker": MARKERS[mark % len(MARKERS)],
@@ -81,7 +83,7 @@ def _style(colour: int, mark: int) -> dict[str, Any]:
     }
 
 
-def _styles(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _styles(rows: Sequence[Row]) -> list[Style]:
     """The style of each row, the same in all pictures.
 
     In a sweep the colour stands for the strategy, and marker and dash stand for the value. Rows that look the same
@@ -95,7 +97,7 @@ def _styles(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [_style(*place) for place in (places if told_apart else [(n, n) for n in range(len(rows))])]
 
 
-def _legend(where: Plot | Axes, handles: Mapping[str, Any], **options: Any) -> None:
+def _legend(where: Plot | Axes, handles: Handles, **options: Any) -> None:
     if handles:
         where.legend(handles.values(), list(map(in_plot, handles)), fontsize="small", **options)
 
@@ -163,7 +165,7 @@ def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = Non
     figure.suptitle(in_plot(set_up(rows) + note, 150), fontsize="medium")
     places: list[Any] = [[f"{i} {j % len(line)}" for j in range(columns)] for i, line in enumerate(lines)]
     panels = figure.subplot_mosaic(places, height_ratios=heights)
-    handles: dict[str, Any] = {}
+    handles: dict[str, object] = {}
     for place, panel in panels.items():
         line, column = map(int, place.split())
         found = lines[line][column](panel)
@@ -186,7 +188,7 @@ def _main(rows: Sequence[Row], measure: str) -> list[list[Draw]]:
     return found + [[partial(_domains, rows, *each)] for each in by_domain(rows).items()]
 
 
-def _curves(rows: Sequence[Row], shown: Sequence[Row], key: str, axis: str, panel: Axes) -> dict[str, Any]:
+def _curves(rows: Sequence[Row], shown: Sequence[Row], key: str, axis: str, panel: Axes) -> Handles:
     """Draw the rows that are in `shown`, in the styles that they have among all rows."""
     from matplotlib.ticker import MaxNLocator
 
@@ -221,7 +223,7 @@ def _curves(rows: Sequence[Row], shown: Sequence[Row], key: str, axis: str, pane
     return handles
 
 
-def _domains(rows: Sequence[Row], prefix: str, names: Sequence[str], panel: Axes) -> dict[str, Any]:
+def _domains(rows: Sequence[Row], prefix: str, names: Sequence[str], panel: Axes) -> Handles:
     measure, found = Measure.of(prefix.removesuffix("_")), {row.title: in_domains(row, prefix, names) for row in rows}
     handles = _side_by_side(panel, measure, [*names, "average"], found, _styles(rows))
     _finish(panel, f"{measure.title}, by domain", grid="y", ylabel=measure.unit)
@@ -238,14 +240,14 @@ def _side_by_side(
     measure: Measure,
     names: Sequence[str],
     found: Mapping[str, Sequence[Sequence[float]]],
-    styles: Sequence[Mapping[str, Any]],
+    styles: Sequence[Style],
     diverged: Mapping[tuple[str, int], str] = MappingProxyType({}),
-) -> dict[str, Any]:
+) -> Handles:
     """A dot for each name and title, with a line for the deviation over seeds.
 
     `diverged` says, by title and place, where runs diverged; they get a cross on the axis.
     """
-    handles: dict[str, Any] = {}
+    handles: dict[str, object] = {}
     for number, ((title, columns), look) in enumerate(zip(found.items(), styles, strict=True)):
         style = {**look, "linestyle": "none", "markersize": 7}
         aside = (0.8 * number - 0.4 * (len(found) - 1)) / len(found)
@@ -279,7 +281,7 @@ def _of_sweeps(found: Sequence[Sweep], form: Form) -> list[Draw]:
     return [partial(_dots, sweep, measure, labels) for sweep in found for measure in measures_of_sweep(sweep, form)]
 
 
-def _dots(sweep: Sweep, measure: Measure, labels: Sequence[str], panel: Axes) -> dict[str, Any]:
+def _dots(sweep: Sweep, measure: Measure, labels: Sequence[str], panel: Axes) -> Handles:
     lines = {label: [sweep.lines.get(label, {}).get(word) for word in sweep.values] for label in labels}
     found = {label: [row.values(measure.key) if row else [] for row in line] for label, line in lines.items()}
     diverged = {
@@ -310,7 +312,7 @@ def _of_clients(rows: Sequence[Row]) -> list[Draw]:
     return [partial(_boxes, rows, key, measure) for key, measure in metrics.items()]
 
 
-def _boxes(rows: Sequence[Row], key: str, measure: Measure, panel: Axes) -> dict[str, Any]:
+def _boxes(rows: Sequence[Row], key: str, measure: Measure, panel: Axes) -> Handles:
     """The box is the middle half of the clients, its line the median, the diamond the mean; whiskers reach to the
     extremes.
     """
@@ -339,7 +341,7 @@ def partitions_plot(partitions: Sequence[PartitionCounts]) -> Plot:
     return figure
 
 
-def _bars(partition: PartitionCounts, panel: Axes) -> dict[str, Any]:
+def _bars(partition: PartitionCounts, panel: Axes) -> Handles:
     classes, counts, clients = partition.classes, partition.counts, partition.clients
     places, bottom = range(len(counts)), [0] * len(counts)
     for label, colour in enumerate(class_colours(len(classes))):

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from fedbn_flwr.tasks import goodness
+from fedbn_flwr.trees import Json
 
 from ..folder.summary import GLOBAL_MODEL
 from ..read.runs import Run, is_number
@@ -130,7 +131,7 @@ def group(runs: Sequence[Run]) -> list[Row]:
     return found
 
 
-def apart(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+def apart(found: Sequence[tuple[str, Json]]) -> list[str]:
     """The labels; equal labels with different settings get an ending: the values if they are short, else a number.
 
     Endings are the same if and only if the settings are.
@@ -147,7 +148,7 @@ def apart(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     return names
 
 
-def differing(found: Sequence[Mapping[str, Any]]) -> list[str]:
+def differing(found: Sequence[Json]) -> list[str]:
     """The keys whose values differ."""
     keys = dict.fromkeys(key for each in found for key in each)
     return [key for key in keys if any(each.get(key) != found[0].get(key) for each in found)]
@@ -255,7 +256,7 @@ def sweeps(rows: Sequence[Row]) -> list[Sweep]:
     return [_sweep(key, rest, values[key], same) for (key, rest), same in found.items()]
 
 
-def _sweep(key: str, title: str, values: Mapping[str, Any], rows: Sequence[tuple[Row, str]]) -> Sweep:
+def _sweep(key: str, title: str, values: Json, rows: Sequence[tuple[Row, str]]) -> Sweep:
     """Rows of one label whose other settings differ are lines of their own, which name these settings."""
     words = [word for word in values if word in {word for _, word in rows}]
     if all(is_number(values[word]) for word in words):

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedbn_flwr.errors import UserError, did_you_mean
 from fedbn_flwr.tasks import is_lower_better, title_of
+from fedbn_flwr.trees import Draft, Json
 
 from ..folder.clients import PartitionCounts, spread
 from ..folder.summary import domain_keys
@@ -147,11 +148,11 @@ def _of_pairs(found: Paired | None, measure: Measure, digits: int) -> list[str]:
 # --- for a paper: numbers as they are, for CSV and pandas ---
 
 
-def numbers(rows: Sequence[Row], form: Form) -> list[dict[str, Any]]:
+def numbers(rows: Sequence[Row], form: Form) -> Sequence[Json]:
     """A line per row: mean and standard deviation of each column, and how many of the row's runs count."""
     compared, keys, found = against(rows, form), [measure.key for measure in columns(rows, form)], []
     for row in rows:
-        line: dict[str, Any] = {
+        line: Draft = {
             "run": row.label,
             "status": row.unfinished or "finished",
             "seeds": len({run.summary.seed for run in row.counted}),

@@ -14,12 +14,13 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.results.folder import from_here
 from fedbn_flwr.storage import to_json, writing
+from fedbn_flwr.trees import Json
 
 from ..folder.clients import PartitionCounts
 from ..folder.files import write_text
@@ -108,7 +109,7 @@ def _pictures(rows: Sequence[Row], form: Form) -> tuple[dict[str, Plot], str]:
     return {name: picture for name, picture in found.items() if picture is not None}, ""
 
 
-def _content(run: Run, chosen: bool) -> dict[str, Any]:
+def _content(run: Run, chosen: bool) -> Json:
     """A run's settings, summary and curve: the evaluated rounds, with the traffic up to each of them.
 
     Candidates of `tune` that are not in the other tables and plots have `"chosen": false`.
@@ -178,8 +179,8 @@ def _pictures_of_page(rows: Sequence[Row], form: Form) -> Iterator[tuple[str, st
         yield "Curves", measure.title, [alone_curve(rows, measure.key, axis, scale) for scale in scales]
     known = (row.first.files.read("partition.json") for row in rows)  # other seeds are alike
     for found in {json.dumps(counts): counts for counts in known if counts}.values():
-        found |= {key: found[key][:_CLIENTS] for key in ("counts", "clients")}
-        yield "Data of the clients", found["title"], [alone_partition(PartitionCounts(**found))]
+        shown = {**found, **{key: found[key][:_CLIENTS] for key in ("counts", "clients")}}
+        yield "Data of the clients", found["title"], [alone_partition(PartitionCounts(**shown))]
 
 
 def _run(run: Run) -> str:
