@@ -4,7 +4,7 @@ Statements are all `ast.stmt` of the modules, so denser lines do not change them
 is what `sys.setprofile` reports from `configure_train` to `aggregate_train` of the second round, on the local engine
 without workers, with three clients of one batch each: modules, functions and calls of this project. Calls of an
 exchange of FedTAN are those of one further layer: the difference between a model with two batch norms and one with one.
-The names are the public ones of the classes that docs/write-a-strategy.md describes.
+The names are the public ones of the classes that docs/strategy-reference.md describes.
 
     python tools/weight.py
 """

@@ -1,10 +1,11 @@
-"""The rule that docs/write-a-strategy.md walks through, from its own code; and how many modules a round executes."""
+"""The strategies of docs/write-a-strategy.md, from the page's own code; and how many modules a round executes."""
 
 from __future__ import annotations
 
 import copy
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,8 +48,10 @@ from tests.support.command import FEDBN, ROOT, python, python_blocks
 from tests.support.federations import same
 
 Federations = Callable[..., Any]
-PAGE = "# perstep.py"  # the first line of its code
-BLOCKS = python_blocks((ROOT / "docs" / "write-a-strategy.md").read_text())
+PAGE, TEST = "# perstep.py", "# test_perstep.py"  # the first lines of their code
+GUIDE = (ROOT / "docs" / "write-a-strategy.md").read_text()
+REFERENCE = (ROOT / "docs" / "strategy-reference.md").read_text()
+BLOCKS = python_blocks(GUIDE + REFERENCE)
 
 
 def code(first_line: str) -> str:
@@ -70,27 +73,71 @@ def test_the_walk_through_is_short() -> None:
     assert len([line for line in lines if line.strip()]) < 60
 
 
-def test_the_page_s_other_code_runs(
-    federation: Federations, per_step: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In the order of the page; the classes with other traits train as they are."""
+def test_the_page_s_other_code_runs(federation: Federations, per_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the pages."""
     module = ModuleType("perstep")
     monkeypatch.setattr(module, "PerStep", per_step, raising=False)
     monkeypatch.setitem(sys.modules, "perstep", module)
-    page: dict[str, Any] = {"FedAvg": FedAvg, "Traits": Traits, "Wrapper": Wrapper, "replace": replace}
-    page |= {"ClientRule": ClientRule, "Key": Key}
-    others = [block for block in BLOCKS if not block.startswith(PAGE)]
-    assert len(others) == 5
+    page: dict[str, Any] = {"ClientRule": ClientRule, "Key": Key}
+    others = [block for block in BLOCKS if not block.startswith((PAGE, TEST))]
+    assert len(others) == 3
     for block in others:
         exec(block, page)
     fed = federation((8, 12), steps=2)
-    for rule in (page["strategy"], page["WithState"](), page["OwnWrapper"](FedAvg())):
-        rule.start(fed.grid(), fed.arrays(), num_rounds=2)
+    page["strategy"].start(fed.grid(), fed.arrays(), num_rounds=2)
     with_mu = type("WithMu", (FedAvg,), {"config": lambda self, round: {"fedbn.mu": 0.5}})
     assert same(after(fed, with_mu(), 2), after(fed, FedProx(proximal_mu=0.5), 2))
     BY_KEY.pop("fedbn.mu")
+
+
+def test_the_page_s_test_passes_and_finds_a_strategy_that_is_wrong(tmp_path: Path) -> None:
+    run_it = (
+        "from pathlib import Path; import test_perstep as page; page.test_with_equal_steps_it_is_fedavg(Path('out'))"
+    )
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    for folder, text in (
+        (right, code(PAGE)),
+        (wrong, code(PAGE).replace("self.memory.tau * np", "2 * self.memory.tau * np")),
+    ):
+        folder.mkdir()
+        (folder / "perstep.py").write_text(text)
+        (folder / "test_perstep.py").write_text(code(TEST))
+    done = python(run_it, cwd=right)
+    assert done.returncode == 0, done.stderr
+    assert "AssertionError" in python(run_it, cwd=wrong).stderr
+
+
+def test_the_page_s_first_strategy_counts_all_clients_equally(federation: Federations) -> None:
+    page: dict[str, Any] = {}
+    exec(code("# equal.py"), page)
+    fed = federation((8, 24), steps=2)
+    before = unpack(fed.arrays())
+    clients = (BNClient(copy.deepcopy(fed.model), data, lr=0.1, steps=2) for data in fed.data)
+    ends = [client.train_round(before, {}).arrays for client in clients]
+    for key, value in after(fed, page["Equal"]()).items():
+        np.testing.assert_allclose(value, (ends[0][key] + ends[1][key]) / 2, rtol=1e-6, atol=1e-7, err_msg=key)
+
+
+class WithState(FedAvg):
+    traits = Traits(client_memory="their own step sizes")
+
+
+class WithRecord(FedAvg):
+    traits = Traits(records={"control": False})
+
+
+class OwnWrapper(Wrapper):
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self.traits = replace(self.traits, client_memory="their own step sizes")
+
+
+def test_a_strategy_with_traits_of_its_own_trains_and_its_records_must_come_back(federation: Federations) -> None:
+    fed = federation((8, 12), steps=2)
+    for rule in (WithState(), OwnWrapper(FedAvg())):
+        rule.start(fed.grid(), fed.arrays(), num_rounds=2)
     with pytest.raises(RunFailed, match="'control'"):
-        page["WithRecord"]().start(fed.grid(), fed.arrays(), num_rounds=1)
+        WithRecord().start(fed.grid(), fed.arrays(), num_rounds=1)
 
 
 def test_with_equal_steps_it_is_fedavg(federation: Federations, per_step: Any) -> None:
@@ -180,15 +227,19 @@ def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Pa
     assert done.stdout == "['PerStepClient']\n", done.stderr
 
 
-def test_the_page_s_command_prints_what_it_shows(tmp_path: Path) -> None:
-    (tmp_path / "perstep.py").write_text(code(PAGE))
-    page = (ROOT / "docs" / "write-a-strategy.md").read_text()
-    (command,) = re.findall(r"^fedbn (run .*)$", page, re.MULTILINE)
-    done = python(FEDBN, *command.split(), "--out", "out", cwd=tmp_path)
-    figures = r"perstep-PerStep: 3 rounds in \S+ s  accuracy ([\d.]+)"
-    found, shown = (re.findall(figures, text) for text in (done.stdout + done.stderr, page))
-    assert len(shown) == 1
-    assert [float(each) for each in found] == pytest.approx([float(each) for each in shown], abs=0.02)
+def test_the_page_s_commands_print_what_it_shows(tmp_path: Path) -> None:
+    for name in ("equal", "perstep"):
+        (tmp_path / f"{name}.py").write_text(code(f"# {name}.py"))
+    found, figures = "", r"(\w+-\w+): 3 rounds in \S+ s  accuracy ([\d.]+)"
+    for number, command in enumerate(commands := re.findall(r"^fedbn (run .*)$", GUIDE, re.MULTILINE)):
+        done = python(FEDBN, *shlex.split(command), "--out", f"out{number}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found += done.stdout + done.stderr
+    ran, shown = (dict(re.findall(figures, text)) for text in (found, GUIDE))
+    assert len(commands) == 3
+    assert [*shown] == ["equal-Equal", "perstep-PerStep"]
+    for label, accuracy in shown.items():
+        assert float(ran[label]) == pytest.approx(float(accuracy), abs=0.02)
 
 
 def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> None:
