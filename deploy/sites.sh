@@ -92,5 +92,5 @@ for key in "$keys"/nodes/node-*.pub; do
     [ "${number%.pub}" -lt "$sites" ] || left="$left ${number%.pub}"
 done
 [ -z "$left" ] ||
-    echo "nodes with the keys of other sites stay registered:$left (docs/deployment.md, \"To remove a site\")"
+    echo "nodes with the keys of other sites stay registered:$left (docs/operations.md, \"Add, remove or replace a site\")"
 echo "$sites sites: docker compose up --build --detach --remove-orphans"

@@ -1,6 +1,6 @@
 """Processes of a deployment are killed during a run, and the others continue.
 
-docs/deployment.md ("Failures") describes for operators what these tests measure.
+docs/operations.md ("Failures") describes for operators what these tests measure.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def test_the_authority_s_key_is_needed_for_new_keys_only(tmp_path: Path) -> None
     assert "stay registered" not in made.stdout
     fewer = sites("1")
     assert fewer.returncode == 0, fewer.stderr
-    assert "the keys of other sites stay registered: 1 2 (docs/deployment.md" in fewer.stdout
+    assert "the keys of other sites stay registered: 1 2 (docs/operations.md" in fewer.stdout
 
 
 def test_a_folder_that_does_not_exist_is_no_data(five_sites: Path) -> None:

@@ -180,7 +180,7 @@ class RunFolder:
         if done and (different := _difference(_versions(before), _versions(session))):
             log_once(
                 f"{self.path} continues with other code: {different}. Its later rounds may differ from an "
-                'uninterrupted run, and it may fail (docs/deployment.md, "Upgrading")'
+                'uninterrupted run, and it may fail (docs/operations.md, "Upgrading")'
             )
         self._make()
         write_text(self.path / "config.yaml", dump_yaml(dict(config)), durable=True)
