@@ -25,7 +25,7 @@ from results import TABLES as MEASURED
 from results import Row, Table
 
 from fedbn_flwr.cli import parser
-from fedbn_flwr.client.rule import known_keys
+from fedbn_flwr.client.rule import ClientRule, known_keys
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partitions import KINDS
 from fedbn_flwr.experiment import settings
@@ -34,6 +34,7 @@ from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
 from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.strategies import Rule
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table: ([^>]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -201,6 +202,25 @@ def names() -> Table:
     return ("class", "names"), rows
 
 
+def hooks(cls: type, *columns: str) -> Callable[[], Table]:
+    """The public methods of a class with their arguments; the page describes them."""
+
+    def table() -> Table:
+        rows: list[Row] = []
+        for name in weight.names()[cls.__name__]:
+            if inspect.isfunction(method := vars(cls).get(name)):
+                _, *arguments = inspect.signature(method).parameters
+                rows.append((f"`{name}({', '.join(arguments)})`", *(None for _ in columns)))
+        return ("hook", *columns), rows
+
+    return table
+
+
+def local_round() -> Table:
+    """What a client rule reads; the page describes it."""
+    return ("name", "what it is"), [(f"`{name}`", None) for name in weight.names()["LocalRound"]]
+
+
 def command(name: str) -> Callable[[], Table]:
     def table() -> Table:
         (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
@@ -231,6 +251,9 @@ TABLES: dict[str, Callable[[], Table]] = {
     "experiments": experiments,
     "keys": keys,
     "names": names,
+    "hooks of the server": hooks(Rule, "when", "default"),
+    "hooks of the client": hooks(ClientRule, "when", "for instance"),
+    "local round": local_round,
     **{
         f"command {name}": command(name)
         for name in ("new", "explain", "run", "status", "report", "partition", "list", "check", "model", "predict")
