@@ -208,7 +208,7 @@ def hooks(cls: type, *columns: str) -> Callable[[], Table]:
     def table() -> Table:
         rows: list[Row] = []
         for name in weight.names()[cls.__name__]:
-            if inspect.isfunction(method := vars(cls).get(name)):
+            if inspect.isfunction(method := getattr(cls, name, None)):
                 _, *arguments = inspect.signature(method).parameters
                 rows.append((f"`{name}({', '.join(arguments)})`", *(None for _ in columns)))
         return ("hook", *columns), rows

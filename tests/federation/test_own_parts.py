@@ -161,15 +161,16 @@ def test_statistics_of_a_normaliser_of_one_s_own_are_not_those_of_batch_norm(
     assert not (tmp_path / "out").exists()
 
 
-def test_words_do_not_depend_on_the_length_to_which_they_are_padded(tmp_path: Path) -> None:
-    sys.path.insert(0, str(tmp_path))
-    net = importlib.import_module("my_parts").Words(3).train()
+def test_sentences_do_not_depend_on_the_length_to_which_they_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network to which the page refers."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    net = importlib.import_module("text").Sentences(3).train()
     mask = torch.arange(9) < torch.tensor([4, 9])[:, None]
     tokens = torch.arange(18).view(2, 9)
-    short = net({"tokens": tokens, "mask": mask})
-    longer = net({"tokens": F.pad(tokens, (0, 5), value=7), "mask": F.pad(mask, (0, 5))})
+    short = net({"inputs": tokens, "mask": mask})
+    longer = net({"inputs": F.pad(tokens, (0, 5), value=7), "mask": F.pad(mask, (0, 5))})
     torch.testing.assert_close(longer, short)
-    assert net.bn.running_mean.any()
+    assert net.norm.running_mean.any()
 
 
 def test_partition_shows_a_partition_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

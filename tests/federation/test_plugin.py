@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message
+from flwr.serverapp.strategy import FedMedian
 
 from fedbn_flwr import client_app
 from fedbn_flwr.client.layerwise import ParkedRounds
+from fedbn_flwr.strategies import MeanStatistics
 from tests.support.command import ROOT, fedbn, python_blocks
 from tests.support.packages import CLEAN, UV, needs_uv, run
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, RecordingGrid, copied, imported
@@ -187,8 +189,8 @@ def test_the_guide_s_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
                 strategies += [page["strategy"]] if part.startswith("strategy = ") else []
         printed = capsys.readouterr().out
         assert re.search(r"^{'loss': \d+\.\d+, 'accuracy': 0\.\d+}$", printed, re.MULTILINE)
-        names = ["FixBN", "FedBN", "FedTAN", "MeanStatistics", "FixBN", "MeanStatistics"]
-        assert [type(each).__name__ for each in strategies] == names
+        assert [type(each).__name__ for each in strategies] == ["FixBN", "FedBN", "FedTAN", "MeanStatistics", "FixBN"]
+        strategies.append(MeanStatistics(FedMedian(), statistics="median"))
         grid = RecordingGrid(client_app(page["make_client"]), CLIENTS)
         for each in strategies[1:]:
             each.start(grid, ArrayRecord(project.task.Net().state_dict()), num_rounds=2)
