@@ -11,7 +11,7 @@ import itertools
 import json
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,9 +52,14 @@ class Run(NamedTuple):
     def finished(self) -> bool:
         return bool(self.summary.get("status", "finished") == "finished")
 
-    def between(self, first: int, last: int) -> float:
-        """The mean accuracy of these rounds in percent: single rounds vary more, with the clients chosen in them."""
-        return 100 * statistics.mean(float(each["accuracy"]) for each in self.curve if first <= each["round"] <= last)
+    def metric(self, keys: str | Sequence[str], rounds: Sequence[int] = ()) -> float | None:
+        """In percent: the first of the keys that the summary has, or the mean accuracy of rounds, which varies less."""
+        if rounds:
+            found = [each["accuracy"] for each in self.curve if rounds[0] <= each["round"] <= rounds[-1]]
+            return 100 * statistics.mean(found) if len(found) > rounds[-1] - rounds[0] else None
+        key = next((key for key in ([keys] if isinstance(keys, str) else keys) if key in self.summary), "")
+        no_model = key.startswith("accuracy") and self.summary["accuracy_of"] != "the global model"
+        return None if no_model or not key else 100 * float(self.summary[key])
 
 
 @functools.cache
@@ -83,6 +88,14 @@ def runs_of(reference: str, of_set: str = "") -> list[Run]:
     if len({run.seed for run in runs}) < len(runs):
         raise ValueError(f"{reference} is several runs of a seed: {', '.join(whole)}")
     return runs
+
+
+def by_seed(
+    runs: Iterable[Run], keys: str | Sequence[str] = "accuracy", rounds: Sequence[int] = ()
+) -> dict[int, float]:
+    """A metric of the finished runs; of none of them where a run lacks it."""
+    found = {run.seed: run.metric(keys, rounds) for run in runs if run.finished}
+    return {} if None in found.values() else {seed: each for seed, each in found.items() if each is not None}
 
 
 def span(numbers: Iterable[float]) -> str:
@@ -145,6 +158,15 @@ def differing(paper: Settings, run: Mapping[str, Any]) -> set[str]:
     }
 
 
+def outcomes(item: Mapping[str, Any], rows: Mapping[str, list[Settings]]) -> Iterator[tuple[Run, float, set[str]]]:
+    """The runs that count for an item, each with its percentage of the paper's rounds, and its other settings."""
+    for run in measured(item):
+        if run.label not in rows:
+            raise ValueError(f"{item['experiment']} has no run {run.label!r}")
+        paper = rows[run.label][0]
+        yield run, 100 * run.settings["rounds"] / paper.rounds, differing(paper, run.settings)
+
+
 def coverage() -> tuple[int, int, int]:
     """How many of the rows with published figures were measured as the paper has them, in part, and how many there are.
 
@@ -152,14 +174,14 @@ def coverage() -> tuple[int, int, int]:
     """
     rows: dict[str, set[bool]] = {}
     for _, _, item in items():
-        papers = rows_of(item["experiment"])
+        found = [each for each in outcomes(item, rows_of(item["experiment"])) if each[0].finished]
         for label, figure in (read_content(item["experiment"])[0].get("published") or {}).items():
-            found = rows.setdefault(json.dumps(figure, sort_keys=True), set())
-            for run in measured(item):
-                if run.label == label and run.finished:
-                    paper = papers[label][0]
-                    whole = run.settings["rounds"] == paper.rounds and not differing(paper, run.settings)
-                    found.add(whole and "inferred" not in item)
+            row = rows.setdefault(json.dumps(figure, sort_keys=True), set())
+            row |= {
+                share == 100 and not other and "inferred" not in item
+                for run, share, other in found
+                if run.label == label
+            }
     in_full = sum(True in found for found in rows.values())
     return in_full, sum(map(bool, rows.values())) - in_full, len(rows)
 
@@ -169,18 +191,12 @@ def status(item: Mapping[str, Any]) -> tuple[str, str]:
     if "test" in item:
         assert (ROOT / item["test"]).is_file(), item["test"]
         return f"counted by `{item['test']}`", ""
-    if not (runs := measured(item)):
+    rows = rows_of(item["experiment"], item.get("changes", ()))
+    if not (found := [*outcomes(item, rows)]):
         return "not measured" + (f"; needs {item['needs']}" if "needs" in item else ""), ""
-    rows, done = rows_of(item["experiment"], item.get("changes", ())), dict[str, set[int]]()
-    shares, other = set[float](), set[str]()
-    for run in runs:
-        if run.label not in rows:
-            raise ValueError(f"{item['experiment']} has no run {run.label!r}")
-        paper = rows[run.label][0]
-        shares.add(100 * run.settings["rounds"] / paper.rounds)
-        other |= differing(paper, run.settings)
-        done.setdefault(run.label, set()).add(run.seed)
-    failed = {run.label for run in runs if not run.finished}
+    done = Counter(label for label, _ in {(run.label, run.seed) for run, *_ in found})  # seeds
+    failed = {run.label for run, *_ in found if not run.finished}
+    shares, other = {share for _, share, _ in found}, set[str]().union(*(keys for *_, keys in found))
     budget = "all" if shares == {100} else f"{span(shares)} % of the"
     whole = "whole budget" if shares == {100} else f"{budget} rounds"
     words = (
@@ -190,7 +206,7 @@ def status(item: Mapping[str, Any]) -> tuple[str, str]:
         f"other {', '.join(f'`{key}`' for key in sorted(other))}" if other else "",
         item.get("differs", ""),
     )
-    return "; ".join(filter(None, words)), f"{span(map(len, done.values()))} of {len(rows[runs[-1].label])}"
+    return "; ".join(filter(None, words)), f"{span(done.values())} of {len(rows[found[-1][0].label])}"
 
 
 def papers() -> Table:
@@ -216,14 +232,6 @@ def mean(values: Sequence[float], digits: int = 1) -> str:
     return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
-def value(run: Run, keys: str | Sequence[str]) -> float | None:
-    """A fraction of the summary in percent, by the first of the keys that it has."""
-    key = next((key for key in ([keys] if isinstance(keys, str) else keys) if key in run.summary), "")
-    if not key or (key.startswith("accuracy") and run.summary["accuracy_of"] != "the global model"):
-        return None
-    return 100 * float(run.summary[key])
-
-
 def figure(published: Sequence[Any], names: Mapping[str, Any], label: str) -> Any:
     """What a paper prints for a run, under its label or another name or place; of a list the last, as an average is."""
     name = names.get(label, label)
@@ -243,19 +251,15 @@ def bare(label: str) -> str:
 def cell(kind: Mapping[str, Any], runs: Sequence[Run], label: str = "") -> str:
     """The text of a cell by its kind, described at the head of tables.yaml."""
     digits = kind.get("digits", 1)
-    if "published" in kind or "values" in kind:
-        known = (
-            kind["values"].get(label) if "values" in kind else figure(kind["published"], kind.get("names", {}), label)
-        )
+    if "published" in kind:
+        known = figure(kind["published"], kind.get("names", {}), label)
         return "-" if known is None else f"{known:.{digits}f}"
     done = [run for run in runs if run.finished]
     if not done:
         return f"diverged in round {runs[0].summary['rounds'] + 1}" if runs else "-"
-    if "rounds" in kind:
-        first, last = kind["rounds"]
-        found = [run.between(first, last) for run in done if len(run.curve) > last - first]
-        return mean(found, digits) if found else "-"
-    match kind["key"]:
+    if "setting" in kind:
+        return "-" if (found := flat(done[0].settings).get(kind["setting"])) is None else str(found)
+    match kind.get("key"):
         case "seeds":
             return str(len(done))
         case "by seed":
@@ -264,8 +268,7 @@ def cell(kind: Mapping[str, Any], runs: Sequence[Run], label: str = "") -> str:
             return f"{statistics.mean(run.summary['communication_rounds'] for run in done):,.0f}"
         case "MiB":
             return mean([(done[0].summary["bytes_down"] + done[0].summary["bytes_up"]) / 2**20], digits)
-    values = [each for run in done if (each := value(run, kind["key"])) is not None]
-    if len(values) < len(done):
+    if not (values := [*by_seed(done, kind.get("key", ""), kind.get("rounds", ())).values()]):
         return "-"
     text = mean(values, digits)
     if "beside" in kind:
@@ -339,11 +342,6 @@ def corrected(tests: Sequence[Paired]) -> list[float]:
     for rank, (p, place) in enumerate(order):
         found[place] = largest = min(1.0, max(largest, (len(order) - rank) * p))
     return found
-
-
-def by_seed(runs: Iterable[Run], key: str = "accuracy", rounds: Sequence[int] = ()) -> dict[int, float]:
-    """A metric of the finished runs in percent, or their mean accuracy in these rounds."""
-    return {run.seed: run.between(*rounds) if rounds else 100 * run.summary[key] for run in runs if run.finished}
 
 
 def differences(name: str) -> list[Difference]:

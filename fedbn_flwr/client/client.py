@@ -100,7 +100,7 @@ class BNClient(NumPyClient):
         Scale the gradients of a step so that their norm over all parameters is at most this, after all other changes
         of the gradients (Scaffold's correction, FedProx's term, FedWon's clipping).
     task
-        "classification", "segmentation", "binary", "multilabel" or "regression", which has a loss and the figures that
+        "classification", "segmentation", "binary", "multilabel" or "regression", which has a loss and the metrics that
         evaluation reports. By default classification or segmentation, if targets are whole numbers.
     loss
         A function of what the model returns and the targets: the mean loss over the examples of a batch. By default
@@ -110,7 +110,7 @@ class BNClient(NumPyClient):
     eval_loss
         The loss that evaluation reports; by default `loss`.
     metrics
-        What evaluation reports beside the loss and the figures of the task: names of `fedbn_flwr.tasks.METRICS`, or
+        What evaluation reports along with the loss and the metrics of the task: names of `fedbn_flwr.tasks.METRICS`, or
         functions of what the model returns and the targets of all examples.
     channels_last
         Whether convolutions use this memory format, with which a CPU trains most networks faster; the last bits of
@@ -241,7 +241,7 @@ class BNClient(NumPyClient):
         if not math.isfinite(trained.loss):
             problem = f"its {protocol.TRAIN_LOSS} is {trained.loss} (the client diverged?)"
         if problem:
-            raise MessageError(f"{problem}; the client keeps its state of before this round")
+            raise MessageError(f"{problem}; the client keeps its state from before this round")
         # Save state only after everything that can fail: a replay of the round must begin with the same state.
         self.state.save(OWN, own)
         with self._seeded("finish", int(config.get(protocol.ROUND, 1)), self.train_data):

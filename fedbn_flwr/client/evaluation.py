@@ -1,6 +1,6 @@
-"""Loss and other figures of a model on batches: from counts of predictions, or from the outputs for all examples.
+"""Loss and metrics of a model on batches: from counts of predictions, or from the outputs for all examples.
 
-A figure that a set of examples does not define, such as the AUC of examples of one class, is left out of the results.
+A metric that a set of examples does not define, such as the AUC of examples of one class, is left out of the results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Metric = str | Callable[[Any, Any], float]
 
 
 def answers(task: Task, outputs: Any, targets: Value) -> tuple[Tensor, Tensor] | None:
-    """Outputs and targets as the task's figures need them; None if the user's model and loss have others.
+    """Outputs and targets as the task's metrics need them; None if the user's model and loss have others.
 
     Of classes they are logits [N, C, ...] and numbers of classes [N, ...], which may be given as [N, 1, ...], one logit
     z of a binary task being (0, z); of labels and numbers both are [N, K].
@@ -50,7 +50,7 @@ def answers(task: Task, outputs: Any, targets: Value) -> tuple[Tensor, Tensor] |
 
 
 def _needed(task: Task) -> str:
-    """What outputs and targets must be for the task's figures, in words."""
+    """What outputs and targets must be for the task's metrics, in words."""
     if not task.form:
         return (
             "a task, such as binary, multilabel or regression, since targets that are no whole numbers do not show it"
@@ -177,7 +177,7 @@ def name_of(metric: Metric) -> str:
 def check_metrics(
     task: Task | None, metrics: Sequence[Metric], is_taken: Callable[[str], bool] = lambda name: False
 ) -> None:
-    """Refuse a name that is unknown or does not suit the task, and one of a function that another figure has."""
+    """Refuse a name that is unknown or does not suit the task, and one of a function that another metric has."""
     for metric in metrics:
         name = name_of(metric)
         if callable(metric) and (name in (*METRICS, "loss", "num_examples", "partition_id") or is_taken(name)):
@@ -193,7 +193,7 @@ def check_metrics(
 
 
 class Measurement:
-    """The figures of a task, and `metrics`, over batches."""
+    """The metrics of a task, and `metrics`, over batches."""
 
     def __init__(self, task: Task, metrics: Sequence[Metric]) -> None:
         self.task = task
@@ -209,7 +209,7 @@ class Measurement:
     def add(self, outputs: Any, targets: Value) -> Counts | None:
         """Add a batch; returns its counts, None if there are none of such outputs and targets.
 
-        The task's figures are then left out, while a metric that was asked for by name raises an error.
+        The task's metrics are then left out, while a metric that was asked for by name raises an error.
         """
         found = answers(self.task, outputs, targets)
         if found is None and self._named:
@@ -278,11 +278,11 @@ def evaluate(
     task: Task | None = None,
     threads: int = 1,
 ) -> dict[str, float | int]:
-    """The `loss` in evaluation mode over `num-examples` examples, the figures of the task, and the `metrics`.
+    """The `loss` in evaluation mode over `num-examples` examples, the metrics of the task, and the `metrics`.
 
     Without a task it is classification or segmentation if targets are whole numbers, else only the loss and functions
     of the user are reported. Of a segmentation model, whose logits are [N, C, H, W], the loss is a mean over the pixels
-    whose label is not 255. A figure that the examples do not define is left out, and so are the task's if outputs or
+    whose label is not 255. A metric that the examples do not define is left out, and so are the task's if outputs or
     targets have another form (a tuple, one logit); a name among `metrics` then raises SettingsError. The result does
     not depend on the number of threads, each of which has a batch in memory.
     """

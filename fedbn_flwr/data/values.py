@@ -300,7 +300,7 @@ def _classes(
         known = known or tuple(map(str, range(source.classes or int(rows.max()) + 1)))
         if not 0 <= int(rows.min()) <= int(rows.max()) < len(known):
             raise DataError(
-                f"{name} has {len(known)} classes and other labels than 0 to {len(known) - 1}",
+                f"{name} has {len(known)} classes and labels other than 0 to {len(known) - 1}",
                 f": from {int(rows.min())} to {int(rows.max())}",
             )
         found: Targets = {part: torch.from_numpy(some.astype(np.int64)) for part, some in parts.items()}
@@ -323,7 +323,7 @@ def _dense(source: Source, parts: Parts, known: tuple[str, ...]) -> tuple[Target
     known = known or tuple(map(str, range(source.classes or int(counted.max(initial=0)) + 1)))
     if counted.dtype.kind not in "iub" or not 0 <= counted.min(initial=0) <= counted.max(initial=0) < len(known):
         raise DataError(
-            f"{source.name!r} has {len(known)} classes and other labels than 0 to {len(known) - 1}, or {IGNORED}",
+            f"{source.name!r} has {len(known)} classes and labels other than 0 to {len(known) - 1}, or {IGNORED}",
             f": from {counted.min(initial=0)} to {counted.max(initial=0)}",
         )
     return {part: torch.from_numpy(rows.astype(np.uint8)) for part, rows in parts.items()}, known

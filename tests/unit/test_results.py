@@ -198,6 +198,8 @@ def test_cells_have_what_the_raw_files_have() -> None:
     assert results.cell({"key": "accuracy"}, [stopped]) == "diverged in round 22"
     without_global_model = results.runs_of("domains/seeds:Standalone")
     assert results.cell({"key": "accuracy"}, without_global_model) == "-"
+    adagrad = results.runs_of("heart/protocol:FedAdagrad")
+    assert [results.cell({"setting": key}, adagrad) for key in ("strategy.eta", "train.epochs")] == ["0.316228", "-"]
     assert results.figure(["FedTAN", "Table 1"], {}, "FedTAN") == 87.66
     assert results.figure(["FixBN", "Table 4"], {"GN+WS": "GN+WN"}, "GN+WS") == 66.90
     assert results.figure(["FedWon", "Office-Caltech-10, AlexNet"], {}, "FedWon") == 75.6

@@ -113,7 +113,7 @@ class FixedPoint:
                     f"; if the value is right, raise strategy.{kind}_range" if kind in ("update", "statistics") else ""
                 )
                 raise MessageError(
-                    f"{place[1]!r} has a value of size {peak:g}, the range is {self._range(kind):g}{cure}"
+                    f"{place[1]!r} has a value of size {peak:g}; the range is {self._range(kind):g}{cure}"
                 )
             scaled = np.ldexp(value * self._weight(place, kind, float(weight), 1), self.bits(kind))
             fixed[place] = np.rint(scaled).astype(np.int64).view(np.uint64)
@@ -227,7 +227,7 @@ def key_of(which: int) -> slice:
 
 
 def private_key(secret: int) -> X25519PrivateKey:
-    """s_u^SK, if the secret is that of the masks between pairs."""
+    """The private key of a secret: s_u^SK for the masks between pairs."""
     return X25519PrivateKey.from_private_bytes(_derive(_bytes(secret), b"private key", KEY_BYTES))
 
 

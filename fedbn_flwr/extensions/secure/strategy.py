@@ -258,7 +258,7 @@ class MaskedRound:
         given = [*forms.values()]
         most = max(given, key=given.count, default=frozenset())
         if given and 2 * given.count(most) <= len(given):
-            raise NotOpened("the replies have different arrays, and most have no common form")
+            raise NotOpened("the replies have different arrays, and most of them share no form")
         for node in [node for node, form in forms.items() if form != most]:
             odd = min(most ^ forms[node], key=str)[0]
             errors.append(

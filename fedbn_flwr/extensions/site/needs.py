@@ -115,7 +115,9 @@ def check_server(address: str, authority: Path | None, *, insecure: bool = False
         try:
             connection.connect()
         except (socket.gaierror, UnicodeError):  # UnicodeError for an impossible name: a..b
-            raise Failed(f"the name {host!r} is unknown here", "check the name, and DNS at this site") from None
+            raise Failed(
+                f"this machine cannot resolve the name {host!r}", "check the name, and DNS at this site"
+            ) from None
         except TimeoutError:
             cure = f"let this machine connect to port {port}: a firewall drops it, or the server is off"
             raise Failed(f"{address} does not answer within {_TIMEOUT} s", cure) from None
@@ -219,7 +221,7 @@ def check_exchange(address: str) -> Iterator[Check]:
     except ConnectionRefusedError:
         found = "can be reached, and is closed now: it is open only during FedTAN's exchanges"
     except (socket.gaierror, UnicodeError):
-        raise Failed(f"the name {host!r} is unknown here", "check the name, and DNS at this site") from None
+        raise Failed(f"this machine cannot resolve the name {host!r}", "check the name, and DNS at this site") from None
     except OSError as error:
         why = f"does not answer within {_TIMEOUT} s" if isinstance(error, TimeoutError) else str(error.strerror)
         raise Failed(f"{address}: {why}", f"let the app's container connect to port {port}; or direct: false") from None

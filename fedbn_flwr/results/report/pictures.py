@@ -54,7 +54,7 @@ Draw = Callable[["Axes"], Handles]
 
 
 def _panels(count: int, columns: int, width: float, height: float) -> tuple[Plot, list[Axes]]:
-    """A figure with so many panels, each of a size in inches."""
+    """A figure with `count` panels, each of this size in inches."""
     from .figure import Plot
 
     columns = min(columns, count)

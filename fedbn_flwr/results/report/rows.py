@@ -162,7 +162,7 @@ def repetitions(row: Row) -> str:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Infinite or NaN if a value is: a metric of the user may be."""
+    """Infinite or NaN if one of the values is, as a user's own metric may be."""
     return statistics.fmean(values) if all(map(math.isfinite, values)) else sum(values) / len(values)
 
 

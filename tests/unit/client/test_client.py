@@ -473,7 +473,7 @@ def test_a_client_that_diverges_keeps_its_state_of_before_the_round(federation: 
         rounds = (1, 2, 3) if spoiled else (1, 3)
         replies = [ask(grid, message(1, pack(arrays), server_round=number))[0] for number in rounds]
         if spoiled:
-            expected = "its train-loss is nan (the client diverged?); the client keeps its state of before this round"
+            expected = "its train-loss is nan (the client diverged?); the client keeps its state from before this round"
             assert expected in reason(replies.pop(1))
         found.append([unpack(reply.content["arrays"]) for reply in replies])
     for one, other in zip(*found, strict=True):
@@ -698,7 +698,7 @@ def test_a_first_round_that_fails_leaves_the_client_s_own_values_as_they_were() 
     model = small()
     client, twin = BNClient(model, bad, steps=1), BNClient(small(), good, steps=1)
     sent = {key: value for key, value in sent_by(client).items() if key.startswith(("0.", "2."))}
-    with pytest.raises(MessageError, match="the client keeps its state of before this round"):
+    with pytest.raises(MessageError, match="the client keeps its state from before this round"):
         client.train_round(sent, {})
     client.train_data = good
     client.train_round(sent, {})

@@ -198,7 +198,7 @@ def test_a_count_is_that_of_some_clients(key: str, number: int, fits: bool) -> N
             1025.0,
             1,
             "update",
-            r"'w' has a value of size 1025, the range is 1024; if the value is right, raise strategy.update_range",
+            r"'w' has a value of size 1025; the range is 1024; if the value is right, raise strategy.update_range",
         ),
         (-7e4, 1, "statistics", r"'w' has a value of size 70000, .*raise strategy.statistics_range"),
         (np.nan, 1, "update", "'w' has a value of size nan"),

@@ -288,7 +288,7 @@ def test_a_server_that_cannot_be_trusted_or_reached_is_named(
         assert f"{address} does not answer HTTP requests without TLS" in plain["server"]["found"]
         assert "in place of --insecure" in plain["server"]["cure"]
     assert "refused" in server(address)["found"]  # closed by now
-    assert "unknown here" in server("no-such-host.invalid:8000")["found"]
+    assert "cannot resolve" in server("no-such-host.invalid:8000")["found"]
     assert "HOST:PORT" in server("localhost")["cure"]
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         found = server(f"127.0.0.1:{silent.getsockname()[1]}")
@@ -396,7 +396,10 @@ def test_a_path_of_a_site_that_cannot_be_used_is_a_failed_check(key: str, capsys
 
 @pytest.mark.parametrize(
     ("address", "says"),
-    [("a..b:9092", "the name 'a..b' is unknown here"), ("localhost:" + "9" * 5000, "the address is 'localhost:99")],
+    [
+        ("a..b:9092", "this machine cannot resolve the name 'a..b'"),
+        ("localhost:" + "9" * 5000, "the address is 'localhost:99"),
+    ],
 )
 def test_an_address_that_can_be_no_name_is_a_failed_check(
     address: str, says: str, capsys: pytest.CaptureFixture[str]
