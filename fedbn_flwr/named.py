@@ -1,21 +1,25 @@
 """Loads the user's own parts, such as a network, a loss or a partition, by their names `module:name` in an experiment.
 
 The module is an installed package, or a file or package in the folder where the command was started, as with
-`python -m`.
+`python -m`. `module:name(key=value)` is a `functools.partial`. What no module has, such as a closure, is kept in this
+process and its forked workers.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib
 import inspect
 import operator
 import os
+import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from fedbn_flwr.trees import Draft, Tree
@@ -37,10 +41,23 @@ def path_of(given: str) -> Path:
 
 
 def load(key: str, name: str) -> Callable[..., Any]:
-    """The function, class or other callable that `name` (`module:name`) refers to; `key` is the setting's key."""
-    module, _, path = name.partition(":")
-    if not module or not all(map(str.isidentifier, path.split("."))):
+    """The function, class or other callable that `name` refers to; `key` is the setting's key."""
+    plain, bracket, text = name.partition("(")
+    module, _, path = plain.partition(":")
+    arguments = _arguments(text) if bracket else {}
+    if plain not in _given and (_MARK in path or "<" in path):
+        raise SettingsError(
+            f"{key}={name!r} was defined inside a function and given to run(), and this process does not have it; give "
+            "it to run() again, or define it at the top of a module"
+        )
+    is_wrong = not module or not all(map(str.isidentifier, path.split(".")))
+    if arguments is None or (is_wrong and plain not in _given):
         raise SettingsError(f"{key}={name!r}: expected module:callable, for instance my_parts:{key.rpartition('.')[2]}")
+    found = _given.get(plain) or _imported(key, plain, module, path)
+    return functools.partial(found, **arguments) if arguments else found
+
+
+def _imported(key: str, name: str, module: str, path: str) -> Callable[..., Any]:
     here, top = path_of("").resolve(), module.partition(".")[0]
     if top not in sys.modules and (os.path.isdir(here / top) or os.path.isfile(here / f"{top}.py")):
         if str(here) not in sys.path:
@@ -81,6 +98,96 @@ def _check_folder(what: str, loaded: ModuleType, here: Path) -> None:
             )
 
 
+# --- parts that a caller gives as objects ---
+
+_given: dict[str, Callable[..., Any]] = {}  # by name, the parts that this process cannot import
+_MARK = "@"  # before the digest in the name of such a part
+
+
+def name_for(part: Callable[..., Any]) -> str:
+    """The name of a function, class or `functools.partial`, with which `load` returns it.
+
+    One that is defined inside a function is kept, and its name ends with a digest of its code and of the values that it
+    refers to. So the same definition has the same name in another process.
+    """
+    if isinstance(part, functools.partial):
+        text = ", ".join(f"{key}={value!r}" for key, value in part.keywords.items())
+        if not part.args and (not text or _arguments(f"{text})") is not None):
+            return name_for(part.func) + (f"({text})" if text else "")
+    core = part.func if isinstance(part, functools.partial) else part
+    name = f"{core.__module__}:{core.__qualname__}"
+    if core is not part or "<" in name:
+        name += _MARK + hashlib.sha256(repr(_content(part, ())).encode()).hexdigest()[:8]
+        _given[name] = part
+    return name
+
+
+def _arguments(text: str) -> dict[str, Any] | None:
+    """The values in `key=value, ...)`, which are literals of Python; None if the text is something else."""
+    with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        call = ast.parse(f"f({text}", mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.keywords and not call.args:
+            found = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+            return None if None in found else found  # type: ignore[return-value]
+    return None
+
+
+def _content(part: Any, inside: Collection[int]) -> Any:
+    """What distinguishes a function or class from others of its name, as nested lists; `inside` ends a circle."""
+    if id(part) in inside:
+        return None
+
+    def of(values: Iterable[Any]) -> list[Any]:
+        return [_content(value, (*inside, id(part))) for value in values]
+
+    match part:
+        case None | bool() | int() | float() | str() | bytes():
+            return part
+        case CodeType():
+            return of([part.co_code, part.co_names, part.co_freevars, part.co_consts])
+        case FunctionType() if "<" in part.__qualname__:
+            cells = [cell.cell_contents for cell in part.__closure__ or ()]
+            return of([part.__code__, part.__defaults__, part.__kwdefaults__, cells])
+        case type() if "<" in part.__qualname__:
+            return of([part.__bases__, {key: v for key, v in vars(part).items() if callable(v) or key[:2] != "__"}])
+        case functools.partial():
+            return of([part.func, part.args, part.keywords])
+        case property() | staticmethod() | classmethod():
+            return of([getattr(part, name, None) for name in ("fget", "fset", "fdel", "__func__")])
+        case list() | tuple():
+            return of(part)
+        case set() | frozenset():
+            return sorted(map(repr, of(part)))
+        case Mapping():
+            return of(part.items())
+        case type() | ModuleType() | FunctionType():
+            return f"{getattr(part, '__module__', '')}:{getattr(part, '__qualname__', part.__name__)}"
+    if hasattr(part, "state_dict"):
+        return of([type(part), part.state_dict()])
+    try:
+        value = part.detach().cpu().numpy() if hasattr(part, "detach") else part
+        return hashlib.sha256(pickle.dumps(value)).hexdigest()
+    except Exception as error:
+        raise SettingsError(
+            f"a function refers to a {type(part).__name__} that cannot be compared with others ({in_a_line(error)}); "
+            "define the function at the top of a module or a notebook cell"
+        ) from None
+
+
+def not_importable(names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """The parts of these names that other processes cannot import, because the main program or a function has them."""
+    plain = {name.partition("(")[0] for name in names}
+    return {name: load("", name) for name in plain if name in _given or name.startswith("__main__:")}
+
+
+def give(parts: Mapping[str, Callable[..., Any]]) -> None:
+    """Make `load` return these parts, which come from another process."""
+    _given.update(parts)
+
+
+# --- their names in settings ---
+
+
 def names_in(settings: object) -> set[str]:
     """All names `module:callable` in settings (nested mappings and lists)."""
     if isinstance(settings, str):
@@ -116,7 +223,7 @@ def call(key: str, name: str, *positional: Any, **arguments: Any) -> Any:
 def with_options(key: str, name: str, options: Tree) -> Callable[..., Any]:
     """The callable `name` with these options; a class is called with them, and returns it."""
     function = load(key, name)
-    if isinstance(function, type):
+    if isinstance(getattr(function, "func", function), type):
         return call(key, name, **options)  # type: ignore[no-any-return]
     return functools.partial(function, **options) if options else function
 

@@ -166,7 +166,7 @@ _OF_ALL = {"auc": auc, "mae": mae, "rmse": rmse, "r2": r2}
 
 def name_of(metric: Metric) -> str:
     """The name of a metric, in snake case as in the history."""
-    name = str(getattr(metric, "__name__", metric))
+    name = str(getattr(getattr(metric, "func", metric), "__name__", metric))  # of a functools.partial its function's
     if not callable(metric) and metric not in METRICS:
         raise SettingsError(f"metric {metric!r} is unknown; {did_you_mean(metric, METRICS)}, or a function")
     if not name.isidentifier():

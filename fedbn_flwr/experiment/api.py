@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
 from fedbn_flwr.errors import OutOfTime, SettingsError, UserError, options_as
+from fedbn_flwr.named import name_for
 from fedbn_flwr.results.folder import out_folder
 from fedbn_flwr.results.result import Result, Results
 from fedbn_flwr.results.text import shorten
@@ -24,6 +25,7 @@ from fedbn_flwr.trees import Tree
 from .data import forget_data
 from .file.content import follow_extends, read_content
 from .file.layers import changes_of, read_experiment
+from .file.problems import naming
 from .listeners.slices import end_of
 from .node import free_models
 from .run.loop import carry_out, check_failures, is_begun, run_folders
@@ -146,13 +148,13 @@ def _plain(key: str, value: Any) -> Any:
     def other(value: Any) -> Any:
         if isinstance(value, np.generic | np.ndarray | range):
             return list(value) if isinstance(value, range) else value.tolist()
-        name = getattr(value, "__qualname__", "<locals>")
-        if not callable(value) or "<" in name:
+        if not callable(value) or not hasattr(getattr(value, "func", value), "__qualname__"):
             raise SettingsError(
                 f"{key} has a {type(value).__name__} ({shorten(repr(value), 100)}); expected numbers, texts, lists, "
-                "dicts, or functions and classes at the top of a module or a notebook cell"
+                "dicts, or functions and classes"
             )
-        return f"{value.__module__}:{name}"
+        with naming(key or "the experiment"):
+            return name_for(value)
 
     plain = _JSON.dump_python(value, mode="json", exclude_unset=True, fallback=other)
     check_values(plain, key)

@@ -281,8 +281,29 @@ runs: {three: {clients: 3}, two: {clients: 2}}
 """
 
 
+SCRIPT = """
+import sys
+from torch import nn
+from fedbn_flwr import run
+
+def of_width(width):
+    return lambda num_classes: nn.Sequential(nn.Flatten(), Layer(width), nn.BatchNorm1d(width), nn.ReLU(),
+                                             nn.Linear(width, num_classes))
+
+class Layer(nn.Linear):
+    def __init__(self, width):
+        super().__init__(64, width)
+
+engine = {"name": "ray", "address": sys.argv[1], "node_timeout": float(sys.argv[2])}
+run("mine.yaml", only="two", model=of_width(8), engine=engine, out="script", progress=False)
+"""
+
+
 def test_an_experiment_with_parts_of_the_user_has_the_arrays_of_the_local_engine(address: str, tmp_path: Path) -> None:
-    """The runs have different numbers of clients, and the second machine would have to import the user's files."""
+    """The runs have different numbers of clients, and the second machine would have to import the user's files.
+
+    A closure of a script, which no machine can import, makes the same network.
+    """
     (tmp_path / "my_parts.py").write_text(PARTS)
     (tmp_path / "my_layers.py").write_text("from torch import nn\n\ndef layer(n):\n    return nn.Linear(8, n)\n")
     (tmp_path / "mine.yaml").write_text(EXPERIMENT)
@@ -293,6 +314,11 @@ def test_an_experiment_with_parts_of_the_user_has_the_arrays_of_the_local_engine
     for run in ("three", "two"):
         local, ray = ((tmp_path / engine / run / "model.safetensors").read_bytes() for engine in ("local", "ray"))
         assert local == ray
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = [sys.executable, "script.py", address, str(PATIENCE)]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(**RAY), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "script" / "two" / "model.safetensors").read_bytes() == ray
     with socket.socket() as attempt:
         host, _, port = address.rpartition(":")
         assert attempt.connect_ex((host, int(port))) == 0, "the cluster outlives the run"

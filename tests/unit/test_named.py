@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -93,6 +94,51 @@ def test_a_file_of_the_folder_does_not_replace_a_module_that_is_not_asked_for(wr
     assert str(Path.cwd()) in sys.path
 
 
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        (functools.partial(int, base=2), "builtins:int(base=2)"),
+        (
+            functools.partial(functools.partial(sorted), key=None, reverse=True),
+            "builtins:sorted(key=None, reverse=True)",
+        ),
+        (
+            functools.partial(dict, a="1, b=(2", c=[{"d": (-1, 0.5)}]),
+            "builtins:dict(a='1, b=(2', c=[{'d': (-1, 0.5)}])",
+        ),
+    ],
+)
+def test_a_partial_has_a_name_that_others_can_load(part: functools.partial[object], name: str) -> None:
+    assert named.name_for(part) == name
+    loaded = named.load("data.name", name)
+    assert isinstance(loaded, functools.partial)
+    assert (loaded.func, loaded.args, loaded.keywords) == (part.func, (), part.keywords)
+
+
+def power(exponent: int, bases: frozenset[str] = frozenset("abc")) -> Callable[[int], int]:
+    class Shift:
+        by = len(bases)
+
+        def __init__(self) -> None:
+            super().__init__()
+
+    def result(number: int) -> int:
+        return number**exponent + Shift.by
+
+    return result
+
+
+def test_a_closure_has_one_name_for_the_same_code_and_values() -> None:
+    square, again, cube = power(2), power(2), power(3)
+    assert named.name_for(square) == named.name_for(again) != named.name_for(cube)
+    assert named.name_for(power(2, frozenset("ab"))) not in {named.name_for(square), named.name_for(cube)}
+    assert named.load("train.loss", named.name_for(cube))(2) == 11
+    first, other = (functools.partial(sorted, key=key) for key in (len, str))  # no literal
+    assert named.name_for(first).startswith("builtins:sorted@")
+    assert named.load("train.loss", named.name_for(other))(["10", "9"]) == ["10", "9"]
+    assert named.load("train.loss", named.name_for(first))(["10", "9"]) == ["9", "10"]
+
+
 def test_a_file_whose_name_is_no_identifier_is_a_module(write: Write) -> None:
     write("parts-with-hyphens", "class Nets:\n    one = dict")
     assert named.load("model.name", "parts-with-hyphens:Nets.one") is dict
@@ -106,6 +152,10 @@ def test_a_file_whose_name_is_no_identifier_is_a_module(write: Write) -> None:
         ("parts_wrong:", "expected module:callable"),
         ("parts_wrong:one()", r"train\.loss='parts_wrong:one\(\)': expected module:callable, for instance"),
         ("parts_wrong:one.", "expected module:callable"),
+        ("parts_wrong:one(scale=3)(a=1)", "expected module:callable"),
+        ("parts_wrong:one(scale=three)", "expected module:callable"),
+        ("parts_wrong:one(**{'scale': 3})", "expected module:callable"),
+        ("parts_wrong:make.<locals>.one@0123abcd", "was defined inside a function and given to run"),
         ("http://127.0.0.1:1/x", "expected module:callable"),
         ("p" * 300 + ":one", "cannot import 'p+' "),
         ("no_parts:one", r"cannot import 'no_parts' .*; expected a module in '.*', in a folder of PYTHONPATH"),

@@ -40,7 +40,7 @@ from fedbn_flwr.experiment.parts import Parts, choose_device
 from fedbn_flwr.experiment.ray_settings import START, set_ray_defaults
 from fedbn_flwr.experiment.settings import Engine, Experiment
 from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.named import in_a_line, names_in
+from fedbn_flwr.named import give, in_a_line, names_in, not_importable
 from fedbn_flwr.storage import temporary_folder
 
 from .grid import end, machines, ray_grid
@@ -93,16 +93,12 @@ class Sent(Clients):
     """An experiment's clients with their data and code, in the form in which they are sent to actors."""
 
     sent: dict[str, Any] = field(default_factory=dict)  # where data sets are in the object store
-    main: dict[str, Any] = field(default_factory=dict)  # parts that a script or a notebook defines
+    given: dict[str, Any] = field(default_factory=dict)  # that a script, a notebook or a function defines
 
     def modules(self) -> list[str]:
-        """The modules that the experiment names; `main` keeps parts that the main program defines."""
+        """The modules that the experiment names; `given` keeps what actors cannot import."""
         names = names_in([run.model_dump(mode="json") for run in self.experiment.runs])
-        for name in names:
-            module, _, path = name.partition(":")
-            if module == "__main__":
-                top = path.partition(".")[0]
-                self.main[top] = getattr(sys.modules[module], top)
+        self.given.update(not_importable(names))
         return [name.partition(":")[0] for name in names if not name.startswith("__main__:")]
 
     def send_data(self, parts: Parts) -> None:
@@ -117,8 +113,7 @@ class Sent(Clients):
 
     def __call__(self, context: Context, config: Config) -> BNClient:
         """In an actor."""
-        for name, part in self.main.items():
-            setattr(sys.modules["__main__"], name, part)
+        give(self.given)
         device = str(choose_device(run_of(self.experiment, config).engine.device))
         for examples, place in self.sent.items():
             _receive(examples, device, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,19 @@ import pytest
 from fedbn_flwr import run
 from fedbn_flwr.errors import SettingsError
 
+LOCK = threading.Lock()
+
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"seed": (number for number in range(2))}, r"seed is \[0, 1\]: expected a valid integer"),
         ({"seed": {1, 2}}, r"seed is \[1, 2\]: expected a valid integer"),
-        ({"strategy": lambda: None}, "strategy has a function .*; expected .* functions and classes at the top"),
+        ({"strategy": lambda: None}, "'.*<lambda>@.*' returned a NoneType; expected a .*Strategy"),
+        (
+            {"model": lambda _, lock=LOCK: lock},
+            "model: a function refers to a lock that cannot be compared",
+        ),
         ({"train": {"lr": float("inf")}}, "train.lr is inf; expected a finite number"),
         ({"train": {"lr": np.float32("nan")}}, "train.lr is nan; expected a finite number"),
         (
