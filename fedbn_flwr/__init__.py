@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .experiment.api import run, run_all
     from .experiment.settings import Settings
     from .models.build import build_model
+    from .norms.compound import declare_batch_norm
     from .norms.convert import convert_norm
     from .norms.roles import Role, roles
     from .results.result import Result, Results
@@ -32,6 +33,7 @@ __all__ = [
     "LocalGrid",
     "build_model",
     "convert_norm",
+    "declare_batch_norm",
     "roles",
     "Role",
 ]
@@ -48,6 +50,7 @@ _MODULES = {
     "Role": ".norms.roles",
     "build_model": ".models.build",
     "convert_norm": ".norms.convert",
+    "declare_batch_norm": ".norms.compound",
     "roles": ".norms.roles",
 }
 

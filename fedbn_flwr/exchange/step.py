@@ -48,7 +48,8 @@ from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, count, each
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.models.tensors import as_array
-from fedbn_flwr.norms.roles import batch_norms, computes_as_batch_norm
+from fedbn_flwr.norms.compound import DECLARE, computes_batch_norm, followed
+from fedbn_flwr.norms.roles import batch_norms
 from fedbn_flwr.norms.variants import at_real_positions
 
 from .codec import Agreement, Contribution
@@ -238,15 +239,15 @@ def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) ->
 def exchanged_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     """The batch norms that train, by name, without frozen ones (in eval mode).
 
-    SettingsError names a layer that computes something else than plain batch norm.
+    SettingsError names a layer that computes something else than batch norm and the modules after it.
     """
     what = "batch norm over the clients' batches"
     layers = {name: layer for name, layer in batch_norms(model, what).items() if layer.training}
     for name, layer in layers.items():
-        if not computes_as_batch_norm(layer):
+        if not computes_batch_norm(layer):
             raise SettingsError(
                 f"{what} replaces plain batch norm, but {name!r} is a {type(layer).__name__}, whose own arithmetic "
-                "would be lost; use a model with plain batch norm (model.norm: bn), or another strategy"
+                f"would be lost; {DECLARE}, use plain batch norm, or another strategy"
             )
     return layers
 
@@ -258,7 +259,8 @@ def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], T
     try:
         for layer in layers:
             # On the instance, so that the class, the state dict and other models do not change.
-            layer.forward = functools.partial(at_real_positions, functools.partial(forward, layer))  # type: ignore[method-assign]
+            norm = functools.partial(at_real_positions, functools.partial(forward, layer))
+            layer.forward = functools.partial(followed, layer, norm)  # type: ignore[method-assign]
         yield
     finally:
         for layer in layers:
@@ -282,7 +284,7 @@ def count_calls(model: nn.Module, inputs: Value) -> int:
     def counted(layer: _BatchNorm, y: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return y
+        return y.clone()  # an activation after it may work in place
 
     with seeding.preserve_rng(), replaced_forward(model, counted):
         model(inputs)

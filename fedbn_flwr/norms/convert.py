@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,8 +16,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import accepted, call, is_name, load
 
+from .compound import DECLARE, computes_batch_norm, modules_after
 from .fixup import convolutions, fixup, residual_blocks
-from .roles import AFFINE, batch_norms, check_own, computes_as_batch_norm
+from .roles import AFFINE, batch_norms, check_own
 from .variants import BatchRenorm, MaskedBatchNorm1d, StaticBatchNorm
 from .wsconv import STANDARDS, standardise
 
@@ -109,9 +111,10 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
 
     `kind` is one of NORMS, or `module:callable`, a function that takes the number of channels and returns a module.
 
-    Gamma, beta, device, dtype and training mode stay the same, and so does the rest of the model. Two exceptions: some
-    kinds also replace convolutions, and `fixup` initialises weights. The model is changed in place and returned. If the
-    model itself is a batch norm, its replacement is returned.
+    Gamma, beta, device, dtype and training mode stay the same, and so does the rest of the model, such as the
+    activation in timm's BatchNormAct2d (`declare_batch_norm`). Two exceptions: some kinds also replace convolutions,
+    and `fixup` initialises weights. The model is changed in place and returned. If the model itself is a batch norm,
+    its replacement is returned.
     """
     check_kind(kind)
     known = {option for names in OPTIONS.values() for option in names}
@@ -166,10 +169,10 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.M
             f"norm {kind!r}: {where} is a {type(layer).__name__}, whose mask other norms cannot take; keep it (norm "
             "'bn'), or replace it in the model"
         )
-    if not computes_as_batch_norm(layer) and not isinstance(layer, BatchRenorm):
+    if not computes_batch_norm(layer) and not isinstance(layer, BatchRenorm):
         raise SettingsError(
             f"norm {kind!r}: {where} is a {type(layer).__name__}, which computes more than batch norm, so replacing it "
-            "would change the model; use plain batch norm there"
+            f"would change the model; {DECLARE}, or use plain batch norm there"
         )
     new = convert(layer, where)
     like = layer.running_mean if layer.weight is None else layer.weight
@@ -185,4 +188,9 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.M
             # The same object, which another layer may share; None without beta.
             setattr(new, name, getattr(layer, name))
     new.load_state_dict({name: state[name] for name in shared}, strict=False)
-    return new.train(layer.training)
+    new.train(layer.training)
+    if not (after := modules_after(layer)):
+        return new
+    whole = nn.Sequential(OrderedDict(norm=new, **after))
+    whole.training = layer.training
+    return whole

@@ -131,20 +131,6 @@ def batch_norms(model: nn.Module, what: str) -> dict[str, _BatchNorm]:
     return {name: layer for name, layer in layers.items() if isinstance(layer, _BatchNorm)}
 
 
-def computes_as_batch_norm(layer: nn.Module) -> bool:
-    """Whether this layer computes batch norm and nothing else, perhaps over the real positions of padded series.
-
-    Subclasses may compute something else in `forward`: timm's BatchNormAct2d includes ReLU, and batch renormalisation
-    differs in training. Code that replaces `forward` would lose that.
-    """
-    from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
-
-    from .variants import MaskedBatchNorm1d
-
-    # SyncBatchNorm differs only if torch.distributed has several processes.
-    return type(layer).forward in (_BatchNorm.forward, SyncBatchNorm.forward, MaskedBatchNorm1d.forward)
-
-
 def check_own(layer: nn.Module, where: str, kind: str, name: str) -> None:
     """Raise SettingsError if the layer to replace computes its weight or bias (`name`) from other tensors."""
     if name not in layer._parameters:

@@ -101,7 +101,7 @@ def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
         if layers and not tracking:
             raise MessageError(f"cannot freeze the statistics of batch norm {next(iter(layers))!r}: it tracks none")
         for layer in tracking:
-            layer.eval()
+            layer.training = False  # of the layer alone: dropout inside it stays on
     of = roles(model) if Role.AFFINE in what else {}
     own = [each for key, each in model.named_parameters(remove_duplicate=False) if of.get(key) is Role.AFFINE]
     frozen = [parameter for parameter in own if parameter.requires_grad]
@@ -111,6 +111,6 @@ def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
         yield
     finally:
         for layer in tracking:
-            layer.train(model.training)
+            layer.training = model.training
         for parameter in frozen:
             parameter.requires_grad_(True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import timm
 import torch
 import torchvision
 from torch import Tensor, nn
@@ -73,6 +74,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet18": (lambda: torchvision.models.resnet18(num_classes=5), (3, 32, 32)),
     "mobilenet_v2": (small_mobilenet, (3, 32, 32)),
     "densenet": (lambda: torchvision.models.DenseNet(8, (2, 2), 16, num_classes=5), (3, 32, 32)),
+    "timm": (lambda: timm.create_model("mobilenetv3_small_050", num_classes=5), (3, 32, 32)),  # BatchNormAct2d
     "perceptron": (Perceptron, (3, 2, 2)),
     "used twice": (Twice, (3, 6, 6)),
     "series": (lambda: plain_net(nn.Conv1d, nn.BatchNorm1d, 30), (3, 10)),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -181,12 +180,6 @@ def test_a_synchronised_batch_norm_is_converted_as_any(kind: str) -> None:
     assert isinstance(synchronised[1], nn.SyncBatchNorm)
     x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
     assert convert_norm(synchronised, kind)(x).equal(convert_norm(plain, kind)(x))
-
-
-@pytest.mark.parametrize("kind", CHANGED)
-def test_a_batch_norm_that_also_activates_is_refused(kind: str) -> None:
-    with pytest.raises(SettingsError, match="1 is a BatchNormAct2d, which computes more than batch norm"):
-        convert_norm(nn.Sequential(nn.Conv2d(1, 4, 3), BatchNormAct2d(4), nn.Linear(1, 1)), kind)
 
 
 @pytest.mark.parametrize("kind", ["gn", "none", "brn"])
