@@ -247,7 +247,7 @@ def exchanged_layers(model: nn.Module) -> dict[str, _BatchNorm]:
         if not computes_batch_norm(layer):
             raise SettingsError(
                 f"{what} replaces plain batch norm, but {name!r} is a {type(layer).__name__}, whose own arithmetic "
-                f"would be lost; {DECLARE}, use plain batch norm, or another strategy"
+                f"would be lost; use a model with plain batch norm (model.norm: bn), or another strategy; {DECLARE}"
             )
     return layers
 

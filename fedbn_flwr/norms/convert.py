@@ -172,7 +172,7 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.M
     if not computes_batch_norm(layer) and not isinstance(layer, BatchRenorm):
         raise SettingsError(
             f"norm {kind!r}: {where} is a {type(layer).__name__}, which computes more than batch norm, so replacing it "
-            f"would change the model; {DECLARE}, or use plain batch norm there"
+            f"would change the model; use plain batch norm there; {DECLARE}"
         )
     new = convert(layer, where)
     like = layer.running_mean if layer.weight is None else layer.weight
