@@ -23,7 +23,8 @@ from fedbn_flwr.trees import Tree
 from . import IGNORED
 from .catalogue import Entry
 from .dataset import DataSet, Groups, fewer
-from .examples import Examples, main
+from .examples import MASK, Examples, main
+from .series import Long
 from .source import Source
 from .values import Parts, Targets, as_rows, check_texts, inputs_of, targets_of
 
@@ -55,8 +56,12 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     if source.held_out:
         splits = {"train": splits["train"]}
     is_table = not isinstance(splits["train"], Mapping)
-    columns = {part: _columns(source, split) for part, split in splits.items()}
+    columns: Columns = {part: _columns(source, split) for part, split in splits.items()}
     inputs, label, domain, group = _chosen(source, columns, entry, is_table=is_table)
+    keys = {"label": label, "domain": (domain,), "group": (group,), "series": (source.series,), "time": (source.time,)}
+    uses = _uses(source, columns["train"], inputs, keys)
+    if source.series is not None:
+        columns, inputs = _of_series(source, columns, inputs, [*label, *filter(None, (domain, group))])
     classes = _known(source, entry, columns, label, tuple(map(str, known)))
     domains = _groups(source, columns, "domain", domain, source.domains)
     groups = _groups(source, columns, "group", group, ())
@@ -99,9 +104,11 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
         commit_of(splits["train"]) if is_table else None,
         task,
         features,
-        _uses(source, columns["train"], inputs, {"label": label, "domain": (domain,), "group": (group,)}),
+        uses,
         source.tokens,
     ).wanted()
+    if source.missing == "drop":
+        data = data.complete()
     if source.held_out:
         data = data.held_out(source.held_out)
     data = fewer(data, source.examples, source.test_examples)
@@ -218,7 +225,8 @@ def _chosen(
         label = _only(source, columns, "label", "ClassLabel", (*source.inputs, domain or "domain"), is_table=is_table)
     inputs = source.inputs or named("inputs")
     if not inputs and not any(column.kind == "Image" for name, column in train.items() if name not in label):
-        others = [name for name in train if name not in (*label, domain, group) and not _INDEX.fullmatch(name)]
+        taken = (*label, domain, group, source.series, source.time)
+        others = [name for name in train if name not in taken and not _INDEX.fullmatch(name)]
         inputs = tuple(name for name in others if name in source.categories or train[name].kind.startswith(_NUMBERS))
         for name in others:
             if name not in inputs and train[name].kind.endswith("string"):
@@ -226,7 +234,8 @@ def _chosen(
     if not inputs:
         inputs = _only(source, columns, "inputs", "Image", label, is_table=is_table)
     used = [("inputs", column) for column in inputs] + [("label", column) for column in label]
-    more = [("domain", domain), *(("categories", column) for column in source.categories)]
+    more = [("domain", domain), ("series", source.series), ("time", source.time)]
+    more += [("categories", column) for column in source.categories]
     for key, column in (*used, *more):
         if column is not None and column not in train:
             raise DataError(
@@ -238,6 +247,34 @@ def _chosen(
     if twice := [column for column in inputs if column in label]:
         raise DataError(f"{twice[0]!r} is in data.inputs and data.label; expected it in one")
     return inputs, label, domain, group
+
+
+def _of_series(source: Source, columns: Columns, inputs: Names, others: Sequence[str]) -> tuple[Columns, Names]:
+    """The columns of a long table with a value for each series, and the names of the new inputs."""
+
+    def values(part: str, column: str | None) -> Any:
+        return None if column is None else columns[part][column].read()
+
+    longs = {
+        part: Long.of(f"{source.name!r}: {part}", values(part, source.series), values(part, source.time))
+        for part in columns
+    }
+    lengths = np.concatenate([long.lengths for long in longs.values()])
+    length, new = int(lengths.max()), ("inputs", MASK) if lengths.min() < lengths.max() else ("inputs",)
+
+    def made(part: str, column: str) -> Any:
+        long = longs[part]
+        if column in others:
+            return long.one_each(column, values(part, column))
+        return long.mask(length) if column == MASK else long.stacked([values(part, name) for name in inputs], length)
+
+    def of(part: str, column: str) -> Column:
+        read = functools.partial(made, part, column)
+        return replace(columns[part][column], read=read) if column in others else Column("array", read)
+
+    return {
+        part: {name: of(part, name) for name in (*new, *others) if name in (*new, *columns[part])} for part in longs
+    }, new
 
 
 def _uses(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, tensors
-from fedbn_flwr.errors import DataError, did_you_mean
+from fedbn_flwr.errors import DataError, did_you_mean, log_once
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, Task
 
 from . import Moments, Size
@@ -205,6 +205,18 @@ class DataSet(Form):
                 of = f" of {', '.join(self.domains.names)}" if self.domains is not None else ""
                 raise DataError(f"{self.name!r} has no {part} examples{of}")
             rows.append(None if keep.all() else keep)
+        return self.select(*rows)
+
+    def complete(self) -> DataSet:
+        """Without the examples of which an input has no value (NaN); the log has their number."""
+        rows = []
+        for part, split in zip(("training", "test"), (self.train, self.test), strict=True):
+            absent = [some.isnan().reshape(len(split), -1).any(1) for some in tensors(split.inputs)]
+            rows.append(~torch.stack(absent).any(0))
+            if not rows[-1].any():
+                raise DataError(f"all {len(split)} {part} examples of {self.name!r} lack an input; none is left")
+            if dropped := int((~rows[-1]).sum()):
+                log_once(f"data.missing: drop leaves out {dropped} of {len(split)} {part} examples of {self.name!r}")
         return self.select(*rows)
 
     def standardised(self) -> DataSet:

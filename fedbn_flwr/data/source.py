@@ -101,6 +101,16 @@ class Source(Section):
         default=None,
         description="the column with each example's site, patient or user: the clients of `partition: {kind: natural}`",
     )
+    series: str | None = Field(
+        default=None,
+        description=(
+            "the column that says to which series a row belongs, for a table with a row for each time: see "
+            "[Data](data.md#series)"
+        ),
+    )
+    time: str | None = Field(
+        default=None, description="the column by which the rows of a series are ordered; by default as in the table"
+    )
     train: str | None = Field(
         default=None, description="name of the training split; in a folder, the prefix of its files"
     )
@@ -120,9 +130,12 @@ class Source(Section):
         default_factory=dict,
         description="`{age: [0, 120]}`: values outside these limits raise an error that says how many there are",
     )
-    missing: Literal["mean"] | None = Field(
+    missing: Literal["mean", "drop"] | None = Field(
         default=None,
-        description="`mean` replaces missing inputs with the mean of their column; without it they raise an error",
+        description=(
+            "`mean` replaces missing inputs with the mean of their column, `drop` leaves out examples with missing "
+            "inputs; without it they raise an error"
+        ),
     )
     shape: Annotated[tuple[Positive | None, ...], Field(strict=False)] = Field(
         default=(),
@@ -189,6 +202,8 @@ class Source(Section):
             yield f"class_names is {list(names)}; expected different texts"
         if names and self.classes not in (None, len(names)):
             yield f"classes is {self.classes}, but class_names has {len(names)}; leave classes out"
+        if self.time and not self.series:
+            yield f"time is {self.time!r}, which orders the rows of a series; give data.series, the column of their ids"
         if self.options and not is_name(self.name):
             option = next(iter(self.options))
             yield f"options.{option} is an argument of a data set module:callable, but name is {self.name!r}"

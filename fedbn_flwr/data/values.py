@@ -181,8 +181,8 @@ def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> No
             if absent.any() and not source.missing:
                 raise DataError(
                     f"{source.name!r}: of the {len(values)} rows of {part} some have no value (NaN or null) in "
-                    f"{_counts(absent, names, key)}; remove them, or set data.missing: mean, which puts the mean of "
-                    "the column in their place"
+                    f"{_counts(absent, names, key)}; set data.missing: mean, which puts the mean of the column in "
+                    "their place, or drop, which leaves out the rows"
                 )
         elif values.dtype is torch.int64 and values.numel() and (source.tokens or values is main(inputs)):
             low, high = int(values.min()), int(values.max())

@@ -233,7 +233,7 @@ def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
                 f"data.{key} is {value!r}, which is for images, but {name!r} has inputs of shape "
                 f"{list(dataset.shape)}; leave it out"
             )
-    if data.missing and data.normalise != "moments":
+    if data.missing == "mean" and data.normalise != "moments":
         raise SettingsError(
             f"data.missing is 'mean', which needs data.normalise: moments, but it is {data.normalise!r}"
         )

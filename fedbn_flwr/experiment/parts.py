@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import named, seeding
+from fedbn_flwr.batch import first
 from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.losses import balanced_weights, make_loss
 from fedbn_flwr.client.training import Loss, cosine_rate, step_rate
@@ -21,7 +22,7 @@ from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.results.folder.clients import PartitionCounts
-from fedbn_flwr.tasks import Task
+from fedbn_flwr.tasks import REGRESSION, Task
 from fedbn_flwr.trees import Tree
 
 from .data import Shape, load_data, normalisation_of, shape_without_data, shares_of
@@ -30,6 +31,9 @@ from .settings import Settings
 
 if TYPE_CHECKING:  # clients need no strategies
     from fedbn_flwr.strategies import Rule
+
+
+_LARGE_TARGETS = 5.0  # numbers of unit variance are smaller
 
 
 @dataclass(eq=False)
@@ -91,6 +95,14 @@ class Parts(RunParts):
     @property
     def task(self) -> Task:
         return self.shape.task
+
+    def advice_on_targets(self) -> str:
+        """What to do if numbers to predict are so large that a network at its initial values is far from them."""
+        if self.task is not REGRESSION or self.dataset is None:
+            return ""
+        size = float(first(self.dataset.train.targets).double().square().mean()) ** 0.5
+        said = f"The numbers to predict are {size:.3g} in size (root mean square), and a network begins near 0"
+        return f"; or scale the labels. {said}" if size > _LARGE_TARGETS else ""
 
     def work(self) -> list[int] | None:
         """The examples of each client if it trains on all of them, as the expected relative duration of a message."""

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.strategies import FedAvg, FixBN
@@ -212,3 +212,9 @@ def test_a_client_of_one_s_own_has_the_figures_of_its_task() -> None:
     assert {"loss", "rmse", "mae", "r2"} <= {*final}
     assert float(final["rmse"]) < float(first["rmse"])
     assert float(final["r2"]) > 0.2
+
+
+def test_a_regression_that_diverges_is_told_the_size_of_its_labels(tmp_path: Path) -> None:
+    given = settings("diabetes", train={"lr": 10.0, "epochs": 20})
+    with pytest.raises(RunFailed, match=r"or scale the labels\. The numbers to predict are 1\d\d in size"):
+        run(given, out=tmp_path / "out", progress=False)

@@ -25,6 +25,7 @@ from fedbn_flwr.engines.network import PollingGrid, poll_often
 from fedbn_flwr.engines.pool import ForkPool
 from fedbn_flwr.errors import (
     OF_RUN_CONFIG,
+    Diverged,
     FedbnError,
     MissingPackage,
     OutOfTime,
@@ -146,7 +147,10 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
     for listener in listeners:
         listener.on_messages(running)
     replies = gate(running.grid.send_and_receive(messages, timeout=run.engine.timeout))
-    found, metrics = rule.aggregate_train(number, replies)
+    try:
+        found, metrics = rule.aggregate_train(number, replies)
+    except Diverged as error:
+        raise Diverged(f"{error}{running.prepared.advice_on_targets()}") from None
     arrays = before.arrays if found is None else found
     used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.base.training.used]
     trained = [number_of(reply) for reply in used]

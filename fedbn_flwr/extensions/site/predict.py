@@ -78,7 +78,10 @@ def _data(folder: RunFolder, run: Settings, task: Task, path: Path) -> tuple[Dat
     parts = ClientParts.of(run, context)
     if path.is_dir() and any(path.glob(f"{run.data.train or 'train'}*")):
         return parts.dataset, parts.part[1], True
-    source = parts.run.data.model_copy(update={"test": None, "domain": None, "group": None, "class_names": names})
+    changes = {"test": None, "domain": None, "group": None, "class_names": names}
+    if run.data.missing == "drop":  # every row gets a prediction
+        changes["missing"] = None
+    source = parts.run.data.model_copy(update=changes)
     blank = (names or ("0",))[0] if task.form == "classes" else 0.0
     rows, has_labels = open_rows(path, source.label, blank)
     dataset = read(source, {"train": rows})

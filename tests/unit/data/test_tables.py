@@ -159,6 +159,30 @@ def test_missing_values_are_refused_by_column_or_become_the_mean(tmp_path: Path)
     assert inputs.double().mean(0).abs().max() < 1e-6, "the mean of the others did not change"
 
 
+def test_rows_with_missing_inputs_are_left_out_with_their_labels_and_groups(
+    tmp_path: Path, flower_log: pytest.LogCaptureFixture
+) -> None:
+    frame = pd.DataFrame({"a": np.arange(20.0), "sex": ["f", "m"] * 10, "y": [*"ab"] * 10, "site": np.arange(20) // 5})
+    frame.loc[[0, 7], "a"], frame.loc[11, "sex"] = np.nan, None
+    frame.to_csv(tmp_path / "train.csv", index=False)
+    frame[:9].to_csv(tmp_path / "test.csv", index=False)
+    chosen: dict[str, Any] = {"label": "y", "group": "site", "categories": {"sex": ["f", "m"]}}
+    with pytest.raises(DataError, match=r"no value .* in a \(2\), sex=f \(1\), .*data\.missing: mean, .* or drop"):
+        opened(tmp_path, **chosen)
+    data = opened(tmp_path, **chosen, missing="drop")
+    kept = [row for row in range(20) if row not in (0, 7, 11)]
+    assert first(data.train.inputs)[:, 0].tolist() == kept
+    assert first(data.test.inputs)[:, 0].tolist() == kept[:7]
+    assert data.train.labels.tolist() == [row % 2 for row in kept]
+    assert data.groups is not None
+    assert data.groups.train.tolist() == [row // 5 for row in kept]
+    assert "data.missing: drop leaves out 3 of 20 training examples" in flower_log.text
+    assert "drop leaves out 2 of 9 test examples" in flower_log.text
+    frame[:1].to_csv(tmp_path / "test.csv", index=False)
+    with pytest.raises(DataError, match=r"all 1 test examples of '.*' lack an input; none is left"):
+        opened(tmp_path, **chosen, missing="drop")
+
+
 def test_a_column_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     frame = pd.DataFrame({"age": range(20), "city": ["Köln", "Bonn"] * 10, "ill": [0, 1] * 10})
     frame.to_csv(tmp_path / "t.csv", index=False, encoding="latin-1")

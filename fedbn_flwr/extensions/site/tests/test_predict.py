@@ -79,3 +79,22 @@ def test_images_of_an_npz_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     right = sum(row["label"] == row["prediction"] for row in rows)
     assert (len(rows), right / len(rows)) == (12, pytest.approx(result.values["accuracy"]))
     assert f"{right} of 12 labels" in printed
+
+
+def test_every_row_of_a_table_gets_a_prediction_or_the_table_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training left out rows with gaps; predictions have the numbers of the rows, so none may be left out there."""
+    lines = [f"{value},{'high' if value > 20 else 'low'}" for value in range(40)]
+    for name, first in (("train", ",low"), ("whole", "3,low"), ("gap", ",low")):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["x,y", first, *lines, ""]))
+    data = {"name": str(tmp_path / "train.csv"), "label": "y", "test": 0.25, "missing": "drop"}
+    result = run({**SETTINGS, "data": data, "model": {"name": "mlp"}}, out=tmp_path / "out", progress=False)
+    for name in ("whole", "gap"):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.csv").rename(tmp_path / name / "new.csv")
+    rows, _ = predicted(capsys, result.folder, "--data", tmp_path / "whole" / "new.csv")
+    assert [row["label"] for row in rows].count("low") == 22
+    words = [str(result.folder), "--data", str(tmp_path / "gap" / "new.csv"), "--out", str(tmp_path / "none.csv")]
+    assert cli.main(["predict", *words]) == 2
+    assert "of the 41 rows of train some have no value (NaN or null) in x (1)" in capsys.readouterr().err

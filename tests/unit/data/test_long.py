@@ -1,0 +1,120 @@
+"""Long tables, with a row for each time of a series."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from fedbn_flwr import run
+from fedbn_flwr.batch import tensors
+from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.load import load
+from fedbn_flwr.data.source import Source
+from fedbn_flwr.errors import DataError, SettingsError
+
+RNG = np.random.default_rng(0)
+LENGTHS = (3, 5, 4, 5)
+KEYS: dict[str, Any] = {"series": "visit", "time": "minute", "label": "ill", "group": "site"}
+
+
+def long(lengths: tuple[int, ...] = LENGTHS) -> pd.DataFrame:
+    """Visits of two sites: 10, 11 and so on; two channels, hr and bp, which say visit and time."""
+    rows = [
+        {"visit": 10 + visit, "minute": 7.5 * time, "hr": 100 * visit + time, "bp": -time}
+        | {"ill": ["no", "yes"][visit % 2], "site": ["north", "south"][visit // 2 % 2]}
+        for visit, length in enumerate(lengths)
+        for time in range(length)
+    ]
+    return pd.DataFrame(rows)
+
+
+def opened(folder: Path, **options: Any) -> DataSet:
+    return load(Source(name=str(folder), **KEYS | options))
+
+
+def write(folder: Path, train: pd.DataFrame, test: pd.DataFrame) -> Path:
+    folder.mkdir(exist_ok=True)
+    train.to_csv(folder / "train.csv", index=False)
+    test.to_csv(folder / "test.csv", index=False)
+    return folder
+
+
+def test_rows_in_any_order_become_padded_series_with_their_mask(tmp_path: Path) -> None:
+    data = opened(write(tmp_path, long().sample(frac=1, random_state=0), long((6, 2))))
+    assert (data.task.name, data.class_names, data.shape) == ("classification", ("no", "yes"), (2, 6))
+    values, mask = tensors(data.train.inputs)
+    assert values.dtype is torch.float32
+    assert mask.sum(1).tolist() == [*LENGTHS]
+    for visit, length in enumerate(LENGTHS):
+        times = torch.arange(length)
+        assert values[visit, 0, :length].equal(100.0 * visit + times)
+        assert values[visit, 1, :length].equal(-1.0 * times)
+        assert not values[visit, :, length:].any()
+    assert data.train.labels.tolist() == [0, 1, 0, 1]
+    assert data.groups is not None
+    assert [data.groups.names[group] for group in data.groups.train] == ["north", "north", "south", "south"]
+    assert data.columns == {
+        "visit": "data.series", "minute": "data.time", "hr": "input", "bp": "input", "ill": "data.label",
+        "site": "data.group",
+    }  # fmt: skip
+
+
+def test_series_of_one_length_are_one_tensor_and_keep_the_table_s_order_without_times(tmp_path: Path) -> None:
+    frame = long((4, 4, 4))
+    backwards = write(tmp_path, frame[::-1], frame)
+    data = opened(backwards, time=None, inputs=["hr"])
+    assert isinstance(data.train.inputs, torch.Tensor)
+    assert data.train.inputs[1].tolist() == [[103, 102, 101, 100]]
+    by_time = opened(backwards, inputs=["hr"])
+    assert by_time.train.inputs.equal(by_time.test.inputs)
+
+
+def test_a_long_table_trains_a_network_of_series(tmp_path: Path) -> None:
+    frame = long((6,) * 24)
+    frame["hr"] = np.where(frame["ill"] == "yes", 1.0, -1.0) + RNG.normal(0, 0.5, len(frame))
+    frame.to_csv(tmp_path / "visits.csv", index=False)
+    data = KEYS | {"name": str(tmp_path / "visits.csv"), "test": 0.25, "partition": {"kind": "natural"}}
+    settings = {"rounds": 5, "clients": 2, "engine": {"workers": 0, "device": "cpu"}, "train": {"batch_size": 6}}
+    result = run({**settings, "data": data, "model": "cnn1d"}, out=tmp_path / "out", progress=False)
+    assert result.summary.accuracy == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ill": ["no", "yes"] * 8 + ["no"]}, r"train: 4 of 4 series have several values in 'ill'; expected one for"),
+        ({"minute": 0.0}, "train has 13 rows with the series and the time of another row"),
+        ({"minute": [None, *[1.0] * 16]}, "train has 1 rows without a series or a time"),
+        ({"visit": [None, *"abcdefghijklmnop"]}, "train has 1 rows without a series or a time"),
+        (
+            {"hr": [*"abcdefghijklmnopq"], "inputs": ["hr"]},
+            "train has texts in a column of inputs; series need",
+        ),
+        ({"hr": [np.nan, *[1.0] * 16]}, r"of the 4 rows of train some have no value .* in inputs \(1\)"),
+    ],
+)
+def test_what_is_no_series_is_an_error(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    options = {"inputs": change.pop("inputs", ())}
+    with pytest.raises(DataError, match=says):
+        opened(write(tmp_path, long().assign(**change), long()), **options)
+
+
+def test_columns_of_series_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.series='visits' is not a column of .*; its columns: visit \(int64\)"):
+        opened(write(tmp_path, long(), long()), series="visits")
+    with pytest.raises((SettingsError, ValueError), match=r"time is 'minute', which orders the rows of a series; give"):
+        opened(tmp_path, series=None)
+
+
+def test_a_series_with_a_missing_value_is_left_out(tmp_path: Path) -> None:
+    frame = long()
+    frame.loc[[0, 3], "hr"] = np.nan
+    data = opened(write(tmp_path, frame, long()), missing="drop")
+    values, mask = tensors(data.train.inputs)
+    assert values[:, 0, 0].tolist() == [200, 300]
+    assert mask.sum(1).tolist() == [4, 5]
