@@ -3,31 +3,52 @@
 Train with ordinary batch norm up to round T*, then freeze the aggregated statistics: in later rounds every batch norm
 normalises with the global mean and variance, in training as in evaluation, while gamma, beta and the other layers
 continue to train. This removes the mismatch between a client's batch statistics and the global ones without messages.
+
+With `refresh` the frozen statistics follow the data. In a frozen round clients record the moments of each batch along
+with training, and the server moves its statistics towards theirs. `FixBN(FedAvg(), freeze_round=0, refresh=0.1)` is
+Federated BatchNorm (FBN; Guerraoui et al. 2024, https://arxiv.org/abs/2405.14670). Its equations are those in the code
+of HBN's authors (Hongyao-Chen/HybridBN), since FBN's own could not be had. There each batch of a round counts equally,
+recording begins anew in each round, variances are biased, and the server's variance is about its new mean. Choices that
+remain:
+
+- That code divides variances by n - 1, where n counts images. Here it is n, since only the ratios of weights count.
+- In rounds before the freeze, statistics are pooled (`FedAvg(statistics="pooled")`).
+- The paper's robust variant is known from its abstract only. Here `robust` is the coordinate-wise trimmed mean: in each
+  channel, this share of the clients with the smallest and with the largest values is left out of the mean, first of
+  the clients' means, then of their variances about the new mean. All clients count equally in it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
-from annotated_types import Ge, Le, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.client.node_state import OWN
-from fedbn_flwr.client.rule import ClientRule, Key, LocalRound
+from fedbn_flwr.client.rule import MODEL, ClientRule, Key, LocalRound
+from fedbn_flwr.client.training import Kept
 from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Array, Arrays
+from fedbn_flwr.messages.aggregate import Array, Arrays, cast, pooled_mean
 from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply
-from fedbn_flwr.norms.roles import Role, roles, split_by_role
+from fedbn_flwr.models.tensors import copied
+from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, split_by_role
+from fedbn_flwr.norms.statistics import Moments
 
 from ._hooks import Config, Json, Round, require_norm
 from ._wrapper import Wrapper
 
 FREEZE = "fedbn.freeze"
+MOMENTS = "fedbn.moments"
 _WORDS = "a round as an integer (0, 1, 2, ...) or a fraction of the rounds as a float (0.0 to 1.0)"
 LastFree = Annotated[Annotated[int, Ge(0)] | Annotated[float, Ge(0), Le(1)], _WORDS]
 _Role = Literal["statistics", "affine"]
@@ -46,19 +67,51 @@ class FixBN(Wrapper):
         the initial statistics, and the number of rounds freezes nothing. The paper's default is half.
     freeze : sequence of str (default: ["statistics"])
         The roles to freeze: "statistics", "affine" (gamma and beta), or both. The paper compares the three (Table H).
+    refresh : float | None (default: None)
+        How far each frozen round moves the statistics towards the moments of its batches, 0 to 1; FBN is 0.1 with
+        `freeze_round=0`. None keeps the statistics.
+    robust : float (default: 0.0)
+        With `refresh`: the share of the clients to leave out at either end of each channel, rounded up, so that a few
+        clients cannot set the statistics. All clients then count equally; 0 is the weighted mean.
     """
 
     breaks = {}
     argument = "freeze_round"  # the name of the argument T*, for errors
 
-    def __init__(self, strategy: Strategy, *, freeze_round: LastFree = 0.5, freeze: Frozen = ("statistics",)) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        freeze_round: LastFree = 0.5,
+        freeze: Frozen = ("statistics",),
+        refresh: Annotated[float, Gt(0), Le(1)] | None = None,
+        robust: Annotated[float, Ge(0), Lt(0.5)] = 0.0,
+    ) -> None:
         cure = (
             "FixBN would freeze values that are not data statistics; wrap it: FixBN(MeanStatistics({inside}(...)), ...)"
         )
         super().__init__(strategy, {"statistics": cure} if "statistics" in freeze else {})
         self.freeze_round = freeze_round
         self.freeze = frozenset(map(Role, [freeze] if isinstance(freeze, str) else freeze))
+        self.refresh, self.robust = refresh, robust
         self.memory.switch_round = freeze_round + 1 if isinstance(freeze_round, int) else None
+        if refresh is not None:
+            self._check_refresh()
+            self.traits = replace(self.traits, pooled=True)
+        elif robust:
+            raise SettingsError(f"robust is {robust}, which is for statistics that are refreshed; give refresh too")
+        if robust:
+            self.breaks = {"mean": "trims the statistics of single clients"}
+
+    def _check_refresh(self) -> None:
+        """Raise SettingsError if the statistics do not pass through the server, or are not frozen."""
+        words = f"refresh is {self.refresh}, which moves frozen statistics towards those of the clients' batches"
+        if Role.STATISTICS not in self.freeze:
+            raise SettingsError(f"{words}, but freeze has only 'affine'; add 'statistics'")
+        if Role.STATISTICS in self.traits.local_roles:
+            raise SettingsError(f"{words}, but with {self._inside} statistics stay on the clients; leave one out")
+        if self.traits.min_batch:
+            raise SettingsError(f"{words}, but {self.base} exchanges those of a round's first step; leave one out")
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
@@ -76,13 +129,16 @@ class FixBN(Wrapper):
         if given and not last:
             text = "%s=%s of %d rounds is round 0: the statistics are frozen at their initial values; train more rounds"
             LOG.warning(text, name, given, num_rounds)
+        if self.refresh and not last and is_initial(unpack(arrays)):
+            LOG.warning("the statistics are 0 and 1 in round 1: nothing is normalised before they are refreshed")
         if last < num_rounds:
             require_norm(self, self.freeze, arrays, "freezes batch norm", instead="its base strategy")
 
     def config(self, round: Round) -> Config:
         if self._is_free(round):
             return {}
-        return {FREEZE: protocol.join(self.freeze | frozen_roles(round.config))}  # a rule around it may freeze others
+        frozen = protocol.join(self.freeze | frozen_roles(round.config))  # a rule around it may freeze others
+        return {FREEZE: frozen, **({MOMENTS: True} if self.refresh else {})}
 
     def problem(self, round: Round, reply: Reply) -> str | None:
         """The problem of a reply whose client ignored the freeze, and so trained another model."""
@@ -96,12 +152,15 @@ class FixBN(Wrapper):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         model = super().combine(round, replies, weights)
+        if self.refresh:
+            model = {**model, **self._refreshed(round, replies, weights)}
         # The mean of equal numbers may have a rounding error, but frozen arrays must not change at all.
         return {**model, **{key: sent for key, sent in self._frozen(round).items() if key in model}}
 
     def notes(self) -> Json:
         switch = self.memory.switch_round
-        return {**super().notes(), "freeze_round": switch and switch - 1, "frozen": sorted(self.freeze)}
+        refreshed = {"refresh": self.refresh, "robust": self.robust} if self.refresh else {}
+        return {**super().notes(), "freeze_round": switch and switch - 1, "frozen": sorted(self.freeze), **refreshed}
 
     def _is_free(self, round: Round) -> bool:
         """Whether the round is one of the first T*."""
@@ -116,8 +175,47 @@ class FixBN(Wrapper):
 
     def _frozen(self, round: Round) -> Arrays:
         """The arrays that are frozen in the round, without a client's own arrays (FedBN)."""
-        which = self.freeze - self.traits.local_roles.keys()
+        which = self.freeze - self.traits.local_roles.keys() - ({Role.STATISTICS} if self.refresh else set())
         return {} if self._is_free(round) else split_by_role(unpack(round.arrays), roles(round.arrays), which)[0]
+
+    def _refreshed(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
+        """The new statistics, of which the clients' mu_k and v_k are the moments of their batches in a frozen round.
+
+        mu <- rate sum_k p_k mu_k + (1 - rate) mu,  v <- rate sum_k p_k (v_k + (mu_k - mu)^2) + (1 - rate) v
+        """
+        rate = 1.0 if self._is_free(round) else self.refresh or 0.0
+        sent = split_by_role(unpack(round.arrays), roles(round.arrays), {Role.STATISTICS})[0]
+        cohort = [{key: reply.arrays[key].astype(np.float64) for key in sent} for reply in replies]
+        pooled = pooled_mean(cohort, weights)
+        new: dict[str, Array] = {}
+        for key in sorted(sent, key=is_variance):  # the new means first
+            if not is_variance(key):
+                center = trimmed_mean([each[key] for each in cohort], self.robust) if self.robust else pooled[key]
+            elif self.robust:
+                center = trimmed_mean([about(each, key, new) for each in cohort], self.robust)
+            else:
+                center = about(pooled, key, new)
+            new[key] = rate * center + (1 - rate) * sent[key].astype(np.float64)
+        return {key: cast(value, sent[key].dtype) for key, value in new.items()}
+
+
+def about(statistics: Arrays, key: str, center: Arrays) -> Array:
+    """The second moment about other means, from a variance and the means that belong to it."""
+    second: Array = statistics[key] + np.square(statistics[mean_of(key)] - center[mean_of(key)])
+    return second
+
+
+def trimmed_mean(values: Sequence[Array], share: float) -> Array:
+    """The mean of each element without this share of the smallest and of the largest values, rounded up."""
+    cut = min(math.ceil(share * len(values) - 1e-9), (len(values) - 1) // 2)
+    trimmed: Array = np.sort(np.stack(values), axis=0)[cut : len(values) - cut].mean(axis=0)
+    return trimmed
+
+
+def is_initial(arrays: Arrays) -> bool:
+    """Whether all statistics are those of a new batch norm."""
+    statistics = split_by_role(arrays, roles(arrays), {Role.STATISTICS})[0]
+    return bool(statistics) and all((value == is_variance(key)).all() for key, value in statistics.items())
 
 
 def same_values(value: Array, sent: Array) -> bool:
@@ -132,15 +230,25 @@ def same_values(value: Array, sent: Array) -> bool:
 class FixBNClient(ClientRule):
     """Freezes the statistics, or gamma and beta, at the received values."""
 
-    keys = {FREEZE: Key("`statistics`, `affine`, or both with a comma", "freeze these roles at the received values")}
+    keys = {
+        FREEZE: Key("`statistics`, `affine`, or both with a comma", "freeze these roles at the received values"),
+        MOMENTS: Key("true", "send the means of the batches' moments (mean, biased variance) as frozen statistics"),
+    }
 
     def __init__(self, local: LocalRound) -> None:
         super().__init__(local)
-        frozen, sent = frozen_roles(local.config), local.records["arrays"]
+        frozen, sent = frozen_roles(local.config), local.records[MODEL]
         kept = {key: role for key, role in local.roles.items() if role in frozen and key not in sent}
         # Where roles stay on the client (FedBN, SiloBN), one that first trains after the freeze sets its values now.
         own = local.state.load(OWN) if kept else {}
         self.frozen = frozen - {role for key, role in kept.items() if key not in own}
+        self.moments = local.resources.enter_context(Moments(local.model)) if local.config.get(MOMENTS) else None
+
+    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+        if self.moments is not None:
+            found = copied(self.moments.statistics())
+            model = records[MODEL]
+            records[MODEL] = {**model, **{key: cast(value, model[key].dtype) for key, value in found.items()}}
 
 
 def frozen_roles(config: Config) -> frozenset[Role]:

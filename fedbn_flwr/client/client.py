@@ -37,7 +37,7 @@ from fedbn_flwr.tasks import Task, task_named
 from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
 from .node_state import OWN, NodeState, number_of, place_of, run_of
-from .rule import BY_KEY, ClientRule, KeepOptimizerState, LocalRound, known_keys, rule_of
+from .rule import BY_KEY, MODEL, ClientRule, KeepOptimizerState, LocalRound, known_keys, rule_of
 from .training import (
     TRAINER,
     Batch,
@@ -215,7 +215,7 @@ class BNClient(NumPyClient):
         # Before the first result the model is the only place of the client's own values.
         before = {} if own else self._parts.taken([key for key in self.roles if key not in arrays])
         records = {} if extras is None else extras
-        records["arrays"] = arrays
+        records[MODEL] = arrays
         try:
             with ExitStack() as resources:
                 partition = self.identity.get(protocol.PARTITION)
@@ -231,12 +231,12 @@ class BNClient(NumPyClient):
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         trained = TRAINER.get()(self._training(local, rules))
         config = local.config
-        sent, returned = set(local.records["arrays"]), protocol.roles_of(config, protocol.RETURN, frozenset(Role))
+        sent, returned = set(local.records[MODEL]), protocol.roles_of(config, protocol.RETURN, frozenset(Role))
         taken = self._parts.taken([key for key, role in self.roles.items() if key in sent or role in returned])
         metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: trained.loss}
         if config.get(protocol.REPORT_BATCH):
             metrics[protocol.BATCH_EXAMPLES] = trained.first_batch
-        update, own = Update(taken, metrics, {}), self._parts.taken([key for key in self.roles if key not in sent])
+        own = self._parts.taken([key for key in self.roles if key not in sent])
         problem = arrays_problem(taken, taken) or arrays_problem(own, own)
         if not math.isfinite(trained.loss):
             problem = f"its {protocol.TRAIN_LOSS} is {trained.loss} (the client diverged?)"
@@ -244,10 +244,11 @@ class BNClient(NumPyClient):
             raise MessageError(f"{problem}; the client keeps its state from before this round")
         # Save state only after everything that can fail: a replay of the round must begin with the same state.
         self.state.save(OWN, own)
+        records: dict[str, Arrays] = {MODEL: taken}
         with self._seeded("finish", int(config.get(protocol.ROUND, 1)), self.train_data):
             for rule, kept in zip(rules, trained.kept, strict=True):
-                rule.finish(kept, trained.steps, update.metrics, update.extras)
-        return update
+                rule.finish(kept, trained.steps, metrics, records)
+        return Update(records.pop(MODEL), metrics, records)
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
         """Loss and accuracy on the client's test data of the model made of `arrays` and the client's own arrays.

@@ -34,6 +34,8 @@ from fedbn_flwr.norms.roles import Role
 from .node_state import NodeState
 from .training import Gradient, Kept, LocalOptimizer, Tensors
 
+MODEL = "arrays"  # the record with the model, in messages as in replies
+
 # --- arithmetic on named tensors ---
 
 
@@ -103,7 +105,10 @@ class ClientRule:
         """Change gradients in place; parameters without a gradient are not among them."""
 
     def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
-        """Add metrics and records to the reply, and save state. The round must not fail after the state is saved."""
+        """Add metrics and records to the reply, and save state. The round must not fail after the state is saved.
+
+        `records` has the trained model as "arrays"; a mapping with other values may take its place.
+        """
 
 
 # The client rules by their keys: those of all modules that are imported, and before that where the rules of our
@@ -111,6 +116,7 @@ class ClientRule:
 BY_KEY: dict[str, type[ClientRule] | str] = {
     "proximal-mu": "fedbn_flwr.strategies.fedprox:FedProxClient",
     "fedbn.freeze": "fedbn_flwr.strategies.fixbn:FixBNClient",
+    "fedbn.moments": "fedbn_flwr.strategies.fixbn:FixBNClient",
     "fedbn.clip": "fedbn_flwr.strategies.fedwon:FedWonClient",
     "fedbn.normalised": "fedbn_flwr.strategies.fednova:FedNovaClient",
     "fedbn.momentum": "fedbn_flwr.strategies.globalmomentum:GlobalMomentumClient",

@@ -41,14 +41,9 @@ def reestimate(
     dtypes: dict[str, torch.dtype] = {}  # of the values
 
     def measure(name: str, layer: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
-        values = (
-            real_values(*args, **kwargs)
-            if isinstance(layer, MaskedBatchNorm1d)
-            else next(iter((*args, *kwargs.values())))
-        )
-        var, mean = torch.var_mean(values, dim=[d for d in range(values.ndim) if d != 1], correction=0)
+        values = _values_of(layer, args, kwargs)
         dtypes[name] = values.dtype
-        found.moments.append((name, values.numel() // values.shape[1], var.double(), mean.double()))
+        found.moments.append((name, values.numel() // values.shape[1], *_moments(values)))
 
     for layer, name in names.items():
         layer.register_forward_pre_hook(partial(measure, name), with_kwargs=True)
@@ -83,6 +78,55 @@ def reestimate(
             prefix = f"{name}." if name else ""
             statistics |= {f"{prefix}{MEAN}": mean.to(dtypes[first]), f"{prefix}{VARIANCE}": variance.to(dtypes[first])}
     return statistics, count
+
+
+def _values_of(layer: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The values that a batch norm called with these arguments normalises."""
+    if isinstance(layer, MaskedBatchNorm1d):
+        return real_values(*args, **kwargs)
+    return next(iter((*args, *kwargs.values())))
+
+
+def _moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The biased variance and the mean of each channel, in float64."""
+    var, mean = torch.var_mean(values, dim=[d for d in range(values.ndim) if d != 1], correction=0)
+    return var.double(), mean.double()
+
+
+class Moments:
+    """Inside a `with` block, records the moments of what batch norms normalise, which does not change the passes.
+
+    `statistics` are the means over the batches of each batch's mean and biased variance, by state dict key.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = batch_norms(model, "a record of batches' moments")
+        self._sums: dict[nn.Module, torch.Tensor] = {}  # of each layer: the number of batches, variances, means
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Moments:
+        layers = dict.fromkeys(self._layers.values())  # one that is used twice has two names
+        self._hooks = [layer.register_forward_pre_hook(self._record, with_kwargs=True) for layer in layers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _record(self, layer: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+        var, mean = _moments(_values_of(layer, args, kwargs))
+        terms = torch.stack([torch.ones_like(mean), var, mean])
+        self._sums[layer] = self._sums[layer].add_(terms) if layer in self._sums else terms
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for name, layer in self._layers.items():
+            if layer in self._sums:
+                count, var, mean = self._sums[layer]
+                prefix = f"{name}." if name else ""
+                found |= {f"{prefix}{VARIANCE}": var / count, f"{prefix}{MEAN}": mean / count}
+        return found
 
 
 @contextmanager

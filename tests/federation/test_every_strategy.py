@@ -24,12 +24,13 @@ from tests.support.fixtures import Batches
 
 # The settings that a rule requires, and the normaliser that it is for.
 SPECS: dict[str, dict[str, Any]] = {
+    "FBN": {"name": "FixBN", "freeze_round": 0, "refresh": 0.1},
     "FixBN": {"freeze_round": 1},
     "FedTANII": {"fedtan_rounds": 1},
     "Private": {"noise_seed": 0},
 }
 NORMS = {"HeteroBN": "sbn", "FedWon": "won"}
-EVERY = sorted(STRATEGIES)
+EVERY = sorted({*STRATEGIES, *SPECS})
 
 
 # Rules that look for norm layers among the modules, with the settings that make them do so in the first round. The

@@ -101,8 +101,6 @@ class Network:
         places: dict[fx.Node, int] = {}
         covered: set[str] = set()
         modules = dict(model.named_modules())
-        if any(_has_hooks(module) for module in modules.values()):
-            raise NotImplementedError("it has hooks")
         for node in fx.Tracer().trace(model).nodes:
             operation: Callable[..., Tensor] | None
             match node.op:
@@ -176,7 +174,9 @@ _known: WeakKeyDictionary[nn.Module, Network | None] = WeakKeyDictionary()
 
 
 def network_of(model: nn.Module) -> Network | None:
-    """The model for several clients at once; None if it has a part that may mix clients."""
+    """The model for several clients at once; None if it has a part that may mix clients, or hooks at present."""
+    if any(map(_has_hooks, model.modules())):
+        return None
     if model not in _known:
         try:
             _known[model] = Network(model)

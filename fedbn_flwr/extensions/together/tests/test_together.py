@@ -222,6 +222,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "SiloBN": SiloBN,
     "Standalone": Standalone,
     "FixBN": lambda: FixBN(FedAvg(), freeze_round=1),
+    "refreshed": lambda: FixBN(FedAvg(), freeze_round=1, refresh=0.1),  # stacked networks would call no hooks
     "frozen affine": lambda: FixBN(FedProx(proximal_mu=0.1), freeze_round=1, freeze=("statistics", "affine")),
     "GlobalMomentum": lambda: GlobalMomentum(FedAvg()),
     "FedWon": lambda: FedWon(clip=0.01),

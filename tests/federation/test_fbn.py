@@ -1,0 +1,150 @@
+"""FBN, `FixBN(FedAvg(), freeze_round=0, refresh=0.1)`, against a twin in float64 of explicit sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedbn_flwr import LocalGrid
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, MeanStatistics, Private, Secure
+from tests.support.federations import Arrays, last_model, models_of
+
+Federations = Callable[..., Any]
+OFF: dict[str, Any] = {"fraction_evaluate": 0.0}
+LR = 0.1
+
+
+def fbn(rate: float = 0.1, **options: Any) -> FixBN:
+    return FixBN(FedAvg(**OFF), freeze_round=0, refresh=rate, **options)
+
+
+def client(batches: Any, w: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """A client's parameters after a round of SGD, and the means over its batches of mean and biased variance."""
+    mu, v = w["1.running_mean"], w["1.running_var"]
+    own = {key: value.clone() for key, value in w.items() if "running" not in key}
+    means, variances = [], []
+    for images, labels in batches:
+        p = {key: value.requires_grad_() for key, value in own.items()}
+        x = F.conv2d(images, p["0.weight"])
+        values = x.detach().transpose(0, 1).flatten(1)
+        means.append(values.mean(1))
+        variances.append(((values - means[-1][:, None]) ** 2).mean(1))
+        shape = (1, -1, 1, 1)
+        x = (x - mu.view(shape)) / (v.view(shape) + 1e-5).sqrt() * p["1.weight"].view(shape) + p["1.bias"].view(shape)
+        loss = F.cross_entropy(F.linear(x.relu().flatten(1), p["4.weight"], p["4.bias"]), labels)
+        steps = torch.autograd.grad(loss, [*p.values()])
+        own = {key: (value - LR * step).detach() for (key, value), step in zip(p.items(), steps, strict=True)}
+    return own, torch.stack(means).mean(0), torch.stack(variances).mean(0)
+
+
+def twin(fed: Any, rounds: int, rate: float, trim: int = 0) -> dict[str, Tensor]:
+    """`rounds` rounds of FBN; with `trim`, that many clients are left out at either end, and the rest count equally."""
+    w = {key: value.clone() for key, value in fed.model.state_dict().items() if "num_batches" not in key}
+    sizes = [sum(len(images) for images, _ in data.batches) for data in fed.data]
+    n = sum(sizes)
+
+    def mean(values: list[Tensor]) -> Tensor:
+        if trim:
+            return torch.stack(values).sort(0).values[trim:-trim].mean(0)
+        return sum((size * value for size, value in zip(sizes, values, strict=True)), torch.zeros(())) / n
+
+    for _ in range(rounds):
+        owns, means, variances = zip(*(client(data.batches, w) for data in fed.data), strict=True)
+        mu = rate * mean(list(means)) + (1 - rate) * w["1.running_mean"]
+        second = [v + (each - mu) ** 2 for v, each in zip(variances, means, strict=True)]
+        w["1.running_var"] = rate * mean(second) + (1 - rate) * w["1.running_var"]
+        w["1.running_mean"] = mu
+        for key in owns[0]:
+            w[key] = sum((size * own[key] for size, own in zip(sizes, owns, strict=True)), torch.zeros(())) / n
+    return w
+
+
+def check(found: Arrays, expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value.numpy(), rtol=tolerance, atol=tolerance, err_msg=key)
+
+
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_rounds_are_the_explicit_sums(federation: Federations, rate: float) -> None:
+    fed = federation((6, 8, 10), batches=2, dtype=torch.float64, lr=LR)
+    check(last_model(fed, fbn(rate), 3), twin(fed, 3, rate))
+
+
+def test_the_trimmed_mean_leaves_out_a_client_at_either_end_of_each_channel(federation: Federations) -> None:
+    fed = federation((6, 8, 10, 7, 9), dtype=torch.float64, lr=LR)
+    check(last_model(fed, fbn(0.5, robust=0.2), 3), twin(fed, 3, 0.5, trim=1))
+    check(last_model(fed, fbn(0.5, robust=0.01), 1), twin(fed, 1, 0.5, trim=1))  # rounded up
+
+
+def test_one_client_can_move_the_mean_as_far_as_it_likes_but_not_the_trimmed_one(federation: Federations) -> None:
+    """A sixth of a million with the mean; with the trimmed mean no further than the farthest honest client."""
+    fed = federation((6, 8, 10, 6, 6), lr=LR)
+
+    class Lying(LocalGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            for reply in replies[:1]:  # no replies to an evaluation
+                arrays = {**unpack(reply.content["arrays"]), "1.running_mean": np.full(4, 1e6, np.float32)}
+                reply.content["arrays"] = pack(arrays)
+            return replies
+
+    honest = last_model(fed, fbn(1.0), 1)["1.running_mean"]
+    mean, trimmed = (
+        last_model(fed, fbn(1.0, robust=robust), 1, grid=Lying(fed.app(), 5))["1.running_mean"] for robust in (0, 0.2)
+    )
+    assert (mean > 1e5).all()
+    assert np.abs(trimmed - honest).max() < 5
+
+
+def test_before_the_freeze_statistics_are_pooled_and_then_follow(federation: Federations) -> None:
+    fed = federation((6, 8), dtype=torch.float64, lr=LR)
+    models = models_of(fed, FixBN(FedAvg(**OFF), freeze_round=2, refresh=0.1), 3)
+    pooled = last_model(fed, FedAvg(statistics="pooled", **OFF), 2)
+    for key, value in pooled.items():
+        np.testing.assert_allclose(models[2][key], value, rtol=1e-12, atol=1e-14, err_msg=key)
+    fed.model.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in models[2].items()}, strict=False)
+    check(models[3], twin(fed, 1, 0.1))
+
+
+def test_secure_aggregation_gives_the_same(federation: Federations) -> None:
+    fed = federation((6, 8, 10), dtype=torch.float64, lr=LR)
+    check(last_model(fed, Secure(fbn()), 2), twin(fed, 2, 0.1), 2e-7)
+
+
+def test_the_first_round_of_a_new_model_is_reported(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = federation((8, 8))
+    fbn().begin(1, fed.arrays())
+    assert "nothing is normalised before they are refreshed" in flower_log.text
+    flower_log.clear()
+    fed.model[1].running_mean.fill_(0.5)
+    fbn().begin(1, fed.arrays())
+    assert "normalised" not in flower_log.text
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: fbn(freeze="affine"), "refresh is 0.1, .*freeze has only 'affine'"),
+        (lambda: FixBN(FedBN(), refresh=0.1), "with FedBN statistics stay on the clients"),
+        (lambda: FixBN(FedTAN(), refresh=0.1), "FedTAN exchanges those of a round's first step"),
+        (lambda: FixBN(FedAvg(), robust=0.1), "robust is 0.1, .*give refresh too"),
+        (lambda: FixBN(FedAvg(), refresh=0.1, robust=0.5), "robust is 0.5"),
+        (lambda: fbn(0.0), "refresh is 0.0"),
+        (lambda: Secure(fbn(robust=0.1)), "FixBN trims the statistics of single clients, and with Secure"),
+        (lambda: Private(fbn()), "pooled"),
+        (lambda: Secure(MeanStatistics(fbn(robust=0.1))), "trims the statistics"),
+    ],
+)
+def test_what_cannot_be_refreshed_is_an_error(make: Any, reason: str) -> None:
+    with pytest.raises(SettingsError, match=reason):
+        make()
