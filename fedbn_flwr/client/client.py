@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -257,7 +258,10 @@ class BNClient(NumPyClient):
         """
         rules_for(config)
         self._load(arrays, config)
-        server_round = int(config.get(protocol.ROUND, 0))
+        server_round, model = int(config.get(protocol.ROUND, 0)), self.model
+        if config.get(protocol.REESTIMATE):
+            model = copy.deepcopy(model)  # another client may use the model next
+            model.load_state_dict(self._statistics(server_round, pooled=True)[0], strict=False)
         with self._seeded("evaluate", server_round):
             data = self.eval_data() if callable(self.eval_data) else self.eval_data
         if data is None:
@@ -268,7 +272,7 @@ class BNClient(NumPyClient):
         for name, batches in sets.items():
             with self._seeded("evaluate", server_round, batches):
                 figures = evaluate(
-                    self.model, self._pairs(batches), self.eval_loss, self._parts.device, self.metrics, task=self.task
+                    model, self._pairs(batches), self.eval_loss, self._parts.device, self.metrics, task=self.task
                 )
             found |= {key if name == first else f"{name}-{key}": value for key, value in figures.items()}
         return found
@@ -277,11 +281,14 @@ class BNClient(NumPyClient):
         """The mean batch statistics of the client's training data; `num-examples` is the number of batches."""
         rules_for(config)
         self._load(arrays, config)
-        server_round = int(config.get(protocol.ROUND, 0))
+        statistics, batches = self._statistics(int(config.get(protocol.ROUND, 0)))
+        return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
+
+    def _statistics(self, server_round: int, *, pooled: bool = False) -> tuple[dict[str, torch.Tensor], int]:
+        """The statistics of the client's training inputs under the loaded model, and the number of batches."""
         epoch = local_batches(self.train_data, server_round, epochs=1, steps=None)
         with self._seeded("statistics", server_round, self.train_data):
-            statistics, batches = reestimate(self.model, self._pairs(epoch), self._parts.device)
-        return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
+            return reestimate(self.model, self._pairs(epoch), self._parts.device, pooled=pooled)
 
     def batch_examples(self) -> int:
         """The number of examples in the client's batches."""

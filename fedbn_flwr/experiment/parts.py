@@ -77,9 +77,10 @@ class Parts(RunParts):
 
     @cached_property
     def held_out(self) -> Tensor:
-        """Indices of the training examples that all clients together hold out."""
-        share, seed = self.run.evaluate.validation, self.run.seed
-        held = [hold_out(part, share, seed, client)[1] for client, part in enumerate(self.partition)]
+        """Indices of the training examples that all clients that train together hold out."""
+        share, seed, unseen = self.run.evaluate.validation, self.run.seed, self.run.evaluate.unseen.clients
+        seen = (client for client in range(len(self.partition)) if client not in unseen)
+        held = [hold_out(self.partition[client], share, seed, client)[1] for client in seen]
         if not any(map(len, held)):
             raise SettingsError(
                 f"evaluate.validation is {share:g}, which is less than half an example for each of the {len(held)} "

@@ -83,8 +83,8 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
 def make_rule(run: Settings) -> Rule:
     # By default all clients train, and `evaluate.clients` decides whether they evaluate. A run begins with all clients
     # (run.cohort.check_nodes) and continues without those that fail.
-    least = min(run.clients, 2)
-    _check_demands(run.strategy, run.clients)
+    least = min(run.training_clients, 2)
+    _check_demands(run.strategy, run.training_clients)
     strategy = build_strategy(
         run.strategy,
         seed=run.seed,
@@ -100,6 +100,11 @@ def make_rule(run: Settings) -> Rule:
         raise SettingsError(
             f"evaluate.clients is false, but {name} trains no global model, and only clients can be evaluated; leave "
             "evaluate.clients out"
+        )
+    if options.unseen.clients and not traits.has_global_model:
+        raise SettingsError(
+            f"evaluate.unseen.clients is {list(options.unseen.clients)}, but {name} trains no global model, so it has "
+            "none for a newcomer; leave it out"
         )
     if options.dynamics and hides is not None:
         raise SettingsError(
@@ -142,10 +147,15 @@ def _check_demands(spec: Tree, clients: int) -> None:
 def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
     others = [type(layer).__name__ for layer in norm_layers(model).values() if not isinstance(layer, _BatchNorm)]
     model.train()
-    if others and run.evaluate.statistics == "reestimated":
+    unseen = run.evaluate.unseen
+    measured = {
+        "evaluate.statistics is 'reestimated'": run.evaluate.statistics == "reestimated",
+        "evaluate.unseen.statistics has 'batch'": unseen.clients and "batch" in unseen.statistics,
+    }
+    if others and (asks := next((words for words, is_asked in measured.items() if is_asked), "")):
         raise SettingsError(
-            f"evaluate.statistics is 'reestimated', which measures inputs of batch norms, but {run.model.name!r} with "
-            f"norm {run.model.norm!r} has {others[0]}, whose statistics may be others; leave it out"
+            f"{asks}, which measures inputs of batch norms, but {run.model.name!r} with norm {run.model.norm!r} has "
+            f"{others[0]}, whose statistics may be others; leave it out"
         )
     if rule.traits.min_batch and not exchanged_layers(model) and others:  # it raises for other kinds of batch norm
         raise SettingsError(

@@ -20,6 +20,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
+from fedbn_flwr.results.folder.summary import UNSEEN
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import file_name
 from fedbn_flwr.schema import Names, Positive, Section, expects
@@ -304,6 +305,29 @@ class Train(Section):
                 yield f"{option} ({value}) is an option of cross_entropy and bce, but loss is {loss!r}"
 
 
+class Unseen(Section):
+    """Clients that never train, to measure what a strategy gives to a newcomer."""
+
+    clients: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = Field(
+        default=(),
+        description=(
+            "numbers of the clients that never train, for instance `[3]`; they are evaluated as newcomers "
+            "([New clients](clients.md#new-clients))"
+        ),
+    )
+    statistics: Annotated[tuple[Literal["mean", "batch", "own"], ...], Field(strict=False, min_length=1)] = Field(
+        default=UNSEEN,
+        description=(
+            "the newcomers' batch norm: `mean`, the mean of the clients' batch norm; `batch`, likewise with statistics "
+            "of the newcomer's own training inputs; `own`, as the strategy gives it to a new client"
+        ),
+    )
+
+    def problems(self) -> Iterator[str]:
+        if len({*self.clients}) < len(self.clients):
+            yield f"clients is {list(self.clients)}; list each client once"
+
+
 class Evaluate(Section):
     every: Positive = Field(
         default=1,
@@ -333,6 +357,7 @@ class Evaluate(Section):
             "([Deployment](deployment.md#data-at-each-site))"
         ),
     )
+    unseen: Unseen = Unseen()
     statistics: Literal["model", "reestimated"] = Field(
         default="model",
         description=(
@@ -532,7 +557,18 @@ class Settings(Section):
     cell: Cell = Cell()
     size: str = PAPER
 
+    @property
+    def training_clients(self) -> int:
+        """How many clients may train: all but those that are held out as newcomers."""
+        return self.clients - len(self.evaluate.unseen.clients)
+
     def problems(self) -> Iterator[str]:
+        unseen = self.evaluate.unseen.clients
+        if unseen and (max(unseen) >= self.clients or not self.training_clients):
+            yield (
+                f"evaluate.unseen.clients is {list(unseen)}, but clients is {self.clients}; expected some of the "
+                f"numbers 0 to {self.clients - 1}, so that others train"
+            )
         warmup, steps = self.model.brn.warmup, self.rounds * (self.train.steps or 0)
         if self.model.norm == "brn" and self.train.steps is not None and warmup >= steps:
             yield (

@@ -39,6 +39,7 @@ LR_FACTOR = "fedbn.lr-factor"
 RETURN = "fedbn.return"
 MEANS = "fedbn.means"
 DEVIATIONS = "fedbn.deviations"
+REESTIMATE = "fedbn.reestimate"
 OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # they identify the run and do not change the training of a round
 RUN_KEYS = {
     RUN: Key("text", "keep the client's state separate from that of other runs"),
@@ -48,6 +49,7 @@ RUN_KEYS = {
     RETURN: Key("roles, comma separated", "send these roles back in addition to the received ones"),
     MEANS: Key("floats", f"normalise inputs with these means of all clients' columns, along with `{DEVIATIONS}`"),
     DEVIATIONS: Key("floats", f"the standard deviations for `{MEANS}`"),
+    REESTIMATE: Key("true", "evaluate with batch norm's statistics of the client's training inputs"),
     READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 

@@ -27,6 +27,7 @@ class Running:
     # The config keys that name the run to its clients, and the moments on which the sites agreed.
     identity: Config
     sites: int = 0  # that train on data of their own
+    unseen: Mapping[int, int] = field(default_factory=dict)  # the nodes of the clients that never train
 
     @property
     def run(self) -> Settings:

@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.evaluation import name_of as metric_name
-from fedbn_flwr.engines.base import capabilities
+from fedbn_flwr.engines.base import GridWithout, capabilities
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.network import PollingGrid, poll_often
 from fedbn_flwr.engines.pool import ForkPool
@@ -61,6 +61,7 @@ from ..listeners.progress import Progress, Reporter, WatchedGrid
 from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.slices import InTime, Slice, longest_round
 from ..listeners.track import Track
+from ..listeners.unseen import Unseen, unseen_nodes
 from ..node import Clients
 from ..parts import Parts, counts_of
 from ..prepare import check_partition, prepare
@@ -77,7 +78,8 @@ def run_one(
     prepared.release()  # workers, which are copies of this process, would keep the memory of its model
     capabilities(grid).start()
     snapshot = folder.checkpoint.read() if done else None
-    ledger = MeteredGrid(WatchedGrid(grid, progress.report))
+    seen = GridWithout(WatchedGrid(grid, progress.report))
+    ledger = MeteredGrid(seen)
     running = Running(prepared, ledger, folder, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
@@ -93,7 +95,9 @@ def run_one(
         nodes = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
         if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
             progress.message(", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items())))
-        running = replace(running, sites=nodes.sites)
+        unseen = unseen_nodes(run, nodes.ids)
+        seen.hidden = unseen.values()
+        running = replace(running, sites=nodes.sites, unseen=unseen)
         if run.data.normalise == "moments" and (prepared.dataset is None or nodes.own_data):
             agreed = agree(ledger, prepared, nodes, running.identity) if snapshot is None else folder.moments()
             prepared.agreed = agreed
@@ -134,7 +138,8 @@ def listeners_of(running: Running, progress: Reporter, ends: float) -> list[List
     best = [Best()] if run.evaluate.validation else []
     trackers = [Track(entry, running.folder) for entry in run.track]
     evaluate = Evaluate(running.prepared, threads=workers_of(run))
-    return [*dynamics, evaluate, *best, progress, History(), InTime(ends), Saving(), *trackers]
+    unseen = [Unseen()] if run.evaluate.unseen.clients else []
+    return [*dynamics, evaluate, *unseen, *best, progress, History(), InTime(ends), Saving(), *trackers]
 
 
 def train_round(running: Running, before: Round, listeners: Sequence[Listener] = ()) -> Round:

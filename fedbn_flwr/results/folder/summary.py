@@ -22,6 +22,8 @@ SPREAD = ("_std", "_worst_tenth")
 
 GLOBAL_MODEL = "the global model"  # a value of `accuracy_of`
 
+UNSEEN = ("mean", "batch", "own")  # whose statistics clients use that never train (`evaluate.unseen.statistics`)
+
 
 def time_stamp() -> str:
     """Now, in UTC; a later one is a greater text."""
@@ -162,9 +164,9 @@ _LATEST = ("loss", "evaluated_with")
 def keys_of(task: Task, metrics: Iterable[str]) -> list[str]:
     """The keys of metrics in history and summary, without spreads over clients and domains.
 
-    They are of the global model, and of clients on all and on their own test examples.
+    They are of the global model, of clients on all and on their own test examples, and of clients that never train.
     """
-    places = ("", "clients_", "clients_own_")
+    places = ("", "clients_", "clients_own_", *(f"unseen_{way}_" for way in UNSEEN))
     return list(dict.fromkeys(place + name for name in (task.main, *task.reported, *metrics) for place in places))
 
 
@@ -183,7 +185,7 @@ def is_taken(name: str, task: Task) -> bool:
     keys = {"round", "clients", "num_examples", "broadcast_mib_per_round", *_LATEST, *keys_of(task, ()), *_best(task)}
     keys |= {item.name for of in (Summary, Traffic) for item in fields(of)}
     of_domains = (f"{metric}_" for metric in METRICS)
-    prefixes = (*of_domains, "clients_", "own_", "train_", "validation_")
+    prefixes = (*of_domains, "clients_", "own_", "train_", "validation_", "unseen_")
     return name in keys or name.startswith(prefixes) or name.endswith((*SPREAD, "examples"))
 
 

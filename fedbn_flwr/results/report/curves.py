@@ -29,6 +29,9 @@ AXES = {
 _TITLES = {
     "clients_own_": "{} on own data",
     "clients_": "clients' {}",
+    "unseen_mean_": "newcomers' {}, mean batch norm",
+    "unseen_batch_": "newcomers' {}, own statistics",
+    "unseen_own_": "newcomers' {}, as the strategy has it",
     "validation_": "validation {}",
     "train_": "training {}",
     "best_test_": "best {} on test",

@@ -15,7 +15,7 @@ from fedbn_flwr.tasks import is_lower_better, title_of
 from fedbn_flwr.trees import Draft, Json
 
 from ..folder.clients import PartitionCounts, spread
-from ..folder.summary import domain_keys
+from ..folder.summary import UNSEEN, domain_keys
 from ..read.runs import Run
 from ..text import in_csv, in_html, in_markdown, printable
 from .curves import Measure
@@ -64,7 +64,8 @@ def columns(rows: Sequence[Row], form: Form) -> list[Measure]:
         task = summary.of_task
         best = f"best_test_{task.main}", f"best_round_{task.main}"
         of_clients = (f"clients_{place}{name}" for name in (task.main, *summary.metrics) for place in ("", "own_"))
-        keys |= dict.fromkeys((task.main, *best, *of_clients, *task.reported, *summary.metrics))
+        unseen = (f"unseen_{way}_{task.main}" for way in UNSEEN)
+        keys |= dict.fromkeys((task.main, *best, *of_clients, *unseen, *task.reported, *summary.metrics))
     shown = [key for key in (*keys, *_COSTS) if key == main or any(row.values(key) for row in rows)]
     return list(map(Measure.of, form.columns or shown))
 

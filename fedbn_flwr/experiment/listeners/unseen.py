@@ -1,0 +1,79 @@
+"""Evaluates the clients that never train (`evaluate.unseen`), as newcomers that receive a model.
+
+A newcomer has no batch norm of its own. With `mean` it receives the server's, which is the mean of the clients', also
+where a strategy keeps batch norm on them (FedBN, SiloBN). With `batch` it then measures the statistics of its training
+inputs, without labels, as AdaBN does (Li et al. 2016, https://arxiv.org/abs/1603.04779). With `own` it receives what
+the strategy sends to a new client, whose other arrays are those of a newly built model. Strategies that keep nothing on
+the clients give the same with `own` as with `mean`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+
+from fedbn_flwr.client.evaluation import name_of
+from fedbn_flwr.errors import LOG, SettingsError
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.arrays import record_of
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.reply import reason_of
+from fedbn_flwr.norms.roles import roles, split_by_role
+
+from ..settings import Settings
+from .evaluate import ByClient, values_of
+from .listener import Listener, Round, Running
+
+
+def unseen_nodes(run: Settings, nodes: Mapping[int, int]) -> dict[int, int]:
+    """The nodes of the clients that never train, by client."""
+    if missing := [client for client in run.evaluate.unseen.clients if client not in nodes]:
+        raise SettingsError(f"evaluate.unseen.clients has {missing[0]}, and the nodes' clients are {sorted(nodes)}")
+    return {client: nodes[client] for client in run.evaluate.unseen.clients}
+
+
+class Unseen(Listener):
+    """Adds each newcomer's metrics on its own test examples, and their means over the newcomers."""
+
+    def on_round(self, running: Running, at: Round) -> Round:
+        for way in running.run.evaluate.unseen.statistics if at.is_evaluated else ():
+            values = self._newcomers(running, at, way)
+            names = dict.fromkeys(name for each in values.values() for name in each)
+            at = at.with_metrics(
+                {name: statistics.fmean(each[name] for each in values.values() if name in each) for name in names},
+                values,
+            )
+        return at
+
+    def _newcomers(self, running: Running, at: Round, way: str) -> ByClient:
+        """The metrics of each newcomer with statistics of this kind."""
+        prepared = running.prepared
+        config = {**running.identity, protocol.ROUND: at.number}
+        config |= {protocol.REESTIMATE: True} if way == "batch" else {}
+        arrays = sent(at.arrays, running) if way == "own" else at.arrays
+        content = RecordDict({prepared.rule.base.arrayrecord_key: arrays, "config": ConfigRecord(config)})
+        messages = [Message(content, node, MessageType.EVALUATE) for node in running.unseen.values()]
+        replies = gate(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
+        clients = {node: client for client, node in running.unseen.items()}
+        for reply in replies:
+            if reply.has_error():
+                client = clients[reply.metadata.src_node_id]
+                LOG.warning("round %d: client %d as a newcomer: %s", at.number, client, reason_of(reply))
+        names = dict.fromkeys((prepared.task.main, *prepared.task.reported, *map(name_of, prepared.metrics)))
+        found = values_of(replies, "test_examples")
+        return {client: dict(_chosen(values, names, f"unseen_{way}_")) for client, values in found.items()}
+
+
+def _chosen(values: Mapping[str, float], names: Iterable[str], prefix: str) -> Iterator[tuple[str, float]]:
+    """These metrics on the client's own test examples; on all if it has no share of its own."""
+    for name in names:
+        if (value := values.get(f"own_{name}", values.get(name))) is not None:
+            yield prefix + name, value
+
+
+def sent(arrays: ArrayRecord, running: Running) -> ArrayRecord:
+    """The arrays that the strategy sends to clients."""
+    local = running.prepared.rule.traits.local_roles
+    return record_of(split_by_role(arrays, roles(arrays), {*local})[1])
