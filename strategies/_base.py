@@ -17,7 +17,7 @@ from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, number_problem, read_reply
 from fedbn_flwr.messages.votes import metric_problems
-from fedbn_flwr.norms.roles import Role, roles, split_by_role
+from fedbn_flwr.norms.roles import Role, roles, split
 
 from ._hooks import Hooks, Round
 from ._roster import Attendance, Roster
@@ -96,8 +96,8 @@ class BaseStrategy(Hooks):
             return replies
         arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
         sent = unpack(round.arrays)
-        # Local roles are apart: their distance from the clients' mean is not an update.
-        for some in filter(None, split_by_role(sent, roles(sent), {*self.traits.local_roles})):
+        # What stays on the clients is apart: their distance from the clients' mean is not an update.
+        for some in filter(None, split(sent, self.traits.stays(sent))):
             arrays = self.bounds.updated(arrays, some, f"round {round.number}")
         return [replace(reply, arrays=values) for reply, values in zip(replies, arrays, strict=True)]
 

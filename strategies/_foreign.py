@@ -64,7 +64,7 @@ class Foreign(BaseStrategy, Rule):
         for each in self.strategies():
             within = "" if each is strategy else f"contains {type(each).__name__}, which "
             self.breaks |= {need: within + why for kinds, need, why in _BREAKS if isinstance(each, kinds)}
-            if isinstance(each, Rule) and (each.traits.local_roles or each.traits.records):
+            if isinstance(each, Rule) and (each.traits.kept or each.traits.records):
                 self.breaks["inside"] = f"{within}keeps arrays on the clients or adds records"
 
     def __str__(self) -> str:

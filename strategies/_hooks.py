@@ -29,7 +29,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Config as Config
 from fedbn_flwr.messages.reply import Reply
-from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.norms.roles import Role, roles, selected
 from fedbn_flwr.trees import Json as Json
 
 
@@ -52,9 +52,10 @@ class Traits:
     # their gradients (SGD without clipping), "momentum" (SGD with momentum), or "sgd".
     steps: frozenset[str] = frozenset()
     client_memory: str | None = None  # the state that clients must keep from round to round, described in words
-    # The roles that stay on the client, which the server never sends; and whether the client sends them to the server.
-    # If there are any, each client has a model of its own, which is evaluated on that client.
-    local_roles: Mapping[Role, bool] = field(default_factory=dict)
+    # What stays on the client, which the server never sends: names as in `norms.roles.selected`. If there are any, each
+    # client has a model of its own, which is evaluated on that client.
+    kept: frozenset[str] = frozenset()
+    returned: bool = True  # whether clients send it to the server all the same, for the global model
     # Examples that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0:
     # no statistics are exchanged.
     min_batch: int = 0
@@ -64,9 +65,13 @@ class Traits:
     pooled: bool = False  # whether variances have the part between the clients (`aggregate.pooled_mean`)
 
     @property
-    def unsent(self) -> frozenset[Role]:
-        """The roles that neither the server nor the clients send."""
-        return frozenset(role for role, is_returned in self.local_roles.items() if not is_returned)
+    def unsent(self) -> frozenset[str]:
+        """What neither the server nor the clients send, by name."""
+        return frozenset() if self.returned else self.kept
+
+    def stays(self, arrays: Mapping[str, object]) -> set[str]:
+        """The keys of a model's arrays that stay on the client."""
+        return selected(roles(arrays), self.kept) if self.kept else set()
 
     @property
     def besides(self) -> list[str]:
@@ -78,7 +83,7 @@ class Traits:
     @property
     def has_global_model(self) -> bool:
         """Whether the server's arrays are a trained model."""
-        return {*self.local_roles} != {*Role}
+        return not self.kept.issuperset(Role)
 
 
 class Hooks(Strategy):

@@ -13,10 +13,10 @@ It takes the arguments of Flower's FedAvg, and differs where Flower's results ar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, Never
+from typing import Annotated, Any, Literal, Never
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -26,7 +26,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import seeding
 from fedbn_flwr.engines.base import wait_for_nodes
-from fedbn_flwr.errors import LOG, did_you_mean
+from fedbn_flwr.errors import LOG, SettingsError, did_you_mean, few
 from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, pooled_mean, weighted_mean
@@ -34,13 +34,14 @@ from fedbn_flwr.messages.arrays import record_of
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem, partition_of
 from fedbn_flwr.messages.votes import common_metrics
-from fedbn_flwr.norms.roles import roles, split_by_role
+from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
 
 from ._base import BaseStrategy
 from ._hooks import Config, Json, Round
 from ._rule import Rule, refuse_bounds
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
+Names = Annotated[str | Sequence[str], "a name or a list of names, such as ['fc', 'layer4*', 'affine']"]
 
 
 class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
@@ -59,6 +60,12 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
     statistics : "mean" | "pooled" (default: "mean")
         How batch norm's running variances are combined: "pooled" adds the variance between the clients' running means
         to the mean of the variances, which gives the variance of all clients' data together.
+    kept : sequence of str (default: [])
+        What stays on the clients, which then have models of their own: roles ("affine", "statistics"), "last" for the
+        last layer, and patterns of names of layers or arrays, such as "fc" or "layer4*".
+    global_kept : "average" | "initial" (default: "average")
+        The kept arrays of the global model, which no client uses: "average" is the mean over the round's clients, which
+        send them for this purpose; "initial" keeps the initial values, and clients do not send them.
     """
 
     breaks = {}
@@ -80,6 +87,8 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         node_timeout: float = 600,
         bounds: Any = None,
         statistics: Literal["mean", "pooled"] = "mean",
+        kept: Names = (),
+        global_kept: Literal["average", "initial"] = "average",
         **options: Never,
     ) -> None:
         if options:
@@ -92,20 +101,48 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
             train_metrics_aggr_fn or mean_of_metrics, evaluate_metrics_aggr_fn or mean_of_metrics,
         )  # fmt: skip
         self.seed, self.node_timeout = seed, node_timeout
-        self.traits = replace(self.traits, pooled=statistics == "pooled")
+        self.kept = [kept] if isinstance(kept, str) else sorted(kept)
+        if wrong := [name for name in self.kept if not name.strip() or "," in name]:
+            raise SettingsError(f"kept has {wrong[0]!r}; expected names without commas, one for each entry of the list")
+        memory = filter(None, [self.traits.client_memory, "their own arrays" if self.kept else None])
+        self.traits = replace(
+            self.traits,
+            pooled=statistics == "pooled",
+            kept=self.traits.kept | ({*self.kept, Role.COUNTER} if self.kept else set()),
+            returned=self.traits.returned and global_kept == "average",
+            client_memory=" and ".join(memory) or None,
+        )
         is_made = bounds is None or hasattr(bounds, "outliers")
         self.bounds = bounds if is_made else part("bounds", "from_settings")(bounds)
         if self.bounds is not None:
             self.breaks = {**self.breaks, "mean": "compares the replies of single clients (bounds)"}
         refuse_bounds(self)
 
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        super().begin(num_rounds, arrays)
+        if self.kept:
+            self._check_kept(roles(arrays), self.traits.stays(arrays))
+
+    def _check_kept(self, of: Mapping[str, Role], stays: Collection[str]) -> None:
+        """Raise SettingsError unless each name has arrays of the model, whose roles are `of`, and something is left."""
+        if missing := [name for name in self.kept if not selected(of, {name})]:
+            layers = dict.fromkeys(key.rpartition(".")[0] or key for key in of)
+            raise SettingsError(
+                f"kept has {missing[0]!r}, and the model has no such arrays; its layers are {few(layers, 20)}. "
+                f"Expected their names, patterns ('layer*'), 'last' for the last one, or roles ({', '.join(Role)})"
+            )
+        of_norm = [key for key, role in of.items() if role is Role.STATISTICS and is_variance(key)]
+        if half := [key for key in of_norm if (key in stays) != (mean_of(key) in stays)]:
+            found = f"one of {mean_of(half[0])!r} and {half[0]!r}"
+            raise SettingsError(f"kept is {self.kept}, which has {found}; keep both or none")
+        if len(stays) == len(of):
+            raise SettingsError(f"kept is {self.kept}, which leaves nothing to average; use Standalone without it")
+
     # --- sending ---
 
     def messages(self, round: Round, config: ConfigRecord) -> list[Message]:
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
-        local, more = self.traits.local_roles, {}
-        if local:  # the model's roles; counters may be missing
-            more[protocol.RETURN] = protocol.join({role for role in roles(round.arrays).values() if local.get(role)})
+        more = {protocol.RETURN: True} if self.traits.kept and self.traits.returned else {}
         messages = self._messages(MessageType.TRAIN, round, nodes, more)
         self.training = self.attendance(f"round {round.number}", messages, round.arrays)
         return messages
@@ -118,13 +155,15 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         return self._messages(MessageType.EVALUATE, round, nodes)
 
     def sent(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The arrays of the global model that clients receive: all except the roles that stay on the client."""
-        local = self.traits.local_roles
-        return record_of(split_by_role(arrays, roles(arrays), {*local})[1]) if local else arrays
+        """The arrays of the global model that clients receive: all except those that stay on the client."""
+        return record_of(split(arrays, self.traits.stays(arrays))[1]) if self.traits.kept else arrays
 
     def _messages(
         self, kind: str, round: Round, nodes: Iterable[int], more: Config = MappingProxyType({})
     ) -> list[Message]:
+        if kept := self.traits.kept:  # a client must not return counters that the server lacks
+            lacking = {Role.COUNTER} - {*roles(round.arrays).values()}
+            more = {protocol.KEPT: protocol.join(kept - lacking), **more}
         # A new record, since Flower passes the same object in every round.
         config = ConfigRecord({**round.config, **more, protocol.ROUND: round.number})
         content = RecordDict({self.arrayrecord_key: self.sent(round.arrays), self.configrecord_key: config})
@@ -163,8 +202,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
     # --- receiving ---
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
-        unsent = self.traits.unsent
-        expected = [key for key, role in roles(sent).items() if role not in unsent] if unsent else None
+        expected = split(sent, self.traits.stays(sent))[1] if self.traits.unsent else None
         return number_problem(reply.metrics, self.weighted_by_key) or arrays_problem(reply.arrays, sent, expected)
 
     def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
@@ -183,9 +221,10 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         return mean([reply.arrays for reply in replies], weights)
 
     def notes(self) -> Json:
-        """The bounds on the influence of one client, and how statistics are combined, if they have no defaults."""
-        pooled = {"norm_statistics": "pooled"} if self.traits.pooled else {}
-        return pooled if self.bounds is None else {"bounds": dict(self.bounds.notes()), **pooled}
+        """The bounds on the influence of one client, and how arrays are combined, if they have no defaults."""
+        found: dict[str, Json] = {} if self.bounds is None else {"bounds": dict(self.bounds.notes())}
+        found |= {"norm_statistics": "pooled"} if self.traits.pooled else {}
+        return found | ({"kept": self.kept} if self.kept else {})
 
 
 def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:

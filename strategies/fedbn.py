@@ -9,39 +9,32 @@ The paper does not define the server's batch norm, nor a model for users outside
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.norms.roles import Role
 
-from ._hooks import Json, require_norm
+from ._hooks import Json, Traits, require_norm
 from .fedavg import FedAvg
 
 
 class LocalNorm(FedAvg):
-    """FedAvg over all roles except `local_roles`, which stay on the client.
+    """FedAvg over all arrays except those of the roles `traits.kept`, which stay on the client.
 
     A model without these roles raises an error, since training would be plain FedAvg. The subclasses describe
-    `global_norm`; FedAvg's arguments are accepted too.
+    `global_norm`, which is also about arrays that stay by FedAvg's `kept`.
     """
 
-    local_roles: frozenset[Role]  # the roles that stay on the client
-
     def __init__(self, *, global_norm: Literal["average", "initial"] = "average", **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(global_kept=global_norm, **options)
         self.global_norm = global_norm
-        self.traits = replace(
-            self.traits,
-            client_memory="their own batch norm",
-            local_roles=dict.fromkeys(self.local_roles, global_norm == "average"),
-        )
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        names = " and ".join(sorted(role.value for role in self.local_roles - {Role.COUNTER}))
-        require_norm(self, self.local_roles, arrays, f"keeps batch norm ({names}) on the clients")
+        of_norm = type(self).traits.kept - {Role.COUNTER}
+        words = f"keeps batch norm ({' and '.join(sorted(of_norm))}) on the clients"
+        require_norm(self, {*map(Role, of_norm)}, arrays, words)
 
     def notes(self) -> Json:
         return {**super().notes(), "global_norm": self.global_norm}
@@ -60,4 +53,4 @@ class FedBN(LocalNorm):
         server never sends batch norm: a new client begins with the batch norm of a newly built model.
     """
 
-    local_roles = frozenset({Role.AFFINE, Role.STATISTICS, Role.COUNTER})
+    traits = Traits(client_memory="their own batch norm", kept=frozenset({Role.AFFINE, Role.STATISTICS, Role.COUNTER}))

@@ -85,8 +85,9 @@ class FedNova(FedAvg):
         scale = math.fsum(of_steps) / math.fsum(weights)
         model, x = dict(super().combine(round, replies, weights)), unpack(round.arrays)
         mean = super().combine(round, replies, of_steps)  # sum_i w_i x_i / sum_i w_i
+        kept = self.traits.stays(x)  # of each client, no change of x
         for key, role in roles(model).items():
-            if role in TRAINED and model[key].dtype.kind == "f":
+            if role in TRAINED and key not in kept and model[key].dtype.kind == "f":
                 before = x[key].astype(np.float64)
                 model[key] = cast(before + scale * (mean[key] - before), model[key].dtype)
         return model

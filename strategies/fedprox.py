@@ -45,7 +45,7 @@ class FedProxClient(ClientRule):
     keys = {PROXIMAL_MU: Key("float", "add mu/2 times the squared distance to the received parameters (Flower's key)")}
 
     def begin(self, w: Tensors) -> Kept:
-        return {"received": clone(w)}  # w_t
+        return {"received": clone(self.local.received(w))}  # w_t
 
     def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
         add_(g, sub(w, kept["received"]), alpha=float(self.local.config[PROXIMAL_MU]))

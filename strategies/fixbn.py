@@ -34,14 +34,13 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr.client.node_state import OWN
 from fedbn_flwr.client.rule import MODEL, ClientRule, Key, LocalRound
 from fedbn_flwr.client.training import Kept
-from fedbn_flwr.errors import LOG, SettingsError
+from fedbn_flwr.errors import LOG, MessageError, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, pooled_mean
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply
-from fedbn_flwr.models.tensors import copied
-from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, split_by_role
+from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, split, split_by_role
 from fedbn_flwr.norms.statistics import Moments
 
 from ._hooks import Config, Json, Round, require_norm
@@ -108,7 +107,7 @@ class FixBN(Wrapper):
         words = f"refresh is {self.refresh}, which moves frozen statistics towards those of the clients' batches"
         if Role.STATISTICS not in self.freeze:
             raise SettingsError(f"{words}, but freeze has only 'affine'; add 'statistics'")
-        if Role.STATISTICS in self.traits.local_roles:
+        if Role.STATISTICS in self.traits.kept:
             raise SettingsError(f"{words}, but with {self._inside} statistics stay on the clients; leave one out")
         if self.traits.min_batch:
             raise SettingsError(f"{words}, but {self.base} exchanges those of a round's first step; leave one out")
@@ -175,8 +174,11 @@ class FixBN(Wrapper):
 
     def _frozen(self, round: Round) -> Arrays:
         """The arrays that are frozen in the round, without a client's own arrays (FedBN)."""
-        which = self.freeze - self.traits.local_roles.keys() - ({Role.STATISTICS} if self.refresh else set())
-        return {} if self._is_free(round) else split_by_role(unpack(round.arrays), roles(round.arrays), which)[0]
+        if self._is_free(round):
+            return {}
+        shared = split(unpack(round.arrays), self.traits.stays(round.arrays))[1]
+        frozen = self.freeze - ({Role.STATISTICS} if self.refresh else set())
+        return split_by_role(shared, roles(shared), frozen)[0]
 
     def _refreshed(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """The new statistics, of which the clients' mu_k and v_k are the moments of their batches in a frozen round.
@@ -184,7 +186,8 @@ class FixBN(Wrapper):
         mu <- rate sum_k p_k mu_k + (1 - rate) mu,  v <- rate sum_k p_k (v_k + (mu_k - mu)^2) + (1 - rate) v
         """
         rate = 1.0 if self._is_free(round) else self.refresh or 0.0
-        sent = split_by_role(unpack(round.arrays), roles(round.arrays), {Role.STATISTICS})[0]
+        shared = split(unpack(round.arrays), self.traits.stays(round.arrays))[1]
+        sent = split_by_role(shared, roles(shared), {Role.STATISTICS})[0]
         cohort = [{key: reply.arrays[key].astype(np.float64) for key in sent} for reply in replies]
         pooled = pooled_mean(cohort, weights)
         new: dict[str, Array] = {}
@@ -241,7 +244,14 @@ class FixBNClient(ClientRule):
         kept = {key: role for key, role in local.roles.items() if role in frozen and key not in sent}
         # Where roles stay on the client (FedBN, SiloBN), one that first trains after the freeze sets its values now.
         own = local.state.load(OWN) if kept else {}
-        self.frozen = frozen - {role for key, role in kept.items() if key not in own}
+        missing = {role: key for key, role in reversed(kept.items()) if key not in own}
+        if shared := [key for key in sent if local.roles.get(key) in missing]:
+            role = local.roles[shared[0]]
+            raise MessageError(
+                f"this client first trains after the freeze ({FREEZE!r}): it would have to set its own "
+                f"{missing[role]!r}, while {shared[0]!r} is frozen; keep all {role} on the clients, or none"
+            )
+        self.frozen = frozen - missing.keys()
         self.moments = local.resources.enter_context(Moments(local.model)) if local.config.get(MOMENTS) else None
 
     def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:

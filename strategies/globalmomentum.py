@@ -88,9 +88,9 @@ class GlobalMomentumClient(KeepOptimizerState):
 
     def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         super().finish(kept, steps, metrics, records)
-        new, model = dict(self.local.state.load(self.stored)), self.local.records["arrays"]
+        new = dict(self.local.state.load(self.stored))
         # The momentum of a parameter that stays on the client stays there too.
-        sent = {name: p for name, p in self.local.optimizer.parameters.items() if name in model}
+        sent = self.local.received(self.local.optimizer.parameters)
         # Zero if a parameter has had no gradient yet.
         zeros = copied({name: torch.zeros_like(p) for name, p in sent.items() if f"{SLOT}{name}" not in new})
         records[MOMENTUM_RECORD] = {name: zeros[name] if name in zeros else new.pop(f"{SLOT}{name}") for name in sent}

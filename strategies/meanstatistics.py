@@ -57,7 +57,7 @@ class MeanStatistics(Wrapper):
 
     def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "pooled", "median"] = "mean") -> None:
         super().__init__(strategy)
-        if NORM_STATE & self.traits.unsent:
+        if Role.STATISTICS in self.traits.unsent:
             raise SettingsError(
                 f"MeanStatistics has nothing to combine: with this {strategy}, clients do not send batch norm's "
                 f"statistics. Use {strategy} without it"
@@ -70,7 +70,8 @@ class MeanStatistics(Wrapper):
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)
         norm_state = split_by_role(sent, roles(sent), NORM_STATE)[0]
-        statistics = [{key: reply.arrays[key] for key in norm_state} for reply in replies]
+        # Those of a layer may stay on the clients.
+        statistics = [{key: reply.arrays[key] for key in norm_state if key in reply.arrays} for reply in replies]
         combined = _MEANS[self.statistics](statistics, weights)
         model = {**super().combine(round, replies, weights), **combined}
         # Keep the dtypes that were sent: FedAdam returns float64 arrays.

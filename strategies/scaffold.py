@@ -12,6 +12,7 @@ Choices that the paper leaves open:
   c_i - c + (x - y_i) / (K lr); with them it is still a gradient.
 - x is averaged by number of examples, as in FedAvg; the paper has equal weights and a server step size of 1.
 - Only parameters have control variates. Statistics of batch norm have no gradient and are averaged like the rest of x.
+  Parameters that stay on a client have none either: they do not drift from those of others.
 - If a client has lost its c_i, the server cannot subtract it from c: c and all c_i begin at zero again.
 """
 
@@ -110,7 +111,7 @@ class ScaffoldClient(ClientRule):
     def begin(self, w: Tensors) -> Kept:
         self.known = int(self.local.config.get(CONTROL_ROUND, 0))  # the server has added the c_i of this round
         self.own = self.local.state.load(f"{CONTROL}.{self.known}")
-        c = self.local.records.get(CONTROL_RECORD, {})
+        c, w = self.local.records.get(CONTROL_RECORD, {}), self.local.received(w)
         corrections = {name: tensor_like(c.get(name), p) - tensor_like(self.own.get(name), p) for name, p in w.items()}
         return {"corrections": corrections, "sums": {name: torch.zeros_like(p) for name, p in w.items()}}
 

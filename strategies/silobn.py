@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fedbn_flwr.norms.roles import Role
 
+from ._rule import Traits
 from .fedbn import LocalNorm
 
 
@@ -25,4 +26,4 @@ class SiloBN(LocalNorm):
         server never sends statistics: a new client begins with the statistics of a newly built model.
     """
 
-    local_roles = frozenset({Role.STATISTICS, Role.COUNTER})
+    traits = Traits(client_memory="their own batch norm", kept=frozenset({Role.STATISTICS, Role.COUNTER}))

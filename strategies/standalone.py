@@ -20,4 +20,4 @@ class Standalone(FedAvg):
     The arguments are FedAvg's.
     """
 
-    traits = Traits(client_memory="their models", local_roles=dict.fromkeys(Role, False))
+    traits = Traits(client_memory="their models", kept=frozenset(Role), returned=False)

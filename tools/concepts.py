@@ -100,9 +100,7 @@ def kept(traits: Traits) -> str:
 def local(traits: Traits) -> str:
     """The roles that stay on the client."""
     return (
-        "the model"
-        if {*traits.local_roles} == {*Role}
-        else ", ".join(WORDS[role] for role in WORDS if role in traits.local_roles)
+        "the model" if not traits.has_global_model else ", ".join(WORDS[role] for role in WORDS if role in traits.kept)
     )
 
 
@@ -124,7 +122,7 @@ def needs(rule: Rule) -> str:
         tracking, found = plain, ["a model without running statistics"]
     rule.begin(10, tracking)
     round, traits = Round(10, tracking, ConfigRecord(), cast(Grid, None)), rule.traits
-    if traits.local_roles or any(key.startswith("fedbn.") for each in rule.chain for key in each.config(round)):
+    if traits.kept or any(key.startswith("fedbn.") for each in rule.chain for key in each.config(round)):
         found.append("`BNClient`")
     found += [STEPS[kind] for kind in sorted(traits.steps)]
     found += [f"batches of {traits.min_batch} or more"] if traits.min_batch else []

@@ -139,10 +139,7 @@ def leaves() -> Table:
     for name in STRATEGIES:
         traits = describe(name).traits
         sends = "in a sum" if name == "Secure" else "yes"
-        sent = [
-            sends if role not in traits.local_roles else "by default" if traits.local_roles[role] else "no"
-            for role in _TRAVELLING
-        ]
+        sent = [sends if role not in traits.kept else "by default" if traits.returned else "no" for role in _TRAVELLING]
         rows.append((f"`{name}`", *sent, "; ".join(traits.besides) or "nothing", traits.client_memory or "nothing"))
     return ("strategy", "weights", "gamma, beta", "running statistics", "besides", "stored for each client"), rows
 

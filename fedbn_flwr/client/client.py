@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
@@ -212,7 +212,7 @@ class BNClient(NumPyClient):
         wanted = rules_for(config)
         if self.keep_momentum and not any(issubclass(rule, KeepOptimizerState) for rule in wanted):
             wanted.add(KeepOptimizerState)
-        own = self._load(arrays, config, self._needed(arrays, config))
+        own = self._load(arrays, config)
         # Before the first result the model is the only place of the client's own values.
         before = {} if own else self._parts.taken([key for key in self.roles if key not in arrays])
         records = {} if extras is None else extras
@@ -221,7 +221,8 @@ class BNClient(NumPyClient):
             with ExitStack() as resources:
                 partition = self.identity.get(protocol.PARTITION)
                 step = LayerwiseStep(exchange, examples=self.num_examples, partition=partition, own=self.min_batch)
-                local = LocalRound(config, records, self.state, self.model, self.roles, step, resources)
+                passed = functools.partial(self._pass, int(config.get(protocol.ROUND, 1)))
+                local = LocalRound(config, records, self.state, self.model, self.roles, step, resources, passed)
                 return self._round(local, wanted)
         except BaseException:
             self._parts.load(before)
@@ -232,8 +233,9 @@ class BNClient(NumPyClient):
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         trained = TRAINER.get()(self._training(local, rules))
         config = local.config
-        sent, returned = set(local.records[MODEL]), protocol.roles_of(config, protocol.RETURN, frozenset(Role))
-        taken = self._parts.taken([key for key, role in self.roles.items() if key in sent or role in returned])
+        sent = set(local.records[MODEL])
+        returned = protocol.kept_keys(config, self.roles) if config.get(protocol.RETURN) else set()
+        taken = self._parts.taken([key for key in self.roles if key in sent or key in returned])
         metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: trained.loss}
         if config.get(protocol.REPORT_BATCH):
             metrics[protocol.BATCH_EXAMPLES] = trained.first_batch
@@ -316,6 +318,11 @@ class BNClient(NumPyClient):
     def num_examples(self) -> int:
         return size_of(self.train_data, self._pairs)
 
+    def _pass(self, server_round: int, number: int) -> Iterator[Batch]:
+        """One pass over the training data; the numbers of the round's own passes begin at 0."""
+        data = self.train_data
+        return self._pairs(data.epoch(server_round, number) if hasattr(data, "epoch") else data)
+
     def _pairs(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         return (split_batch(batch, self.batch) for batch in batches)
 
@@ -340,9 +347,13 @@ class BNClient(NumPyClient):
         frozen = frozenset[Role]().union(*(rule.frozen for rule in rules))
         trained = {name: each for name, each in self._parts.trained.items() if self.roles.get(name) not in frozen}
         gradient: Gradient = functools.partial(backpropagate, precision=self.precision)
-        if self.compile:
+        if self.compile and not any(rule.alone for rule in rules):
             gradient = part("passes", "compiled")(gradient, getattr(self.train_data, "batch_size", None))
-        pairs = self._pairs(local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps))
+        pairs: Iterable[Batch] = self._pairs(
+            local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps)
+        )
+        for rule in rules:
+            pairs = rule.batches(pairs)
         self._parts.train()
         local.optimizer = self._optimizer(trained, lr)
         first_gradients = (rule.first_gradient() for rule in rules)
@@ -374,17 +385,14 @@ class BNClient(NumPyClient):
             raise MessageError(f"received {len(parameters)} arrays, the model has {len(keys)}: {keys[0]!r}, ...")
         return dict(zip(keys, parameters, strict=True))
 
-    def _needed(self, arrays: Arrays, config: Config) -> set[Role]:
-        """The roles that a message for training must have."""
-        if protocol.RETURN in config:  # others stay on the clients
-            # The server finds batch norms by their statistics: of one without (track_running_stats=False) gamma and
-            # beta are weights to it, and it would share them.
-            shared = {self.roles.get(key) for key in arrays}
-            return {Role.WEIGHTS, Role.AFFINE} if Role.AFFINE in shared else {Role.WEIGHTS}
+    def _needed(self, config: Config) -> set[str]:
+        """The keys of the arrays that a message must have, unless they stay on the client."""
         # A strategy of another project may keep batch norm on the clients without a word.
-        return {*Role} - {Role.COUNTER} if protocol.RUN in config else {Role.WEIGHTS}
+        ours = not {protocol.RUN, protocol.KEPT}.isdisjoint(config)
+        needed = {*Role} - {Role.COUNTER} if ours else {Role.WEIGHTS}
+        return {key for key, role in self.roles.items() if role in needed}
 
-    def _load(self, arrays: Arrays, config: Config, needed: Collection[Role] = (Role.WEIGHTS,)) -> Arrays:
+    def _load(self, arrays: Arrays, config: Config) -> Arrays:
         """Load the received arrays, and the client's own values of all other arrays, which are returned."""
         if negative := negative_variance(arrays):
             raise MessageError(
@@ -394,7 +402,10 @@ class BNClient(NumPyClient):
         run = run_of(config)
         self.state = NodeState(self.state.records, run)
         own = self.state.load(OWN)
-        self._parts.load_all(arrays, own, self._number, run, needed)
+        kept = protocol.kept_keys(config, self.roles)
+        if kept and (problem := self._parts.kept_problem(kept, arrays)):
+            raise MessageError(problem)
+        self._parts.load_all(arrays, own, self._number, run, self._needed(config) - kept)
         return own
 
 

@@ -1,9 +1,10 @@
 """Client rules: the client's half of a method, in the file of its strategy.
 
 A message selects a client rule by a config key, and a client imports only the files of the rules that it is asked for.
-For each round `BNClient` makes an object of the class and calls its hooks in this order: `first_gradient` returns how
-the gradient of the first batch is computed, `begin` runs between this gradient and the first step, `adjust` before each
-step, and `finish` after training. `frozen` has the roles that do not train.
+For each round `BNClient` makes an object of the class and calls its hooks in this order: `batches` may change the
+batches, `first_gradient` returns how the gradient of the first batch is computed, `loss` may change the loss of each
+batch, `begin` runs between the first gradient and the first step, `adjust` before each step, and `finish` after
+training. `frozen` has the roles that do not train.
 
 `begin` and `adjust` are functions of named tensors: w are the parameters, g their gradients, and `kept` is what `begin`
 returned. In rules that are `elementwise` they may be those of several clients, with a leading axis: such rules use
@@ -14,15 +15,16 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr import extensions
+from fedbn_flwr.batch import Value
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -32,7 +34,7 @@ from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import Role
 
 from .node_state import NodeState
-from .training import Gradient, Kept, LocalOptimizer, Tensors
+from .training import Batch, Gradient, Kept, LocalOptimizer, Tensors
 
 MODEL = "arrays"  # the record with the model, in messages as in replies
 
@@ -44,7 +46,11 @@ def clone(x: Tensors) -> Tensors:
 
 
 def sub(x: Tensors, y: Tensors) -> Tensors:
-    return dict(zip(x, torch._foreach_sub([*x.values()], [y[name] for name in x]), strict=True)) if x else {}
+    """x - y, of the names that both have."""
+    names = [name for name in x if name in y]
+    return (
+        dict(zip(names, torch._foreach_sub([x[n] for n in names], [y[n] for n in names]), strict=True)) if names else {}
+    )
 
 
 def add_(x: Tensors, y: Tensors, alpha: float = 1.0) -> None:
@@ -69,7 +75,12 @@ class LocalRound:
     roles: Mapping[str, Role]  # of the model's tensors, by key
     layerwise: LayerwiseStep  # the first step of a round with exchanges, whose options the client has set
     resources: ExitStack  # is closed when the round ends, with the error if it fails
+    epoch: Callable[[int], Iterator[Batch]]  # one pass over the client's batches (inputs, targets), by a number
     optimizer: LocalOptimizer = field(init=False)  # of the parameters that train; set after the rules are made
+
+    def received(self, w: Tensors) -> Tensors:
+        """Those of the parameters that the server has sent; the others stay on the client."""
+        return {name: value for name, value in w.items() if name in self.records["arrays"]}
 
 
 class ClientRule:
@@ -80,9 +91,12 @@ class ClientRule:
     keys: ClassVar[Mapping[str, Key]] = {}
     order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
     elementwise: ClassVar[bool] = True  # whether `adjust` treats each element of the gradients alone
+    # Whether rounds with this rule train one after the other, uncompiled: it has a `loss`, or changes the model.
+    alone: ClassVar[bool] = False
     frozen: frozenset[Role] = frozenset()  # roles of batch norm's arrays that keep the received values
 
     def __init_subclass__(cls) -> None:
+        cls.alone = cls.alone or cls.loss is not ClientRule.loss
         own = vars(cls).get("keys", {})
         for key in own:
             ours = _OURS.get(key, "").rpartition(".")[2]  # without the package, which a checkout has twice
@@ -92,6 +106,14 @@ class ClientRule:
 
     def __init__(self, local: LocalRound) -> None:
         self.local = local
+
+    def batches(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """The batches (inputs, targets) of the round, which may be changed, or come after others."""
+        return batches
+
+    def loss(self, inputs: Value, targets: Value, outputs: Any, loss: Tensor) -> Tensor:
+        """The loss of a batch, where `outputs` are the model's and `loss` is that of the client or the rule before."""
+        return loss
 
     def first_gradient(self) -> Gradient | None:
         """A function that computes loss and gradient of the first batch instead of backpropagation, or None."""

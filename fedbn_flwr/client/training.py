@@ -115,6 +115,9 @@ class Rule(Protocol):
     """What training needs of a client rule, which describes it (`fedbn_flwr.client.rule.ClientRule`)."""
 
     elementwise: ClassVar[bool]
+    alone: ClassVar[bool]
+
+    def loss(self, inputs: Value, targets: Value, outputs: Any, loss: Tensor) -> Tensor: ...
 
     def begin(self, w: Tensors) -> Kept: ...
 
@@ -167,6 +170,7 @@ class Trained:
 def train(training: Training) -> Trained:
     """One optimiser step per batch."""
     optimizer, gradient = training.optimizer, training.first_step or training.gradient
+    changing = [rule for rule in training.rules if rule.alone]
     frozen = frozen_norm(training.model, training.frozen) if training.frozen else nullcontext()
     # On the device: reading the loss would make the host wait for the device at every step.
     total = torch.zeros((), device=training.device, dtype=torch.float64)
@@ -177,7 +181,8 @@ def train(training: Training) -> Trained:
             inputs, targets = each(to_device, inputs), each(to_device, targets)
             optimizer.zero_grad()
             size = count(inputs)
-            total += gradient(training.model, inputs, targets, training.loss) * size
+            loss = _changed(training.loss, changing, inputs) if changing else training.loss
+            total += gradient(training.model, inputs, targets, loss) * size
             if not steps:
                 kept, first_batch, gradient = _begun(training), size, training.gradient
             if training.rules:
@@ -186,6 +191,18 @@ def train(training: Training) -> Trained:
             steps, examples = steps + 1, examples + size
         optimizer.zero_grad()  # frees the gradients, which take as much memory as the model
         return Trained(float(total) / max(examples, 1), first_batch, steps, kept if steps else _begun(training))
+
+
+def _changed(loss_fn: Loss, rules: Sequence[Rule], inputs: Value) -> Loss:
+    """The loss of a batch with these inputs, as the rules change it."""
+
+    def loss_of(outputs: Any, targets: Value) -> Tensor:
+        loss = loss_fn(outputs, targets)
+        for rule in rules:
+            loss = rule.loss(inputs, targets, outputs, loss)
+        return loss
+
+    return loss_of
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from fedbn_flwr.errors import SettingsError, few
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.models.tensors import initial_arrays
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import Rule, as_rule
@@ -77,6 +77,9 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
         rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # raises an error for a model that does not suit it
     finally:
         logging.disable(logging.NOTSET)
+    stays = rule.traits.stays(parts.model.state_dict())
+    if stays and (problem := ModelTensors(parts.model).kept_problem(stays)):
+        raise SettingsError(f"strategy {strategy_name(run.strategy)}: {problem}")
     return parts
 
 

@@ -25,7 +25,7 @@ from .settings import Experiment, Settings
 
 @dataclass(frozen=True)
 class Part:
-    """The arrays of one role in a model."""
+    """The arrays of one role in a model, or those of it that stay on the clients."""
 
     arrays: int
     values: int
@@ -36,7 +36,7 @@ class Part:
 class ExplainedRun:
     label: str
     settings: tuple[Setting, ...]
-    model: dict[str, Part]  # by role
+    model: dict[str, Part]  # by role; "own" before the role: those that stay, if others of the role do not
     down: tuple[str, ...]  # what a client receives in a round of training: roles of arrays, and other records
     up: tuple[str, ...]
     columns: Mapping[str, str]  # the use of each column; empty without the data
@@ -48,9 +48,10 @@ def explain(experiment: Experiment) -> list[ExplainedRun]:
     for prepared in prepare(experiment):
         label, traits = prepared.run.label, prepared.rule.traits
         if label not in found:
-            model = _parts_of(prepared)
-            down = (*(role for role in model if role not in {Role.COUNTER, *traits.local_roles}), *traits.besides)
-            up = (*(role for role in model if role not in {Role.COUNTER, *traits.unsent}), *traits.besides)
+            model, kept = _parts_of(prepared)
+            down = (*(part for part in model if part not in {Role.COUNTER, *kept}), *traits.besides)
+            unsent = {Role.COUNTER, *(() if traits.returned else kept)}
+            up = (*(part for part in model if part not in unsent), *traits.besides)
             columns = prepared.dataset.columns if prepared.dataset else {}
             found[label] = ExplainedRun(label, tuple(settings_of(experiment, prepared.run)), model, down, up, columns)
             prepared.release()
@@ -68,11 +69,15 @@ def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
     ]
 
 
-def _parts_of(prepared: Parts) -> dict[str, Part]:
-    tensors, by_role = prepared.model.state_dict(), dict[str, list[Tensor]]()
-    for key, role in roles(prepared.model).items():
-        by_role.setdefault(str(role), []).append(tensors[key])
-    return {
+def _parts_of(prepared: Parts) -> tuple[dict[str, Part], set[str]]:
+    """The parts of the model, and the names of those that stay on the clients."""
+    tensors, by_role, of = prepared.model.state_dict(), dict[str, list[Tensor]](), roles(prepared.model)
+    stays = prepared.rule.traits.stays(tensors)
+    shared = {role for key, role in of.items() if key not in stays}
+    names = {key: f"own {role}" if key in stays and role in shared else str(role) for key, role in of.items()}
+    for key, name in names.items():
+        by_role.setdefault(name, []).append(tensors[key])
+    parts = {
         role: Part(
             len(found),
             sum(tensor.numel() for tensor in found),
@@ -80,6 +85,7 @@ def _parts_of(prepared: Parts) -> dict[str, Part]:
         )
         for role, found in by_role.items()
     }
+    return parts, {names[key] for key in stays}
 
 
 # --- as text ------------------------------------------------------------------

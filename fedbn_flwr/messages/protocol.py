@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedbn_flwr.errors import MessageError, did_you_mean
-from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.norms.roles import Role, selected
 
 Config = Mapping[str, Any]  # of a message: numbers, texts, bytes, and lists of them
 Metrics = dict[str, Any]  # of a reply: numbers, and lists of them
@@ -36,6 +36,7 @@ READY = "fedbn.ready"
 TOKEN = "fedbn.run-token"  # noqa: S105 (the name of a key)
 KEPT_ROUND = "fedbn.kept-round"
 LR_FACTOR = "fedbn.lr-factor"
+KEPT = "fedbn.kept"
 RETURN = "fedbn.return"
 MEANS = "fedbn.means"
 DEVIATIONS = "fedbn.deviations"
@@ -46,7 +47,8 @@ RUN_KEYS = {
     TOKEN: Key("32 hexadecimal digits", "distinguish runs of one name; a resumed run has the same token"),
     KEPT_ROUND: Key("int", "keep the state after this round in the state folder, if there is one"),
     LR_FACTOR: Key("float", "multiply the round's learning rate by this factor, from a freeze or switch on"),
-    RETURN: Key("roles, comma separated", "send these roles back in addition to the received ones"),
+    KEPT: Key("names, comma separated", "keep its own arrays of these roles, layers or patterns, which are not sent"),
+    RETURN: Key("true", f"send the arrays of `{KEPT}` back in addition to the received ones"),
     MEANS: Key("floats", f"normalise inputs with these means of all clients' columns, along with `{DEVIATIONS}`"),
     DEVIATIONS: Key("floats", f"the standard deviations for `{MEANS}`"),
     REESTIMATE: Key("true", "evaluate with batch norm's statistics of the client's training inputs"),
@@ -129,9 +131,18 @@ def join(names: Iterable[str]) -> str:
     return ",".join(sorted(names)) or _NOTHING
 
 
+def _names_in(config: Config, key: str) -> list[str]:
+    return [name.strip() for name in str(config.get(key, "")).split(",") if name.strip() not in ("", _NOTHING)]
+
+
+def kept_keys(config: Config, of: Mapping[str, Role]) -> set[str]:
+    """The keys of a model, whose roles are `of`, that stay on the client by the message's config."""
+    return selected(of, _names_in(config, KEPT))
+
+
 def roles_of(config: Config, key: str, allowed: frozenset[Role]) -> frozenset[Role]:
     """The roles in the value of a key; empty if the key is absent."""
-    names = [name.strip() for name in str(config.get(key, "")).split(",") if name.strip() not in ("", _NOTHING)]
+    names = _names_in(config, key)
     for name in names:
         if name not in allowed:
             raise MessageError(f"{key} names {name!r}; {did_you_mean(name, allowed)}")

@@ -149,15 +149,15 @@ class ModelTensors:
         own: Arrays,
         client: int,
         run: str | None = None,
-        needed: Collection[Role] = (Role.WEIGHTS,),
+        needed: Collection[str] = (),
     ) -> None:
         """Load the received arrays and the client's own ones; all other tensors get the values of a new model.
 
-        MessageError if an array of a `needed` role is missing.
+        MessageError if an array with a `needed` key is missing.
         """
         given = {*arrays, *own}
         absent = [key for key in self.roles if key not in given]
-        self._check(arrays, own, [key for key in absent if self.roles[key] in needed])
+        self._check(arrays, own, [key for key in absent if key in needed])
         kept = [key for key in absent if self._counts or self.roles[key] is not Role.COUNTER]
         last = self.use["client"]
         if kept and self._build is None and last not in (None, (client, run)):
@@ -170,6 +170,22 @@ class ModelTensors:
         self._restore(absent)
         self.load(own)
         self.load(arrays)
+
+    def kept_problem(self, kept: Collection[str], arrays: Collection[str] = ()) -> str | None:
+        """Why these keys cannot be what stays on the client: they have half a tensor, or are among those received."""
+        if sent := [key for key in arrays if key in kept]:
+            return (
+                f"the server sent {sent[0]!r}, which stays on the client ({len(kept)} arrays do). Server and clients "
+                "must build the same model, whose batch norms all track statistics, or none does"
+            )
+        for keys in self._tied:
+            inside, outside = ([key for key in keys if (key in kept) is stays] for stays in (True, False))
+            if inside and outside:
+                return (
+                    f"{inside[0]!r} stays on the client and {outside[0]!r} does not, and they are one tensor in this "
+                    "model; keep both or none"
+                )
+        return None
 
     def _check(self, arrays: Arrays, own: Arrays, lacking: Sequence[str]) -> None:
         """Raise MessageError unless the received arrays and the client's own ones fit its model."""

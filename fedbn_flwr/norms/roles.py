@@ -13,6 +13,7 @@ import functools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedbn_flwr.errors import SettingsError
@@ -141,9 +142,38 @@ def check_own(layer: nn.Module, where: str, kind: str, name: str) -> None:
         )
 
 
+LAST = "last"
+
+
+def selected(of: Mapping[str, Role], names: Collection[str]) -> set[str]:
+    """The keys that these names select; `of` has the role of each key, in the model's order.
+
+    A name is a role, "last" for the model's last layer, or a pattern of keys or layers (`fc`, `layer4*`) as for file
+    names. A pattern does not select counters, which are never sent: only their role does.
+    """
+    patterns = [name for name in names if name not in {*Role, LAST}]
+    layer = f"{_layer_of(next(reversed([*of]), ''))}." if LAST in names else None
+
+    def is_selected(key: str) -> bool:
+        is_last = layer is not None and f"{key}.".startswith(layer)
+        return is_last or any(fnmatchcase(key, each) or fnmatchcase(key, f"{each}.*") for each in patterns)
+
+    return {key for key, role in of.items() if role in names or (role is not Role.COUNTER and is_selected(key))}
+
+
+def _layer_of(key: str) -> str:
+    computed = _COMPUTED.fullmatch(key)
+    return computed[1].removesuffix(".") if computed else key.rpartition(".")[0]
+
+
+def split(state: Mapping[str, V], wanted: Collection[str]) -> tuple[dict[str, V], dict[str, V]]:
+    """The entries of `state` with these keys, and the others."""
+    inside = {key: value for key, value in state.items() if key in wanted}
+    return inside, {key: value for key, value in state.items() if key not in inside}
+
+
 def split_by_role(
     state: Mapping[str, V], of: Mapping[str, Role], wanted: Collection[Role]
 ) -> tuple[dict[str, V], dict[str, V]]:
     """The entries of `state` whose role is wanted, and the others."""
-    inside = {key: value for key, value in state.items() if of[key] in wanted}
-    return inside, {key: value for key, value in state.items() if key not in inside}
+    return split(state, {key for key in state if of[key] in wanted})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from fedbn_flwr.strategies.fedbn import LocalNorm  # type: ignore[import-untyped]
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, Strategy
 from torch import nn
@@ -145,7 +145,9 @@ def test_batch_norms_of_which_some_track_no_statistics_are_refused(federation: F
         return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), static, nn.Flatten(), nn.Linear(16, 3))
 
     fed = federation((8, 12), model=net)
-    with pytest.raises(RunFailed, match=r"did not send '1.weight' \(.*whose batch norms all track statistics, or none"):
+    with pytest.raises(
+        RunFailed, match=r"sent '2.weight', which stays on .*whose batch norms all track statistics, or none"
+    ):
         FedBN().start(fed.grid(), fed.arrays(), num_rounds=2)
     SiloBN().start(fed.grid(), fed.arrays(), num_rounds=2)  # shares gamma and beta of all
 
@@ -238,11 +240,9 @@ def test_local_keys_are_never_sent_down_and_initial_sends_none_up(federation: Fe
 
 
 def test_arrays_that_clients_do_not_send_may_be_inside_mean_statistics(federation: Federations) -> None:
-    class KeepsAffine(LocalNorm):
-        local_roles = frozenset({Role.AFFINE})
-
     fed = federation((8, 12))
-    alone, inside = KeepsAffine(global_norm="initial"), MeanStatistics(KeepsAffine(global_norm="initial"))
+    rule = functools.partial(FedAvg, kept="affine", global_kept="initial")
+    alone, inside = rule(), MeanStatistics(rule())
     first, second = (strategy.start(fed.grid(), fed.arrays(), num_rounds=2) for strategy in (alone, inside))
     for key, value in unpack(first.arrays).items():
         assert unpack(second.arrays)[key].tobytes() == value.tobytes(), key
@@ -269,7 +269,7 @@ def test_notes_say_which_batch_norm_the_global_model_carries() -> None:
 
 def test_a_client_that_cannot_send_its_batch_norm_back_is_named(federation: Federations) -> None:
     fed = federation()
-    with pytest.raises(RunFailed, match=r"client 0(.|\n)*fedbn\.return"):
+    with pytest.raises(RunFailed, match=r"client 0(.|\n)*fedbn\.kept"):
         FedBN().start(LocalGrid(client_app(lambda context: Foreign()), 2), fed.arrays(), num_rounds=1)
 
 
@@ -288,7 +288,7 @@ def test_arguments_that_mean_nothing_are_refused(arguments: dict[str, Any], mess
 
 
 def test_wrappers_report_that_their_rule_personalises() -> None:
-    assert [bool(FixBN(rule()).traits.local_roles) for rule in (FedBN, SiloBN, Standalone, FedAvg)] == [
+    assert [bool(FixBN(rule()).traits.kept) for rule in (FedBN, SiloBN, Standalone, FedAvg)] == [
         True,
         True,
         True,

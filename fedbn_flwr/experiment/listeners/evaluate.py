@@ -47,7 +47,7 @@ class Evaluate(Listener):
         self.prepared = prepared
         self.threads = threads if prepared.device.type == "cpu" else 1
         self.rule = prepared.rule
-        only_by_clients = bool(self.rule.traits.local_roles) or not run.evaluate.server
+        only_by_clients = bool(self.rule.traits.kept) or not run.evaluate.server
         self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
         self.loss = plain_loss(run, prepared.task)
         self.names = (*prepared.task.reported, *map(evaluation.name_of, prepared.metrics))

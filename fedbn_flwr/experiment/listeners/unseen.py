@@ -20,7 +20,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import record_of
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import reason_of
-from fedbn_flwr.norms.roles import roles, split_by_role
+from fedbn_flwr.norms.roles import split
 
 from ..settings import Settings
 from .evaluate import ByClient, values_of
@@ -75,5 +75,4 @@ def _chosen(values: Mapping[str, float], names: Iterable[str], prefix: str) -> I
 
 def sent(arrays: ArrayRecord, running: Running) -> ArrayRecord:
     """The arrays that the strategy sends to clients."""
-    local = running.prepared.rule.traits.local_roles
-    return record_of(split_by_role(arrays, roles(arrays), {*local})[1])
+    return record_of(split(arrays, running.prepared.rule.traits.stays(arrays))[1])

@@ -149,8 +149,8 @@ class Private(Wrapper):
             return messages
         content, arrays = messages[0].content, round.arrays  # the messages of a round are equal
         asked, of = next(iter(configs_in(content).values())), roles(arrays)
-        sent, returned = arrays_of(content), protocol.roles_of(asked, protocol.RETURN, frozenset(Role))
-        keys = tuple(key for key in arrays if key in sent or of[key] in returned)  # that clients send in reply
+        sent, returned = arrays_of(content), protocol.kept_keys(asked, of) if asked.get(protocol.RETURN) else set()
+        keys = tuple(key for key in arrays if key in sent or key in returned)  # that clients send in reply
         parts = parts_of({key: unpack(arrays)[key] for key in keys}, of, frozenset(Role) - frozen_roles(asked))
         nodes = tuple(message.metadata.dst_node_id for message in messages)
         # Without noise the report has no epsilon.

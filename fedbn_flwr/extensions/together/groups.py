@@ -101,7 +101,8 @@ def _is_plain(training: Training) -> bool:
     if isinstance(gradient, functools.partial) and not any(gradient.keywords.values()):
         gradient = gradient.func
     groups = optimizer.param_groups
-    plain = gradient is backpropagate and training.first_step is None and bool(training.optimizer.parameters)
+    alone = training.first_step is not None or any(rule.alone for rule in training.rules)
+    plain = gradient is backpropagate and not alone and bool(training.optimizer.parameters)
     return (
         plain and type(optimizer) in (SGD, torch.optim.SGD) and len(groups) == 1
         and not (groups[0]["dampening"] or groups[0]["maximize"])

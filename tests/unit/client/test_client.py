@@ -436,8 +436,8 @@ def test_a_model_that_is_kept_for_the_next_run_is_refused(federation: Federation
     model = copy.deepcopy(fed.model)
     grid = LocalGrid(client_app(lambda context: BNClient(model, fed.data[0], lr=0.1, context=context)), 1)
     for _ in range(2):
-        assert not ask(grid, message(1, shared, fedbn_run="a", fedbn_return="none"))[0].has_error()
-    (reply,) = ask(grid, message(1, shared, fedbn_run="b", fedbn_return="none"))
+        assert not ask(grid, message(1, shared, fedbn_run="a", fedbn_kept="statistics"))[0].has_error()
+    (reply,) = ask(grid, message(1, shared, fedbn_run="b", fedbn_kept="statistics"))
     assert "'1.running_mean', which stays on the client, and this client's model has that of an earlier run" in reason(
         reply
     )
@@ -449,7 +449,10 @@ def test_a_server_s_model_without_the_client_s_batch_norm_is_refused(federation:
     converted = pack({key: value for key, value in unpack(fed.arrays()).items() if not key.startswith("1.")})
     (reply,) = ask(fed.grid(), message(1, converted, fedbn_run="a"))
     assert "did not send '1.weight' (4 keys of affine are missing)" in reason(reply)
-    for config in ({"fedbn_run": "a", "fedbn_return": "none"}, {}):  # FedBN, and a strategy of another project
+    for config in (
+        {"fedbn_run": "a", "fedbn_kept": "affine,statistics"},
+        {},
+    ):  # FedBN, and a strategy of another project
         assert not ask(fed.grid(), message(1, converted, **config))[0].has_error()
 
 

@@ -1,0 +1,399 @@
+"""Layers that stay on the clients by name: FedPer, LG-FedAvg and MTFL; against plain PyTorch in float64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.prepare import prepare
+from fedbn_flwr.experiment.preview import explain
+from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.norms.roles import Role, roles, selected
+from fedbn_flwr.results.folder.ledger import MeteredGrid
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FedBN,
+    FedNova,
+    FedProx,
+    FedTAN,
+    FixBN,
+    GlobalMomentum,
+    MeanStatistics,
+    Private,
+    Scaffold,
+    Secure,
+    Standalone,
+)
+from tests.support.federations import replaced
+from tests.support.localnorm import by_hand
+
+Federations = Callable[..., Any]
+
+STATISTICS = {"1.running_mean", "1.running_var"}
+AFFINE = {"1.weight", "1.bias"}
+HEAD = {"4.weight", "4.bias"}
+ALL = STATISTICS | AFFINE | HEAD | {"0.weight"}
+
+# The settings of each method, and the keys of the small network that stay on the client.
+METHODS: dict[str, tuple[list[str], set[str]]] = {
+    "FedPer": (["last"], HEAD),
+    "LG-FedAvg": (["0", "1"], {"0.weight"} | AFFINE | STATISTICS),
+    "MTFL": (["affine"], AFFINE),
+    "a head and statistics": (["4", "statistics"], HEAD | STATISTICS),
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+# --- names -------------------------------------------------------------------
+
+
+def test_names_are_roles_the_last_layer_and_patterns_of_keys_and_layers() -> None:
+    net = nn.ModuleDict({
+        "conv": nn.Conv2d(1, 2, 3), "norm": nn.BatchNorm2d(2), "head1": nn.Linear(2, 2), "head2": nn.Linear(2, 3),
+    })  # fmt: skip
+    of = roles(net)
+    norm = {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var"}
+    for names, expected in {
+        "affine": {"norm.weight", "norm.bias"},
+        "counter": {"norm.num_batches_tracked"},
+        "norm": norm,  # patterns select no counters
+        "no*": norm,
+        "head?": {f"head{i}.{name}" for i in (1, 2) for name in ("weight", "bias")},
+        "head*.bias": {"head1.bias", "head2.bias"},
+        "head": set(),
+        "last": {"head2.weight", "head2.bias"},
+    }.items():
+        assert selected(of, [names]) == expected, names
+    nn.utils.parametrizations.weight_norm(net["head2"])
+    assert selected(roles(net), ["last"]) == {key for key in roles(net) if key.startswith("head2.")}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kept": ["fc"]}, r"kept has 'fc', and the model has no such arrays; its layers are 0, 1, 4\."),
+        ({"kept": ["4", "[1"]}, r"kept has '\[1', and the model has no such arrays"),
+        ({"kept": ["*"]}, r"which leaves nothing to average; use Standalone"),
+        ({"kept": "*running_var"}, r"has one of '1.running_mean' and '1.running_var'; keep both or none"),
+    ],
+)
+def test_names_that_cannot_be_kept_raise_an_error_before_training(
+    federation: Federations, options: dict[str, Any], message: str
+) -> None:
+    fed = federation((8, 12))
+    with pytest.raises(SettingsError, match=message):
+        FixBN(FedAvg(**options), freeze_round=1).start(fed.grid(), fed.arrays(), num_rounds=2)
+
+
+def test_arguments_that_mean_nothing_raise_an_error() -> None:
+    for kept, message in ((["a,b"], "without commas"), ([""], "without commas"), (3, "expected a name or a list of")):
+        with pytest.raises(SettingsError, match=message):
+            FedAvg(kept=kept)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="global_kept"):
+        FedBN(global_kept="initial")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.last = nn.Linear(3, 3, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x.mean((2, 3)).repeat(1, 2)[:, :3])) if x.ndim == 4 else self.last(self.first(x))
+
+
+def test_a_tensor_of_two_names_is_not_half_kept(federation: Federations) -> None:
+    fed = federation((8, 12), model=Tied)
+    with pytest.raises(RunFailed, match=r"'last.weight' stays on the client and 'first.weight' does not.*one tensor"):
+        FedAvg(kept=["last*"]).start(fed.grid(), fed.arrays(), num_rounds=1)
+
+
+def test_an_experiment_raises_the_errors_when_it_is_prepared() -> None:
+    file = "{data: {name: digits}, model: {name: %s}, strategy: {name: FedAvg, kept: %s}}"
+    with pytest.raises(SettingsError, match="kept has 'fcc', and the model has no such arrays"):
+        prepare(load_experiment(file % ("mlp", "[fcc]"), []))
+    (prepared,) = prepare(load_experiment(file % ("mlp", "last"), []))
+    assert prepared.rule.notes() == {"kept": ["last"]}
+    stays = prepared.rule.traits.stays(prepared.model.state_dict())
+    assert stays == {"classify.weight", "classify.bias", "bn.num_batches_tracked"}
+    with pytest.raises(SettingsError, match=r"'last.weight' stays on the client and 'first.weight' does not"):
+        prepare(load_experiment(file % (f"'{__name__}:TiedDigits'", "['last*']"), []))
+
+
+class TiedDigits(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64, bias=False)
+        self.last = nn.Linear(64, 64, bias=False)
+        self.last.weight = self.first.weight
+        self.classes = num_classes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x.flatten(1)))[:, : self.classes]
+
+
+# --- against a twin ----------------------------------------------------------
+
+
+@every_method
+@pytest.mark.parametrize("global_kept", ["average", "initial"])
+def test_three_rounds_equal_the_method_by_hand(federation: Federations, method: str, global_kept: Any) -> None:
+    names, local = METHODS[method]
+    fed = federation((8, 12), dtype=torch.float64, lr=0.2)
+    app, clients = replaced(fed)
+    result = FedAvg(kept=names, global_kept=global_kept).start(fed.grid(app), fed.arrays(), num_rounds=3)
+    mean, models = by_hand(fed, 3, local)
+    found, first = unpack(result.arrays), unpack(fed.arrays())
+    assert set(found) == ALL
+    for key, value in found.items():
+        if key in local and global_kept == "initial":
+            assert value.tobytes() == first[key].tobytes(), key
+        else:
+            np.testing.assert_allclose(value, mean[key].numpy(), rtol=1e-11, atol=1e-13, err_msg=key)
+    # The last message of each client was an evaluation: its model is as the next round would load it.
+    for node, model in zip((1, 2), models, strict=True):
+        own = clients[node].model.state_dict()
+        for key, value in model.state_dict().items():
+            np.testing.assert_allclose(own[key].numpy(), value.numpy(), rtol=1e-11, atol=1e-13, err_msg=key)
+    losses = []
+    for model, data in zip(models, fed.data, strict=True):
+        inputs, labels = (torch.cat([batch[i] for batch in data.batches]) for i in (0, 1))
+        losses.append(F.cross_entropy(model.eval()(inputs), labels).item())
+    expected = (8 * losses[0] + 12 * losses[1]) / 20
+    assert result.evaluate_metrics_clientapp[3]["loss"] == pytest.approx(expected, rel=1e-11)
+
+
+@every_method
+def test_kept_arrays_are_never_sent_down_and_initial_sends_none_up(federation: Federations, method: str) -> None:
+    names, local = METHODS[method]
+    fed = federation((8, 12))
+    sizes = {key: array.numpy().size for key, array in fed.arrays().items()}
+    total, kept = sum(sizes.values()), sum(sizes[key] for key in local)
+    for global_kept, up in (("average", total), ("initial", total - kept)):
+        grid = MeteredGrid(fed.grid())
+        FedAvg(kept=names, global_kept=global_kept).start(grid, fed.arrays(), num_rounds=2)
+        traffic = grid.take()
+        assert traffic.elements_down_per_client == total - kept
+        assert traffic.elements_up_per_client == up
+
+
+def same_runs(fed: Any, first: Any, second: Any, rounds: int = 3) -> None:
+    found = [unpack(each.start(fed.grid(), fed.arrays(), num_rounds=rounds).arrays) for each in (first, second)]
+    for key, value in found[0].items():
+        assert found[1][key].tobytes() == value.tobytes(), key
+
+
+def test_fedbn_is_the_setting_affine_and_statistics_bit_for_bit(federation: Federations) -> None:
+    fed = federation((8, 12))
+    same_runs(fed, FedBN(), FedAvg(kept=["affine", "statistics"]))
+    same_runs(fed, FedBN(global_norm="initial"), FedAvg(kept=["1"], global_kept="initial"))
+    same_runs(fed, FedBN(kept=["4"]), FedAvg(kept=["1", "last"]))
+
+
+def test_counters_of_the_server_s_model_stay_too(federation: Federations) -> None:
+    fed = federation((8, 12), batches=2)
+    arrays = ArrayRecord(fed.model.state_dict())
+    result = FedAvg(kept=["last"]).start(fed.grid(), arrays, num_rounds=3)
+    assert int(result.arrays["1.num_batches_tracked"].numpy()) == 6
+
+
+def test_the_clients_of_a_new_run_and_new_clients_begin_with_a_new_model_s_head(federation: Federations) -> None:
+    fed = federation((8, 12, 6))
+    grid = fed.grid()
+    half = functools.partial(FedAvg, fraction_train=0.34, min_train_nodes=1, kept=["last"])  # one a round
+    first, second = (half().start(grid, fed.arrays(), num_rounds=3) for _ in range(2))
+    assert second.evaluate_metrics_clientapp == first.evaluate_metrics_clientapp
+
+
+# --- with other strategies ---------------------------------------------------
+
+
+def test_fedprox_pulls_the_shared_layers_only(federation: Federations) -> None:
+    """Two steps of SGD by hand, the second with mu (w - w_t) for all parameters but those of the head."""
+    fed = federation((8, 12), dtype=torch.float64, lr=0.2)
+    app, clients = replaced(fed)
+    FedProx(proximal_mu=0.5, kept=["last"], fraction_evaluate=0.0).start(fed.grid(app), fed.arrays(), num_rounds=1)
+    model = copy.deepcopy(fed.model).train()
+    received = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for inputs, labels in fed.data[0].batches:
+        model.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                pull = 0.0 if name in HEAD else 0.5
+                value -= 0.2 * (value.grad + pull * (value - received[name]))
+    for key, value in model.state_dict().items():
+        np.testing.assert_allclose(clients[1].model.state_dict()[key], value, rtol=1e-12, atol=1e-14, err_msg=key)
+
+
+def test_scaffold_has_no_control_variates_of_kept_layers(federation: Federations) -> None:
+    fed = federation((8, 12))
+    strategy = Scaffold(kept=["last"])
+    strategy.start(fed.grid(), fed.arrays(), num_rounds=2)
+    assert strategy.memory.control.keys() == {"0.weight"} | AFFINE
+
+
+def test_fednova_averages_kept_layers_plainly_and_the_others_by_steps(federation: Federations) -> None:
+    fed = federation((8, 12), dtype=torch.float64, lr=0.1)
+    for data, count in zip(fed.data, (1, 3), strict=True):
+        data.batches = data.batches * count
+    app, clients = replaced(fed)
+    result = unpack(
+        FedNova(kept=["last"], fraction_evaluate=0.0).start(fed.grid(app), fed.arrays(), num_rounds=1).arrays
+    )
+    n = [data.num_examples for data in fed.data]
+    models, x = [clients[node].model.state_dict() for node in (1, 2)], fed.model.state_dict()
+    p = [each / sum(n) for each in n]
+    tau = p[0] * 1 + p[1] * 3
+    for key in HEAD:
+        mean = sum(share * model[key] for share, model in zip(p, models, strict=True))
+        np.testing.assert_allclose(result[key], mean, rtol=1e-12)
+    for key in {"0.weight"} | AFFINE:
+        change = sum(s * (m[key] - x[key]) / a for s, m, a in zip(p, models, (1, 3), strict=True))
+        np.testing.assert_allclose(result[key], x[key] + tau * change, rtol=1e-10)
+
+
+def test_fedtan_s_first_step_is_that_of_the_union_with_a_head_for_each_client(federation: Federations) -> None:
+    fed = federation((8, 8), dtype=torch.float64, batches=1, lr=0.1)
+    app, clients = replaced(fed)
+    strategy = FedTAN(kept=["last"], min_batch=1, fraction_evaluate=0.0)
+    result = unpack(strategy.start(fed.grid(app), fed.arrays(), num_rounds=2).arrays)
+    shared = {key: value.clone() for key, value in fed.model.state_dict().items()}
+    heads = [{key: shared[key].clone() for key in HEAD} for _ in range(2)]
+    batches = [data.batches[0] for data in fed.data]
+    inputs = torch.cat([x for x, _ in batches])
+    for _ in range(2):
+        body = copy.deepcopy(fed.model)[:4].train()
+        body.load_state_dict({key: value for key, value in shared.items() if key not in HEAD})
+        own = [{key: value.clone().requires_grad_() for key, value in head.items()} for head in heads]
+        features = body(inputs).split([len(x) for x, _ in batches])
+        losses = [
+            F.cross_entropy(F.linear(part, head["4.weight"], head["4.bias"]), y)
+            for part, head, (_, y) in zip(features, own, batches, strict=True)
+        ]
+        (0.5 * (losses[0] + losses[1])).backward()
+        with torch.no_grad():
+            for name, parameter in body.named_parameters():
+                shared[name] = parameter - 0.1 * parameter.grad
+            for name, buffer in body.named_buffers():
+                shared[name] = buffer.clone()
+            # A client's own loss moves its head: twice the gradient of the mean.
+            heads = [{key: value - 0.2 * value.grad for key, value in head.items()} for head in own]
+    for key in {"0.weight"} | AFFINE | STATISTICS:
+        np.testing.assert_allclose(result[key], shared[key].numpy(), rtol=1e-9, atol=1e-12, err_msg=key)
+    for node, head in zip((1, 2), heads, strict=True):
+        for key in HEAD:
+            found = clients[node].model.state_dict()[key]
+            np.testing.assert_allclose(found.numpy(), head[key].numpy(), rtol=1e-9, atol=1e-12)
+
+
+def test_fixbn_freezes_shared_statistics_while_the_head_stays(federation: Federations) -> None:
+    fed = federation((8, 12))
+    ends = []
+    for rounds in (2, 4):
+        app, clients = replaced(fed)
+        FixBN(FedAvg(kept=["last"]), freeze_round=2).start(fed.grid(app), fed.arrays(), num_rounds=rounds)
+        ends.append([client.model.state_dict() for client in clients.values()])
+    (one, two), (later, _) = ends
+    assert all(one[key].equal(later[key]) for key in STATISTICS)
+    assert all(one[key].equal(two[key]) for key in STATISTICS)
+    assert not any(one[key].equal(later[key]) or one[key].equal(two[key]) for key in HEAD)
+
+
+def test_a_client_that_would_have_to_set_some_statistics_after_the_freeze_raises_an_error(
+    federation: Federations,
+) -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(3)
+        )
+
+    def made() -> nn.Module:
+        model = net()
+        model(torch.zeros(2, 2, 4, 4))
+        return model
+
+    fed = federation((8, 12), model=made)
+    FixBN(FedAvg(kept=["3"]), freeze_round=1).start(fed.grid(), fed.arrays(), num_rounds=2)  # all trained before
+    with pytest.raises(RunFailed, match=r"first trains after the freeze.*own '3.running_mean', while '1.running_mean'"):
+        FixBN(FedAvg(kept=["3"]), freeze_round=0).start(fed.grid(), fed.arrays(), num_rounds=2)
+
+
+def test_momentum_of_kept_layers_stays_too(federation: Federations) -> None:
+    fed = federation((8, 12), momentum=0.9)
+    strategy = GlobalMomentum(FedAvg(kept=["last"]))
+    strategy.start(fed.grid(), fed.arrays(), num_rounds=2)
+    assert strategy.memory.momentum.keys() == {"0.weight"} | AFFINE
+
+
+@pytest.mark.parametrize("names", [["last"], ["affine"], ["statistics"]])
+@pytest.mark.parametrize("global_kept", ["average", "initial"])
+def test_around_it_others_change_the_shared_part_only(
+    federation: Federations, names: list[str], global_kept: Any
+) -> None:
+    """Secure's rounding aside, and without noise and clipping that Private would add, the result is FedAvg's."""
+    fed = federation((8, 12), dtype=torch.float64, lr=0.05)
+    rule = functools.partial(FedAvg, kept=names, global_kept=global_kept, fraction_evaluate=0.0)
+    plain = unpack(rule().start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
+    for around, tolerance in (
+        (FixBN(rule(), freeze_round=2), 0.0),
+        (MeanStatistics(rule()) if (names, global_kept) != (["statistics"], "initial") else rule(), 0.0),
+        (Secure(rule()), 1e-6),
+    ):
+        found = unpack(around.start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
+        for key, value in plain.items():
+            np.testing.assert_allclose(found[key], value, rtol=tolerance, atol=tolerance, err_msg=f"{around} {key}")
+
+
+def test_private_releases_nothing_of_kept_layers_that_are_not_sent(federation: Federations) -> None:
+    fed = federation((8, 12))
+    rule = Private(FedAvg(kept=["last", "statistics"], global_kept="initial"), noise=1.0, noise_seed=1)
+    result, first = unpack(rule.start(fed.grid(), fed.arrays(), num_rounds=2).arrays), unpack(fed.arrays())
+    for key in ALL:
+        assert (result[key].tobytes() == first[key].tobytes()) == (key in HEAD | STATISTICS), key
+    assert rule.memory.total == 2.0  # two rounds, weights only
+
+
+def test_standalone_has_nothing_more_to_keep(federation: Federations) -> None:
+    fed = federation((8, 12))
+    with pytest.raises(SettingsError, match="leaves nothing to average; use Standalone without it"):
+        Standalone(kept=["last"]).start(fed.grid(), fed.arrays(), num_rounds=1)
+
+
+def test_explain_counts_what_stays(federation: Federations) -> None:
+    file = "{data: {name: digits}, model: {name: mlp, norm: bn}, strategy: {name: FedAvg, kept: [last]}}"
+    (run,) = explain(load_experiment(file, []))
+    assert run.down == ("weights", "affine", "statistics")
+    assert run.up == ("weights", "affine", "statistics", "own weights")
+    assert run.model["own weights"].arrays == 2
+
+
+def test_a_client_of_another_project_raises_an_error(federation: Federations) -> None:
+    from tests.support.foreign import Foreign
+
+    fed = federation()
+    with pytest.raises(RunFailed, match=r"client 0(.|\n)*fedbn\.kept"):
+        FedAvg(kept=["last"]).start(LocalGrid(client_app(lambda context: Foreign()), 2), fed.arrays(), num_rounds=1)
+
+
+def test_a_server_of_another_model_names_the_array(federation: Federations) -> None:
+    """The client finds what stays in its own model, and compares."""
+    fed = federation((8, 12))
+    arrays = {key: value for key, value in unpack(fed.arrays()).items() if not key.startswith("4")}
+    with pytest.raises(RunFailed, match=r"did not send '4.weight' \(2 keys of weights are missing\)"):
+        FedAvg(kept=["affine"]).start(fed.grid(), pack(arrays), num_rounds=1)
+    assert Role.WEIGHTS in roles(arrays).values()
