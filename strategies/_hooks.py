@@ -128,7 +128,7 @@ class Hooks(Strategy):
         return {}
 
     def records(self, round: Round) -> Mapping[str, Arrays]:
-        """The arrays that clients receive in the records of `Traits.records`; one without arrays is not sent."""
+        """Records of arrays for the clients, which send those of `Traits.records` back; empty ones are not sent."""
         return {}
 
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:

@@ -40,6 +40,7 @@ from fedbn_flwr.messages.aggregate import Array, Arrays, cast, pooled_mean
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply
+from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, split, split_by_role
 from fedbn_flwr.norms.statistics import Moments
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
-from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.norms.roles import LAST, Role
 from fedbn_flwr.strategies import Round, Rule, Traits, Wrapper, as_rule
 
 ROOT = Path(__file__).parents[1]
@@ -28,11 +28,11 @@ FAMILIES = (
     ("FedAvg", "Standalone"),  # to compare with
     ("FixBN", "FedTAN", "FedTANII", "FedAvgGlobalStats"),  # one model, of the same statistics on all clients
     ("FedWon", "HeteroBN"),  # no running statistics
-    ("FedBN", "SiloBN"),  # a model for each client
+    ("FedBN", "SiloBN", "FedRep"),  # a model for each client
     ("FedProx", "FedNova", "Scaffold", "GlobalMomentum", "FedBS"),  # drift and weights
     ("MeanStatistics", "Secure", "Private"),  # around others
 )
-WORDS = {Role.WEIGHTS: "weights", Role.AFFINE: "gamma, beta", Role.STATISTICS: "statistics"}
+WORDS = {Role.WEIGHTS: "weights", Role.AFFINE: "gamma, beta", Role.STATISTICS: "statistics", LAST: "the last layer"}
 STEPS = {"linear": "SGD without clipping", "momentum": "SGD with momentum", "sgd": "SGD"}
 OTHERS = {"FedBS": "the metric `train-loss`", "Secure": "`client_app`"}
 
@@ -98,7 +98,7 @@ def kept(traits: Traits) -> str:
 
 
 def local(traits: Traits) -> str:
-    """The roles that stay on the client."""
+    """What stays on the client."""
     return (
         "the model" if not traits.has_global_model else ", ".join(WORDS[role] for role in WORDS if role in traits.kept)
     )

@@ -140,6 +140,7 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     "fedbn.freeze": "fedbn_flwr.strategies.fixbn:FixBNClient",
     "fedbn.moments": "fedbn_flwr.strategies.fixbn:FixBNClient",
     "fedbn.clip": "fedbn_flwr.strategies.fedwon:FedWonClient",
+    "fedbn.head-epochs": "fedbn_flwr.strategies.fedrep:FedRepClient",
     "fedbn.normalised": "fedbn_flwr.strategies.fednova:FedNovaClient",
     "fedbn.momentum": "fedbn_flwr.strategies.globalmomentum:GlobalMomentumClient",
     "fedbn.control": "fedbn_flwr.strategies.scaffold:ScaffoldClient",

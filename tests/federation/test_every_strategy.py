@@ -27,6 +27,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "FBN": {"name": "FixBN", "freeze_round": 0, "refresh": 0.1},
     "FixBN": {"freeze_round": 1},
     "FedTANII": {"fedtan_rounds": 1},
+    "FedRep": {"head_epochs": 1},
     "Private": {"noise_seed": 0},
 }
 NORMS = {"HeteroBN": "sbn", "FedWon": "won"}

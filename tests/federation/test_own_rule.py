@@ -80,7 +80,7 @@ def test_the_page_s_other_code_runs(federation: Federations, per_step: Any, monk
     monkeypatch.setitem(sys.modules, "perstep", module)
     page: dict[str, Any] = {"ClientRule": ClientRule, "Key": Key}
     others = [block for block in BLOCKS if not block.startswith((PAGE, TEST))]
-    assert len(others) == 3
+    assert len(others) == 4
     for block in others:
         exec(block, page)
     fed = federation((8, 12), steps=2)
@@ -88,6 +88,7 @@ def test_the_page_s_other_code_runs(federation: Federations, per_step: Any, monk
     with_mu = type("WithMu", (FedAvg,), {"config": lambda self, round: {"fedbn.mu": 0.5}})
     assert same(after(fed, with_mu(), 2), after(fed, FedProx(proximal_mu=0.5), 2))
     BY_KEY.pop("fedbn.mu")
+    BY_KEY.pop("fedbn.smooth")
 
 
 def test_the_page_s_test_passes_and_finds_a_strategy_that_is_wrong(tmp_path: Path) -> None:
