@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from fedbn_flwr.trees import Draft, Tree
@@ -132,36 +132,37 @@ def _arguments(text: str) -> dict[str, Any] | None:
     return None
 
 
+# The attributes by which two things of one type differ.
+_CONTENT: dict[type, tuple[str, ...]] = {
+    FunctionType: ("__code__", "__defaults__", "__kwdefaults__", "__closure__"),
+    CodeType: ("co_code", "co_names", "co_freevars", "co_consts"),
+    CellType: ("cell_contents",),
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+}
+
+
 def _content(part: Any, inside: Collection[int]) -> Any:
     """What distinguishes a function or class from others of its name, as nested lists; `inside` ends a circle."""
-    if id(part) in inside:
-        return None
+    if id(part) in inside or part is None or isinstance(part, str | bytes | int | float):
+        return None if id(part) in inside else part
 
     def of(values: Iterable[Any]) -> list[Any]:
         return [_content(value, (*inside, id(part))) for value in values]
 
-    match part:
-        case None | bool() | int() | float() | str() | bytes():
-            return part
-        case CodeType():
-            return of([part.co_code, part.co_names, part.co_freevars, part.co_consts])
-        case FunctionType() if "<" in part.__qualname__:
-            cells = [cell.cell_contents for cell in part.__closure__ or ()]
-            return of([part.__code__, part.__defaults__, part.__kwdefaults__, cells])
-        case type() if "<" in part.__qualname__:
-            return of([part.__bases__, {key: v for key, v in vars(part).items() if callable(v) or key[:2] != "__"}])
-        case functools.partial():
-            return of([part.func, part.args, part.keywords])
-        case property() | staticmethod() | classmethod():
-            return of([getattr(part, name, None) for name in ("fget", "fset", "fdel", "__func__")])
-        case list() | tuple():
-            return of(part)
-        case set() | frozenset():
-            return sorted(map(repr, of(part)))
-        case Mapping():
-            return of(part.items())
-        case type() | ModuleType() | FunctionType():
-            return f"{getattr(part, '__module__', '')}:{getattr(part, '__qualname__', part.__name__)}"
+    if isinstance(part, type | FunctionType | ModuleType) and "<" not in getattr(part, "__qualname__", ""):
+        return f"{getattr(part, '__module__', '')}:{getattr(part, '__qualname__', part.__name__)}"
+    if (attributes := _CONTENT.get(type(part))) is not None:
+        return of(getattr(part, name) for name in attributes)
+    if isinstance(part, type):
+        own = {key: value for key, value in vars(part).items() if callable(value) or not key.startswith("__")}
+        return of([part.__bases__, own])
+    if isinstance(part, list | tuple | Mapping):
+        return of(part.items() if isinstance(part, Mapping) else part)
+    if isinstance(part, set | frozenset):
+        return sorted(map(repr, of(part)))
     if hasattr(part, "state_dict"):
         return of([type(part), part.state_dict()])
     try:

@@ -260,7 +260,9 @@ def _of_series(source: Source, columns: Columns, inputs: Names, others: Sequence
         for part in columns
     }
     lengths = np.concatenate([long.lengths for long in longs.values()])
-    length, new = int(lengths.max()), ("inputs", MASK) if lengths.min() < lengths.max() else ("inputs",)
+    length = int(lengths.max())
+    # A site whose series happen to have one length gives the network a mask too, if it is for series of any length.
+    new = ("inputs", MASK) if lengths.min() < length or source.shape[-1:] == (None,) else ("inputs",)
 
     def made(part: str, column: str) -> Any:
         long = longs[part]

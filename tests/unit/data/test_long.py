@@ -72,6 +72,10 @@ def test_series_of_one_length_are_one_tensor_and_keep_the_table_s_order_without_
     assert data.train.inputs[1].tolist() == [[103, 102, 101, 100]]
     by_time = opened(backwards, inputs=["hr"])
     assert by_time.train.inputs.equal(by_time.test.inputs)
+    of_any_length = opened(backwards, inputs=["hr"], shape=[1, None])
+    values, mask = tensors(of_any_length.train.inputs)
+    assert values.equal(by_time.train.inputs)
+    assert mask.all()
 
 
 def test_a_long_table_trains_a_network_of_series(tmp_path: Path) -> None:
