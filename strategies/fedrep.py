@@ -27,7 +27,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import LAST, split
 
-from ._rule import Round
+from ._hooks import Round
 from .fedavg import FedAvg, Names
 
 HEAD_EPOCHS = "fedbn.head-epochs"

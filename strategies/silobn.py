@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fedbn_flwr.norms.roles import Role
 
-from ._rule import Traits
+from ._hooks import Traits
 from .fedbn import LocalNorm
 
 

@@ -20,7 +20,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
-from fedbn_flwr.results.folder.summary import UNSEEN
+from fedbn_flwr.results.folder.summary import UNSEEN, NewcomerStatistics
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import file_name
 from fedbn_flwr.schema import Names, Positive, Section, expects
@@ -315,7 +315,7 @@ class Unseen(Section):
             "([New clients](clients.md#new-clients))"
         ),
     )
-    statistics: Annotated[tuple[Literal["mean", "batch", "own"], ...], Field(strict=False, min_length=1)] = Field(
+    statistics: Annotated[tuple[NewcomerStatistics, ...], Field(strict=False, min_length=1)] = Field(
         default=UNSEEN,
         description=(
             "the newcomers' batch norm: `mean`, the mean of the clients' batch norm; `batch`, likewise with statistics "

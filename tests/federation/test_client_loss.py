@@ -125,7 +125,7 @@ def rules() -> Iterator[None]:
         keys = {TWICE: Key("true", "double it")}
         order = 5
 
-        def loss(self, inputs: Tensor, targets: Tensor, outputs: Tensor, loss: Tensor) -> Tensor:
+        def loss(self, inputs: Any, targets: Any, outputs: Tensor, loss: Tensor) -> Tensor:
             return 2 * loss
 
     class Doubled(ClientRule):
@@ -194,7 +194,7 @@ def test_a_term_that_calls_batch_norm_raises_an_error_in_fedtan_s_step(federatio
     class Calls(ClientRule):
         keys = {"fedbn.calls": Key("true", "call the model again")}
 
-        def loss(self, inputs: Tensor, targets: Tensor, outputs: Tensor, loss: Tensor) -> Tensor:
+        def loss(self, inputs: Any, targets: Any, outputs: Tensor, loss: Tensor) -> Tensor:
             return loss + self.local.model(inputs).mean()
 
     class Calling(FedTAN):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Literal, get_type_hints
+from typing import Literal, get_args, get_type_hints
 
 from fedbn_flwr.storage import to_json
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, TASKS, Task, goodness
@@ -22,7 +22,9 @@ SPREAD = ("_std", "_worst_tenth")
 
 GLOBAL_MODEL = "the global model"  # a value of `accuracy_of`
 
-UNSEEN = ("mean", "batch", "own")  # whose statistics clients use that never train (`evaluate.unseen.statistics`)
+# Whose statistics clients use that never train (`evaluate.unseen.statistics`).
+NewcomerStatistics = Literal["mean", "batch", "own"]
+UNSEEN: tuple[NewcomerStatistics, ...] = get_args(NewcomerStatistics)
 
 
 def time_stamp() -> str:
