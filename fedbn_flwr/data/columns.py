@@ -51,7 +51,7 @@ class Column:
 Columns = Mapping[str, Mapping[str, Column]]  # by split and name
 
 
-def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequence[Any] = ()) -> DataSet:
+def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequence[object] = ()) -> DataSet:
     """The data set of these splits; `known` are the names of its classes, if the data have them elsewhere."""
     if source.held_out:
         splits = {"train": splits["train"]}
@@ -65,26 +65,23 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     classes = _known(source, entry, columns, label, tuple(map(str, known)))
     domains = _groups(source, columns, "domain", domain, source.domains)
     groups = _groups(source, columns, "group", group, ())
-    kinds = [columns["train"][column].kind for column in inputs]
-    if len(kinds) > 1 and "Image" in kinds:
+    kinds = [columns["train"][column].kind for column in (*inputs, label[0])]
+    if len(inputs) > 1 and "Image" in kinds[:-1]:
         raise DataError(f"data.inputs is {list(inputs)}; expected one column of images, or columns without images")
-    are_files, kind = kinds[0] == "Image", columns["train"][label[0]].kind
-    if kind == "Image":  # masks, which are decoded with the images
-        targets: Targets = {part: torch.zeros(len(split), dtype=torch.int64) for part, split in splits.items()}
+    are_files, are_masks = kinds[0] == "Image", kinds[-1] == "Image"
+    # Files are decoded when it is clear which are used: until then inputs are the numbers of rows, and masks zeros.
+    numbers = {part: torch.arange(len(split)) for part, split in splits.items()}
+    if are_masks:
+        targets: Targets = {part: torch.zeros_like(each) for part, each in numbers.items()}
         names, task = classes, SEGMENTATION
     else:
         targets, names, task = targets_of(source, _values(columns, label), classes, numbered=not is_table)
-    if task is SEGMENTATION and are_files != (kind == "Image"):
+    if task is SEGMENTATION and are_files != are_masks:
         raise DataError(
-            f"data.label={label[0]!r} of {source.name!r} has the type {kind}; expected a number or a text for each "
-            f"example, or images and a column of masks. Its columns: {_in_words(columns)}"
+            f"data.label={label[0]!r} of {source.name!r} has the type {kinds[-1]}; expected a number or a text for "
+            f"each example, or images and a column of masks. Its columns: {_in_words(columns)}"
         )
-    values: Targets
-    features: Names = ()
-    if are_files:  # the inputs are row numbers, until it is clear which images are used
-        values = {part: torch.arange(len(split)) for part, split in splits.items()}
-    else:
-        values, features = inputs_of(source, _values(columns, inputs))
+    values, features = (numbers, ()) if are_files else inputs_of(source, _values(columns, inputs))
     examples = {part: Examples(some, targets[part]) for part, some in values.items()}
     if entry is not None and not source.class_names and task is CLASSIFICATION and len(names) != entry.classes:
         raise DataError(
@@ -113,20 +110,7 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
         data = data.held_out(source.held_out)
     data = fewer(data, source.examples, source.test_examples)
     if are_files:
-        from .decoding import Files  # needs packages of the extra `data`
-
-        files = Files(
-            splits["train"],
-            inputs[0],
-            source.name,
-            source.pixels or (entry.pixels if entry else None),
-            source.fit or (entry.fit if entry else "stretch"),
-            label[0] if task is SEGMENTATION else None,
-            entry.ids if entry else None,
-            len(names),
-        )
-        of_test = replace(files, split=splits.get("test", splits["train"]))
-        data = replace(data, train=files.decoded(data.train), test=of_test.decoded(data.test))
+        data = _decoded(data, source, splits, entry, inputs[0], label[0] if are_masks else None)
     if data.train.shape != data.test.shape:
         raise DataError(
             f"data.name={source.name!r}: training examples have the shape {data.train.shape}, test examples "
@@ -134,6 +118,26 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
             "greyscale images in both splits"
         )
     return data
+
+
+def _decoded(
+    data: DataSet, source: Source, splits: Splits, entry: Entry | None, image: str, mask: str | None
+) -> DataSet:
+    """The data set with the images of the files, where it has the numbers of their rows."""
+    from .decoding import Files  # needs packages of the extra `data`
+
+    files = Files(
+        splits["train"],
+        image,
+        source.name,
+        source.pixels or (entry.pixels if entry else None),
+        source.fit or (entry.fit if entry else "stretch"),
+        mask,
+        entry.ids if entry else None,
+        data.classes,
+    )
+    of_test = replace(files, split=splits.get("test", splits["train"]))
+    return replace(data, train=files.decoded(data.train), test=of_test.decoded(data.test))
 
 
 def commit_of(split: Any) -> str | None:
