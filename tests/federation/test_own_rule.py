@@ -98,7 +98,7 @@ def test_the_page_s_test_passes_and_finds_a_strategy_that_is_wrong(tmp_path: Pat
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     for folder, text in (
         (right, code(PAGE)),
-        (wrong, code(PAGE).replace("self.memory.tau * np", "2 * self.memory.tau * np")),
+        (wrong, code(PAGE).replace("self.memory.tau * mean", "2 * self.memory.tau * mean")),
     ):
         folder.mkdir()
         (folder / "perstep.py").write_text(text)

@@ -200,7 +200,7 @@ def test_a_count_is_that_of_some_clients(key: str, number: int, fits: bool) -> N
             "update",
             r"'w' has a value of size 1025; the range is 1024; if the value is right, raise strategy.update_range",
         ),
-        (-7e4, 1, "statistics", r"'w' has a value of size 70000, .*raise strategy.statistics_range"),
+        (-7e4, 1, "statistics", r"'w' has a value of size 70000; .*raise strategy.statistics_range"),
         (np.nan, 1, "update", "'w' has a value of size nan"),
         (np.inf, 1, "statistics", "'w' has a value of size inf"),
         (1.0, 2**20 + 1, "update", r"client's weight 'num-examples' is 1048577; .*strategy.max_examples"),
