@@ -142,6 +142,15 @@ def test_an_item_s_status_is_what_its_raw_files_have(
     assert results.status(item) == (says, "1 of 1")
 
 
+def test_runs_of_an_inferred_protocol_are_a_part_of_a_published_result(
+    raw: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw(*every())
+    for item, counts in ((ITEM, (3, 0, 3)), (INFERRED, (0, 3, 3)), ({"experiment": ITEM["experiment"]}, (0, 0, 3))):
+        monkeypatch.setattr(results, "items", lambda item=item: [("FedTAN", "Table 3", item)])
+        assert results.coverage() == counts
+
+
 def test_failed_and_missing_runs_are_no_results(raw: Callable[..., None]) -> None:
     raw(*every(), status="failed")
     assert results.status(ITEM) == ("whole budget; 3 failed", "1 of 1")
@@ -196,6 +205,7 @@ def test_cells_have_what_the_raw_files_have() -> None:
     assert results.cell({"rounds": [41, 60], "digits": 2}, runs) == f"{statistics.mean(late):.2f} ± 0.81"
     (stopped,) = results.runs_of("fedtan/table1:FedTAN-II")
     assert results.cell({"key": "accuracy"}, [stopped]) == "diverged in round 22"
+    assert results.by_seed([stopped]) == {}
     without_global_model = results.runs_of("domains/seeds:Standalone")
     assert results.cell({"key": "accuracy"}, without_global_model) == "-"
     adagrad = results.runs_of("heart/protocol:FedAdagrad")
