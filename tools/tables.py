@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import concepts
+import measured
 import outputs
+import results
 import weight
 from described import describe
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from results import TABLES as MEASURED
 from results import Row, Table
 
 from fedbn_flwr.cli import parser
@@ -255,7 +256,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         f"command {name}": command(name)
         for name in ("new", "explain", "run", "status", "report", "partition", "list", "check", "model", "predict")
     },
-    **MEASURED,
+    "papers": measured.papers,
+    **results.TABLES,
     **concepts.TABLES,
     **outputs.TABLES,
     **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import measured
 import outputs
 import pytest
 import results
@@ -27,7 +28,7 @@ def test_each_table_of_a_results_page_is_generated() -> None:
         names += re.findall(r"<!-- table: (.*?) -->", text)
         by_hand = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
         assert not re.search(r"(?:^|\n\n)\|", by_hand), f"{page.name} has a table that its raw files cannot change"
-    assert sorted({*names} - {"experiments"}) == sorted({*results.TABLES, *outputs.TABLES} - {"evidence"})
+    assert sorted({*names} - {"experiments"}) == sorted({"papers", *results.TABLES, *outputs.TABLES} - {"evidence"})
 
 
 def test_each_raw_file_is_used_by_a_page() -> None:
@@ -53,12 +54,12 @@ def test_each_run_that_has_all_settings_of_a_paper_s_row_counts_for_its_item() -
         for run, *_ in results.by_label(name).values():
             similar.setdefault(in_short(run.settings), []).append((name, run))
     counted, equal = set[tuple[str, str, str]](), set[tuple[str, str, str]]()
-    for _, _, item in results.items():
+    for _, _, item in measured.items():
         for name, labels in item.get("sets", {}).items():
-            counted |= {(item["experiment"], run.label, name) for run in results.measured({"sets": {name: labels}})}
-        for label, (paper, *_) in results.rows_of(item["experiment"]).items():
+            counted |= {(item["experiment"], run.label, name) for run in measured.runs_for({"sets": {name: labels}})}
+        for label, (paper, *_) in measured.rows_of(item["experiment"]).items():
             for name, run in similar.get(in_short(paper.model_dump(mode="json")), ()):
-                if run.finished and not results.differing(paper, run.settings):
+                if run.finished and not measured.differing(paper, run.settings):
                     equal.add((item["experiment"], label, name))
     assert ("fixbn/tableI", "GN, groups=2", "fixbn/table4") in equal
     assert equal <= counted
@@ -86,7 +87,7 @@ def test_a_page_s_command_carries_out_its_runs(experiment: str, name: str) -> No
     """The table of the papers says where a paper's experiment differs from its runs; these have no such table."""
     runs = {run.label: run for run in load_experiment(experiment).runs}
     for run in results.read(name):
-        assert results.differing(runs[run.label], run.settings) == set()
+        assert measured.differing(runs[run.label], run.settings) == set()
 
 
 # --- what the table of the papers may claim ------------------------------------------
@@ -139,7 +140,7 @@ def test_an_item_s_status_is_what_its_raw_files_have(
 ) -> None:
     rounds = load_experiment("fedtan/table3").runs[0].rounds
     raw(*((label, {**changes, "rounds": rounds * changes.get("rounds", 1)}) for label, changes in runs))
-    assert results.status(item) == (says, "1 of 1")
+    assert measured.status(item) == (says, "1 of 1")
 
 
 def test_runs_of_an_inferred_protocol_are_a_part_of_a_published_result(
@@ -147,23 +148,23 @@ def test_runs_of_an_inferred_protocol_are_a_part_of_a_published_result(
 ) -> None:
     raw(*every())
     for item, counts in ((ITEM, (3, 0, 3)), (INFERRED, (0, 3, 3)), ({"experiment": ITEM["experiment"]}, (0, 0, 3))):
-        monkeypatch.setattr(results, "items", lambda item=item: [("FedTAN", "Table 3", item)])
-        assert results.coverage() == counts
+        monkeypatch.setattr(measured, "items", lambda item=item: [("FedTAN", "Table 3", item)])
+        assert measured.coverage() == counts
 
 
 def test_failed_and_missing_runs_are_no_results(raw: Callable[..., None]) -> None:
     raw(*every(), status="failed")
-    assert results.status(ITEM) == ("whole budget; 3 failed", "1 of 1")
-    assert results.status({"experiment": "fedtan/table3"}) == ("not measured", "")
-    assert results.status({"experiment": "fedtan/table3", "needs": "a GPU"}) == ("not measured; needs a GPU", "")
+    assert measured.status(ITEM) == ("whole budget; 3 failed", "1 of 1")
+    assert measured.status({"experiment": "fedtan/table3"}) == ("not measured", "")
+    assert measured.status({"experiment": "fedtan/table3", "needs": "a GPU"}) == ("not measured; needs a GPU", "")
 
 
 def test_an_index_that_claims_more_than_there_is_is_refused(raw: Callable[..., None]) -> None:
     raw(*every())
     with pytest.raises(ValueError, match="runs has no run 'FixBN'"):
-        results.status({**ITEM, "sets": {"runs": {"FixBN": "FedTAN"}}})
+        measured.status({**ITEM, "sets": {"runs": {"FixBN": "FedTAN"}}})
     with pytest.raises(ValueError, match=r"fedtan/table3 has no run 'SiloBN'"):
-        results.status({**ITEM, "sets": {"runs": {"FedTAN": "SiloBN"}}})
+        measured.status({**ITEM, "sets": {"runs": {"FedTAN": "SiloBN"}}})
 
 
 # --- statistics -----------------------------------------------------------------------
@@ -254,7 +255,7 @@ def test_the_costs_of_fedtan_ii_are_the_papers() -> None:
 
 
 def test_the_readme_says_how_many_published_results_were_measured() -> None:
-    whole, part, rows = results.coverage()
+    whole, part, rows = measured.coverage()
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"of {rows} published results {whole} are measured in full, {part} in part" in text
 

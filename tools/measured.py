@@ -1,0 +1,137 @@
+"""What was measured of each table and figure of the papers, which docs/results/index.yaml lists."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from described import describe
+from results import Row, Run, Table, by_label, read, span, specification
+
+from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
+from fedbn_flwr.experiment.file.expansion import condition
+from fedbn_flwr.experiment.file.layers import FREE, FREE_KEYS, load_experiment
+from fedbn_flwr.experiment.settings import Settings
+from fedbn_flwr.results.folder import flat_settings
+
+ROOT = Path(__file__).parents[1]
+
+# Elsewhere None is the default of the time of the run, which a raw file may have as a value.
+NONE_COUNTS = ("data.examples", "data.test_examples", "train.steps", "train.epochs", "train.schedule.switch")
+GONE = {"data.partition.assignment": "consecutive", "data.partition.by": "class"}  # options, and what holds since then
+WITHOUT_DEFAULTS = ("strategy.", "data.partition.")
+
+
+def items() -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Each table and figure with its paper and title."""
+    index = specification("results/index.yaml")
+    return [(paper, title, item) for paper, of_paper in index.items() for title, item in of_paper.items()]
+
+
+def rows_of(experiment: str, changes: Sequence[str] = ()) -> dict[str, list[Settings]]:
+    """The settings of an experiment by the label of a row, once for each seed."""
+    rows: dict[str, list[Settings]] = {}
+    for paper in load_experiment(experiment, changes).runs:
+        row = rows.setdefault(condition(paper.cell), [])
+        row += [paper] if paper.seed not in {each.seed for each in row} else []
+    return rows
+
+
+def runs_for(item: Mapping[str, Any]) -> list[Run]:
+    """The runs of an item's sets that count for it, by their labels in the experiment."""
+    found = []
+    for name, chosen in item.get("sets", {}).items():
+        labels = chosen or {run.label: run.label for run in read(name)}
+        if missing := labels.keys() - by_label(name).keys():
+            raise ValueError(f"{name} has no run {', '.join(map(repr, missing))}")
+        found += [run._replace(label=labels[run.label]) for run in read(name) if run.label in labels]
+    return found
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by key, with the defaults of the strategy's arguments."""
+    arguments = {f"strategy.{each.name}": each.default for each in describe(settings["strategy"]["name"]).arguments}
+    values = {**GONE, **arguments, **flat_settings(settings)}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def differing(paper: Settings, run: Mapping[str, Any]) -> set[str]:
+    """The settings of a run that are not the experiment's; raw files may lack an option, or have one that is gone."""
+    expected, found = flat(paper.model_dump(mode="json")), flat(run)
+    return {
+        key
+        for key in {*expected, *found}
+        if key.partition(".")[0] not in FREE
+        and key not in (*FREE_KEYS, "rounds")
+        and expected.get(key) != found.get(key)
+        and (key.startswith(WITHOUT_DEFAULTS) or key in NONE_COUNTS or None not in (expected.get(key), found.get(key)))
+    }
+
+
+def outcomes(item: Mapping[str, Any], rows: Mapping[str, list[Settings]]) -> Iterator[tuple[Run, float, set[str]]]:
+    """The runs that count for an item, each with its percentage of the paper's rounds, and its other settings."""
+    for run in runs_for(item):
+        if run.label not in rows:
+            raise ValueError(f"{item['experiment']} has no run {run.label!r}")
+        paper = rows[run.label][0]
+        yield run, 100 * run.settings["rounds"] / paper.rounds, differing(paper, run.settings)
+
+
+def coverage() -> tuple[int, int, int]:
+    """How many of the rows with published figures were measured as the paper has them, in part, and how many there are.
+
+    A row of several experiments, which has the same figures of the same table, counts once.
+    """
+    rows: dict[str, set[bool]] = {}
+    for _, _, item in items():
+        found = [each for each in outcomes(item, rows_of(item["experiment"])) if each[0].finished]
+        for label, figure in (read_content(item["experiment"])[0].get("published") or {}).items():
+            row = rows.setdefault(json.dumps(figure, sort_keys=True), set())
+            row |= {
+                share == 100 and not other and "inferred" not in item
+                for run, share, other in found
+                if run.label == label
+            }
+    in_full = sum(True in found for found in rows.values())
+    return in_full, sum(map(bool, rows.values())) - in_full, len(rows)
+
+
+def status(item: Mapping[str, Any]) -> tuple[str, str]:
+    """What was measured of an item, and with how many seeds of the experiment's."""
+    if "test" in item:
+        assert (ROOT / item["test"]).is_file(), item["test"]
+        return f"counted by `{item['test']}`", ""
+    rows = rows_of(item["experiment"], item.get("changes", ()))
+    if not (found := [*outcomes(item, rows)]):
+        return "not measured" + (f"; needs {item['needs']}" if "needs" in item else ""), ""
+    done = Counter(label for label, _ in {(run.label, run.seed) for run, *_ in found})  # seeds
+    failed = {run.label for run, *_ in found if not run.finished}
+    shares, other = {share for _, share, _ in found}, set[str]().union(*(keys for *_, keys in found))
+    budget = "all" if shares == {100} else f"{span(shares)} % of the"
+    whole = "whole budget" if shares == {100} else f"{budget} rounds"
+    words = (
+        f"{budget} rounds of {item['inferred']}, which is inferred" if "inferred" in item else whole,
+        f"{len(done)} of {len(rows)} runs" if len(done) < len(rows) else "",
+        f"{len(failed)} failed" if failed else "",
+        f"other {', '.join(f'`{key}`' for key in sorted(other))}" if other else "",
+        item.get("differs", ""),
+    )
+    return "; ".join(filter(None, words)), f"{span(done.values())} of {len(rows[found[-1][0].label])}"
+
+
+def papers() -> Table:
+    """Each table and figure, its experiment, and what was measured of it."""
+    used = {item["experiment"] for _, _, item in items()}
+    shipped = {name for name in shipped_experiments() if "/" in name and (name in used or not name.startswith("ours/"))}
+    if used != shipped:
+        raise ValueError(f"index.yaml and the experiments differ: {sorted(used ^ shipped)}")
+    rows: list[Row] = []
+    for paper, title, item in items():
+        done, seeds = status(item)
+        page = f" ([results]({item['page']}.md))" if "page" in item else ""
+        command = " ".join([item["experiment"], *(f"'{change}'" for change in item.get("changes", []))])
+        rows.append((f"{paper}, {title}", f"`{command}`", done + page, seeds))
+    return ("item", "experiment", "measured", "seeds"), rows
