@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import extensions
-from fedbn_flwr.batch import Value
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -111,8 +110,8 @@ class ClientRule:
         """The batches (inputs, targets) of the round, which may be changed, or come after others."""
         return batches
 
-    def loss(self, inputs: Value, targets: Value, outputs: Any, loss: Tensor) -> Tensor:
-        """The loss of a batch, where `outputs` are the model's and `loss` is that of the client or the rule before."""
+    def loss(self, inputs: Any, targets: Any, outputs: Any, loss: Tensor) -> Tensor:
+        """The loss of a batch; `outputs` are the model's, `loss` is that of the client or of the rule before."""
         return loss
 
     def first_gradient(self) -> Gradient | None:

@@ -137,7 +137,7 @@ def _names_in(config: Config, key: str) -> list[str]:
 
 def kept_keys(config: Config, of: Mapping[str, Role]) -> set[str]:
     """The keys of a model, whose roles are `of`, that stay on the client by the message's config."""
-    return selected(of, _names_in(config, KEPT))
+    return selected(of, _names_in(config, KEPT)) if KEPT in config else set()
 
 
 def roles_of(config: Config, key: str, allowed: frozenset[Role]) -> frozenset[Role]:

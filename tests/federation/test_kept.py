@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr import LocalGrid, client_app, run
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
@@ -267,38 +268,42 @@ def test_fednova_averages_kept_layers_plainly_and_the_others_by_steps(federation
         np.testing.assert_allclose(result[key], x[key] + tau * change, rtol=1e-10)
 
 
-def test_fedtan_s_first_step_is_that_of_the_union_with_a_head_for_each_client(federation: Federations) -> None:
+@pytest.mark.parametrize("names", [["last"], ["affine"], ["last", "affine", "statistics"]])
+def test_fedtan_s_first_step_is_that_of_the_union_with_each_client_s_own_layers(
+    federation: Federations, names: list[str]
+) -> None:
+    """Two rounds of one step by hand: batch norm over both batches, and what stays by client."""
     fed = federation((8, 8), dtype=torch.float64, batches=1, lr=0.1)
     app, clients = replaced(fed)
-    strategy = FedTAN(kept=["last"], min_batch=1, fraction_evaluate=0.0)
+    strategy = FedTAN(kept=names, min_batch=1, fraction_evaluate=0.0)
     result = unpack(strategy.start(fed.grid(app), fed.arrays(), num_rounds=2).arrays)
-    shared = {key: value.clone() for key, value in fed.model.state_dict().items()}
-    heads = [{key: shared[key].clone() for key in HEAD} for _ in range(2)]
+    start = {name: value.detach() for name, value in fed.model.named_parameters()}
+    kept = selected(roles(fed.model), names)
+    shared = {name: value for name, value in start.items() if name not in kept}
+    own = [{name: value for name, value in start.items() if name in kept} for _ in fed.data]
     batches = [data.batches[0] for data in fed.data]
     inputs = torch.cat([x for x, _ in batches])
+    mean, var = torch.zeros(4).double(), torch.ones(4).double()
     for _ in range(2):
-        body = copy.deepcopy(fed.model)[:4].train()
-        body.load_state_dict({key: value for key, value in shared.items() if key not in HEAD})
-        own = [{key: value.clone().requires_grad_() for key, value in head.items()} for head in heads]
-        features = body(inputs).split([len(x) for x, _ in batches])
-        losses = [
-            F.cross_entropy(F.linear(part, head["4.weight"], head["4.bias"]), y)
-            for part, head, (_, y) in zip(features, own, batches, strict=True)
-        ]
+        shared, *own = ({k: v.clone().requires_grad_() for k, v in each.items()} for each in (shared, *own))
+        y = F.conv2d(inputs, shared["0.weight"])
+        normal = F.batch_norm(y, mean, var, training=True)  # of both, and updates the running statistics
+        losses = []
+        for part, mine, (_, labels) in zip(normal.split(8), own, batches, strict=True):
+            w = shared | mine
+            hidden = F.relu(part * w["1.weight"].view(-1, 1, 1) + w["1.bias"].view(-1, 1, 1)).flatten(1)
+            losses.append(F.cross_entropy(F.linear(hidden, w["4.weight"], w["4.bias"]), labels))
         (0.5 * (losses[0] + losses[1])).backward()
-        with torch.no_grad():
-            for name, parameter in body.named_parameters():
-                shared[name] = parameter - 0.1 * parameter.grad
-            for name, buffer in body.named_buffers():
-                shared[name] = buffer.clone()
-            # A client's own loss moves its head: twice the gradient of the mean.
-            heads = [{key: value - 0.2 * value.grad for key, value in head.items()} for head in own]
-    for key in {"0.weight"} | AFFINE | STATISTICS:
-        np.testing.assert_allclose(result[key], shared[key].numpy(), rtol=1e-9, atol=1e-12, err_msg=key)
-    for node, head in zip((1, 2), heads, strict=True):
-        for key in HEAD:
-            found = clients[node].model.state_dict()[key]
-            np.testing.assert_allclose(found.numpy(), head[key].numpy(), rtol=1e-9, atol=1e-12)
+        shared = {name: (value - 0.1 * value.grad).detach() for name, value in shared.items()}
+        # A client's own loss moves what stays there: twice the gradient of the mean.
+        own = [{name: (value - 0.2 * value.grad).detach() for name, value in each.items()} for each in own]
+    expected = shared | {"1.running_mean": mean, "1.running_var": var}
+    for key, value in expected.items():
+        np.testing.assert_allclose(result[key], value.numpy(), rtol=1e-9, atol=1e-12, err_msg=key)
+    for node, each in zip((1, 2), own, strict=True):
+        found = clients[node].model.state_dict()
+        for key, value in each.items():
+            np.testing.assert_allclose(found[key].numpy(), value.numpy(), rtol=1e-9, atol=1e-12, err_msg=key)
 
 
 def test_fixbn_freezes_shared_statistics_while_the_head_stays(federation: Federations) -> None:
@@ -368,6 +373,27 @@ def test_private_releases_nothing_of_kept_layers_that_are_not_sent(federation: F
     assert rule.memory.total == 2.0  # two rounds, weights only
 
 
+def test_bounds_do_not_shorten_updates_by_what_stays(federation: Federations) -> None:
+    """`global_kept` decides what the server stores of the clients' heads, which none of them uses."""
+    fed = federation((8, 24, 16))
+    rule = functools.partial(FedAvg, kept=["last"], fraction_evaluate=0.0, bounds={"clip_norm": 0.05})
+    found = [
+        unpack(rule(global_kept=kind).start(fed.grid(), fed.arrays(), num_rounds=4).arrays)
+        for kind in ("average", "initial")
+    ]
+    for key in ALL - HEAD:
+        np.testing.assert_array_equal(found[0][key], found[1][key])
+
+
+def test_a_run_s_models_of_clients_differ_in_what_stays_and_only_there(tmp_path: Path) -> None:
+    strategy = {"name": "FedAvg", "kept": ["last"]}
+    result = run("quick", out=tmp_path, rounds=2, strategy=strategy, progress=False, engine={"workers": 0})
+    one, two = (result.model(client=client).state_dict() for client in (0, 1))
+    different = {key for key in one if not one[key].equal(two[key]) and "num_batches" not in key}
+    assert different == selected(roles(result.model(client=0)), ["last"])
+    assert "clients_own_accuracy" in result.summary.values
+
+
 def test_standalone_has_nothing_more_to_keep(federation: Federations) -> None:
     fed = federation((8, 12))
     with pytest.raises(SettingsError, match="leaves nothing to average; use Standalone without it"):
@@ -376,10 +402,10 @@ def test_standalone_has_nothing_more_to_keep(federation: Federations) -> None:
 
 def test_explain_counts_what_stays(federation: Federations) -> None:
     file = "{data: {name: digits}, model: {name: mlp, norm: bn}, strategy: {name: FedAvg, kept: [last]}}"
-    (run,) = explain(load_experiment(file, []))
-    assert run.down == ("weights", "affine", "statistics")
-    assert run.up == ("weights", "affine", "statistics", "own weights")
-    assert run.model["own weights"].arrays == 2
+    (found,) = explain(load_experiment(file, []))
+    assert found.down == ("weights", "affine", "statistics")
+    assert found.up == ("weights", "affine", "statistics", "own weights")
+    assert found.model["own weights"].arrays == 2
 
 
 def test_a_client_of_another_project_raises_an_error(federation: Federations) -> None:

@@ -56,11 +56,13 @@ SPECIAL: dict[str, str] = {
     "Secure": "strategy: {name: Secure, base: {name: FixBN, freeze_round: 3, base: {name: Scaffold}}}",
     "Private": "strategy: {name: Private, noise: 0.1, noise_seed: 1, base: {name: FixBN, freeze_round: 3}}",
     "FedBS": "strategy: {name: FedBS, epsilon: 100, patience: 3}",
+    "FedRep": "strategy: {name: FedRep, head_epochs: 1}",
 }
 # Other states that a resumed run needs.
 MORE: dict[str, str] = {
     "FixBN of FedBN": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedBN}}",
     "GlobalMomentum of SiloBN": "strategy: {name: GlobalMomentum, base: {name: SiloBN}}",
+    "kept layers": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedAvg, kept: [last]}}",
     "some clients": "strategy: {name: Scaffold, fraction_train: 0.67}",
     "keep_momentum": "train: {keep_momentum: true}",
     "adamw": "train: {optimizer: adamw, momentum: 0.0, keep_momentum: true}\nevaluate: {metrics: [auc, macro_f1]}",
