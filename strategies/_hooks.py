@@ -65,6 +65,11 @@ class Traits:
     pooled: bool = False  # whether variances have the part between the clients (`aggregate.pooled_mean`)
 
     @property
+    def personalises(self) -> bool:
+        """Whether clients keep a part of the model, so that each has a model of its own."""
+        return bool(self.kept)
+
+    @property
     def unsent(self) -> frozenset[str]:
         """What neither the server nor the clients send, by name."""
         return frozenset() if self.returned else self.kept

@@ -103,7 +103,8 @@ def span(numbers: Iterable[float]) -> str:
 
 def mean(values: Sequence[float], digits: int = 1) -> str:
     text = f"{round(statistics.mean(values), digits) + 0.0:,.{digits}f}"  # no -0.0
-    return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+    off = f"{statistics.stdev(values):.{digits}f}" if len({*values}) > 1 else "0"
+    return text + (f" ± {off}" if len(values) > 1 else "")
 
 
 def figure(published: Sequence[Any], names: Mapping[str, Any], label: str) -> Any:

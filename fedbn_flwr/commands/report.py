@@ -15,7 +15,7 @@ def add(commands: Commands) -> None:
         report,
         summary="a table, a plot and a page from run folders",
         description=(
-            "Report on runs: tables (report.md, report.csv), a plot (report.png, report.svg), their values "
+            "Report on runs: tables (report.md, report.csv, report.tex), a plot (report.png, report.svg), their values "
             "(report.json), and one page with all of this and more charts (report.html), which needs no network."
         ),
         epilog="Example: fedbn report --html runs/demo-* --out demo.html",
@@ -23,7 +23,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="run folders, or their parent folders")
     parser.add_argument("--html", action="store_true", help="write only the page; --out may be a file ending in .html")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the report (runs/report-TIME)")
-    parser.add_argument("--columns", default="", metavar="KEY,KEY", help="keys of summary.json to show, in sweeps too")
+    parser.add_argument(
+        "--columns", default="", metavar="KEY,KEY", help="keys of summary.json to show; the first is in the curves"
+    )
     parser.add_argument(
         "--baseline", default="", metavar="ROW", help="compare the first column with this row: paired t test over seeds"
     )

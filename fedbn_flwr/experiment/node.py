@@ -173,7 +173,7 @@ class ClientParts(RunParts):
         made = BNClient(
             tensors,
             client_batches(run, dataset, self.split[0], self.number, normalise),
-            functools.partial(self.tests, normalise),
+            functools.partial(self.tests, normalise, only_own=protocol.OWN_TESTS in config),
             lr=functools.partial(learning_rate, run),
             epochs=train.epochs,
             steps=train.steps,
@@ -199,12 +199,17 @@ class ClientParts(RunParts):
             weakref.finalize(made, free.append, tensors).atexit = False
         return made
 
-    def tests(self, normalise: Normalise) -> dict[str, TestBatches]:
-        """The test sets: all test examples, the client's own, both by domain, and those that it holds out."""
+    def tests(self, normalise: Normalise, *, only_own: bool = False) -> dict[str, TestBatches]:
+        """The test sets: all test examples, the client's own, both by domain, and those that it holds out.
+
+        With `only_own` the first one also has the client's own examples, if there are some.
+        """
         dataset, own, held = self.dataset, self.part[1], self.split[1]
         size = self.run.evaluate.batch_size
         test = functools.partial(TestBatches, dataset.test, normalise, size)
-        tests = {"": test(), protocol.OWN: test(own)} if len(own) else {"": test()}
+        everything = test(own if only_own and len(own) else None)
+        is_own = only_own or len(own) == len(dataset.test)  # the same set, which is evaluated once
+        tests = {"": everything} | ({protocol.OWN: everything if is_own else test(own)} if len(own) else {})
         for domain, rows in rows_by_domain(dataset).items():
             if len(both := own[torch.isin(own, rows)]):
                 tests[f"{protocol.OWN}@{domain}"] = test(both)

@@ -16,8 +16,9 @@ from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.report.tables import as_text, partition_table
 from fedbn_flwr.results.text import columns_in_words
 
-from .data import examples_of, load_data, shares_of
+from .data import examples_of, load_data, rows_by_domain, shares_of
 from .file.layers import Setting, settings_of
+from .listeners.evaluate import Evaluate
 from .parts import Parts, counts_of
 from .prepare import prepare
 from .settings import Experiment, Settings
@@ -40,6 +41,7 @@ class ExplainedRun:
     down: tuple[str, ...]  # what a client receives in a round of training: roles of arrays, and other records
     up: tuple[str, ...]
     columns: Mapping[str, str]  # the use of each column; empty without the data
+    tests: tuple[str, int | None]  # on which examples clients evaluate, and how many these are in all, if it is known
 
 
 def explain(experiment: Experiment) -> list[ExplainedRun]:
@@ -53,7 +55,8 @@ def explain(experiment: Experiment) -> list[ExplainedRun]:
             unsent = {Role.COUNTER, *(() if traits.returned else kept)}
             up = (*(part for part in model if part not in unsent), *traits.besides)
             columns = prepared.dataset.columns if prepared.dataset else {}
-            found[label] = ExplainedRun(label, tuple(settings_of(experiment, prepared.run)), model, down, up, columns)
+            settings = tuple(settings_of(experiment, prepared.run))
+            found[label] = ExplainedRun(label, settings, model, down, up, columns, _tests_of(prepared))
             prepared.release()
     return list(found.values())
 
@@ -88,6 +91,16 @@ def _parts_of(prepared: Parts) -> tuple[dict[str, Part], set[str]]:
     return parts, {names[key] for key in stays}
 
 
+def _tests_of(prepared: Parts) -> tuple[str, int | None]:
+    asked, run, dataset = Evaluate(prepared), prepared.run, prepared.dataset
+    if not asked.asks_clients:
+        return "none", 0
+    domains = len(rows_by_domain(dataset)) if dataset else 0
+    on_all = 0 if asked.only_own else run.clients * (1 + (run.evaluate.domains and domains > 0))
+    on_own = 1 + (domains > 0)
+    return "own" if asked.only_own else "all, own", (on_all + on_own) * len(dataset.test) if dataset else None
+
+
 # --- as text ------------------------------------------------------------------
 
 
@@ -105,7 +118,8 @@ def pages(
     found += [f"data {partition_table(each)}" for each in partitions]
     found += dict.fromkeys("\n".join(columns_in_words(run.columns)) for run in runs if run.columns)
     found += dict.fromkeys(as_text(_model(run)) for run in runs)
-    return found + [as_text(_traffic(run)) for run in runs]
+    found += [as_text(_traffic(run)) for run in runs]
+    return [*found, as_text(_tests(runs))] if any(run.tests[1] != 0 for run in runs) else found
 
 
 def _settings(title: str, settings: Sequence[Setting], every: bool) -> str:
@@ -131,3 +145,9 @@ def _traffic(run: ExplainedRun) -> list[tuple[str, ...]]:
         size = sum(part.bytes for role, part in run.model.items() if role in sent)
         rows.append((title, decimal(size), ", ".join(sent) or "none"))
     return rows
+
+
+def _tests(runs: Sequence[ExplainedRun]) -> list[tuple[str, ...]]:
+    """How many examples the clients of each run evaluate, which takes time."""
+    rows = [(run.label, run.tests[0], "?" if run.tests[1] is None else f"{run.tests[1]:,}") for run in runs]
+    return [("clients evaluate, in an evaluated round", "test examples", "of all clients"), *rows]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -200,6 +201,16 @@ def _built(cls: type[Any], name: str, options: dict[str, Any], section: str, def
         return made
     statistics: Literal["median", "mean"] = "median" if of_flower.robust else "mean"
     return MeanStatistics(as_rule(made, defaults.get("seed", 0)), statistics=statistics)
+
+
+def personalises(spec: Mapping[str, Any]) -> bool:
+    """Whether clients of a strategy keep a part of the model; not if it cannot be made, for which its run has an error.
+
+    A node may lack what a strategy of the user needs on the server.
+    """
+    with suppress(Exception):
+        return as_rule(build_strategy(spec)).traits.personalises
+    return False
 
 
 def in_a_line(name: str) -> str:

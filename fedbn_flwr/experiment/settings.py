@@ -335,11 +335,13 @@ class Evaluate(Section):
             "rounds between evaluations of the global model on the test examples; the last round is always evaluated"
         ),
     )
-    clients: bool | None = Field(
+    clients: Annotated[bool | Literal["own"] | None, expects("true, false or 'own'")] = Field(
         default=None,
         description=(
-            "clients evaluate their models too; on by default for `FedBN`, `SiloBN` and `Standalone`, which "
-            "personalise, and where the server doesn't evaluate"
+            "`true`: clients evaluate their models, on all test examples and on their own; `own`: only on their own, "
+            "if the server evaluates the global model on all. By default `true` for a strategy that personalises "
+            "(`FedBN`, `SiloBN`, `Standalone`), `own` for the other runs of its experiment, and elsewhere `false` "
+            "unless the server doesn't evaluate, see [Clients](clients.md#own-accuracy)"
         ),
     )
     domains: bool = Field(

@@ -41,6 +41,7 @@ RETURN = "fedbn.return"
 MEANS = "fedbn.means"
 DEVIATIONS = "fedbn.deviations"
 REESTIMATE = "fedbn.reestimate"
+OWN_TESTS = "fedbn.own-tests"
 OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # they identify the run and do not change the training of a round
 RUN_KEYS = {
     RUN: Key("text", "keep the client's state separate from that of other runs"),
@@ -52,6 +53,7 @@ RUN_KEYS = {
     MEANS: Key("floats", f"normalise inputs with these means of all clients' columns, along with `{DEVIATIONS}`"),
     DEVIATIONS: Key("floats", f"the standard deviations for `{MEANS}`"),
     REESTIMATE: Key("true", "evaluate with batch norm's statistics of the client's training inputs"),
+    OWN_TESTS: Key("true", "evaluate on the client's own test examples only, if there are some (experiments)"),
     READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 

@@ -80,7 +80,7 @@ class Result(Run):
         return normalisation(self.files)
 
     def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:
-        """Plot the main metric of the task against rounds, communication rounds and bytes; see `Results.plot`."""
+        """Plot the first metric of the table against rounds, communication rounds and bytes; see `Results.plot`."""
         return Results([self]).plot(measure, axis)
 
     def __repr__(self) -> str:
@@ -145,7 +145,7 @@ class Results(tuple[Result, ...]):
         return frame_of("Results.frame()", found).set_index("run")
 
     def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:
-        """The plot of `fedbn report`: the main metric of the task against what was spent.
+        """The plot of `fedbn report`: the first metric of the table against what was spent.
 
         It is a figure of matplotlib, which a notebook shows.
 

@@ -28,6 +28,7 @@ def write_run(
     diverged: bool = False,
     task: str | None = None,
     metrics: Sequence[str] = (),
+    personal: bool = False,
     **figures: Any,
 ) -> None:
     """`lines` have the measures of each round; without them there are three rounds with `figures`.
@@ -40,7 +41,7 @@ def write_run(
     history = [{"round": number, **TRAFFIC, **line} for number, line in enumerate(lines, start=1)]
     write_lines(folder / "history.jsonl", history)
     summary = Summary("name", label, label, "cnn", "bn", seed, 10, "cpu", "2026-01-01", "the global model", status)
-    summary.task, summary.metrics = task, metrics
+    summary.task, summary.metrics, summary.personal = task, metrics, personal or None
     for line in history:
         summary.account(line)
     if diverged:

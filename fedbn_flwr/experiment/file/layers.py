@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,8 @@ from fedbn_flwr.results.text import shorten
 from fedbn_flwr.results.yaml_text import DEPTH, parse_yaml
 from fedbn_flwr.trees import Draft, Tree
 
-from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue
+from ..registry import personalises
+from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue, strategy_name
 from .content import KEYS_OF_A_FILE, check_mapping, merge, nested, put, read_content, without, write_out
 from .expansion import (
     LISTS,
@@ -100,19 +101,14 @@ def read_experiment(content: Any, overrides: Tree = MappingProxyType({}), *, nam
     # All rows train on the same examples, even those without candidates.
     tuned = any(row.lists["tune"] for row in rows.values())
     default = Layer("default", {"evaluate": {"validation": VALIDATION}} if tuned else {})
+    cells = (itertools.islice(_planned(row, size, changes), MOST) for row in rows.values())
+    evaluation = _evaluation(layers for _, layers in itertools.chain.from_iterable(cells))
     runs, layers = [], {}
     for row in rows.values() if only is None else _select(rows, only, name):
-        cells = cells_of(row.label, row.number, row.lists, merge(row.of_size, changes))
-        for cell in cells:
+        for cell, of_cell in _planned(row, size, changes):
             label = ", ".join([*filter(None, [row.label]), *values_in_words(cell)])
             with naming(f"{name}, run {label!r}" if label else name):
-                given = [
-                    default,
-                    *row.layers,
-                    *(Layer(kind, nested(getattr(cell, kind))) for kind in LISTS),
-                    Layer(f"size {size}", row.of_size),
-                    Layer(COMMAND_LINE, changes),
-                ]
+                given = [default, *evaluation(of_cell), *of_cell]
                 settings = _settings_of(row, cell, given, compared)
                 if (known := published.get(condition(cell), published.get(row.label))) is not None:
                     settings["published"] = with_set_up(known, size, merge_layers(given[:-2]), merge_layers(given[-2:]))
@@ -136,6 +132,35 @@ def read_experiment(content: Any, overrides: Tree = MappingProxyType({}), *, nam
         seeded=changes.get("seeds") is not None or any("seeds" in each for each in with_seeds),
         layers=layers,
     )
+
+
+def _planned(row: _Row, size: str, changes: Mapping[str, Any]) -> Iterator[tuple[Cell, list[Layer]]]:
+    """The cells of a row, each with the layers that give its settings."""
+    for cell in cells_of(row.label, row.number, row.lists, merge(row.of_size, changes)):
+        lists = (Layer(kind, nested(getattr(cell, kind))) for kind in LISTS)
+        yield cell, [*row.layers, *lists, Layer(f"size {size}", row.of_size), Layer(COMMAND_LINE, changes)]
+
+
+def _evaluation(cells: Iterable[Sequence[Layer]]) -> Callable[[Sequence[Layer]], list[Layer]]:
+    """Decide from the layers of all runs whether clients evaluate; a function that returns a layer for each of them.
+
+    If a strategy of the experiment personalises, clients do in all runs, so that a table compares like with like; also
+    if only some of the runs are carried out now (`only`).
+    """
+
+    def strategy(layers: Sequence[Layer]) -> Mapping[str, Any]:
+        spec = at(merge_layers(layers), "strategy")
+        return {"name": "FedAvg", **(spec if isinstance(spec, Mapping) else {})}
+
+    specs = {repr(spec): spec for spec in map(strategy, cells)}
+    personal = {key: spec for key, spec in specs.items() if personalises(spec)}
+    origin = "".join(f"default, as {strategy_name(spec)} personalises" for spec in [*personal.values()][:1])
+
+    def layer(layers: Sequence[Layer]) -> list[Layer]:
+        clients = repr(strategy(layers)) in personal or "own"
+        return [Layer(origin, {"evaluate": {"clients": clients}})] if personal else []
+
+    return layer
 
 
 def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> Draft:

@@ -47,8 +47,10 @@ class Evaluate(Listener):
         self.prepared = prepared
         self.threads = threads if prepared.device.type == "cpu" else 1
         self.rule = prepared.rule
-        only_by_clients = bool(self.rule.traits.kept) or not run.evaluate.server
-        self.asks_clients = only_by_clients if run.evaluate.clients is None else run.evaluate.clients
+        traits, given, on_server = self.rule.traits, run.evaluate.clients, run.evaluate.server
+        self.asks_clients = traits.personalises or not on_server if given is None else bool(given)
+        # Else means over all test examples of the clients are metrics of the run.
+        self.only_own = given == "own" and on_server and traits.has_global_model and not run.evaluate.domains
         self.loss = plain_loss(run, prepared.task)
         self.names = (*prepared.task.reported, *map(evaluation.name_of, prepared.metrics))
 
@@ -99,7 +101,8 @@ class Evaluate(Listener):
 
     def _on_clients(self, running: Running, at: Round) -> tuple[ByClient, Draft]:
         """The values of each client, and the metrics over all of them."""
-        config = ConfigRecord(dict(running.identity))
+        asked = {protocol.OWN_TESTS: True} if self.only_own else {}
+        config = ConfigRecord({**running.identity, **asked})
         messages = self.rule.configure_evaluate(at.number, at.arrays, config, running.grid)
         replies = gate(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
         if not replies:
@@ -109,8 +112,12 @@ class Evaluate(Listener):
         values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_examples")
         means = {name_of(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
         overall = {**means, **own_means(values), **spreads(values)}
+        held_out = validation_means(values, self.prepared.task.main)
+        if self.only_own:
+            values = {client: _of_own(metrics) for client, metrics in values.items()}
+            overall = _of_own(overall)
         by_clients = {f"clients_{name}": value for name, value in overall.items() if not name.startswith("validation_")}
-        return values, by_clients | validation_means(values, self.prepared.task.main)
+        return values, by_clients | held_out
 
     def _load(self, arrays: ArrayRecord, examples: TestBatches, queried: bool) -> str:
         """Load the global model to evaluate it on `examples`; returns the statistics that its batch norms use."""
@@ -182,6 +189,11 @@ def renamed(metrics: Mapping[str, float], named: Callable[[str], str]) -> dict[s
     """The metrics by their new names; one that has its name already takes precedence."""
     ordered = sorted(metrics, key=lambda key: named(key) == name_of(key))
     return {named(key): metrics[key] for key in ordered}
+
+
+def _of_own(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics on a client's own examples; the others are on the same ones if it was asked for nothing else."""
+    return {name: value for name, value in metrics.items() if name.startswith(("own_", "validation_"))}
 
 
 def own_means(clients: ByClient) -> dict[str, float]:

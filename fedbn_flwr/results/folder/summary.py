@@ -49,6 +49,7 @@ class Summary:
     status: Status = "running"
     error: str | None = None  # of a run that failed
     diverged_in: int | None = None  # the round, if it failed because its values were no longer finite
+    personal: bool | None = None  # True if each client has a model of its own
     size: str | None = None  # of the experiment, if not the file as written
     task: str | None = None  # if not classification
     metrics: Sequence[str] = ()  # the names of evaluate.metrics

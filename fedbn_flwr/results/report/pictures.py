@@ -19,7 +19,7 @@ from fedbn_flwr.errors import UserError, did_you_mean
 from ..folder.clients import PartitionCounts
 from ..text import in_plot
 from .curves import AXES, Measure, curve, measures, thin
-from .rows import Row, Sweep, deviation, headline, mean, runs_of, sweeps
+from .rows import OWN, Row, Sweep, both, deviation, headline, mean, runs_of, sweeps
 from .tables import DEFAULT, Form, as_measured, by_domain, in_domains, measures_of_clients, measures_of_sweep, set_up
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def alone(draw: Draw, width: float = 0) -> Plot:
 
 def alone_all(rows: Sequence[Row], form: Form) -> Iterator[Plot]:
     """The panels of the main picture, of sweeps and of clients."""
-    yield from map(alone, chain(*_main(rows, headline(runs_of(rows))), _of_sweeps(sweeps(rows), form)))
+    yield from map(alone, chain(*_main(rows, first_of(rows, form)), _of_sweeps(sweeps(rows), form)))
     yield from (alone(draw, 1.5 + 0.22 * len(rows)) for draw in _of_clients(rows))
 
 
@@ -142,14 +142,25 @@ def alone_partition(partition: PartitionCounts) -> Plot:
 # --- curves and domains ---
 
 
+def _measured(rows: Sequence[Row]) -> list[str]:
+    """The keys that have a curve."""
+    return [each.key for each in measures(line for run in runs_of(rows) for line in run.lines)]
+
+
+def first_of(rows: Sequence[Row], form: Form) -> str:
+    """The measure of the main picture: the first column that is asked for and has a curve, or the usual one."""
+    known = _measured(rows) if form.columns else ()
+    return next((key for key in form.columns if key in known), headline(runs_of(rows)))
+
+
 def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = None) -> Plot:
-    """Plot the measure that runs are compared by, and the same measure of the personal models if there are some.
+    """Plot the measure that runs are compared by, and the same measure of other models if there are some.
 
     `measure` is another key of the history; `axis`, a key of AXES, leaves a single panel.
     """
     from .figure import Plot
 
-    keys = [each.key for each in measures(line for run in runs_of(rows) for line in run.lines)]
+    keys = _measured(rows)
     for kind, given, known in (("measure", measure, keys), ("axis", axis, AXES)):
         if given is not None and given not in known:
             raise UserError(f"the plot has no {kind} {given!r}; {did_you_mean(given, known)}")
@@ -176,14 +187,13 @@ def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = Non
 
 def _main(rows: Sequence[Row], measure: str) -> list[list[Draw]]:
     """A line of panels for each measure, with a panel for each axis, and a panel for each kind of domains."""
-    own = f"clients_own_{measure}"
-    keys = [measure, *([own] if any(row.values(own) for row in rows) else [])]
+    keys = both(measure, rows)
     lines = [line for row in rows for run in row.counted for line in run.lines]
     within = any(line["communication_rounds"] != 1 for line in lines)  # a round exchanges more than a model
     axes = [each for each in _PANELS if each != "communication_rounds" or within]
-    # A row without a global model has its clients in the panels of `own` only.
-    of_model = [row for row in rows if own not in keys or not row.accuracy_of]
-    shown = {measure: of_model, own: rows}
+    # A row without a global model has its clients in the panels of their own examples only.
+    of_model = [row for row in rows if not row.accuracy_of]
+    shown = {key: of_model if len(keys) > 1 and not key.startswith(OWN) else rows for key in keys}
     found: list[list[Draw]] = [[partial(_curves, rows, shown[key], key, axis) for axis in axes] for key in keys]
     return found + [[partial(_domains, rows, *each)] for each in by_domain(rows).items()]
 
@@ -316,6 +326,7 @@ def _boxes(rows: Sequence[Row], key: str, measure: Measure, panel: Axes) -> Hand
     """The box is the middle half of the clients, its line the median, the diamond the mean; whiskers reach to the
     extremes.
     """
+    rows = [row for row in rows if any(key in run.clients for run in row.counted)]
     values = [[each for run in row.counted for each in run.clients.get(key, {}).values()] for row in rows]
     finite = [[measure.scale * value for value in each if math.isfinite(value)] for each in values]
     panel.boxplot(finite, positions=range(len(rows)), **_BOX)

@@ -22,13 +22,28 @@ from .curves import Measure
 _ENDING = 32  # characters of the ending of a row's name; what differs is also a table
 
 
+OWN = "clients_own_"  # the prefix of a metric on the clients' own test examples
+
+
 def headline(runs: Sequence[Run]) -> str:
-    """The measure that runs are compared by: the main metric of their task, or of the first one that all runs have."""
+    """The metric that a comparison is about, which is the first in all tables and pictures.
+
+    It is the main metric of the runs' task, or of the first one that all runs have. If clients of a run have models of
+    their own, it is this metric on the clients' own examples, provided that all runs have it.
+    """
     evaluated = [run.values for run in runs if run.summary.main is not None]
     mains = list(
         dict.fromkeys(run.summary.of_task.main for run in runs if run.summary.main is not None or not evaluated)
     )
-    return next((main for main in mains if all(main in each for each in evaluated)), [*mains, "accuracy"][0])
+    main = next((main for main in mains if all(main in each for each in evaluated)), [*mains, "accuracy"][0])
+    is_own = evaluated and any(run.summary.personal for run in runs) and all(OWN + main in each for each in evaluated)
+    return OWN + main if is_own else main
+
+
+def both(key: str, rows: Iterable[Row]) -> list[str]:
+    """A metric, and the same one of the global model or on the clients' own examples, if a row has it."""
+    other = key.removeprefix(OWN) if key.startswith(OWN) else OWN + key
+    return [key, *([other] if any(row.values(other) for row in rows) else [])]
 
 
 @dataclass(frozen=True)
@@ -227,15 +242,13 @@ class Sweep:
 
     @property
     def measures(self) -> list[Measure]:
-        """The published measure, or the one that runs are compared by; and the same of the clients' models."""
+        """The published measure, or the one that runs are compared by; and the same one of other models."""
         rows = [row for line in self.lines.values() for row in line.values()]
         runs = runs_of(rows)
         known = dict.fromkeys(key for run in runs for key in run.published)
         first = headline(runs)
         fractions = (key for key in known if Measure.of(key).is_fraction)
-        keys = [first if first in known else next(fractions, first)]
-        keys += [own for own in (f"clients_own_{keys[0]}",) if any(row.values(own) for row in rows)]
-        return list(map(Measure.of, keys))
+        return list(map(Measure.of, both(first if first in known else next(fractions, first), rows)))
 
 
 def sweeps(rows: Sequence[Row]) -> list[Sweep]:

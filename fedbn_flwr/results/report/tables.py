@@ -20,6 +20,7 @@ from ..read.runs import Run
 from ..text import in_csv, in_html, in_markdown, printable
 from .curves import Measure
 from .rows import (
+    OWN,
     Row,
     Sweep,
     candidates,
@@ -38,7 +39,7 @@ Lines = list[tuple[str, ...]]  # of a table: the headings, and the cells of each
 Table = tuple[str, Lines]  # with its title; the first one of a report has none
 
 
-_COSTS = ("rounds", "communication_rounds", "bytes_down", "bytes_up", "seconds")
+COSTS = ("rounds", "communication_rounds", "bytes_down", "bytes_up", "seconds")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def columns(rows: Sequence[Row], form: Form) -> list[Measure]:
         of_clients = (f"clients_{place}{name}" for name in (task.main, *summary.metrics) for place in ("", "own_"))
         unseen = (f"unseen_{way}_{task.main}" for way in UNSEEN)
         keys |= dict.fromkeys((task.main, *best, *of_clients, *unseen, *task.reported, *summary.metrics))
-    shown = [key for key in (*keys, *_COSTS) if key == main or any(row.values(key) for row in rows)]
+    shown = [key for key in (*keys, *COSTS) if key == main or any(row.values(key) for row in rows)]
     return list(map(Measure.of, form.columns or shown))
 
 
@@ -279,10 +280,10 @@ def candidates_tables(rows: Sequence[Row]) -> list[Table]:
     """
     chosen, found = choose(rows), dict[str, Lines]()
     places = [(row.first.cell.get("row"), row.first.summary.of_task.main, row) for row in candidates(rows)]
-    own = {(name, main) for name, main, row in places if any(f"clients_own_{main}" in run.values for run in row.runs)}
+    own = {(name, main) for name, main, row in places if any(OWN + main in run.values for run in row.runs)}
     for name, main, row in places:
         values, is_own = validation(row), (name, main) in own
-        measure = Measure.of(f"clients_own_{main}" if is_own else main)
+        measure = Measure.of(OWN + main if is_own else main)
         whose = f"{Measure.of(main).title} on {'own ' * is_own}held-out training examples"
         title = f"candidates: the best is chosen by the {whose}, mean over seeds"
         head = ("run", f"validation {measure.title}", f"test {measure.title}", "seeds", "chosen")
@@ -373,14 +374,20 @@ def partition_table(partition: PartitionCounts) -> str:
 
 
 def as_measured(measure: Measure, values: Sequence[float], digits: int | None = None) -> str:
-    """The mean, and the standard deviation: of counts such as rounds only if they differ."""
+    """The mean, and the standard deviation: of costs such as rounds only if they differ.
+
+    A deviation of zero has no digits; for a small one there are more, so that it does not look like zero.
+    """
     if not values:
         return "-"
     digits = measure.digits(values) if digits is None else digits
     scaled = [value * measure.scale for value in values]
-    spread = deviation(scaled)
-    shown = spread if measure.is_fraction else spread or None
-    return f"{mean(scaled):,.{digits}f}{measure.unit}" + ("" if shown is None else f" ± {shown:,.{digits}f}")
+    middle, spread = mean(scaled), deviation(scaled)
+    if spread is None or spread <= 1e-9 * abs(middle):  # of equal values, but for rounding
+        is_cost = measure.key in COSTS or all(type(value) is int for value in values)
+        return f"{middle:,.{digits}f}{measure.unit}" + ("" if spread is None or is_cost else " ± 0")
+    digits = min(max(digits, -math.floor(math.log10(2 * spread))), 12)
+    return f"{middle:,.{digits}f}{measure.unit} ± {spread:,.{digits}f}"
 
 
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:

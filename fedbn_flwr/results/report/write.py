@@ -28,8 +28,9 @@ from ..read.runs import Run, find_runs, is_number
 from ..text import in_html, in_markdown
 from ..yaml_text import dump_yaml
 from .curves import measures, spent
-from .pictures import alone_all, alone_curve, alone_partition, clients_plot, plot, sweeps_plot
-from .rows import Row, choose, group, headline, runs_of, sweeps
+from .latex import as_latex
+from .pictures import alone_all, alone_curve, alone_partition, clients_plot, first_of, plot, sweeps_plot
+from .rows import OWN, Row, both, choose, group, runs_of, sweeps
 from .tables import (
     DEFAULT,
     Form,
@@ -60,10 +61,10 @@ _NOTE = (
 def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT, *, only_page: bool = False) -> str:
     """Write a report on the runs in `folders` into the folder `out`.
 
-    report.md has the tables, report.csv the first one without rounding, report.json settings, summary and curve of each
-    run, and report.html everything in one page. Pictures are PNG and SVG: `report` the curves, `sweep` the values of
-    sweeps, `clients` a box plot of clients. Without matplotlib there are none; the text names the extra. Returns the
-    tables as text, and the paths of report.md, report.png and report.html.
+    report.md has the tables, report.csv the first one without rounding, report.tex those for a paper, report.json the
+    settings, summary and curve of each run, and report.html everything in one page. Pictures are PNG and SVG: `report`
+    the curves, `sweep` the values of sweeps, `clients` a box plot of clients. Without matplotlib there are none; the
+    text names the extra. Returns the tables as text, and the paths of report.md, report.png and report.html.
 
     With `only_page` only the page is written; `out` may then be its file, ending in .html.
     """
@@ -82,6 +83,7 @@ def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT, *, on
         images = (f"![{name}]({name}.png)\n" for name in shown)
         _write(out / "report.md", "\n".join([*sentences, *parts, *images]))
         _write(out / "report.csv", as_csv(rows, form))
+        _write(out / "report.tex", as_latex(rows, form))
         _write(out / "report.json", to_json([_content(run, row in rows) for row in every for run in row.runs]) + "\n")
         paths = {"table": out / "report.md", **({"plot": out / "report.png"} if shown else {}), **paths}
     _write(file, page(every, form, has_pictures=bool(shown)))
@@ -100,7 +102,7 @@ def _pictures(rows: Sequence[Row], form: Form) -> tuple[dict[str, Plot], str]:
     swept = sweeps(rows)
     try:
         found = {
-            "report": plot(rows),
+            "report": plot(rows, first_of(rows, form)),
             "sweep": sweeps_plot(swept, form) if swept else None,
             "clients": clients_plot(rows),
         }
@@ -117,7 +119,7 @@ def _content(run: Run, chosen: bool) -> Json:
     task, curve = run.summary.of_task, []
     for line, until in zip(run.lines, spent(run.lines), strict=True):
         if line.get(task.main) is not None:
-            metrics = {key: line[key] for key in (*task.reported, "loss") if line.get(key) is not None}
+            metrics = {key: line[key] for key in (*task.reported, "loss", OWN + task.main) if line.get(key) is not None}
             curve.append(metrics | {key: until[key] for key in _CURVE})
     found = {"settings": run.config, "summary": run.values, "curve": curve, "clients": run.clients}
     return found if chosen else found | {"chosen": False}
@@ -170,10 +172,10 @@ def _figure(number: int, picture: Plot) -> str:
 def _pictures_of_page(rows: Sequence[Row], form: Form) -> Iterator[tuple[str, str, Iterable[Plot]]]:
     """The section, the name and the pictures: of the whole report, and of each measure and partition."""
     yield "Pictures", "", alone_all(rows, form)
-    first = headline(runs_of(rows))
+    main = both(first_of(rows, form), rows)
     lines = [line for row in rows for run in row.counted for line in run.lines]
-    for measure in measures(lines)[:_CURVES]:
-        axis = "seconds" if measure.key in (first, f"clients_own_{first}") else "round"  # others are in the plot
+    for measure in sorted(measures(lines), key=lambda each: each.key != main[0])[:_CURVES]:
+        axis = "seconds" if measure.key in main else "round"  # others are in the plot
         values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
         scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)
         yield "Curves", measure.title, [alone_curve(rows, measure.key, axis, scale) for scale in scales]

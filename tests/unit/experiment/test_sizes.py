@@ -80,9 +80,9 @@ def work(run: Settings) -> float:
     tested = run.data.test_examples or TEST_IMAGES.get(run.data.name, MOST_TEST_IMAGES)
     by_server = 2 if CATALOGUE[run.data.name].domains else 1  # all images, and those of each domain
     traits = describe(run.strategy["name"]).traits
-    personal = bool(traits.kept) if run.evaluate.clients is None else run.evaluate.clients
-    # Each tests on all images, perhaps again by domain, and on its own.
-    by_clients = run.clients * (1 + run.evaluate.domains) + 1 if personal else 0
+    asked = traits.personalises if run.evaluate.clients is None else run.evaluate.clients
+    # Each tests on its own images, and perhaps on all, and again by domain.
+    by_clients = (run.clients * (1 + run.evaluate.domains) if asked is True else 0) + bool(asked)
     evaluations = math.ceil(run.rounds / run.evaluate.every)
     testing = evaluations * tested * (by_server + by_clients) * FORWARD * of_an_image
     return training * CORES / min(CORES, run.clients) + testing

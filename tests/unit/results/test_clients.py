@@ -13,6 +13,7 @@ from PIL import Image
 
 from fedbn_flwr.results.folder.clients import Spread, last_values, spread
 from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.pictures import clients_plot
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import client_table
 from fedbn_flwr.results.report.write import write_report
@@ -107,3 +108,17 @@ def test_without_values_of_clients_there_is_neither(tmp_path: Path) -> None:
     assert "worst tenth" not in text
     assert "clients.png" not in page.read_text()
     assert not (tmp_path / "out" / "clients.png").exists()
+
+
+def test_a_box_plot_has_the_rows_whose_clients_were_evaluated(tmp_path: Path) -> None:
+    write_run(
+        tmp_path / "a", "FedAvg", files={"clients.jsonl": [{"round": 3, "clients": {"0": {"own_accuracy": 0.5}}}]}
+    )
+    values = {"accuracy": 0.25, "own_accuracy": 0.75}
+    write_run(tmp_path / "b", "FedBN", files={"clients.jsonl": [{"round": 3, "clients": {"0": values}}]})
+    picture = clients_plot(group(find_runs([tmp_path])))
+    assert picture is not None
+    found = {
+        panel.get_title(loc="left"): [text.get_text() for text in panel.get_xticklabels()] for panel in picture.axes
+    }
+    assert found == {"accuracy on own data": ["FedAvg", "FedBN"], "clients' accuracy": ["FedBN"]}

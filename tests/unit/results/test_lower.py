@@ -72,7 +72,8 @@ def test_tables_pictures_and_page_have_the_error_in_its_own_unit(runs: Path, tmp
     assert line.split()[-3:] == ["50.000", "8.1650", "60.000"], "the worst tenth of an error is the highest"
     (figures, *_) = json.loads((tmp_path / "out" / "report.json").read_text())
     assert figures["curve"][1] == {
-        "round": 2, "rmse": 58.0, "mae": 48.0, "r2": 0.4, "loss": 3600.0, "communication_rounds": 2,
+        "round": 2, "rmse": 58.0, "mae": 48.0, "r2": 0.4, "loss": 3600.0, "clients_own_rmse": 55.0,
+        "communication_rounds": 2,
         "bytes_down": 2 * 2**20, "bytes_up": 2 * 2**20,
     }  # fmt: skip
     assert "Lower is better: RMSE." in page.read_text()

@@ -220,7 +220,7 @@ def test_settings_that_differ_and_published_figures_are_tables(tmp_path: Path) -
     page = page_of(tmp_path)
     cells = page.texts["td"]
     start = cells.index("accuracy")
-    assert cells[start + 1 : start + 6] == ["50.00%\xa0±\xa01.00", "60.00%\xa0±\xa00.00", "2", "", "Paper, Table 1"]
+    assert cells[start + 1 : start + 6] == ["50.00%\xa0±\xa01.00", "60.00%\xa0±\xa00", "2", "", "Paper, Table 1"]
     assert cells[start + 7 : start + 10] == ["90.00%", "-", "0"], "not measured"
     assert "train.lr" in page.texts["th"]
     assert "train.steps" not in page.texts["th"], "it is the same in all runs"

@@ -174,7 +174,7 @@ def test_a_deviation_is_of_finite_values(values: list[float], text: str) -> None
 
 def test_fractions_of_several_seeds_have_a_deviation_and_counts_if_they_differ() -> None:
     accuracy, rounds = Measure.of("accuracy"), Measure.of("rounds")
-    assert [as_measured(accuracy, [0.5] * seeds) for seeds in (1, 5)] == ["50.00%", "50.00% ± 0.00"]
+    assert [as_measured(accuracy, [0.5] * seeds) for seeds in (1, 5)] == ["50.00%", "50.00% ± 0"]
     assert [as_measured(rounds, [100, end]) for end in (100, 102)] == ["100", "101 ± 1"]
 
 
@@ -212,7 +212,7 @@ def test_the_command_writes_into_a_new_folder(
     assert folder.name.startswith("report-")
     assert f"table: {folder / 'report.md'}\nplot:  {folder / 'report.png'}" in capsys.readouterr().out
     assert {file.name for file in folder.iterdir()} == {
-        "report.md", "report.csv", "report.png", "report.svg", "report.json", "report.html",
+        "report.md", "report.csv", "report.tex", "report.png", "report.svg", "report.json", "report.html",
     }  # fmt: skip
     assert "| second |" in (folder / "report.md").read_text()
     assert (tmp_path / "first" / "report.md").read_bytes() == before
@@ -316,8 +316,8 @@ def test_a_column_that_a_seed_lacks_has_no_figure(tmp_path: Path) -> None:
     (tmp_path / "0" / "clients.jsonl").write_text(json.dumps(clients) + "\n")
     rows = group(find_runs([tmp_path]))
     heads, *lines = table(rows)
-    assert [line[heads.index("clients' accuracy")] for line in lines] == ["-", "40.00% ± 0.00"]
-    assert domain_tables(rows)[0][1:] == [("B", "10.00% ± 0.00", "-", "-")]
+    assert [line[heads.index("clients' accuracy")] for line in lines] == ["-", "40.00% ± 0"]
+    assert domain_tables(rows)[0][1:] == [("B", "10.00% ± 0", "-", "-")]
     assert client_table(rows)[1:] == [], "its other seed has no clients"
 
 

@@ -36,7 +36,7 @@ def test_a_published_figure_is_beside_the_measured_one(tmp_path: Path) -> None:
         write_run(tmp_path / str(seed), "A", seed, config=config, accuracy=accuracy)
     _, accuracy_line, loss_line = published(rows_of(tmp_path))
     assert accuracy_line[1:] == ("accuracy", "74.00% ± 2.00", "71.00% ± 1.41", "2", "", "Paper, Table 1")
-    assert loss_line[1:] == ("loss", "0.5000", "1.0000", "2", "", "Paper, Table 1")
+    assert loss_line[1:] == ("loss", "0.5000", "1.0000 ± 0", "2", "", "Paper, Table 1")
 
 
 def test_figures_of_another_set_up_have_a_note(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_a_value_at_which_runs_diverged_has_a_cross_and_no_dot(tmp_path: Path) -
     rows = rows_of(tmp_path)
     ((_, lines),) = swept_tables(rows)
     assert lines[1:] == [
-        ("A", "50.00% ± 0.00", "diverged in round 4"),
-        ("B", "70.00% ± 0.00", "70.00% ± 0.00 [diverged in round 4] (2 of 3 seeds)"),
+        ("A", "50.00% ± 0", "diverged in round 4"),
+        ("B", "70.00% ± 0", "70.00% ± 0 [diverged in round 4] (2 of 3 seeds)"),
     ]
     picture = sweeps_plot(sweeps(rows))
     (panel,) = picture.axes

@@ -1,0 +1,197 @@
+"""What a comparison is about, everywhere: the metric on the clients' own examples if a run personalises."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr import Results
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.curves import Measure
+from fedbn_flwr.results.report.latex import as_latex
+from fedbn_flwr.results.report.pictures import plot, sweeps_plot
+from fedbn_flwr.results.report.rows import Row, group, headline, sweeps
+from fedbn_flwr.results.report.tables import DEFAULT, Form, as_measured, candidates_tables, sweep_tables, table
+from fedbn_flwr.results.report.write import write_report
+from tests.support.runs import write_run
+
+pytestmark = pytest.mark.usefixtures("pictures")
+
+OWN, GLOBAL = "accuracy on own data", "accuracy"
+CASES: list[tuple[dict[str, Any], str, str]] = [
+    ({"task": None}, "accuracy", OWN),
+    ({"task": "regression"}, "rmse", "RMSE on own data"),
+    ({"task": "segmentation"}, "mean_iou", "mean IoU on own data"),
+    ({"task": "several", "metrics": ("concordance",)}, "loss", "loss on own data"),
+]
+
+
+def rows_of(folder: Path) -> list[Row]:
+    return group(find_runs([folder]))
+
+
+def write_both(folder: Path, main: str = "accuracy", own: float | None = 0.5, **more: Any) -> None:
+    """FedAvg is better on all examples, FedBN on own ones."""
+    write_run(folder / "a", "FedAvg", **{main: 0.75, f"clients_own_{main}": own}, **more)
+    write_run(folder / "b", "FedBN", personal=True, **{main: 0.5, f"clients_own_{main}": 0.875}, **more)
+
+
+@pytest.mark.parametrize(("kind", "main", "title"), CASES, ids=[main for _, main, _ in CASES])
+def test_if_a_run_personalises_the_metric_on_own_examples_is_first_everywhere(
+    tmp_path: Path, kind: dict[str, Any], main: str, title: str
+) -> None:
+    write_both(tmp_path / "runs", main, **kind)
+    rows = rows_of(tmp_path / "runs")
+    assert headline(find_runs([tmp_path / "runs"])) == f"clients_own_{main}"
+    heads, *lines = table(rows)
+    assert heads[1:3] == (title, Measure.of(main).title)
+    shares = [as_measured(Measure.of(main), [value]) for value in (0.5, 0.75, 0.875)]
+    assert [line[1:3] for line in lines] == [(shares[0], shares[1]), (shares[2], shares[0])]
+    unit = ", %" if "%" in shares[0] else ""
+    axes = [panel.get_ylabel() for panel in plot(rows).axes]
+    assert [axes[0], axes[2]] == [title + unit, Measure.of(main).title + unit]
+    write_report([tmp_path / "runs"], tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    curves = re.findall(r"<summary>([^<]+)</summary>", page[page.index('id="Curves"') :])
+    assert curves[0] == title
+    assert (
+        (tmp_path / "out" / "report.csv")
+        .read_text()
+        .startswith(f"run,status,seeds,runs,runs_left_out,clients_own_{main},")
+    )
+    assert f"& {title}" in (tmp_path / "out" / "report.tex").read_text().splitlines()[5]
+    kept = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [run["curve"][-1][f"clients_own_{main}"] for run in kept] == [0.5, 0.875]
+
+
+def test_the_main_metric_is_first_if_no_run_personalises_or_a_run_lacks_the_other(tmp_path: Path) -> None:
+    for label in ("FedAvg", "FixBN"):
+        write_run(tmp_path / "all" / label, label, clients_own_accuracy=0.5)
+    write_both(tmp_path / "some", own=None)
+    for folder in ("all", "some"):
+        rows = rows_of(tmp_path / folder)
+        assert table(rows)[0][1] == GLOBAL
+        labels = [panel.get_ylabel() for panel in plot(rows).axes]
+        assert [labels[0], labels[2]] == ["accuracy, %", "accuracy on own data, %"]
+
+
+def test_a_run_that_was_not_evaluated_does_not_decide(tmp_path: Path) -> None:
+    write_both(tmp_path)
+    write_run(tmp_path / "c", "FedTAN", lines=[{"loss": None}], status="failed")
+    assert table(rows_of(tmp_path))[0][1] == OWN
+
+
+def test_columns_choose_the_table_the_curves_and_the_comparison(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        for label, values in (("FedAvg", (0.75, 0.5)), ("FedBN", (0.5, 0.875))):
+            figures = {"accuracy": values[0], "clients_own_accuracy": values[1]}
+            write_run(tmp_path / f"{label}{seed}", label, seed, personal=label == "FedBN", **figures)
+    for keys, difference in (((), "+37.50"), (("bytes_up", "accuracy"), "+0.00"), (("accuracy",), "-25.00")):
+        heads, _, second = table(rows_of(tmp_path), Form(keys, "FedAvg"))
+        assert second[heads.index("difference to FedAvg")] == difference
+    write_report([tmp_path], tmp_path / "out", Form(("bytes_up", "accuracy")))
+    page = (tmp_path / "out" / "report.html").read_text()
+    pictures = re.findall(r'aria-label="((?!Values)[^"]+)"', page[page.index('class="pictures"') :])
+    assert pictures[0] == "accuracy, %, rounds"
+    assert list(Results.read(tmp_path / "FedAvg0", tmp_path / "FedBN0").frame().columns)[4] == "clients_own_accuracy"
+
+
+def test_a_sweep_s_first_table_and_panel_have_it_too(tmp_path: Path) -> None:
+    for alpha in (0.1, 1.0):
+        for label in ("FedAvg", "FedBN"):
+            config = {"cell": {"row": label, "sweep": {"alpha": alpha}}}
+            own = alpha / 4 + (label == "FedBN") / 2
+            folder = tmp_path / f"{label}{alpha}"
+            personal = label == "FedBN"
+            write_run(folder, f"{label}, {alpha}", config=config, clients_own_accuracy=own, personal=personal)
+    (sweep,) = sweeps(rows_of(tmp_path))
+    assert [title for title, _ in sweep_tables(sweep)] == [f"{OWN} by alpha", "accuracy by alpha"]
+    assert sweep_tables(sweep)[0][1][1:] == [("FedAvg", "2.50%", "25.00%"), ("FedBN", "52.50%", "75.00%")]
+    assert [panel.get_ylabel() for panel in sweeps_plot([sweep]).axes] == [f"{OWN}, %", "accuracy, %"]
+
+
+def test_candidates_of_all_runs_are_compared_on_own_examples(tmp_path: Path) -> None:
+    for lr in (0.1, 0.01):
+        for label, own in (("FedAvg", 0.5), ("FedBN", 0.75)):
+            config = {"cell": {"row": label, "tune": {"train.lr": lr}}, "train": {"lr": lr}}
+            figures = {"accuracy": 0.25, "validation_accuracy": 0.5 + lr, "clients_own_accuracy": own}
+            write_run(tmp_path / f"{label}{lr}", f"{label}, lr={lr}", config=config, personal=own > 0.5, **figures)
+    ((title, lines),) = candidates_tables(rows_of(tmp_path))
+    assert title == "candidates: the best is chosen by the accuracy on own held-out training examples, mean over seeds"
+    assert [line[2] for line in lines] == ["test accuracy on own data", "50.00%", "50.00%", "75.00%", "75.00%"]
+
+
+# --- mean and deviation in a cell ---
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "shown"),
+    [
+        ("accuracy", [0.75], "75.00%"),
+        ("accuracy", [1.0, 1.0], "100.00% ± 0"),
+        ("accuracy", [0.3, 0.1 + 0.2], "30.00% ± 0"),
+        ("accuracy", [0.5, 0.50004], "50.002% ± 0.003"),
+        ("accuracy", [0.0, 2e-5], "0.001% ± 0.001"),
+        ("accuracy", [0.5, 0.6], "55.00% ± 7.07"),
+        ("rmse", [50.0, 50.0], "50.000 ± 0"),
+        ("rmse", [123456.0, 123456.25], "123,456.1 ± 0.2"),
+        ("rounds", [40, 40], "40"),
+        ("bytes_up", [2**20, 2**20], "1.00"),
+    ],
+)
+def test_a_deviation_is_zero_only_if_all_values_are_equal(key: str, values: list[float], shown: str) -> None:
+    assert as_measured(Measure.of(key), values) == shown
+
+
+def tabulars(rows: list[Row], form: Form = DEFAULT) -> list[list[str]]:
+    """The lines between the rules of each tabular."""
+    found = re.findall(r"\\midrule\n(.*?)\\bottomrule", as_latex(rows, form), re.DOTALL)
+    return [part.strip().splitlines() for part in found]
+
+
+def test_a_latex_table_has_the_best_mean_in_bold(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        for label, accuracy, loss in (
+            ("A & B", 0.5, 1.0),
+            ("[c]", 0.6, 3.0),
+            ("last_1", 0.6, 2.0),
+            ("failed", 0.9, 0.1),
+        ):
+            status = "finished" if label != "failed" else "failed"
+            figures = {"accuracy": accuracy + seed / 100, "loss": loss + seed}
+            write_run(tmp_path / f"{label[:4]}{seed}", label, seed, status=status, **figures)
+    (lines,) = tabulars(rows_of(tmp_path), Form(("accuracy", "loss", "bytes_up"), "A & B"))
+    assert lines == [
+        r"A \& B & $50.50 \pm 0.71$ & $\mathbf{1.5000} \pm 0.7071$ & $3.00$ & -- & -- & -- & -- \\",
+        r"{}[c] & $\mathbf{60.50} \pm 0.71$ & $3.5000 \pm 0.7071$ & $3.00$ & $+10.00$ & -- & -- & $2$ \\",
+        r"failed [failed] & $90.50 \pm 0.71$ & $0.6000 \pm 0.7071$ & $3.00$ & $+40.00$ & -- & -- & $2$ \\",
+        r"last\_1 & $\mathbf{60.50} \pm 0.71$ & $2.5000 \pm 0.7071$ & $3.00$ & $+10.00$ & -- & -- & $2$ \\",
+    ]
+    assert r"run & accuracy, \% & loss & MiB up & difference to A \& B" in as_latex(
+        rows_of(tmp_path), Form(("accuracy", "loss", "bytes_up"), "A & B")
+    )
+
+
+def test_latex_tables_of_domains_and_sweeps_have_the_lowest_error_in_bold(tmp_path: Path) -> None:
+    for label, shift in (("A", 0.0), ("B", 10.0)):
+        for alpha in (0.1, 1.0):
+            config = {"cell": {"row": label, "sweep": {"alpha": alpha}}, "alpha": alpha}
+            rmse = 1234.5 + shift * (1 if alpha < 1 else -1)
+            figures = {"rmse": rmse, "rmse_sea": rmse, "clients_own_rmse_std": shift, "accuracy": None}
+            write_run(tmp_path / f"{label}{alpha}", f"{label} {alpha}", task="regression", config=config, **figures)
+    first, domains, sweep = tabulars(rows_of(tmp_path), Form(("rmse", "clients_own_rmse_std")))[:3]
+    assert [r"\mathbf" in line for line in first] == [False, False, False, True]
+    assert domains[3] == r"B 1.0 & $\mathbf{1{,}224.5}$ & $\mathbf{1{,}224.5}$ \\"
+    assert sweep == [
+        r"A & $\mathbf{1{,}234.5}$ & $1{,}234.5$ \\",
+        r"B & $1{,}244.5$ & $\mathbf{1{,}224.5}$ \\",
+    ]
+
+
+def test_a_single_row_has_nothing_in_bold(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "A")
+    assert "mathbf" not in as_latex(rows_of(tmp_path), DEFAULT)
