@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -29,8 +30,8 @@ def as_latex(rows: Sequence[Row], form: Form) -> str:
     first: Lines = [head, *((row.title, *line[1:]) for row, line in zip(rows, body, strict=True))]
     found = [_tabular("", first, columns(rows, form), rows)]
     for prefix, names in by_domain(rows).items():
-        measure = Measure.of(prefix.removesuffix("_"))
-        found.append(_tabular(*domain_table(rows, prefix, names), [measure] * (len(names) + 1), rows))
+        measure, (title, lines) = Measure.of(prefix.removesuffix("_")), domain_table(rows, prefix, names)
+        found += [_tabular(title, lines, [measure] * (len(names) + 1), rows)] if len(lines) > 1 else []
     for sweep in sweeps(rows):
         for measure, each in zip(measures_of_sweep(sweep, form), sweep_tables(sweep, form), strict=True):
             found.append(_tabular(*each, [measure] * len(sweep.values), rows))
@@ -50,7 +51,7 @@ def _tabular(title: str, lines: Lines, shown: Sequence[Measure], rows: Sequence[
     text += [rf"\begin{{tabular}}{{l{'r' * len(heads)}}}", r"\toprule"]
     text += [_line(map(in_latex, (first, *heads))), r"\midrule"]
     for name, *cells in body:
-        is_best = [name not in unfinished and best.get(at) == _mean(cell) for at, cell in enumerate(cells)]
+        is_best = [name not in unfinished and best.get(at, math.nan) == _mean(cell) for at, cell in enumerate(cells)]
         text.append(_line([in_latex(name), *map(_in_math, cells, is_best)]))
     return "\n".join([*text, r"\bottomrule", r"\end{tabular}", ""])
 
@@ -65,10 +66,10 @@ def _mean(cell: str) -> float | None:
     return float(found[1].lstrip("<").replace(",", "")) if found else None
 
 
-def _best(key: str, means: Sequence[float], rows: Sequence[Row]) -> float | None:
-    """The best of several means of a metric; a deviation over clients, a cost or a setting has no best value."""
+def _best(key: str, means: Sequence[float], rows: Sequence[Row]) -> float:
+    """The best of several means of a metric; NaN for a deviation over clients, a cost or a setting."""
     is_metric = any(type(run.summary.values.get(key)) is float for run in runs_of(rows)) and not key.endswith("_std")
-    return max(means, key=lambda mean: goodness(key, mean)) if is_metric and len(means) > 1 else None
+    return max(means, key=lambda mean: goodness(key, mean)) if is_metric and len(means) > 1 else math.nan
 
 
 def _in_math(cell: str, is_best: bool) -> str:

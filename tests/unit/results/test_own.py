@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.mathtext import MathTextParser
 
 from fedbn_flwr import Results
 from fedbn_flwr.results.read.runs import find_runs
@@ -147,6 +148,19 @@ def test_a_deviation_is_zero_only_if_all_values_are_equal(key: str, values: list
     assert as_measured(Measure.of(key), values) == shown
 
 
+def test_every_number_of_a_latex_table_is_a_formula(tmp_path: Path) -> None:
+    """By matplotlib's parser of TeX."""
+    for seed in (0, 1):
+        for label, rmse in (("A", 12345.5), ("B", -0.25), ("C", 7.0)):
+            write_run(
+                tmp_path / f"{label}{seed}", label, seed, task="regression", rmse=rmse * (seed + 1), status="failed"
+            )
+    found = re.findall(r"\$[^$]+\$", as_latex(rows_of(tmp_path), Form(("rmse", "seconds"), "A")))
+    assert r"$18{,}518 \pm 8{,}730$" in found
+    for formula in found:
+        assert MathTextParser("path").parse(formula).width > 0
+
+
 def tabulars(rows: list[Row], form: Form = DEFAULT) -> list[list[str]]:
     """The lines between the rules of each tabular."""
     found = re.findall(r"\\midrule\n(.*?)\\bottomrule", as_latex(rows, form), re.DOTALL)
@@ -193,5 +207,11 @@ def test_latex_tables_of_domains_and_sweeps_have_the_lowest_error_in_bold(tmp_pa
 
 
 def test_a_single_row_has_nothing_in_bold(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "A")
+    """Nor has a value that the only other one cannot be compared with, since its run failed."""
+    write_run(tmp_path / "a", "A", config={"cell": {"row": "A", "sweep": {"lr": 1}}})
     assert "mathbf" not in as_latex(rows_of(tmp_path), DEFAULT)
+    write_run(tmp_path / "b", "B", config={"cell": {"row": "B", "sweep": {"lr": 1}}}, status="failed")
+    write_run(tmp_path / "c", "A", config={"cell": {"row": "A", "sweep": {"lr": 2}}, "lr": 2})
+    sweep = tabulars(rows_of(tmp_path))[1]
+    assert [r"\mathbf" in line for line in sweep] == [False, False]
+    assert sweep[1].startswith(r"B & $60.00$ [failed] & --")
