@@ -26,6 +26,7 @@ from .fedtan import FedTANII as FedTANII
 from .fedwon import FedWon as FedWon
 from .fixbn import FixBN as FixBN
 from .globalmomentum import GlobalMomentum as GlobalMomentum
+from .hbn import HBN as HBN
 from .heterobn import HeteroBN as HeteroBN
 from .meanstatistics import MeanStatistics as MeanStatistics
 from .scaffold import Scaffold as Scaffold

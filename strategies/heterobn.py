@@ -10,14 +10,14 @@ implemented.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, number_problem, read_reply
@@ -55,23 +55,30 @@ class HeteroBN(FedAvg):
         """The global model. With "query", it includes statistics, which all clients measure on their data."""
         if self.statistics == "batch":
             return round.arrays
-        nodes = self._connected(round.grid, self.min_available_nodes)
-        queries = self._messages(protocol.STATISTICS_QUERY, round, nodes)
-        what = f"round {round.number}, statistics"
-        answers = round.grid.send_and_receive(queries, timeout=3600)  # as for a round
+        return with_queried(self, round, weighted_mean)
 
-        def problem(reply: Reply) -> str | None:
-            of = roles({**round.arrays, **reply.arrays})
-            wrong = [key for key in reply.arrays if of[key] not in (Role.STATISTICS, Role.COUNTER)]
-            other = f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
-            return number_problem(reply.metrics, self.weighted_by_key) or other
 
-        def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
-            problems = arrays_problems(found, {})
-            left = {node: reply for node, reply in found.items() if node not in problems}
-            return {**metric_problems(found), **problems, **self.compare(left, {})}
+def with_queried(
+    rule: FedAvg, round: Round, mean: Callable[[Iterable[Arrays], Sequence[float]], Arrays]
+) -> ArrayRecord:
+    """The global model with the mean of the statistics that all clients measure on their data under it."""
+    nodes = rule._connected(round.grid, rule.min_available_nodes)
+    queries = rule._messages(protocol.STATISTICS_QUERY, round, nodes)
+    what = f"round {round.number}, statistics"
+    answers = round.grid.send_and_receive(queries, timeout=3600)  # as for a round
 
-        attendance = self.attendance(what, queries, round.arrays)
-        replies = attendance.screen(gate(answers), partial(read_reply, name=self.arrayrecord_key), problem, compare)
-        weights = self.bounded(what, self.weights(round, replies))
-        return record_of({**round.arrays, **pack(weighted_mean((reply.arrays for reply in replies), weights))})
+    def problem(reply: Reply) -> str | None:
+        of = roles({**round.arrays, **reply.arrays})
+        wrong = [key for key in reply.arrays if of[key] not in (Role.STATISTICS, Role.COUNTER)]
+        other = f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
+        return number_problem(reply.metrics, rule.weighted_by_key) or other
+
+    def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
+        problems = arrays_problems(found, {})
+        left = {node: reply for node, reply in found.items() if node not in problems}
+        return {**metric_problems(found), **problems, **rule.compare(left, {})}
+
+    attendance = rule.attendance(what, queries, round.arrays)
+    replies = attendance.screen(gate(answers), partial(read_reply, name=rule.arrayrecord_key), problem, compare)
+    weights = rule.bounded(what, rule.weights(round, replies))
+    return record_of({**round.arrays, **pack(mean((reply.arrays for reply in replies), weights))})

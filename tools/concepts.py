@@ -18,6 +18,7 @@ from torch import nn
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
+from fedbn_flwr.norms.convert import convert_norm
 from fedbn_flwr.norms.roles import LAST, Role
 from fedbn_flwr.strategies import Round, Rule, Traits, Wrapper, as_rule
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 # The strategies in the order of the page: what they are for.
 FAMILIES = (
     ("FedAvg", "Standalone"),  # to compare with
-    ("FixBN", "FedTAN", "FedTANII", "FedAvgGlobalStats"),  # one model, of the same statistics on all clients
+    ("FixBN", "HBN", "FedTAN", "FedTANII", "FedAvgGlobalStats"),  # one model, of the same statistics on all clients
     ("FedWon", "HeteroBN"),  # no running statistics
     ("FedBN", "SiloBN", "FedRep"),  # a model for each client
     ("FedProx", "FedNova", "Scaffold", "GlobalMomentum", "FedBS"),  # drift and weights
@@ -117,9 +118,12 @@ def needs(rule: Rule) -> str:
     """What a rule asks of clients in its last round, and which models it accepts."""
     tracking = ArrayRecord(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).state_dict())
     plain = ArrayRecord(nn.Sequential(nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2)).state_dict())
+    hybrid = ArrayRecord(convert_norm(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)), "hbn").state_dict())
     found = [] if accepts(rule, plain) else ["batch norm"]
     if not accepts(rule, tracking):
-        tracking, found = plain, ["a model without running statistics"]
+        tracking, found = (
+            (plain, ["a model without running statistics"]) if not found else (hybrid, ["hybrid batch norm"])
+        )
     rule.begin(10, tracking)
     round, traits = Round(10, tracking, ConfigRecord(), cast(Grid, None)), rule.traits
     if traits.kept or any(key.startswith("fedbn.") for each in rule.chain for key in each.config(round)):

@@ -138,6 +138,7 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     "proximal-mu": "fedbn_flwr.strategies.fedprox:FedProxClient",
     "fedbn.freeze": "fedbn_flwr.strategies.fixbn:FixBNClient",
     "fedbn.moments": "fedbn_flwr.strategies.fixbn:FixBNClient",
+    "fedbn.hybrid": "fedbn_flwr.strategies.hbn:HBNClient",
     "fedbn.clip": "fedbn_flwr.strategies.fedwon:FedWonClient",
     "fedbn.head-epochs": "fedbn_flwr.strategies.fedrep:FedRepClient",
     "fedbn.normalised": "fedbn_flwr.strategies.fednova:FedNovaClient",

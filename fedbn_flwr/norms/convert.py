@@ -19,7 +19,7 @@ from fedbn_flwr.named import accepted, call, is_name, load
 from .compound import DECLARE, computes_batch_norm, modules_after
 from .fixup import convolutions, fixup, residual_blocks
 from .roles import AFFINE, batch_norms, check_own
-from .variants import BatchRenorm, MaskedBatchNorm1d, StaticBatchNorm
+from .variants import BatchRenorm, HybridBatchNorm, MaskedBatchNorm1d, StaticBatchNorm
 from .wsconv import STANDARDS, standardise
 
 Convert = Callable[..., nn.Module]  # takes a batch norm, its name, and the options that the signature names
@@ -71,6 +71,10 @@ NORMS: dict[str, tuple[str, Convert | None]] = {
         lambda layer, where, **bounds: BatchRenorm(
             layer.num_features, layer.eps, layer.momentum, layer.affine, **bounds
         ),
+    ),
+    "hbn": (
+        "hybrid batch norm: a learnt mix of the batch's statistics and the running ones (HBN)",
+        lambda layer, where: HybridBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine),
     ),
 }
 

@@ -34,8 +34,9 @@ class Role(StrEnum):
 
 MEAN, VARIANCE = "running_mean", "running_var"
 AFFINE = ("weight", "bias")
+ALPHA = "alpha"  # of a hybrid batch norm
 _ROLES = {
-    **dict.fromkeys(AFFINE, Role.AFFINE),
+    **dict.fromkeys((*AFFINE, ALPHA), Role.AFFINE),
     **dict.fromkeys((MEAN, VARIANCE), Role.STATISTICS),
     "num_batches_tracked": Role.COUNTER,
 }

@@ -110,6 +110,10 @@ class Moments:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Record no more."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,4 +1,4 @@
-"""Batch norms that PyTorch lacks: for padded series, without running statistics, and with renormalisation."""
+"""Batch norms that PyTorch lacks: for padded series, without running statistics, renormalised, and hybrid."""
 
 from __future__ import annotations
 
@@ -154,3 +154,47 @@ class BatchRenorm(AnyBatchNorm):
         if end == self.warmup:
             return (past >= 0).to(past)
         return (past / (end - self.warmup)).clamp(0, 1)
+
+
+class HybridBatchNorm(AnyBatchNorm):
+    """Hybrid batch norm (Chen et al. 2025, ICML, https://arxiv.org/abs/2505.21877).
+
+    In training it normalises with a learnt mix of the batch's statistics and the running ones:
+
+        a = sigmoid(alpha)      m = a mu_B + (1 - a) mu      s = a sigma_B^2 + (1 - a) sigma^2
+
+    with a biased sigma_B^2, and gradients through the batch's statistics and alpha. In evaluation it is batch norm.
+
+    NOTE: theirs takes images only, and its running statistics are set by the server alone. These also follow the
+    batches with `momentum`, like those of any batch norm, unless the strategy HBN sets it to zero.
+    """
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True) -> None:
+        super().__init__(num_features, eps, 0.1 if momentum is None else momentum, affine)
+        self.alpha = nn.Parameter(torch.zeros(num_features))
+
+    def mixed(self, of_batch: Tensor, running: Tensor) -> Tensor:
+        """A statistic of the batch and the running one, mixed."""
+        return torch.lerp(running, of_batch, self.alpha.sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.track_running_stats):
+            # In evaluation, with frozen statistics, and while batch statistics are measured, it is batch norm.
+            return super().forward(x)
+        self._check_input_dim(x)
+        mu: Any = self.running_mean
+        var: Any = self.running_var
+        steps: Any = self.num_batches_tracked
+        var_b, mu_b = torch.var_mean(x, dim=[d for d in range(x.ndim) if d != 1], correction=0)
+        mean, variance = self.mixed(mu_b, mu.clone()), self.mixed(var_b, var.clone())
+        with torch.no_grad():
+            count = x.numel() // x.shape[1]
+            mu.lerp_(mu_b, self.momentum or 0.0)
+            var.lerp_(var_b * count / max(count - 1, 1), self.momentum or 0.0)
+            steps.add_(1)
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        scale = (
+            torch.rsqrt(variance + self.eps) if self.weight is None else self.weight * torch.rsqrt(variance + self.eps)
+        )
+        shift = -mean * scale if self.bias is None else self.bias - mean * scale
+        return torch.addcmul(shift.view(shape), x, scale.view(shape))

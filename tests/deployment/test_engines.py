@@ -56,6 +56,7 @@ def test_strategies_give_the_same_arrays_on_ray(tmp_path: Path) -> None:
     """Node state, records beside the arrays and layer-wise sessions survive Ray, where any actor serves any node."""
     special = {
         "HeteroBN": "strategy: {name: HeteroBN, statistics: query}, model: {norm: sbn}",
+        "HBN": "strategy: {name: HBN}, model: {norm: hbn}",
         "FedWon": "strategy: {name: FedWon}, model: {norm: won}",
         "FixBN": "strategy: {name: FixBN, freeze_round: 1}",
         "FedTANII": "strategy: {name: FedTANII, fedtan_rounds: 1, exchange: paper}",

@@ -30,7 +30,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "FedRep": {"head_epochs": 1},
     "Private": {"noise_seed": 0},
 }
-NORMS = {"HeteroBN": "sbn", "FedWon": "won"}
+NORMS = {"HeteroBN": "sbn", "FedWon": "won", "HBN": "hbn"}
 EVERY = sorted({*STRATEGIES, *SPECS})
 
 
@@ -42,6 +42,7 @@ SEARCHING: dict[str, dict[str, Any]] = {
     "FedTAN": {},
     "FedWon": {},
     "FixBN": {"freeze_round": 0},
+    "HBN": {},
     "HeteroBN": {},
     "SiloBN": {},
 }

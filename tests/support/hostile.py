@@ -57,6 +57,7 @@ RULES: dict[str, list[str]] = {
     # A masked reply of Secure is any number: what a client adds to the sum cannot be seen.
     **{name: [f"strategy={{name: {name}{SEEDED.get(name, '')}}}"] for name in sorted(STRATEGIES) if name != "Secure"},
     "HeteroBN": ["strategy={name: HeteroBN, statistics: query}", "model.norm=sbn"],
+    "HBN": ["strategy={name: HBN}", "model.norm=hbn"],
     "FedWon": ["strategy={name: FedWon}", "model={name: cnn, norm: won}"],
     "FedBS": ["strategy={name: FedBS, epsilon: 100, patience: 3}"],
     "FixBN": ["strategy={name: FixBN, freeze_round: 2}"],
@@ -293,7 +294,7 @@ def cases(rules: Sequence[str] = (), names: str = "") -> Iterator[tuple[str, str
         kinds = ["train", "evaluate"]
         if rule in EXCHANGING:
             kinds += [protocol.EXCHANGE_QUERY, "moments"]
-        if rule == "HeteroBN":
+        if rule in ("HeteroBN", "HBN"):
             kinds.append(protocol.STATISTICS_QUERY)
         for attack in all_attacks():
             if re.search(names, attack.name):

@@ -48,6 +48,7 @@ engine: {workers: 0, device: cpu, checkpoint_every: 5}
 """
 SPECIAL: dict[str, str] = {
     "HeteroBN": "strategy: {name: HeteroBN, statistics: query}\nmodel: {norm: sbn}",
+    "HBN": "strategy: {name: HBN, statistics: model}\nmodel: {norm: hbn}",
     "FedWon": "strategy: {name: FedWon}\nmodel: {norm: won}",
     "FixBN": "strategy: {name: FixBN, freeze_round: 2}",
     "FedTAN": "strategy: {name: FedTAN, min_batch: 16}",

@@ -39,7 +39,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "FedTANII": {"fedtan_rounds": 1},
     "Private": {"noise_seed": 0},
 }
-NORMS = {"HeteroBN": "sbn", "FedWon": "won"}
+NORMS = {"HeteroBN": "sbn", "FedWon": "won", "HBN": "hbn"}
 
 
 def net(width: int = 8, norm: str = "bn") -> nn.Module:
