@@ -135,9 +135,12 @@ class Model(Section):
         gt=0,
         le=1,
         description=(
-            "with `won`, a factor of the residual branches of `resnet20` and torchvision's ResNets; [0.2 lets"
-            " them train](strategies/fedwon.md#residual-networks)"
+            "with `won` and `won+se`, a factor of the residual branches of `resnet20` and torchvision's ResNets; [0.2"
+            " lets them train](strategies/fedwon.md#residual-networks)"
         ),
+    )
+    reduction: Positive = Field(
+        default=16, description="with `won+se`, the channels for each hidden unit of squeeze-excitation"
     )
     brn: Renorm = Field(
         default=Renorm(),

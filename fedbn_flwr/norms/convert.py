@@ -17,6 +17,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import accepted, call, is_name, load
 
 from .compound import DECLARE, computes_batch_norm, modules_after
+from .features import excitation, normalise_features
 from .fixup import convolutions, fixup, residual_blocks
 from .roles import AFFINE, batch_norms, check_own
 from .variants import BatchRenorm, HybridBatchNorm, MaskedBatchNorm1d, StaticBatchNorm
@@ -62,6 +63,11 @@ NORMS: dict[str, tuple[str, Convert | None]] = {
         "no normalisation, and convolutions with scaled weight standardisation (FedWon); `branch_scale` for ResNets",
         nn.Identity,
     ),
+    "won+se": (
+        "`won`, and squeeze-excitation at the end of each branch (ANFR; for ResNets), with `reduction`",
+        nn.Identity,
+    ),
+    "fn": ("no normalisation, and features of length sqrt(d) before the last linear layer (FN)", nn.Identity),
     "sbn": (
         "static batch norm: batch statistics, none tracked (HeteroFL)",
         lambda layer, where: StaticBatchNorm(layer.num_features, eps=layer.eps, affine=layer.affine),
@@ -84,6 +90,7 @@ OPTIONS = {
     "gn+ws": ("groups",),
     "brn": ("r_max", "d_max", "warmup", "r_steps", "d_steps"),
     "won": ("branch_scale",),
+    "won+se": ("branch_scale", "reduction"),
 }
 
 
@@ -130,8 +137,8 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
         return model
     if kind == "fixup":  # needs the residual branches, so it converts the whole model
         return fixup(model)
-    scale = options.pop("branch_scale", 1.0)
-    blocks = residual_blocks(model, kind) if scale != 1 else {}
+    scale, reduction = options.pop("branch_scale", 1.0), options.pop("reduction", 16)
+    blocks = residual_blocks(model, kind) if scale != 1 or kind == "won+se" else {}
     norms = batch_norms(model, f"norm {kind!r}")
     layers = {
         layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd | nn.Linear | _BatchNorm)
@@ -140,7 +147,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     convolved, linear = ([layer for layer in layers if isinstance(layer, each)] for each in (_ConvNd, nn.Linear))
     weights = (convolved or linear) if kind in STANDARDS else []
     # A last layer with no norm after it keeps its weights, for instance the classifier of a segmentation model.
-    if weights[-1:] == [*layers][-1:] and (kind != "won" or not convolved):
+    if weights[-1:] == [*layers][-1:] and (kind not in ("won", "won+se") or not convolved):
         weights = weights[:-1]
     for layer in weights:
         standardise(layer, layers[layer] or "the model itself", kind)
@@ -151,9 +158,14 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
         if name:
             model.set_submodule(name, replaced[norm])
     for block in blocks.values():
-        convolutions(block)[-1].gamma *= scale
+        last = convolutions(block)[-1]
+        last.gamma *= scale
+        if kind == "won+se":
+            setattr(block, f"bn{len(convolutions(block))}", excitation(last, reduction))
+    if kind == "fn":
+        normalise_features(model)
     # `won` also removes batch norm, so a model without convolutions has a use for it.
-    if not {"gn+ws": weights and replaced, "won": weights or replaced, "none": True}.get(kind, replaced):
+    if not {"gn+ws": weights and replaced, "won": weights or replaced, "none": True, "fn": True}.get(kind, replaced):
         what = (
             "convolution or linear layer to standardise"
             if kind in STANDARDS and not weights

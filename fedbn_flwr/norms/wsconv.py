@@ -81,7 +81,10 @@ _STANDARDISED: dict[type[nn.Module], type[Standardised]] = {
     nn.Linear: StdLinear,
 }
 # eps and gamma, by kind of norm.
-STANDARDS: dict[str, tuple[float, float | None]] = {"won": (1e-6, RELU_GAMMA), "gn+ws": (1e-5, None)}
+STANDARDS: dict[str, tuple[float, float | None]] = {
+    **dict.fromkeys(("won", "won+se"), (1e-6, RELU_GAMMA)),
+    "gn+ws": (1e-5, None),
+}
 
 
 def standardise(layer: Any, where: str, kind: str) -> None:
@@ -108,5 +111,5 @@ def standardise(layer: Any, where: str, kind: str) -> None:
     if layer.weight[0].numel() == 1:
         raise SettingsError(f"norm {kind!r}: a filter of {where} is a single weight, which cannot be standardised")
     layer.__class__, layer.eps, layer.gamma = _STANDARDISED[plain], eps, gamma
-    if kind == "won" and layer.bias is None:
+    if gamma is not None and layer.bias is None:
         layer.bias = nn.Parameter(layer.weight.new_zeros(len(layer.weight)), layer.weight.requires_grad)
