@@ -161,7 +161,7 @@ def test_instance_norm_of_single_values_is_refused(shape: tuple[int, ...]) -> No
         model(torch.randn(shape))
 
 
-CHANGED = ["gn", "ln", "in", "none", "gn+ws", "won", "sbn", "brn"]
+CHANGED = ["gn", "ln", "in", "none", "gn+ws", "won", "sbn", "brn", "hbn"]
 
 
 @pytest.mark.parametrize("kind", CHANGED)
@@ -197,7 +197,7 @@ def reference(layer: nn.BatchNorm2d, kind: str) -> nn.Module:
     return convert_norm(nn.Sequential(nn.Conv2d(1, 1, 1), full), kind)[1]
 
 
-@pytest.mark.parametrize("kind", ["gn", "ln", "in", "sbn", "brn"])
+@pytest.mark.parametrize("kind", ["gn", "ln", "in", "sbn", "brn", "hbn"])
 def test_batch_norm_without_beta_becomes_a_layer_without(kind: str) -> None:
     layer = nn.BatchNorm2d(4, bias=False, dtype=torch.float64)
     nn.init.normal_(layer.weight)
@@ -238,7 +238,7 @@ def test_a_model_without_a_norm_to_replace_is_refused(kind: str) -> None:
 def test_every_normaliser_is_listed_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "norms", "--json"]) == 0
     lines = json.loads(capsys.readouterr().out)
-    assert {*CHANGED, "bn", "fixup", "MODULE:CALLABLE"} == set(lines)
+    assert {*CHANGED, "bn", "fixup", "won+se", "fn", "MODULE:CALLABLE"} == set(lines)
     assert all(10 < len(line) < 110 for line in lines.values())
 
 
