@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context, RecordDict
@@ -57,11 +57,7 @@ def _new_thread() -> _Tasks:
     return tasks
 
 
-Asked = TypeVar("Asked")  # what a round sends when it parks
-Answer = TypeVar("Answer")  # with what it continues
-
-
-class Session(Generic[Asked, Answer]):
+class Session:
     """Runs `work(exchange)` until its next exchange or its end, one piece at a time.
 
     Parameters
@@ -81,8 +77,8 @@ class Session(Generic[Asked, Answer]):
 
     def __init__(
         self,
-        work: Callable[[Callable[[Asked], Answer]], object],
-        agreed: Sequence[Answer] = (),
+        work: Callable[[Exchange], object],
+        agreed: Sequence[Agreement] = (),
         *,
         client: Any = None,
         number: str = "",
@@ -93,11 +89,11 @@ class Session(Generic[Asked, Answer]):
         self.client, self.number, self.extras = client, number, extras
         self.step = len(agreed)  # of exchanges whose result it has
         self.result: Future[Any] = Future()  # of `work`
-        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
-        self._contributions: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Agreement | None] = queue.SimpleQueue()
+        self._contributions: queue.SimpleQueue[Contribution | None] = queue.SimpleQueue()
         self._patience = patience
 
-    def advance(self, answer: Answer | None = None) -> Asked | None:
+    def advance(self, answer: Agreement | None = None) -> Contribution | None:
         """Begin, or continue with the cohort's agreement, to the next exchange; None at the end, when it has a result.
 
         It has the error of `work` as its result too.
@@ -131,7 +127,7 @@ class Session(Generic[Asked, Answer]):
             self.result.set_exception(error)
         self._contributions.put(None)
 
-    def _exchange(self, contribution: Asked) -> Answer:
+    def _exchange(self, contribution: Contribution) -> Agreement:
         if (known := next(self._agreed, None)) is not None:
             return known
         with seeding.preserve_rng(), suppress(queue.Empty):
@@ -144,13 +140,10 @@ class Session(Generic[Asked, Answer]):
 Place = tuple[str, int, int]  # a node in a process: training run, Flower's run, node
 
 
-ParkedRound = Session["Contribution", "Agreement"]
-
-
-class ParkedRounds(dict[Place, ParkedRound]):
+class ParkedRounds(dict[Place, Session]):
     """The parked rounds of a process."""
 
-    def take(self, place: Place, number: str = "", step: int | None = None) -> ParkedRound | None:
+    def take(self, place: Place, number: str = "", step: int | None = None) -> Session | None:
         """Remove and return the node's parked round if it waits for the result of exchange `step`; end any other."""
         parked = self.pop(place, None)
         if parked is None or (parked.number == number and step in (None, parked.step + 1)):
@@ -257,9 +250,7 @@ def without_parked(make: MakeClient, config: Config, context: Context) -> Any:
     return client
 
 
-def _replayed(
-    make: MakeClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str
-) -> ParkedRound:
+def _replayed(make: MakeClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str) -> Session:
     """The round with the agreements that the client's state has, not begun."""
     client, step = make(), int(config[protocol.EXCHANGE_STEP])
     received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]

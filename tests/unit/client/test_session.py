@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.client.layerwise import ParkedRound, Session, parked_rounds
+from fedbn_flwr.client.layerwise import Session, parked_rounds
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep
 
@@ -80,11 +80,11 @@ def test_a_failing_round_raises_where_it_is_asked() -> None:
         session.result.result()
 
 
-def begun(threads: set[threading.Thread]) -> ParkedRound:
+def begun(threads: set[threading.Thread]) -> Session:
     """A session that waits at its first exchange; `threads` gets that of each pass through the model."""
     model, x, y = Dropping(), torch.randn(8, 4), torch.arange(8) % 5
     model.register_forward_pre_hook(lambda *_: threads.add(threading.current_thread()))
-    session = ParkedRound(lambda exchange: LayerwiseStep(exchange)(model, x, y, F.cross_entropy))
+    session = Session(lambda exchange: LayerwiseStep(exchange)(model, x, y, F.cross_entropy))
     assert isinstance(session.advance(), Contribution)
     return session
 
@@ -95,7 +95,7 @@ def test_sessions_use_the_threads_of_those_that_have_ended() -> None:
     for waiting in [begun(threads), begun(threads)]:
         waiting.abandon()
     assert len(threads) == 2, "they waited at the same time"
-    ended = ParkedRound(lambda _: threads.add(threading.current_thread()))
+    ended = Session(lambda _: threads.add(threading.current_thread()))
     assert ended.advance() is None
     for waiting in [begun(threads), begun(threads)]:
         waiting.abandon()

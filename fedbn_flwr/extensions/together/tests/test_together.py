@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.training import Trained, Training, make_optimizer, train
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.extensions.together import parking
+from fedbn_flwr.extensions.together import pool
 from fedbn_flwr.extensions.together.groups import Row, finished, row_of, train_rows
-from fedbn_flwr.extensions.together.parking import TogetherPool
+from fedbn_flwr.extensions.together.pool import TogetherPool
 from fedbn_flwr.extensions.together.stacked import network_of
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import (
@@ -274,6 +275,16 @@ def test_a_failing_client_fails_by_itself(federation: Federations) -> None:
     assert [reason.partition(":")[0] for reason in strategy.base.training.left_out] == ["node 2"]
 
 
+def test_many_clients_at_once_do_not_reach_the_limit_of_nested_calls(federation: Federations) -> None:
+    fed = federation((4,) * 150, batches=1, model=functools.partial(mlp, None), dtype=torch.float64)
+    expected = models_of(fed, FedAvg(), 1)
+    limit = sys.getrecursionlimit()
+    found = models_of(fed, FedAvg(), 1, grid=fed.grid(workers=150, pool=TogetherPool))
+    for key in expected[-1]:
+        np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-11, atol=1e-12)
+    assert sys.getrecursionlimit() == limit
+
+
 def test_networks_that_cannot_are_unchanged_to_the_last_bit(federation: Federations) -> None:
     fed = federation((8, 12))
     expected, found = (
@@ -291,7 +302,7 @@ def test_an_experiment_trains_clients_together(tmp_path: Path, monkeypatch: pyte
         groups.extend([len({row.kind for row in rows})] if rows else [])  # not of a query
         train_rows(rows)
 
-    monkeypatch.setattr(parking, "train_rows", noted)
+    monkeypatch.setattr(pool, "train_rows", noted)
     found = [
         run(
             "demo",
