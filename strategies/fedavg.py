@@ -22,7 +22,6 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import seeding
 from fedbn_flwr.engines.base import wait_for_nodes
@@ -232,10 +231,14 @@ def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:
     records = common_metrics([metrics_of(content) for content in contents])
     left_out = {protocol.PARTITION, protocol.BATCH_EXAMPLES}
     left_out |= {name for name in records[0] if name.endswith(protocol.NUM_EXAMPLES)}  # for other test sets too
-    kept = [MetricRecord({n: v for n, v in record.items() if n == key or n not in left_out}) for record in records]
-    if not any(record[key] for record in records):
+    weights: list[Any] = [record[key] for record in records]
+    if not (total := sum(weights)):
         return MetricRecord()  # all weights are zero, so there is no mean
-    return aggregate_metricrecords([RecordDict({"metrics": record}) for record in kept], key)
+    means: dict[str, Any] = dict.fromkeys((name for name in records[0] if name not in {*left_out, key}), 0)
+    for record, weight in zip(records, weights, strict=True):
+        for name in means:
+            means[name] += record[name] * (weight / total)
+    return MetricRecord(means)
 
 
 def _share(nodes: int, fraction: float, least: int) -> int:

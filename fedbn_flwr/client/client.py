@@ -248,9 +248,10 @@ class BNClient(NumPyClient):
         # Save state only after everything that can fail: a replay of the round must begin with the same state.
         self.state.save(OWN, own)
         records: dict[str, Arrays] = {MODEL: taken}
-        with self._seeded("finish", int(config.get(protocol.ROUND, 1)), self.train_data):
-            for rule, kept in zip(rules, trained.kept, strict=True):
-                rule.finish(kept, trained.steps, metrics, records)
+        if rules:
+            with self._seeded("finish", int(config.get(protocol.ROUND, 1)), self.train_data):
+                for rule, kept in zip(rules, trained.kept, strict=True):
+                    rule.finish(kept, trained.steps, metrics, records)
         return Update(records.pop(MODEL), metrics, records)
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:

@@ -352,11 +352,16 @@ def check_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter],
 def _by_name(name: str) -> MakeOptimizer:
     if ":" in name:
         return named.load("optimizer", name)
-    known: Mapping[str, MakeOptimizer] = {
+    if name.lower() not in (known := _optimizers()):
+        raise SettingsError(f"optimizer is {name!r}; {did_you_mean(name, known)}, or module:name for your own")
+    return known[name.lower()]
+
+
+@functools.cache
+def _optimizers() -> Mapping[str, MakeOptimizer]:
+    """Those of torch.optim, by name in lower case."""
+    return {
         key.lower(): value
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     } | {"sgd": functools.partial(SGD, foreach=True)}  # fewer operations also on a CPU
-    if name.lower() not in known:
-        raise SettingsError(f"optimizer is {name!r}; {did_you_mean(name, known)}, or module:name for your own")
-    return known[name.lower()]

@@ -151,7 +151,7 @@ class ArrayRecord(FlowerRecord):
 # and building it takes longer than handling most messages.
 
 
-def arrays_in(content: RecordDict) -> dict[str, FlowerRecord]:
+def arrays_in(content: Mapping[str, object]) -> dict[str, FlowerRecord]:
     return {name: record for name, record in content.items() if isinstance(record, FlowerRecord)}
 
 

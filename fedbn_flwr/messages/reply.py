@@ -62,7 +62,7 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
     if records is None:
         return Reply({}, metrics_of(content), {}, message)
     extras = {key: unpack(record) for key, record in arrays_in(content).items() if key in records}
-    arrays = arrays_of(RecordDict({key: content[key] for key in content if key not in extras}), name)
+    arrays = arrays_of({key: record for key, record in content.items() if key not in extras}, name)
     return Reply(unpack(arrays), metrics_of(content), extras, message)
 
 
@@ -81,7 +81,7 @@ def number_of(reply: Message) -> int:
     return reply.metadata.src_node_id if partition is None else partition
 
 
-def arrays_of(content: RecordDict, name: str = "arrays") -> ArrayRecord:
+def arrays_of(content: Mapping[str, object], name: str = "arrays") -> ArrayRecord:
     """The model's arrays: the record `name`, or a record of any name if it is the only ArrayRecord."""
     records = arrays_in(content)
     if name in records:

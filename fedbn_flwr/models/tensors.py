@@ -119,7 +119,7 @@ class ModelTensors:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters(), torch.empty(0)).device
+        return next(iter(self._now(self._parameters[:1])), torch.empty(0)).device
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -132,7 +132,6 @@ class ModelTensors:
         if not all(module.training for module in self._modules):
             self.model.train()
 
-    @torch.no_grad()
     def _now(self, keys: Collection[str]) -> list[Tensor]:
         """The tensors with these keys."""
         for key, buffer in self._buffers.items():
@@ -140,7 +139,8 @@ class ModelTensors:
             now = table[name]
             if now is not buffer and now is not None and now.shape == buffer.shape and now.dtype == buffer.dtype:
                 # A pass has assigned it (`self.mean = ...`): it may be a part of anything.
-                table[name] = buffer.copy_(now)
+                with torch.no_grad():
+                    table[name] = buffer.copy_(now)
         return [table[name] for table, name in map(self._places.__getitem__, keys)]
 
     def load_all(

@@ -42,6 +42,15 @@ class Row:
     kept: list[Kept]
     trained: Trained | None = None  # None if the group could not be trained
 
+    @functools.cached_property
+    def shapes(self) -> Sequence[tuple[torch.Size, ...]]:
+        """Those of the inputs and of the targets of each batch."""
+        return [tuple(each.shape for each in batch) for batch in self.batches]
+
+    @functools.cached_property
+    def examples(self) -> int:
+        return sum(inputs[0] for inputs, _ in self.shapes)
+
     @property
     def kind(self) -> Hashable:
         """What rows must have in common to train in one group."""
@@ -61,16 +70,10 @@ class Row:
     @torch.no_grad()
     def restore(self) -> None:
         """Give the model and the optimiser the values of this row."""
-        into = dict(_tensors(self.training))
-        torch._foreach_copy_([*into.values()], [self.tensors[name] for name in into])
+        torch._foreach_copy_([*self.network.tensors().values()], [*self.tensors.values()])
         if self.trained is not None and self.momentum:  # else the optimiser is as the rules left it
             for name, parameter in self.training.optimizer.parameters.items():
                 self.training.optimizer.torch.state[parameter][MOMENTUM] = self.momentum[name]
-
-
-def _tensors(training: Training) -> Iterator[tuple[str, Tensor]]:
-    yield from training.model.named_parameters()
-    yield from training.model.named_buffers()
 
 
 @torch.no_grad()
@@ -91,7 +94,7 @@ def row_of(training: Training) -> Row | None:
         for name, parameter in training.optimizer.parameters.items():
             before = state.get(parameter, {}).get(MOMENTUM)
             momentum[name] = torch.zeros_like(parameter) if before is None else before.clone()
-    tensors = {name: tensor.detach().clone() for name, tensor in _tensors(training)}
+    tensors = {name: tensor.clone() for name, tensor in network.tensors().items()}
     return Row(training, network, tensors, momentum, batches, kept)
 
 
@@ -133,7 +136,7 @@ class _Group:
     """Rows of one kind, with the most examples first, so that clients with equal batches are neighbours."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = sorted(rows, key=lambda row: -sum(len(inputs) for inputs, _ in row.batches))
+        self.rows = sorted(rows, key=lambda row: -row.examples)
         first = self.rows[0]
         self.training, self.network = first.training, first.network
         self.tensors = _stacked([row.tensors for row in self.rows])
@@ -152,19 +155,18 @@ class _Group:
             while steps := self._next(taken):
                 self._run(*steps, taken)
         for place, row in enumerate(self.rows):
-            examples = sum(len(inputs) for inputs, _ in row.batches)
             row.tensors, row.momentum = _part(self.tensors, place), _part(self.momentum, place)
             kept: list[Kept] = [{key: _part(values, place) for key, values in each.items()} for each in self.kept]
-            loss = float(self.total[place]) / examples
-            row.trained = Trained(loss, len(row.batches[0][0]), len(row.batches), kept)
+            loss = float(self.total[place]) / row.examples
+            row.trained = Trained(loss, row.shapes[0][0][0], len(row.batches), kept)
 
     def _next(self, taken: Sequence[int]) -> tuple[slice, int] | None:
         """The rows to train next (as many as possible with batches of one shape), and the number of steps."""
 
         def shapes(place: int, step: int) -> tuple[torch.Size, ...]:
             """The shapes of a batch of this row, so many steps ahead; empty if there is none."""
-            first = taken[place] + step
-            return tuple(each.shape for batch in self.rows[place].batches[first : first + 1] for each in batch)
+            shapes, number = self.rows[place].shapes, taken[place] + step
+            return shapes[number] if number < len(shapes) else ()
 
         places = range(len(self.rows))
         runs = [(shape, [*run]) for shape, run in itertools.groupby(places, lambda place: shapes(place, 0)) if shape]

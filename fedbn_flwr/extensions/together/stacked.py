@@ -132,12 +132,23 @@ class Network:
             raise NotImplementedError(f"its tensor {min(unknown)!r} is shared, or belongs to no known layer")
         # Networks with equal descriptions compute the same.
         self.description = tuple(described)
+        self._places: dict[str, tuple[dict[str, Any], str]] = {  # of the model's tensors, as in ModelTensors
+            f"{prefix}.{name}".removeprefix("."): (table, name)
+            for prefix, module in modules.items()
+            for table in (module._parameters, module._buffers)
+            for name in table
+            if table[name] is not None
+        }
 
     def __call__(self, of: Tensors, inputs: Tensor) -> Tensor:
         values = [inputs]
         for operation, arguments in self._operations:
             values.append(operation(of, *(values[each] if is_value else each for is_value, each in arguments)))
         return values[self._result]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The model's parameters and buffers, by name."""
+        return {key: table[name] for key, (table, name) in self._places.items()}
 
 
 def _layer(module: nn.Module) -> Layer | None:
