@@ -106,6 +106,7 @@ class ScaffoldClient(ClientRule):
         CONTROL: Key("true", "correct gradients by control variates, received and sent in the record `control`"),
         CONTROL_ROUND: Key("int", "use the client's control variate of this round; 0: use zero"),
     }
+    may_differ = {CONTROL_ROUND}  # clients that joined in different rounds
     order = -1  # before the other rules: g_i is the unchanged gradient
 
     def begin(self, w: Tensors) -> Kept:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -88,6 +88,8 @@ class ClientRule:
     # The config keys that select this rule, by a value that is true: False, 0 and "" do not select it. A key with the
     # prefix `fedbn.` is refused by clients without the rule; a key without it is ignored there.
     keys: ClassVar[Mapping[str, Key]] = {}
+    # The keys that `adjust` does not use: clients with different values of them may train at once.
+    may_differ: ClassVar[Collection[str]] = ()
     order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
     elementwise: ClassVar[bool] = True  # whether `adjust` treats each element of the gradients alone
     # Whether rounds with this rule train one after the other, uncompiled: it has a `loss`, or changes the model.

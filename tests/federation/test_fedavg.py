@@ -11,8 +11,10 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
+from fedbn_flwr.strategies.fedavg import mean_of_metrics
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
@@ -506,6 +508,12 @@ class Table:
     def __call__(self, contents: list[RecordDict], key: str) -> MetricRecord:
         self.calls.append((contents, key))
         return MetricRecord({"sites": len(contents)})
+
+
+def test_the_mean_of_metrics_is_that_of_flower() -> None:
+    given = [(8, 0.1, 3), (13, 0.7, 4), (6, 1 / 3, 9)]
+    contents = [RecordDict({"metrics": MetricRecord({"num-examples": n, "a": a, "b": b})}) for n, a, b in given]
+    assert mean_of_metrics(contents, "num-examples") == aggregate_metricrecords(contents, "num-examples")
 
 
 def test_metric_functions_receive_the_whole_content_of_used_replies(federation: Federations) -> None:

@@ -58,7 +58,7 @@ class Row:
         group = training.optimizer.torch.param_groups[0]
         options = tuple((name, group[name]) for name in ("lr", "momentum", "weight_decay", "nesterov"))
         rules = tuple(
-            (type(rule), str({key: value for key, value in rule.local.config.items() if key in rule.keys}))
+            (type(rule), *((key, str(rule.local.config.get(key))) for key in rule.keys if key not in rule.may_differ))
             for rule in cast(Sequence[ClientRule], training.rules)
         )
         first = next(iter(self.tensors.values()))

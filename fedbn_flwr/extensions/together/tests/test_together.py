@@ -245,6 +245,26 @@ def test_every_strategy_is_the_same(name: str, federation: Federations) -> None:
     assert name == "Standalone" or not same(found[-1], expected[0])
 
 
+def test_clients_with_control_variates_of_different_rounds_are_one_group(
+    federation: Federations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three clients train in each round, so in later rounds the server has variates of different rounds."""
+    groups: list[tuple[int, int]] = []
+
+    def noted(rows: Sequence[Row]) -> None:
+        groups.extend([(len(rows), len({row.kind for row in rows}))] if rows else [])
+        train_rows(rows)
+
+    monkeypatch.setattr(pool, "train_rows", noted)
+    fed = federation((8, 12, 7), model=mlp, dtype=torch.float64, lr=0.05)
+    options = {"fraction_train": 0.67, "seed": 1}
+    expected = models_of(fed, Scaffold(**options), 4)
+    found = models_of(fed, Scaffold(**options), 4, grid=fed.grid(workers=3, pool=TogetherPool))
+    assert groups == [(2, 1)] * 4
+    for key in expected[-1]:
+        np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-10, atol=1e-12)
+
+
 def test_a_client_that_is_alone_begins_without_momentum(federation: Federations) -> None:
     """FedNova refuses momentum from an earlier round: one at a time, no client must seem to have any."""
     fed = federation((8, 12), model=mlp, dtype=torch.float64, momentum=0.5, lr=0.05)
