@@ -343,7 +343,7 @@ class Evaluate(Section):
         description=(
             "`true`: clients evaluate their models, on all test examples and on their own; `own`: only on their own, "
             "if the server evaluates the global model on all. By default `true` for a strategy that personalises "
-            "(`FedBN`, `SiloBN`, `Standalone`), `own` for the other runs of its experiment, and elsewhere `false` "
+            "(`FedBN`, `kept`, and so on), `own` for the other runs of its experiment, and elsewhere `false` "
             "unless the server doesn't evaluate, see [Clients](clients.md#own-accuracy)"
         ),
     )

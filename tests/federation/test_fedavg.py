@@ -11,7 +11,7 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from fedbn_flwr.strategies.fedavg import mean_of_metrics
+from fedbn_flwr.strategies.fedavg import mean_of_metrics  # type: ignore[import-untyped]
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
