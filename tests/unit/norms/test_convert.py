@@ -203,7 +203,8 @@ def test_batch_norm_without_beta_becomes_a_layer_without(kind: str) -> None:
     nn.init.normal_(layer.weight)
     expected, options = reference(layer, kind), {"warmup": 0} if kind == "brn" else {}
     found = convert_norm(nn.Sequential(layer), kind, **options)
-    assert [name for name, _ in found.named_parameters()] == ["0.weight"]
+    more = ["0.alpha"] if kind == "hbn" else []
+    assert [name for name, _ in found.named_parameters()] == ["0.weight", *more]
     if kind == "brn":
         expected.warmup = 0
     for _ in range(3):
