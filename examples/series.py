@@ -48,7 +48,7 @@ EXPERIMENT = {
     "data": {"name": "series:movements", "partition": {"kind": "natural"}},
     "model": {"name": "series:Convolutions"},
     "train": {"lr": 0.1, "batch_size": 20, "epochs": 2, "schedule": {"switch": 0.1}},
-    "evaluate": {"every": 4, "clients": True},
+    "evaluate": {"every": 4},
     "runs": {
         "FedAvg": {},
         "FixBN": {"strategy": {"name": "FixBN", "freeze_round": 0.5}},

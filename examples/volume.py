@@ -42,7 +42,7 @@ EXPERIMENT = {
     "data": {"name": "volume:scans", "partition": {"kind": "natural"}},
     "model": {"name": "volume:Volumes"},
     "train": {"lr": 0.05, "batch_size": 10, "epochs": 2, "schedule": {"switch": 0.1}},
-    "evaluate": {"every": 4, "clients": True},
+    "evaluate": {"every": 4},
     "runs": {
         "FedAvg": {},
         "FixBN": {"strategy": {"name": "FixBN", "freeze_round": 0.5}},
