@@ -95,7 +95,7 @@ class Setting:
     def model(self, state: str) -> nn.Module:
         torch.manual_seed(0)
         images, _ = self.pixels
-        model = build_model(self.network, 10, in_channels=images.shape[1], image_size=images.shape[-1])
+        model = build_model(self.network, 10, input_shape=images.shape[1:])
         if state == "trained":  # on the private images, as a federation does
             optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
             for step in range(400 if self.network != "resnet20" else 150):

@@ -41,7 +41,7 @@ def layouts(options: Options) -> Iterator[Figure]:
         for norm in NORMS:
             if (norm == "fixup" and "resnet" not in name) or (norm == "in" and name in ("digits_cnn", "alexnet_bn")):
                 continue  # no residual blocks; batch norm after linear layers, which instance norm cannot replace
-            model = build_model(name, 10, norm, in_channels=channels, image_size=size)
+            model = build_model(name, 10, norm, input_shape=(channels, size, size))
             last = copy.deepcopy(model)
             lay_out(last)
             plain, laid = (_stepper(each, inputs, targets) for each in (model, last))

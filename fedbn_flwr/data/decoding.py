@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import MappingProxyType
 
 import datasets
 import numpy as np
@@ -26,6 +26,7 @@ from PIL import Image
 from fedbn_flwr.batch import Value
 from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import DataError, StorageError
+from fedbn_flwr.trees import Json
 
 from . import IGNORED, Size
 from .examples import Examples, main
@@ -57,7 +58,7 @@ class Files:
         Number of classes, for segmentation.
     """
 
-    split: Any
+    split: datasets.Dataset
     column: str
     name: str
     size: Size | None = None
@@ -117,7 +118,7 @@ class Files:
         return True
 
     @cached_property
-    def _files(self) -> Any:
+    def _files(self) -> datasets.Dataset:
         """The columns of images and masks as bytes or paths, not decoded."""
         columns = [self.column] if self.masks is None else [self.column, self.masks]
         split = self.split.select_columns(columns)
@@ -138,7 +139,7 @@ class Files:
 
     # --- one row ---
 
-    def _decoded(self, row: int, item: Any, mask: Any = None) -> list[np.ndarray]:
+    def _decoded(self, row: int, item: Json, mask: Json = MappingProxyType({})) -> list[np.ndarray]:
         """The image of a row at the model's size, uint8 [C, H, W], and its mask, uint8 [H, W], for segmentation."""
         picture = self._picture(item, row)
         if self.masks is None:
@@ -151,7 +152,7 @@ class Files:
             )
         return [_array(self._fitted(picture)), np.asarray(self._fitted(labels, smooth=False))]
 
-    def _picture(self, item: Any, row: int) -> Any:
+    def _picture(self, item: Json, row: int) -> Image.Image:
         opened = self._read(item, row, "image")
         # Pillow would set values above 255 to 255. PNG and PGM have at most 16 bits, even in mode I.
         if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in ("PNG", "PPM")):
@@ -165,7 +166,7 @@ class Files:
             )
         return opened.convert("L" if opened.mode in ("1", "L") else "RGB")
 
-    def _mask(self, item: Any, row: int) -> Any:
+    def _mask(self, item: Json, row: int) -> Image.Image:
         """A mask of class numbers, with 255 for ignored pixels."""
         opened = self._read(item, row, "mask")
         if opened.mode not in ("1", "L", "P", "I", "I;16"):
@@ -187,7 +188,7 @@ class Files:
             )
         return Image.fromarray(labels.astype(np.uint8))
 
-    def _read(self, item: Any, row: int, what: str) -> Any:
+    def _read(self, item: Json, row: int, what: str) -> Image.Image:
         try:
             source = io.BytesIO(item["bytes"]) if item.get("bytes") is not None else item["path"]
             with Image.open(source) as opened:
@@ -197,7 +198,7 @@ class Files:
             problem = f"{self.name!r}: the {what} in row {row} cannot be read"
             raise DataError(problem, f"{_where(item)}: {error}") from None
 
-    def _fitted(self, picture: Any, *, smooth: bool = True) -> Any:
+    def _fitted(self, picture: Image.Image, *, smooth: bool = True) -> Image.Image:
         if self.size is None or picture.size == self.size[::-1]:
             return picture
         how = Image.Resampling.BILINEAR if smooth else Image.Resampling.NEAREST
@@ -214,11 +215,11 @@ class Files:
         return picture.crop((left, top, left + width, top + height))
 
 
-def _where(item: Any) -> str:
+def _where(item: Json) -> str:
     return f" ({item['path']})" if item and item.get("path") else ""
 
 
-def _array(picture: Any) -> np.ndarray:
+def _array(picture: Image.Image) -> np.ndarray:
     array = np.asarray(picture)
     return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 

@@ -35,8 +35,9 @@ from .source import PARTS, Source
 
 _EACH = 5  # of each class of a domain without lists, every fifth image is a test image
 
-Splits = dict[str, Any]  # "train" and "test"
-Readers = Mapping[str, Callable[[Path, Sequence[Path]], Any]]  # of the files of a split, by suffix
+Rows = Any  # a split: a `datasets.Dataset`, or a mapping of arrays
+Splits = dict[str, Rows]  # "train" and "test"
+Readers = Mapping[str, Callable[[Path, Sequence[Path]], Rows]]  # of the files of a split, by suffix
 Row = tuple[str, ...]  # an image file, and the values of other columns
 
 
@@ -146,7 +147,7 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     return _tables(found, "image", "label"), entry
 
 
-def open_rows(path: Path, label: Sequence[str], blank: str | float) -> tuple[Any, bool]:
+def open_rows(path: Path, label: Sequence[str], blank: str | float) -> tuple[Rows, bool]:
     """All rows of a table, or all images of a folder; and whether they have labels: those without get `blank`."""
     _check_rights(path)
     if path.is_dir():
@@ -206,7 +207,7 @@ def _named(folder: Path, source: Source, given: Tree, readers: Readers) -> Split
     return found
 
 
-def _split(folder: Path, name: str, readers: Readers) -> Any:
+def _split(folder: Path, name: str, readers: Readers) -> Rows:
     """A split of `datasets`, or rows of files and their classes; None if the folder has none of this name.
 
     It has all files and folders whose names begin with `name`; without a name, everything in the folder.
@@ -236,7 +237,7 @@ def _split(folder: Path, name: str, readers: Readers) -> Any:
     return None
 
 
-def _whole(folder: Path) -> Any:
+def _whole(folder: Path) -> Rows:
     """The images of CLASS/*.jpg or DOMAIN/CLASS/*.jpg, a share of which is held out; None if there are none."""
     rows = [(file, *Path(file).relative_to(folder).parts[-2::-1]) for file in _pictures(folder)]
     places = {row[1:] for row in rows}  # CLASS, and DOMAIN if there is one
@@ -252,12 +253,12 @@ def _whole(folder: Path) -> Any:
     return _tables({"train": rows}, *("image", "label", "domain")[: len(rows[0])])["train"] if rows else None
 
 
-def _load(folder: Path, files: Sequence[Path]) -> Any:
+def _load(folder: Path, files: Sequence[Path]) -> Rows:
     paths = list(map(str, files))
     return _read(folder, repr(paths[0]), datasets.load_dataset, "parquet", data_files=paths, split="train")
 
 
-def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Any:
+def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Rows:
     """Columns are texts if their values are not numbers, or if they are among `texts`.
 
     An empty field, NA, NaN or null without quotes is a missing value.
@@ -285,7 +286,7 @@ def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Any:
     return datasets.Dataset(table)
 
 
-def _npz(folder: Path, files: Sequence[Path]) -> Any:
+def _npz(folder: Path, files: Sequence[Path]) -> Rows:
     """The arrays of a file by their names."""
     if len(files) > 1:
         raise DataError(
@@ -298,7 +299,7 @@ def _npz(folder: Path, files: Sequence[Path]) -> Any:
 _READERS: Readers = {".parquet": _load, ".csv": _csv, ".npz": _npz}
 
 
-def _read(folder: Path, what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _read(folder: Path, what: str, function: Callable[..., Rows], *arguments: object, **options: object) -> Rows:
     try:
         return function(*arguments, **options)
     except Exception as error:
@@ -400,7 +401,7 @@ def _listed(folder: Path, file: Path) -> Iterator[Row]:
         yield str(folder / path), label
 
 
-def _placed(base: Path, split: Any, inputs: Sequence[str]) -> Any:
+def _placed(base: Path, split: Rows, inputs: Sequence[str]) -> Rows:
     """Make the paths of image files in a table relative to its folder, wherever the process runs."""
     column = inputs[0] if len(inputs) == 1 else ""
     if isinstance(split, Mapping) or not str(getattr(split.features.get(column), "dtype", "")).endswith("string"):

@@ -170,8 +170,6 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> Tree:
         "num_classes": dataset.outputs,
         "arguments": dict(run.model.options),
         "norm": run.model.norm,
-        "in_channels": dataset.channels,
-        "image_size": dataset.size if dataset.is_image else None,
         "input_shape": dataset.shape,
         "num_tokens": dataset.tokens,
         "stem": run.model.stem,

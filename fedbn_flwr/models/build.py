@@ -14,6 +14,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
 from fedbn_flwr.named import accepted, in_a_line, is_name, load, path_of, signature_of
 from fedbn_flwr.norms.convert import convert_norm, own_module
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.trees import Tree
 
 from .networks import CNN1d, ResNet20, alexnet_bn, cnn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet, linear, mlp
 from .tensors import check_tensors
@@ -63,12 +64,10 @@ def build_model(
     num_classes: int,
     norm: str = "bn",
     *,
-    in_channels: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
     input_shape: Sequence[int] | None = None,
     num_tokens: int | None = None,
     weights: str | None = None,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
+    arguments: Tree = MappingProxyType({}),
     **options: Any,
 ) -> nn.Module:
     """The network `name`, its batch norms replaced by `norm` (see `convert_norm`).
@@ -79,11 +78,9 @@ def build_model(
     ----------
     name
         One of `MODELS`, or `module:callable`, a network of your own.
-    in_channels, image_size
-        Channels of the images, and their size as pixels or (height, width); by default those that the network was
-        made for. A network that does not depend on one of them ignores it.
     input_shape
-        Shape of the inputs of one example, by default that of an image with these channels and this size.
+        Shape of the inputs of one example, for instance (3, 32, 32) for images: [channels, height, width]. By default
+        that for which the network was made.
     num_tokens
         The number of different tokens, if the inputs are tokens.
     weights
@@ -95,40 +92,9 @@ def build_model(
         depends on the image size (see `vision`).
     """
     check_name(name)
-    stem = options.pop("stem", "auto")
-    size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    if input_shape is None and in_channels is not None and size is not None:
-        input_shape = (in_channels, *size)
-    shape = None if input_shape is None else tuple(input_shape)
-    offered = {"in_channels": in_channels, "image_size": size, "input_shape": shape, "num_tokens": num_tokens}
-    offered = {key: value for key, value in offered.items() if value is not None}
-    own = is_name(name)  # those of the user have one stem
-    make = load("model.name", name) if own else MODELS[name]
-    given = accepted(make, {**offered, "num_outputs": num_classes} if own else {**offered, "stem": stem})
-    if not own and shape is not None:
-        if num_tokens is not None:
-            raise SettingsError(
-                f"model.name={name!r} takes numbers, but these inputs are tokens; use module:callable, a network of "
-                "your own with an embedding, which receives num_tokens"
-            )
-        if len(shape) != 3 and "input_shape" not in given:
-            raise SettingsError(
-                f"model.name={name!r} takes images, [channels, height, width], but these inputs have the shape "
-                f"{list(shape)}; use mlp, for series [channels, time] cnn1d, or module:callable"
-            )
-    _check_arguments(name, make, arguments)
-    given |= arguments
-    if stem != "auto" and "stem" not in given:
-        choice = ", ".join(key for key, build in MODELS.items() if accepted(build, {"stem": stem}))
-        raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
     if weights is not None and norm == "fixup":
         raise SettingsError(f"model.weights is {weights!r}, but norm 'fixup' draws its own weights; use another norm")
-    if own:
-        classes = {} if "num_outputs" in given else {"num_classes": num_classes}
-        model = own_module("model.name", name, **classes, **given)
-        check_tensors(model)  # a trial pass would set the size of lazy layers
-    else:
-        model = make(num_classes, **given)
+    model = _network(name, num_classes, _of_inputs(input_shape, num_tokens), options.pop("stem", "auto"), arguments)
     state = {} if weights is None else read_weights(weights)
     has_batch_norm = Role.STATISTICS in roles(state).values()
     if has_batch_norm:  # so that other norms keep the trained gamma and beta
@@ -139,10 +105,51 @@ def build_model(
     return model
 
 
+def _of_inputs(shape: Sequence[int] | None, num_tokens: int | None) -> Tree:
+    """What the inputs say about the network, by the names of its arguments."""
+    of_shape = {} if shape is None else {"input_shape": tuple(shape), "in_channels": shape[0] if shape else 0}
+    of_image = {} if shape is None or len(shape) != 3 else {"image_size": tuple(shape[1:])}
+    return {**of_shape, **of_image, **({} if num_tokens is None else {"num_tokens": num_tokens})}
+
+
+def _network(name: str, num_classes: int, of_inputs: Tree, stem: str, arguments: Tree) -> nn.Module:
+    """The network before its norms are replaced: each gets the arguments that its signature names."""
+    own = is_name(name)
+    make = load("model.name", name) if own else MODELS[name]
+    given = accepted(make, {**of_inputs, **({"num_outputs": num_classes} if own else {"stem": stem})})
+    if not own:
+        _check_inputs(name, of_inputs, given)
+    _check_arguments(name, make, arguments)
+    if stem != "auto" and "stem" not in given:
+        choice = ", ".join(key for key, build in MODELS.items() if accepted(build, {"stem": stem}))
+        raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
+    given |= arguments
+    if not own:
+        return make(num_classes, **given)
+    classes = {} if "num_outputs" in given else {"num_classes": num_classes}
+    model = own_module("model.name", name, **classes, **given)
+    check_tensors(model)  # a trial pass would set the size of lazy layers
+    return model
+
+
+def _check_inputs(name: str, of_inputs: Tree, given: Tree) -> None:
+    """Raise SettingsError if a network of `MODELS` does not take such inputs."""
+    if "num_tokens" in of_inputs:
+        raise SettingsError(
+            f"model.name={name!r} takes numbers, but these inputs are tokens; use module:callable, a network of your "
+            "own with an embedding, which receives num_tokens"
+        )
+    if "input_shape" in of_inputs and "image_size" not in of_inputs and "input_shape" not in given:
+        raise SettingsError(
+            f"model.name={name!r} takes images, [channels, height, width], but these inputs have the shape "
+            f"{[*of_inputs['input_shape']]}; use mlp, for series [channels, time] cnn1d, or module:callable"
+        )
+
+
 _OF_DATA = ("num_classes", "num_outputs", "in_channels", "image_size", "input_shape", "num_tokens", "stem")
 
 
-def _check_arguments(name: str, make: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> None:
+def _check_arguments(name: str, make: Callable[..., nn.Module], arguments: Tree) -> None:
     """Raise SettingsError for an argument that the network does not have."""
     signature = signature_of(make)
     if signature is None or any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):

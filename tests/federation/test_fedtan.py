@@ -157,7 +157,7 @@ def test_communication_rounds_and_bytes_of_resnet20_are_the_papers(
     federation: Federations, rule: Any, options: dict[str, Any], rounds: int
 ) -> None:
     """FedTAN paper, Table 3 and Appendix G: 3L + 1 = 58 rounds, and 4 x 1,376 floats more than FedAvg's."""
-    fed = federation((2,) * 5, batches=1, model=lambda: build_model("resnet20", 10, in_channels=2), steps=1)
+    fed = federation((2,) * 5, batches=1, model=lambda: build_model("resnet20", 10, input_shape=(2, 32, 32)), steps=1)
     metered = MeteredGrid(fed.grid())
     rule(fraction_evaluate=0.0, **options).start(metered, fed.arrays(), num_rounds=1)
     traffic = metered.take()

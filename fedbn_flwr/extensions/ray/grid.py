@@ -33,6 +33,10 @@ _REMEMBERED = 4  # records whose place in the object store is remembered
 _FETCH_TIMEOUT = 120  # seconds to fetch a result from another machine
 
 
+Stored = Any  # where a value is in Ray's object store
+Actor = Any  # the handle of a process on a machine of the cluster
+
+
 def machines() -> list[dict[str, Any]]:
     """The machines of the cluster that are alive, as Ray describes them."""
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
@@ -69,7 +73,7 @@ def ray_grid(
     cpus: float = 1,
     gpus: float = 0,
     start_timeout: float = 120,
-    idle: list[Any] | None = None,
+    idle: list[Actor] | None = None,
     **nodes: Any,
 ) -> LocalGrid:
     """A grid of `num_nodes` nodes that actors of the connected Ray cluster serve.
@@ -97,7 +101,7 @@ def ray_grid(
     return LocalGrid(client_app, num_nodes, workers=workers, pool=pool, **nodes)
 
 
-def end(actors: list[Any]) -> None:
+def end(actors: list[Actor]) -> None:
     while actors:
         ray.kill(actors.pop())
 
@@ -106,16 +110,16 @@ class _SharedRecords:
     """Puts large records of arrays into the object store, once for all messages that share them."""
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[ArrayRecord, Any]] = {}  # by identity, which the record keeps
+        self._places: dict[int, tuple[ArrayRecord, Stored]] = {}  # by identity, which the record keeps
 
-    def put(self, record: ArrayRecord) -> Any:
+    def put(self, record: ArrayRecord) -> Stored:
         if id(record) not in self._places:
             self._places[id(record)] = record, ray.put(record)
             if len(self._places) > _REMEMBERED:
                 del self._places[next(iter(self._places))]
         return self._places[id(record)][1]
 
-    def apart(self, message: Message) -> tuple[Message, dict[str, Any]]:
+    def apart(self, message: Message) -> tuple[Message, dict[str, Stored]]:
         """The message without its large records, and their places in the object store, by name."""
         content = message.content
         large = {
@@ -151,14 +155,14 @@ class _Actor:
 class ActorWorker(NodeWorker):
     """An actor, on any machine that has room."""
 
-    nodes: Any  # in the object store
+    nodes: Stored
     needs: Mapping[str, float]
-    idle: list[Any] | None
+    idle: list[Actor] | None
     records: _SharedRecords
     result: Any = None  # the current job's result in the object store; None if its machine is lost
     machine: str = ""  # its address
     node: str = ""  # Ray's name of the machine; empty until the actor is ready
-    _actor: Any = None
+    _actor: Actor = None
 
     def launch(self) -> None:
         # Ray starts it as soon as some machine has room.
@@ -168,7 +172,7 @@ class ActorWorker(NodeWorker):
         self.result = self._actor.begin.remote(self.nodes)
 
     def send(self, then: Then, call: str, *arguments: Any) -> None:
-        self.then, large = then, dict[str, Any]()
+        self.then, large = then, dict[str, Stored]()
         if call == "handle":
             message, large = self.records.apart(arguments[0])
             arguments = message, *arguments[1:]
@@ -212,7 +216,7 @@ class ActorPool(WorkerPool[ActorWorker]):
         *,
         needs: Mapping[str, float],
         start_timeout: float,
-        idle: list[Any] | None,
+        idle: list[Actor] | None,
     ) -> None:
         sent, records = ray.put(nodes.for_worker()), _SharedRecords()
         super().__init__(nodes, on_reply, [ActorWorker(sent, needs, idle, records) for _ in range(count)])

@@ -204,14 +204,14 @@ def test_the_accuracy_of_a_run_is_that_of_its_model_file(runs: dict[str, Path]) 
     test = TestBatches(data.test, data.moments, 100)
     for name, norm in (("FedAvg", "bn"), ("Reestimated", "bn"), ("Static", "sbn"), ("Queried", "sbn")):
         state = load_file(runs[name] / "model.safetensors")
-        model = build_model("cnn", 10, norm, in_channels=1)
+        model = build_model("cnn", 10, norm, input_shape=(1, 8, 8))
         model.load_state_dict(state, strict=False)
         assert ("bn1.running_mean" in state) == (name != "Static")
         if name == "Reestimated":
             model.load_state_dict(reestimate(model, test, CPU, pooled=True)[0], strict=False)
         assert evaluate(model, test, F.cross_entropy, CPU)["accuracy"] == summary(runs[name])["accuracy"], name
         if name != "Static":  # and a plain batch norm with them gives the same
-            plain = build_model("cnn", 10, in_channels=1)
+            plain = build_model("cnn", 10, input_shape=(1, 8, 8))
             plain.load_state_dict(state | {k: v for k, v in model.state_dict().items() if "run" in k}, strict=False)
             assert evaluate(plain, test, F.cross_entropy, CPU)["accuracy"] == summary(runs[name])["accuracy"], name
 

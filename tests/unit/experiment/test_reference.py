@@ -387,7 +387,7 @@ def test_the_runs_of_fedtan_have_the_set_up_of_the_paper(experiments: Mapping[st
     weights = {each.momentum for each in build_model("resnet20", 10).modules() if isinstance(each, nn.BatchNorm2d)}
     assert weights == {setup["CIFAR-10"]["weight of new statistics"]}
     assert {run.train.batch_size for run in experiments["fedtan/mnist"]} == {setup["MNIST"]["batch size"]}
-    network = build_model("mlp", 10, "bn", image_size=(28, 28), in_channels=1)
+    network = build_model("mlp", 10, "bn", input_shape=(1, 28, 28))
     parameters = sum(each.numel() for each in network.parameters())
     statistics = sum(each.numel() for each in network.buffers() if each.dim() > 0)
     assert (parameters, statistics) == (setup["MNIST"]["parameters"], setup["MNIST"]["statistics"])
@@ -485,7 +485,8 @@ def test_the_runs_of_fedbs_have_the_set_up_of_the_paper(
         if run.strategy["name"] == "FedBS":
             assert {key: run.strategy[key] for key in ("epsilon", "patience")} == setup["switch"]
         partition = run.data.partition.model_dump()
-        network = build_model(run.model.name, 10, image_size=(32, 32) if "cifar" in run.model.name else (28, 28))
+        image = (3, 32, 32) if "cifar" in run.model.name else (1, 28, 28)
+        network = build_model(run.model.name, 10, input_shape=image)
         layers = [*network.modules()]
         channels = [each.out_channels for each in layers if isinstance(each, nn.Conv2d)]
         inputs = [each.in_features for each in layers if isinstance(each, nn.Linear)]

@@ -37,7 +37,7 @@ def images(*shape: int, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor
 def built(name: str, norm: str = "bn") -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return build_model(name, 10, norm, in_channels=3, image_size=32)
+        return build_model(name, 10, norm, input_shape=(3, 32, 32))
 
 
 def is_last(model: nn.Module) -> bool:

@@ -33,7 +33,7 @@ def test_normalisers_have_as_many_parameters_as_batch_norm(norm: str) -> None:
 
 @pytest.mark.parametrize(("name", "channels", "size"), [("cnn", 1, 8), ("cnn", 3, 32), ("resnet20", 1, 28)])
 def test_models_take_grey_and_colour(name: str, channels: int, size: int) -> None:
-    model = build_model(name, 7, in_channels=channels)
+    model = build_model(name, 7, input_shape=(channels, size, size))
     assert model(torch.zeros(2, channels, size, size)).shape == (2, 7)
 
 

@@ -55,8 +55,8 @@ def test_lenet_has_the_known_61_706_parameters_and_batch_norm() -> None:
 
 
 def test_lenet_s_first_linear_layer_has_400_inputs() -> None:
-    assert on_meta("lenet", image_size=28).hidden1.in_features == 400
-    assert on_meta("lenet", image_size=32, in_channels=3).hidden1.in_features == 400
+    assert on_meta("lenet", input_shape=(1, 28, 28)).hidden1.in_features == 400
+    assert on_meta("lenet", input_shape=(3, 32, 32)).hidden1.in_features == 400
 
 
 def test_digits_cnn_has_the_parameters_of_fedbn_s() -> None:
@@ -111,7 +111,7 @@ def test_batch_norm_follows_every_convolution(name: str) -> None:
     ],
 )
 def test_networks_are_built_for_the_size_of_the_images(name: str, image: tuple[int, int, int]) -> None:
-    model = on_meta(name, 7, in_channels=image[0], image_size=image[1:])
+    model = on_meta(name, 7, input_shape=image)
     assert shape(model, *image) == (2, 7)
 
 
@@ -121,8 +121,8 @@ def test_an_image_that_is_too_small_is_refused(name: str, size: int) -> None:
         SettingsError,
         match=rf"'{name}' needs images of at least {size + 1}x{size + 1} pixels; these have {size}x{size}",
     ):
-        on_meta(name, image_size=size)
-    on_meta(name, image_size=size + 1)
+        on_meta(name, input_shape=(3, size, size))
+    on_meta(name, input_shape=(3, size + 1, size + 1))
 
 
 # --- torchvision's -----------------------------------------------------------
@@ -138,7 +138,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_torchvision_s_networks_have_their_published_parameters(name: str) -> None:
-    assert parameters(on_meta(name, 1_000, image_size=224)) == PLAIN[name]
+    assert parameters(on_meta(name, 1_000, input_shape=(3, 224, 224))) == PLAIN[name]
     assert parameters(on_meta(name, 1_000)) == PLAIN[name]
 
 
@@ -146,7 +146,7 @@ def test_torchvision_s_networks_have_their_published_parameters(name: str) -> No
 def test_first_weights_are_torchvision_s_for_the_same_seed(name: str) -> None:
     theirs = getattr(torchvision.models, name)(weights=None, num_classes=10).state_dict()
     torch.manual_seed(0)
-    ours = build_model(name, 10, image_size=224).state_dict()
+    ours = build_model(name, 10, input_shape=(3, 224, 224)).state_dict()
     assert list(ours) == list(theirs)
     assert all(value.equal(theirs[key]) for key, value in ours.items())
 
@@ -160,14 +160,17 @@ FIRST = {"resnet18": (9, 49, 64), "resnet50": (9, 49, 64), "mobilenet_v2": (9, 9
 def test_the_small_stem_changes_only_the_first_convolution(name: str, channels: int) -> None:
     small, large, filters = FIRST[name]
     rest = PLAIN[name] - 3 * large * filters
-    model = on_meta(name, 1_000, in_channels=channels, stem="small")
+    model = on_meta(name, 1_000, input_shape=(channels, 224, 224), stem="small")
     assert parameters(model) == rest + channels * small * filters
-    assert parameters(on_meta(name, 1_000, in_channels=channels, stem="large")) == rest + channels * large * filters
+    assert (
+        parameters(on_meta(name, 1_000, input_shape=(channels, 224, 224), stem="large"))
+        == rest + channels * large * filters
+    )
 
 
 def last_pixels(name: str, size: int, **options: Any) -> int:
     """The side of the examples that the last convolution makes."""
-    model = on_meta(name, image_size=size, **options).eval()
+    model = on_meta(name, input_shape=(3, size, size), **options).eval()
     sides: list[int] = []
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -186,7 +189,7 @@ def test_the_small_stem_keeps_an_eighth_of_each_side(name: str, size: int, stem:
 
 
 def test_a_new_first_convolution_is_drawn_as_torchvision_draws_its_own() -> None:
-    weight = build_model("resnet18", 10, image_size=32).conv1.weight
+    weight = build_model("resnet18", 10, input_shape=(3, 32, 32)).conv1.weight
     assert weight.shape == (64, 3, 3, 3)
     assert float(weight.detach().std()) == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)  # He, fan-out
 
@@ -201,7 +204,7 @@ def test_a_stem_that_a_network_does_not_have_is_refused() -> None:
 @pytest.mark.parametrize("norm", ["gn", "ln", "in", "none", "won", "sbn", "gn+ws", "brn", "hbn", "fn"])
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
 def test_normalisers_take_torchvision_s_networks(name: str, norm: str) -> None:
-    model = on_meta(name, image_size=32, norm=norm)
+    model = on_meta(name, input_shape=(3, 32, 32), norm=norm)
     assert shape(model, 3, 32, 32) == (2, 10)
     assert not any(type(module) is nn.BatchNorm2d for module in model.modules())
 
@@ -326,7 +329,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_network_of_the_user_s_own_is_called_with_what_it_names(own: str) -> None:
-    options: dict[str, Any] = {"in_channels": 3, "image_size": 8}
+    options: dict[str, Any] = {"input_shape": (3, 8, 8)}
     assert build_model(f"{own}:Net", 7, **options).classify.out_features == 7
     assert build_model(f"{own}:Nets.nested", 7, **options).given == (3, (8, 8))
     assert build_model(f"{own}:swallows", 7, **options).given == {"num_classes": 7}
@@ -339,7 +342,7 @@ def test_a_network_of_the_user_s_own_is_normalised_as_asked(own: str) -> None:
 
 def test_a_network_of_torchvision_s_can_be_named_so() -> None:
     with torch.device("meta"):
-        model = build_model("torchvision.models:resnet34", 10, "fixup", in_channels=3)
+        model = build_model("torchvision.models:resnet34", 10, "fixup", input_shape=(3, 224, 224))
     assert type(model).__name__ == "ResNet"
 
 
@@ -384,9 +387,7 @@ def _cheap(name: str) -> bool:
 @pytest.mark.parametrize("name", [name for name in MODELS if _cheap(name)])
 def test_weights_are_drawn_from_the_global_generator(name: str) -> None:
     def make() -> nn.Module:
-        return build_model(
-            name, 3, in_channels=1, **({"input_shape": (1, 28)} if name == "cnn1d" else {"image_size": 28})
-        )
+        return build_model(name, 3, input_shape=(1, 28) if name == "cnn1d" else (1, 28, 28))
 
     torch.manual_seed(5)
     first = make().state_dict()

@@ -76,13 +76,13 @@ def test_other_norms_get_the_trained_gamma_and_beta(tmp_path: Path) -> None:
 def test_torchvision_s_weights_fit_the_large_stem(tmp_path: Path) -> None:
     source = torchvision.models.resnet18(weights=None)
     weights = write(source, tmp_path / "resnet18.safetensors")
-    assert same(source, build_model("resnet18", 1000, image_size=224, weights=weights))
+    assert same(source, build_model("resnet18", 1000, input_shape=(3, 224, 224), weights=weights))
     loaded = build_model("torchvision.models:resnet18", 5, weights=weights)
     assert same(source, loaded, but="fc")
     with pytest.raises(
         SettingsError, match=r"size mismatch for conv1\.weight: .*\[64, 3, 7, 7\].*\[64, 3, 3, 3\].*stem"
     ):
-        build_model("resnet18", 1000, image_size=32, weights=weights)
+        build_model("resnet18", 1000, input_shape=(3, 32, 32), weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_weights_that_do_not_fit_are_refused_with_their_keys(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.safetensors").write_bytes(b"not safetensors")
     write(trained("mlp", 10), tmp_path / "mlp.safetensors")
-    write(trained("cnn", 10, in_channels=3), tmp_path / "colour.safetensors")
+    write(trained("cnn", 10, input_shape=(3, 8, 8)), tmp_path / "colour.safetensors")
     state = trained("cnn", 10).state_dict()
     save_file(
         {**{k: v for k, v in state.items() if "tracked" not in k}, "head": torch.ones(1)}, tmp_path / "more.safetensors"

@@ -16,9 +16,9 @@ from fedbn_flwr.norms.roles import roles
 from tests.support.nets import parameters
 
 RESNETS = {
-    "resnet20": (lambda: build_model("resnet20", 5, in_channels=2), 2, 9, 2),
-    "resnet18": (lambda: build_model("resnet18", 5, in_channels=2, image_size=8), 2, 8, 2),
-    "resnet50": (lambda: build_model("resnet50", 5, in_channels=2, image_size=8), 2, 16, 3),
+    "resnet20": (lambda: build_model("resnet20", 5, input_shape=(2, 9, 9)), 2, 9, 2),
+    "resnet18": (lambda: build_model("resnet18", 5, input_shape=(2, 8, 8)), 2, 8, 2),
+    "resnet50": (lambda: build_model("resnet50", 5, input_shape=(2, 8, 8)), 2, 16, 3),
 }
 
 

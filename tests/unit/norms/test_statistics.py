@@ -67,7 +67,7 @@ def test_in_a_deep_network_they_equal_torch_s_cumulative_mean() -> None:
     """Earlier layers normalise with the batch's own statistics, as in training."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = build_model("resnet20", 3, in_channels=2).double()
+        model = build_model("resnet20", 3, input_shape=(2, 32, 32)).double()
     twin = copy.deepcopy(model).train()
     for module in twin.modules():
         if isinstance(module, nn.BatchNorm2d):

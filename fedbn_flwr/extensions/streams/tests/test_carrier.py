@@ -79,7 +79,7 @@ def test_streams_give_the_arrays_and_the_ledger_of_messages_bit_for_bit(federati
 
 def test_communication_rounds_and_bytes_of_resnet20_are_the_papers(federation: Federations) -> None:
     """As over messages (test_fedtan.py): 39 rounds fused, and 4 x 1,376 floats more than FedAvg's."""
-    fed = federation((2,) * 5, batches=1, model=lambda: build_model("resnet20", 10, in_channels=2), steps=1)
+    fed = federation((2,) * 5, batches=1, model=lambda: build_model("resnet20", 10, input_shape=(2, 32, 32)), steps=1)
     _, (_, page) = train(fed, FedTAN(fraction_evaluate=0.0), 1, workers=5)
     assert page.communication_rounds == 39
     assert page.bytes_down == page.bytes_up == 4 * 5 * (271_098 - 144 + 2 * 1_376)
