@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from rich.filesize import decimal
 from torch import Tensor
 
+from fedbn_flwr.client.training import Training, backpropagate, make_optimizer
 from fedbn_flwr.data.partitions import Options
+from fedbn_flwr.exchange.step import LayerwiseStep, no_exchange
+from fedbn_flwr.extensions import part
 from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.clients import PartitionCounts
@@ -19,7 +24,7 @@ from fedbn_flwr.results.text import columns_in_words
 from .data import examples_of, load_data, rows_by_domain, shares_of
 from .file.layers import Setting, settings_of
 from .listeners.evaluate import Evaluate
-from .parts import Parts, counts_of
+from .parts import Parts, counts_of, plain_loss
 from .prepare import prepare
 from .settings import Experiment, Settings
 
@@ -42,6 +47,7 @@ class ExplainedRun:
     up: tuple[str, ...]
     columns: Mapping[str, str]  # the use of each column; empty without the data
     tests: tuple[str, int | None]  # on which examples clients evaluate, and how many these are in all, if it is known
+    together: str  # how many clients train at once, or why only one does; empty unless `engine.together` is set
 
 
 def explain(experiment: Experiment) -> list[ExplainedRun]:
@@ -55,8 +61,8 @@ def explain(experiment: Experiment) -> list[ExplainedRun]:
             unsent = {Role.COUNTER, *(() if traits.returned else kept)}
             up = (*(part for part in model if part not in unsent), *traits.besides)
             columns = prepared.dataset.columns if prepared.dataset else {}
-            settings = tuple(settings_of(experiment, prepared.run))
-            found[label] = ExplainedRun(label, settings, model, down, up, columns, _tests_of(prepared))
+            settings, tests = tuple(settings_of(experiment, prepared.run)), _tests_of(prepared)
+            found[label] = ExplainedRun(label, settings, model, down, up, columns, tests, _together(prepared))
             prepared.release()
     return list(found.values())
 
@@ -101,6 +107,21 @@ def _tests_of(prepared: Parts) -> tuple[str, int | None]:
     return "own" if asked.only_own else "all, own", (on_all + on_own) * len(dataset.test) if dataset else None
 
 
+def _together(prepared: Parts) -> str:
+    run, train = prepared.run, prepared.run.train
+    if run.engine.together == 1:
+        return ""
+    special = train.compile or train.precision != "float32"
+    gradient = partial(backpropagate, precision=torch.bfloat16 if special else None)
+    exchanges = LayerwiseStep(no_exchange) if prepared.rule.traits.min_batch else None
+    optimizer = make_optimizer(train.optimizer, dict(prepared.model.named_parameters()), 0.1, momentum=train.momentum)
+    loss = plain_loss(run, prepared.task)
+    training = Training(prepared.model, (), optimizer, loss, prepared.device, gradient=gradient, first_step=exchanges)
+    if (problem := part("pools", "problem")(training)) is not None:
+        return f"clients train one after the other: {problem}"
+    return f"{min(run.engine.together, run.clients)} clients train at once"
+
+
 # --- as text ------------------------------------------------------------------
 
 
@@ -119,7 +140,8 @@ def pages(
     found += dict.fromkeys("\n".join(columns_in_words(run.columns)) for run in runs if run.columns)
     found += dict.fromkeys(as_text(_model(run)) for run in runs)
     found += [as_text(_traffic(run)) for run in runs]
-    return [*found, as_text(_tests(runs))] if any(run.tests[1] != 0 for run in runs) else found
+    found += [as_text(_tests(runs))] if any(run.tests[1] != 0 for run in runs) else []
+    return found + [f"run {run.label}: {run.together}" for run in runs if run.together]
 
 
 def _settings(title: str, settings: Sequence[Setting], every: bool) -> str:

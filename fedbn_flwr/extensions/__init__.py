@@ -13,7 +13,8 @@ The kinds of parts:
   config keys; it removes them from the message that it passes on
 - commands: a function that adds a command such as `fedbn check` to the parser of `fedbn`
 - engines: by the value of `engine.name`, a context manager that yields the grids of an experiment's runs
-- pools: "together", a pool of the local engine that trains several clients at once
+- pools: "together", a pool of the local engine that trains several clients at once, and "problem", a function that
+  says why it would train a client's round alone
 - passes: "compiled", which compiles the gradient of a round
 - queries: by action, a function (content, context) that answers `query.ACTION`
 - strategies: by name, a class, which then appears in `fedbn_flwr.strategies` and `fedbn list strategies`

@@ -11,7 +11,6 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from fedbn_flwr.strategies.fedavg import mean_of_metrics  # type: ignore[import-untyped]
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
@@ -20,6 +19,7 @@ from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold
+from strategies.fedavg import mean_of_metrics
 from tests.support.plugin import RecordingGrid
 
 Federations = Callable[..., Any]

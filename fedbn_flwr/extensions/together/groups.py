@@ -79,8 +79,7 @@ class Row:
 @torch.no_grad()
 def row_of(training: Training) -> Row | None:
     """The round as a row; None if it must train alone."""
-    network = network_of(training.model) if _is_plain(training) else None
-    if network is None:
+    if problem(training) is not None or isinstance(network := network_of(training.model), str):
         return None
     with seeding.streams(training.seed, training.device):
         training.batches = batches = list(training.batches)
@@ -98,18 +97,25 @@ def row_of(training: Training) -> Row | None:
     return Row(training, network, tensors, momentum, batches, kept)
 
 
-def _is_plain(training: Training) -> bool:
-    """Whether each step is an SGD step along the gradient from backpropagation."""
+def problem(training: Training) -> str | None:
+    """Why a round cannot train with those of other clients, or None."""
     gradient, optimizer = training.gradient, training.optimizer.torch
     if isinstance(gradient, functools.partial) and not any(gradient.keywords.values()):
         gradient = gradient.func
+    if gradient is not backpropagate:
+        return "its passes are compiled, or computed in another precision"
+    if training.first_step is not None:
+        return "the first step of a round exchanges statistics"
     groups = optimizer.param_groups
-    alone = training.first_step is not None or any(rule.alone for rule in training.rules)
-    plain = gradient is backpropagate and not alone and bool(training.optimizer.parameters)
-    return (
-        plain and type(optimizer) in (SGD, torch.optim.SGD) and len(groups) == 1
-        and not (groups[0]["dampening"] or groups[0]["maximize"])
-    )  # fmt: skip
+    if any(rule.alone for rule in training.rules):
+        return "a client rule has a loss of its own, or changes the model"
+    if type(optimizer) not in (SGD, torch.optim.SGD) or len(groups) > 1:
+        return f"the optimiser is {type(optimizer).__name__}"
+    if groups[0]["dampening"] or groups[0]["maximize"]:
+        return "the optimiser has dampening or maximize"
+    if not training.optimizer.parameters:
+        return "no parameter trains"
+    return network if isinstance(network := network_of(training.model), str) else None
 
 
 def finished(row: Row) -> Trained:

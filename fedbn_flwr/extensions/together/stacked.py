@@ -93,7 +93,7 @@ _FUNCTIONS = {
 
 
 class Network:
-    """A model's computation for several clients' tensors at once; NotImplementedError names an unknown part."""
+    """A model's computation for several clients' tensors at once; NotImplementedError says why there is none."""
 
     def __init__(self, model: nn.Module) -> None:
         self._operations: list[tuple[Callable[..., Tensor], Sequence[Any]]] = []
@@ -121,15 +121,17 @@ class Network:
                 case "output" if isinstance(node.args[0], fx.Node):
                     self._result = places[node.args[0]]
                     break
+                case "call_module":
+                    raise NotImplementedError(f"{node.target!r} is {str(modules[node.target]).partition(chr(10))[0]}")
                 case _:
-                    raise NotImplementedError(f"{node.op} {node.target}")
+                    raise NotImplementedError(f"its forward has {getattr(node.target, '__name__', node.target)!s}")
             arguments = [(True, places[each]) if isinstance(each, fx.Node) else (False, each) for each in node.args]
             self._operations.append((operation, arguments))
             described.append(str(arguments))
             places[node] = len(self._operations)
         names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         if unknown := names ^ covered:
-            raise NotImplementedError(f"its tensor {min(unknown)!r} is shared, or belongs to no known layer")
+            raise NotImplementedError(f"the tensor {min(unknown)!r} is shared, or belongs to no known layer")
         # Networks with equal descriptions compute the same.
         self.description = tuple(described)
         self._places: dict[str, tuple[dict[str, Any], str]] = {  # of the model's tensors, as in ModelTensors
@@ -181,16 +183,18 @@ def _has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
-_known: WeakKeyDictionary[nn.Module, Network | None] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, Network | str] = WeakKeyDictionary()
 
 
-def network_of(model: nn.Module) -> Network | None:
-    """The model for several clients at once; None if it has a part that may mix clients, or hooks at present."""
+def network_of(model: nn.Module) -> Network | str:
+    """The model for several clients at once, or the reason why there is none: a part that may mix clients."""
     if any(map(_has_hooks, model.modules())):
-        return None
+        return "a module has hooks"
     if model not in _known:
         try:
             _known[model] = Network(model)
+        except NotImplementedError as error:
+            _known[model] = str(error)
         except Exception:  # PyTorch's tracer raises many kinds of errors for models with control flow
-            _known[model] = None
+            _known[model] = "its forward has control flow or other code that PyTorch cannot trace"
     return _known[model]

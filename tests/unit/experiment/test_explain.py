@@ -55,6 +55,27 @@ def test_what_travels_is_named_by_role() -> None:
         assert (tuple(roles), more.startswith(words)) == (WHOLE, True)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("engine.together=3", "3 clients train at once"),
+        ("engine.together=30", "4 clients train at once"),
+        ("strategy=FedTAN", "clients train one after the other: the first step of a round exchanges statistics"),
+        ("train.optimizer=adam", "clients train one after the other: the optimiser is Adam"),
+        (
+            "train.precision=bfloat16",
+            "clients train one after the other: its passes are compiled, or computed in another precision",
+        ),
+        ("model.name=cnn", "clients train one after the other: 'conv1' is Conv2d"),
+    ],
+)
+def test_clients_that_train_at_once(given: str, expected: str) -> None:
+    changes = ["model.name=mlp", "train.momentum=0", "train.batch_size=32"]
+    (alone,) = explain(load_experiment(SMALL, [*changes, given.replace("engine.together=", "rounds=")]))
+    (run,) = explain(load_experiment(SMALL, [*changes, "engine.together=4", given]))
+    assert (alone.together, run.together.partition("(")[0]) == ("", expected)
+
+
 def test_every_setting_has_its_origin() -> None:
     text = "{rounds: 3, data: {name: digits}, train: {lr: 0.5}, seeds: [1, 2], "
     text += "runs: {a: {train: {steps: 1}}, b: {strategy: {name: FixBN, freeze_round: 2}}}}"
