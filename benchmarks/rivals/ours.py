@@ -36,7 +36,7 @@ class Epochs:
 def engine(processes: int, clients_at_once: bool) -> dict[str, Any]:
     if not clients_at_once:
         return {"workers": processes, "threads": 1}
-    pool = importlib.import_module("fedbn_flwr.extensions.together.pool")
+    pool = importlib.import_module("fedbn_flwr.extensions.together.nested")
     return {"workers": CLIENTS, "threads": 1, "pool": pool.TogetherPool}
 
 

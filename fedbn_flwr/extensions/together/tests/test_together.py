@@ -21,9 +21,9 @@ from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.training import Trained, Training, make_optimizer, train
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.extensions.together import pool
+from fedbn_flwr.extensions.together import nested
 from fedbn_flwr.extensions.together.groups import Row, finished, row_of, train_rows
-from fedbn_flwr.extensions.together.pool import TogetherPool
+from fedbn_flwr.extensions.together.nested import TogetherPool
 from fedbn_flwr.extensions.together.stacked import Network, network_of
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import (
@@ -276,7 +276,7 @@ def test_clients_with_control_variates_of_different_rounds_are_one_group(
         groups.extend([(len(rows), len({row.kind for row in rows}))] if rows else [])
         train_rows(rows)
 
-    monkeypatch.setattr(pool, "train_rows", noted)
+    monkeypatch.setattr(nested, "train_rows", noted)
     fed = federation((8, 12, 7), model=mlp, dtype=torch.float64, lr=0.05)
     options = {"fraction_train": 0.67, "seed": 1}
     expected = models_of(fed, Scaffold(**options), 4)
@@ -343,7 +343,7 @@ def test_an_experiment_trains_clients_together(tmp_path: Path, monkeypatch: pyte
         groups.extend([len({row.kind for row in rows})] if rows else [])  # not of a query
         train_rows(rows)
 
-    monkeypatch.setattr(pool, "train_rows", noted)
+    monkeypatch.setattr(nested, "train_rows", noted)
     found = [
         run(
             "demo",
