@@ -23,7 +23,7 @@ from tests.support.command import ROOT, python_blocks
 from tests.support.fixtures import Batches
 
 Federations = Callable[..., Any]
-GUIDE = ROOT / "docs" / "write-a-strategy.md"
+GUIDE = ROOT / "docs" / "strategy-reference.md"
 SMOOTH, DOUBLED, TWICE = "fedbn.smooth", "fedbn.doubled", "fedbn.twice"
 
 

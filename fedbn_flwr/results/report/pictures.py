@@ -162,7 +162,7 @@ def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = Non
 
     keys = _measured(rows)
     for kind, given, known in (("measure", measure, keys), ("axis", axis, AXES)):
-        if given is not None and given not in known:
+        if given is not None and known and given not in known:  # without an evaluated round all plots are empty
             raise UserError(f"the plot has no {kind} {given!r}; {did_you_mean(given, known)}")
     measure = measure or headline(runs_of(rows))
     if axis:  # a single panel with its legend inside

@@ -213,6 +213,7 @@ def carry_out_with(folder: RunFolder, more: str, kind: str, who: Sequence[int], 
     kind="train", who=(0, 1, 2), added={"round": 7, "best-round": 1.5, "class-accuracy": [0.5]}, more="validation: 0"
 )
 @example(kind="evaluate", who=(0, 1, 2), added={"accuracy": [0.5, 1.0]}, more="batch_size: 50")
+@example(kind="train", who=(0, 1, 2), added={"train-loss": -(2**63)}, more="validation: 0.2")  # no round is evaluated
 def test_any_accepted_reply_leaves_a_folder_that_is_read_and_resumed(
     tmp_path_factory: pytest.TempPathFactory, kind: str, who: tuple[int, ...], added: dict[str, Any], more: str
 ) -> None:
