@@ -253,7 +253,8 @@ class FixBNClient(ClientRule):
                 f"{missing[role]!r}, while {shared[0]!r} is frozen; keep all {role} on the clients, or none"
             )
         self.frozen = frozen - missing.keys()
-        self.moments = local.resources.enter_context(Moments(local.model)) if local.config.get(MOMENTS) else None
+        self.alone = bool(local.config.get(MOMENTS))  # compiled passes may leave out the hooks that measure
+        self.moments = local.resources.enter_context(Moments(local.model)) if self.alone else None
 
     def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         if self.moments is not None:

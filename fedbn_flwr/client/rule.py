@@ -93,7 +93,7 @@ class ClientRule:
     order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
     elementwise: ClassVar[bool] = True  # whether `adjust` treats each element of the gradients alone
     # Whether rounds with this rule train one after the other, uncompiled: it has a `loss`, or changes the model.
-    alone: ClassVar[bool] = False
+    alone: bool = False
     frozen: frozenset[Role] = frozenset()  # roles of batch norm's arrays that keep the received values
 
     def __init_subclass__(cls) -> None:

@@ -115,7 +115,7 @@ class Rule(Protocol):
     """What training needs of a client rule, which describes it (`fedbn_flwr.client.rule.ClientRule`)."""
 
     elementwise: ClassVar[bool]
-    alone: ClassVar[bool]
+    alone: bool
 
     def loss(self, inputs: Any, targets: Any, outputs: Any, loss: Tensor) -> Tensor: ...
 

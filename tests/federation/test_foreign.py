@@ -775,7 +775,7 @@ def test_the_documented_client_honours_the_freeze_and_refuses_the_rest(tmp_path:
         for key in [key for key in after if "running" in key]:
             assert second[key] == third[key] == after[key].tobytes()
         assert second["conv.weight"] != third["conv.weight"]
-        with pytest.raises(RunFailed, match=r"asks for 'fedbn\.return'"):
+        with pytest.raises(RunFailed, match=r"asks for 'fedbn\.kept'"):
             start(FedBN(fraction_evaluate=0.0), project)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 
 from fedbn_flwr.client.evaluation import name_of
 from fedbn_flwr.errors import LOG, SettingsError
@@ -52,7 +52,10 @@ class Unseen(Listener):
         prepared = running.prepared
         config = {**running.identity, protocol.ROUND: at.number}
         config |= {protocol.REESTIMATE: True} if way == "batch" else {}
-        arrays = sent(at.arrays, running) if way == "own" else at.arrays
+        arrays, kept = at.arrays, prepared.rule.traits.kept
+        if way == "own" and kept:
+            arrays = record_of(split(arrays, prepared.rule.traits.stays(arrays))[1])
+            config[protocol.KEPT] = protocol.join(kept)
         content = RecordDict({prepared.rule.base.arrayrecord_key: arrays, "config": ConfigRecord(config)})
         messages = [Message(content, node, MessageType.EVALUATE) for node in running.unseen.values()]
         replies = gate(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
@@ -71,8 +74,3 @@ def _chosen(values: Mapping[str, float], names: Iterable[str], prefix: str) -> I
     for name in names:
         if (value := values.get(f"own_{name}", values.get(name))) is not None:
             yield prefix + name, value
-
-
-def sent(arrays: ArrayRecord, running: Running) -> ArrayRecord:
-    """The arrays that the strategy sends to clients."""
-    return record_of(split(arrays, running.prepared.rule.traits.stays(arrays))[1])

@@ -20,7 +20,7 @@ from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, count, first, tensors
 from fedbn_flwr.client.training import Forward, Gradient, Loss, loss_of
 from fedbn_flwr.errors import LOG
-from fedbn_flwr.norms.variants import MaskedBatchNorm1d
+from fedbn_flwr.norms.variants import HybridBatchNorm, MaskedBatchNorm1d
 
 from .graphs import made_once, recorded
 
@@ -79,8 +79,12 @@ def fused(
 
     def trial() -> None:
         """Compile with a copy of the model, and with the same random draws as the step."""
-        if any(isinstance(layer, MaskedBatchNorm1d) for layer in model.modules()):
+        layers = {type(layer) for layer in model.modules()}
+        if any(issubclass(layer, MaskedBatchNorm1d) for layer in layers):
             raise NotImplementedError("MaskedBatchNorm1d has another number of values in each batch")
+        if any(issubclass(layer, HybridBatchNorm) for layer in layers):
+            # It would copy the running statistics again in the backward pass, when they have changed.
+            raise NotImplementedError("hybrid batch norm needs the statistics from before its step in the gradient")
         with seeding.preserve_rng():
             by_compiler(copy.deepcopy(model), inputs, targets, loss_fn)
 

@@ -376,17 +376,18 @@ def partition_table(partition: PartitionCounts) -> str:
 def as_measured(measure: Measure, values: Sequence[float], digits: int | None = None) -> str:
     """The mean, and the standard deviation: of costs such as rounds only if they differ.
 
-    A deviation of zero has no digits; for a small one there are more, so that it does not look like zero.
+    A deviation of zero has no digits; for a small one of a metric there are more, so that it does not look like zero.
     """
     if not values:
         return "-"
     digits = measure.digits(values) if digits is None else digits
     scaled = [value * measure.scale for value in values]
     middle, spread = mean(scaled), deviation(scaled)
+    is_cost = measure.key in COSTS or all(type(value) is int for value in values)
     if spread is None or spread <= 1e-9 * abs(middle):  # of equal values, but for rounding
-        is_cost = measure.key in COSTS or all(type(value) is int for value in values)
         return f"{middle:,.{digits}f}{measure.unit}" + ("" if spread is None or is_cost else " ± 0")
-    digits = min(max(digits, -math.floor(math.log10(2 * spread))), 12)
+    if not is_cost:
+        digits = min(max(digits, -math.floor(math.log10(2 * spread))), 12)
     return f"{middle:,.{digits}f}{measure.unit} ± {spread:,.{digits}f}"
 
 

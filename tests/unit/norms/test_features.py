@@ -26,7 +26,7 @@ def test_open_gates_leave_the_network_of_won(name: str, branches: int) -> None:
     nets = {}
     for norm in ("won", "won+se"):
         torch.manual_seed(0)
-        nets[norm] = build_model(name, 10, norm, image_size=32, branch_scale=0.2).double().eval()
+        nets[norm] = build_model(name, 10, norm, input_shape=(3, 32, 32), branch_scale=0.2).double().eval()
     gates = [layer for layer in nets["won+se"].modules() if isinstance(layer, SqueezeExcitation)]
     assert len(gates) == branches
     x = images(2, 3, 32, 32)

@@ -101,6 +101,24 @@ def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, flower_
 
 
 @compiles
+@pytest.mark.parametrize(
+    ("norm", "config"), [("hbn", {}), ("hbn", {"fedbn.hybrid": "batch"}), ("bn", {"fedbn.freeze": "statistics"})]
+)
+def test_what_a_round_measures_is_that_of_uncompiled_training(norm: str, config: dict[str, Any]) -> None:
+    """Also after a round without measurements, whose compiled code has no hooks."""
+    measuring = {**config, "fedbn.moments": True} if norm == "bn" else config
+    first = initial_arrays(net(norm=norm))
+
+    def rounds(*, compile: bool) -> list[Arrays]:
+        client = BNClient(net(norm=norm), images(), lr=0.03, momentum=0.5, steps=5, compile=compile)
+        first_config = {"server-round": 1, **({"fedbn.freeze": "statistics"} if norm == "bn" else {})}
+        return [client.train_round(first, each).arrays for each in (first_config, {"server-round": 2, **measuring})]
+
+    for found, expected in zip(rounds(compile=True), rounds(compile=False), strict=True):
+        assert distance(found, expected) <= 10 * float(np.finfo(np.float32).eps)
+
+
+@compiles
 @pytest.mark.parametrize(("rule", "graphs"), [("FedTAN", 1), ("FixBN", 2)])
 def test_all_clients_and_rounds_share_the_compiled_code(rule: str, graphs: int) -> None:
     """Also with a model per client (FedTAN), another learning rate and loss, and a smaller last batch."""
