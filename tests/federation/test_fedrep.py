@@ -19,6 +19,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedRep, FixBN, GlobalMomentum, Secure
 from tests.support.federations import replaced
+from tests.support.localnorm import share
 
 Federations = Callable[..., Any]
 State = dict[str, torch.Tensor]
@@ -41,14 +42,7 @@ def by_hand(fed: Any, rounds: int, head: tuple[str, ...], head_epochs: int) -> t
                     model.zero_grad()
                     F.cross_entropy(model(inputs), labels).backward()
                     optimizer.step()
-        states = [model.state_dict() for model in models]
-        mean = {
-            key: sum(n * state[key].double() for n, state in zip(counts, states, strict=True)) / sum(counts)
-            for key in states[0]
-        }
-        body = {key: value for key, value in mean.items() if key not in head and "num_batches" not in key}
-        for model in models:
-            model.load_state_dict(body, strict=False)
+        mean = share(models, counts, head)
     return mean, models
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,18 @@ def by_hand(fed: Any, rounds: int, local: Collection[str]) -> tuple[State, list[
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), labels).backward()
                 optimizer.step()
-        states = [model.state_dict() for model in models]
-        mean = {
-            key: sum(n * state[key].double() for n, state in zip(counts, states, strict=True)) / sum(counts)
-            for key in states[0]
-        }
-        shared = {key: value for key, value in mean.items() if key not in local and "num_batches" not in key}
-        for model in models:
-            model.load_state_dict(shared, strict=False)
+        mean = share(models, counts, local)
     return mean, models
+
+
+def share(models: Sequence[nn.Module], counts: Sequence[int], local: Collection[str]) -> State:
+    """The mean of the models by their counts, which they load except for what is local."""
+    states = [model.state_dict() for model in models]
+    mean = {
+        key: sum(n * state[key].double() for n, state in zip(counts, states, strict=True)) / sum(counts)
+        for key in states[0]
+    }
+    shared = {key: value for key, value in mean.items() if key not in local and "num_batches" not in key}
+    for model in models:
+        model.load_state_dict(shared, strict=False)
+    return mean
