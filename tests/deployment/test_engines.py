@@ -195,8 +195,8 @@ def resumed(app: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[subpro
     for rule in ("FedAvg", "FedBN"):
         session(rule, out / rule, 2, grid=Elsewhere(rule, None))
     experiment = folder / "experiment.yaml"
-    runs = "runs:\n  Diverging: {train: {lr: 1.0e+30}}\n  FedAvg: {}\n  FedBN: {strategy: {name: FedBN}}\n"
-    runs += "  FixBN: {strategy: {name: FixBN, freeze_round: 2}}"
+    runs = "runs:\n  Diverging: {train: {lr: 1.0e+30}}\n  FedAvg: {evaluate: {clients: null}}\n"
+    runs += "  FedBN: {strategy: {name: FedBN}}\n  FixBN: {strategy: {name: FixBN, freeze_round: 2}}"
     experiment.write_text(BASE + runs)
     run_config = f"experiment='{experiment}' out='{out}' resume=true"
     return fedbn("flwr", "run", app, "--run-config", run_config, cwd=folder), out
