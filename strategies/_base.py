@@ -96,7 +96,7 @@ class BaseStrategy(Hooks):
             return replies
         arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
         sent = unpack(round.arrays)
-        # What stays on the clients is apart: their distance from the clients' mean is not an update.
+        # What stays on the clients is apart: its distance from the clients' mean is not an update.
         for some in filter(None, split(sent, self.traits.stays(sent))):
             arrays = self.bounds.updated(arrays, some, f"round {round.number}")
         return [replace(reply, arrays=values) for reply, values in zip(replies, arrays, strict=True)]

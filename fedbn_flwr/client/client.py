@@ -272,16 +272,16 @@ class BNClient(NumPyClient):
         sets = data if isinstance(data, Mapping) else {"": data}
         first = next(iter(sets), "")
         found: Metrics = {}
-        figures: dict[int, Metrics] = {}  # a set may have several names
+        measured: dict[int, Metrics] = {}  # a set may have several names
         for name, batches in sets.items():
-            if id(batches) not in figures:
+            if id(batches) not in measured:
                 with self._seeded("evaluate", server_round, batches):
                     pairs = self._pairs(batches)
-                    figures[id(batches)] = evaluate(
+                    measured[id(batches)] = evaluate(
                         model, pairs, self.eval_loss, self._parts.device, self.metrics, task=self.task
                     )
-            measured = figures[id(batches)]
-            found |= {key if name == first else f"{name}-{key}": value for key, value in measured.items()}
+            values = measured[id(batches)]
+            found |= {key if name == first else f"{name}-{key}": value for key, value in values.items()}
         return found
 
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:

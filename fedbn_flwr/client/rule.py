@@ -78,7 +78,7 @@ class LocalRound:
     optimizer: LocalOptimizer = field(init=False)  # of the parameters that train; set after the rules are made
 
     def received(self, w: Tensors) -> Tensors:
-        """Those of the parameters that the server has sent; the others stay on the client."""
+        """The parameters that the server has sent; the others stay on the client."""
         return {name: value for name, value in w.items() if name in self.records["arrays"]}
 
 

@@ -359,7 +359,7 @@ def _by_name(name: str) -> MakeOptimizer:
 
 @functools.cache
 def _optimizers() -> Mapping[str, MakeOptimizer]:
-    """Those of torch.optim, by name in lower case."""
+    """The optimisers of torch.optim, by name in lower case."""
     return {
         key.lower(): value
         for key, value in vars(torch.optim).items()

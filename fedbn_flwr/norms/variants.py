@@ -59,6 +59,24 @@ class AnyBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least two dimensions [N, C, ...], found {list(input.shape)}")
 
 
+class NormByBoth(AnyBatchNorm):
+    """Batch norm that in training normalises with the statistics of the batch and the running ones, by `trained`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.track_running_stats):
+            # In evaluation, with frozen statistics, and while batch statistics are measured, it is batch norm.
+            return super().forward(x)
+        self._check_input_dim(x)
+        mu: Any = self.running_mean
+        var: Any = self.running_var
+        steps: Any = self.num_batches_tracked
+        return self.trained(x, mu, var, steps)
+
+    def trained(self, x: Tensor, mu: Tensor, var: Tensor, steps: Tensor) -> Tensor:
+        """The output in training, with the running mean and variance and the number of steps, which it updates."""
+        raise NotImplementedError
+
+
 class StaticBatchNorm(AnyBatchNorm):
     """Static batch norm (Diao et al. 2021, HeteroFL, https://arxiv.org/abs/2010.01264).
 
@@ -82,7 +100,7 @@ class StaticBatchNorm(AnyBatchNorm):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class BatchRenorm(AnyBatchNorm):
+class BatchRenorm(NormByBoth):
     """Batch renormalisation (Ioffe 2017, https://arxiv.org/abs/1702.03275).
 
     Within bounds, it gives the same output in training as in evaluation.
@@ -123,14 +141,7 @@ class BatchRenorm(AnyBatchNorm):
         self.r_max, self.d_max = r_max, d_max
         self.warmup, self.r_steps, self.d_steps = warmup, r_steps, d_steps
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not (self.training and self.track_running_stats):
-            # In evaluation, with frozen statistics, and while batch statistics are measured, it is batch norm.
-            return super().forward(x)
-        self._check_input_dim(x)
-        mu: Any = self.running_mean
-        var: Any = self.running_var
-        steps: Any = self.num_batches_tracked
+    def trained(self, x: Tensor, mu: Tensor, var: Tensor, steps: Tensor) -> Tensor:
         with torch.no_grad():
             var_b, mu_b = torch.var_mean(x, dim=[d for d in range(x.ndim) if d != 1], correction=0)
             sigma = (var + self.eps).sqrt()
@@ -156,7 +167,7 @@ class BatchRenorm(AnyBatchNorm):
         return (past / (end - self.warmup)).clamp(0, 1)
 
 
-class HybridBatchNorm(AnyBatchNorm):
+class HybridBatchNorm(NormByBoth):
     """Hybrid batch norm (Chen et al. 2025, ICML, https://arxiv.org/abs/2505.21877).
 
     In training it normalises with a learnt mix of the batch's statistics and the running ones:
@@ -177,14 +188,7 @@ class HybridBatchNorm(AnyBatchNorm):
         """A statistic of the batch and the running one, mixed."""
         return torch.lerp(running, of_batch, self.alpha.sigmoid())
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not (self.training and self.track_running_stats):
-            # In evaluation, with frozen statistics, and while batch statistics are measured, it is batch norm.
-            return super().forward(x)
-        self._check_input_dim(x)
-        mu: Any = self.running_mean
-        var: Any = self.running_var
-        steps: Any = self.num_batches_tracked
+    def trained(self, x: Tensor, mu: Tensor, var: Tensor, steps: Tensor) -> Tensor:
         var_b, mu_b = torch.var_mean(x, dim=[d for d in range(x.ndim) if d != 1], correction=0)
         mean, variance = self.mixed(mu_b, mu.clone()), self.mixed(var_b, var.clone())
         with torch.no_grad():
