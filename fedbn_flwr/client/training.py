@@ -14,11 +14,11 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -169,28 +169,43 @@ class Trained:
 
 def train(training: Training) -> Trained:
     """One optimiser step per batch."""
+    running = steps(training)
+    with seeding.streams(training.seed, training.device):
+        while True:
+            try:
+                next(running)
+            except StopIteration as end:
+                return cast(Trained, end.value)
+
+
+def steps(training: Training) -> Generator[None, None, Trained]:
+    """Train, and pause after each step, so that a trainer can take the steps of several clients in turn.
+
+    The caller seeds the global random generators.
+    """
     optimizer, gradient = training.optimizer, training.first_step or training.gradient
     changing = [rule for rule in training.rules if rule.alone]
     frozen = frozen_norm(training.model, training.frozen) if training.frozen else nullcontext()
     # On the device: reading the loss would make the host wait for the device at every step.
     total = torch.zeros((), device=training.device, dtype=torch.float64)
     to_device = operator.methodcaller("to", training.device, non_blocking=True)
-    steps = examples = first_batch = 0
-    with seeding.streams(training.seed, training.device), frozen:
+    done = examples = first_batch = 0
+    with frozen:
         for inputs, targets in training.batches:
             inputs, targets = each(to_device, inputs), each(to_device, targets)
             optimizer.zero_grad()
             size = count(inputs)
             loss = _changed(training.loss, changing, inputs) if changing else training.loss
             total += gradient(training.model, inputs, targets, loss) * size
-            if not steps:
+            if not done:
                 kept, first_batch, gradient = _begun(training), size, training.gradient
             if training.rules:
                 _adjust(training, kept)
             optimizer.step()
-            steps, examples = steps + 1, examples + size
+            done, examples = done + 1, examples + size
+            yield
         optimizer.zero_grad()  # frees the gradients, which take as much memory as the model
-        return Trained(float(total) / max(examples, 1), first_batch, steps, kept if steps else _begun(training))
+        return Trained(float(total) / max(examples, 1), first_batch, done, kept if done else _begun(training))
 
 
 def _changed(loss_fn: Loss, rules: Sequence[Rule], inputs: Value) -> Loss:

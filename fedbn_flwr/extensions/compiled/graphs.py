@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
@@ -21,7 +20,6 @@ from types import FunctionType, NoneType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -107,18 +105,13 @@ def _hooks(model: nn.Module) -> Iterator[object]:
 def run_twice(gradient: Gradient, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> None:
     """Check on a copy of the model that two passes change only the values of buffers; else NotImplementedError."""
     model = copy.deepcopy(model)
-    state, drawn = state_of(model), _drawn()
+    state, drawn = state_of(model), seeding.drawn()
     for _ in range(2):
         gradient(model, inputs, targets, loss)
         if state_of(model) != state:
             raise NotImplementedError("a pass changes an attribute of a module, or assigns a buffer")
-    if _drawn() != drawn:
+    if seeding.drawn() != drawn:
         raise NotImplementedError("a pass draws random numbers on the CPU")
-
-
-def _drawn() -> Hashable:
-    """The states of the CPU's generators."""
-    return random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes()
 
 
 class Recording:
@@ -127,14 +120,16 @@ class Recording:
     def __init__(self, gradient: Gradient, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> None:
         check_recordable(model)
         batch = each(torch.clone, inputs), each(torch.clone, targets)
-        self._graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        # A stream has its own workspace for matrix products; clients that train at once must not share it.
+        current, self._graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
         try:
             with seeding.preserve_rng():  # libraries allocate memory in their first calls, which cannot be recorded
-                side.wait_stream(torch.cuda.current_stream())
+                side.wait_stream(current)
                 with torch.cuda.stream(side):
                     run_twice(gradient, model, *batch, loss)
-                torch.cuda.current_stream().wait_stream(side)
-                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                current.wait_stream(side)
+                with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
                     self._loss = gradient(model, *batch, loss)
         except Exception:
             # PyTorch's generator would stay in its recorded state, and draw the same numbers in each step.

@@ -75,6 +75,11 @@ class Row:
             for name, parameter in self.training.optimizer.parameters.items():
                 self.training.optimizer.torch.state[parameter][MOMENTUM] = self.momentum[name]
 
+    def finished(self) -> Trained:
+        """Load the values into the model after `train_rows`, and return the result."""
+        self.restore()
+        return train(self.training) if self.trained is None else self.trained
+
 
 @torch.no_grad()
 def row_of(training: Training) -> Row | None:
@@ -116,12 +121,6 @@ def problem(training: Training) -> str | None:
     if not training.optimizer.parameters:
         return "no parameter trains"
     return network if isinstance(network := network_of(training.model), str) else None
-
-
-def finished(row: Row) -> Trained:
-    """Load a row's values into its model after `train_rows`, and return the result."""
-    row.restore()
-    return train(row.training) if row.trained is None else row.trained
 
 
 def train_rows(rows: Sequence[Row]) -> None:

@@ -16,7 +16,9 @@ from fedbn_flwr.client.training import TRAINER, Trained, Training, train
 from fedbn_flwr.engines.base import OnReply
 from fedbn_flwr.engines.pool import Nodes, Pool
 
-from .groups import Row, finished, row_of, train_rows
+from . import groups, lanes
+from .groups import Row, row_of, train_rows
+from .lanes import Lane, lane_of, train_lanes
 
 _MOST = 100  # clients: each one's calls are inside those of the others
 _CALLS = 50  # of a client
@@ -35,7 +37,7 @@ class TogetherPool(Pool):
                 self.on_reply(reply)
 
     def _answers(self, messages: Sequence[Message]) -> Sequence[Message]:
-        waiting, rows = enumerate(messages), list[Row]()
+        waiting, loaded = enumerate(messages), list[Row | Lane]()
         replies: dict[int, Message] = {}
 
         def answer() -> None:
@@ -43,13 +45,14 @@ class TogetherPool(Pool):
                 replies[place] = self.nodes.answer(message, self.nodes.contexts[message.metadata.dst_node_id])
 
         def trainer(training: Training) -> Trained:
-            if (row := row_of(training)) is None:
+            if (own := row_of(training) or _lane_of(training)) is None:
                 return train(training)
-            rows.append(row)
+            loaded.append(own)
             answer()
-            train_rows(rows)
-            rows.clear()  # they are trained when the other clients continue
-            return finished(row)
+            train_rows([each for each in loaded if isinstance(each, Row)])
+            train_lanes([each for each in loaded if isinstance(each, Lane)])
+            loaded.clear()  # they are trained when the other clients continue
+            return own.finished()
 
         calls, before = sys.getrecursionlimit(), TRAINER.set(trainer)
         sys.setrecursionlimit(calls + _CALLS * len(messages))
@@ -59,3 +62,13 @@ class TogetherPool(Pool):
             sys.setrecursionlimit(calls)
             TRAINER.reset(before)
         return [replies[place] for place in sorted(replies)]
+
+
+def _lane_of(training: Training) -> Lane | None:
+    return lane_of(training) if training.device.type == "cuda" else None
+
+
+def problem(training: Training) -> str | None:
+    """Why a round cannot train with those of other clients, or None."""
+    found = groups.problem(training)
+    return found if found is None or training.device.type != "cuda" else lanes.problem(training)

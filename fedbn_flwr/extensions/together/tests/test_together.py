@@ -22,7 +22,7 @@ from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.training import Trained, Training, make_optimizer, train
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.extensions.together import nested
-from fedbn_flwr.extensions.together.groups import Row, finished, row_of, train_rows
+from fedbn_flwr.extensions.together.groups import Row, row_of, train_rows
 from fedbn_flwr.extensions.together.nested import TogetherPool
 from fedbn_flwr.extensions.together.stacked import Network, network_of
 from fedbn_flwr.models.tensors import ModelTensors
@@ -113,7 +113,7 @@ def together(rounds: Sequence[Training]) -> list[Trained]:
     """Train rounds that each have their own model; rounds of one kind train at once."""
     rows = [row_of(training) for training in rounds]
     train_rows([row for row in rows if row is not None])
-    return [train(training) if row is None else finished(row) for training, row in zip(rounds, rows, strict=True)]
+    return [train(training) if row is None else row.finished() for training, row in zip(rounds, rows, strict=True)]
 
 
 def values(training: Training) -> dict[str, Tensor]:

@@ -1,0 +1,166 @@
+"""Several clients at once on a GPU: each trains a copy of the network on a CUDA stream of its own.
+
+The kernels of a small network occupy a small part of a GPU. Those of several streams run at the same time, and they are
+the same kernels, so the results are the same too. That needs `train.compile`, which launches all kernels of a step at
+once; otherwise Python is still busy with the first client's step when the GPU has computed it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr import seeding
+from fedbn_flwr.batch import each
+from fedbn_flwr.client.rule import ClientRule
+from fedbn_flwr.client.training import Trained, Training, steps, train
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy of a network, which a client at a time trains, and the stream on which it does."""
+
+    model: nn.Module
+    stream: torch.cuda.Stream | None  # None on a CPU
+    used: bool = False
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+
+# Copies stay for later rounds, whose recorded passes then need no new recording.
+_copies: WeakKeyDictionary[nn.Module, list[Copy]] = WeakKeyDictionary()
+_drawing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # networks whose passes draw random numbers
+
+
+@dataclass(eq=False)
+class Lane:
+    """A loaded round in a copy of its network, so that other clients may use the network meanwhile."""
+
+    training: Training
+    copy: Copy
+    own: Training = field(init=False)  # the same round, of the copy
+    received: list[Tensor] = field(init=False)  # the values of the network that the round begins with
+    trained: Trained | None = None  # None if it must train alone
+
+    def __post_init__(self) -> None:
+        self.copy.used = True
+        training, model = self.training, self.copy.model
+        with seeding.streams(training.seed, training.device):
+            training.batches = [
+                (each(self._to_device, inputs), each(self._to_device, targets)) for inputs, targets in training.batches
+            ]
+        self.received = [tensor.detach().clone() for tensor in _tensors(training.model)]
+        _fill(model, self.received)
+        memo = {id(of): to for of, to in zip(training.model.parameters(), model.parameters(), strict=True)}
+        optimizer = copy.deepcopy(training.optimizer, cast(dict[int, object], memo))
+        self.own = replace(training, model=model, optimizer=optimizer)
+        self._use(self.own)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.training.device, non_blocking=True)
+
+    def _use(self, training: Training) -> None:
+        """Let the client rules see the optimiser of this training."""
+        for rule in cast(Sequence[ClientRule], training.rules):
+            rule.local.optimizer = training.optimizer
+
+    def finished(self) -> Trained:
+        """Load the values into the client's own network after `train_lanes`, and return the result."""
+        self.copy.used = False
+        _fill(self.training.model, self.received if self.trained is None else _tensors(self.copy.model))
+        if self.trained is None:
+            self._use(self.training)
+            return train(self.training)
+        return self.trained
+
+
+def problem(training: Training) -> str | None:
+    """Why a round cannot train on a stream of its own, or None."""
+    if training.first_step is not None:
+        return "the first step of a round exchanges statistics"
+    if any(rule.alone for rule in training.rules):
+        return "a client rule has a loss of its own, or changes the model"
+    return "its passes draw random numbers" if training.model in _drawing else None
+
+
+def lane_of(training: Training) -> Lane | None:
+    """The round in a lane; None if it must train alone."""
+    return None if problem(training) is not None else Lane(training, _free_copy(training))
+
+
+def _free_copy(training: Training) -> Copy:
+    copies, kind = _copies.setdefault(training.model, []), _attributes(training.model)
+    for found in copies:
+        if not found.used and _attributes(found.model) == kind:
+            return found
+    model = copy.deepcopy(training.model)
+    stream = torch.cuda.Stream(training.device) if training.device.type == "cuda" else None
+    copies.append(Copy(model, stream))
+    return copies[-1]
+
+
+def _attributes(model: nn.Module) -> Sequence[object]:
+    """What decides how a network trains, besides the values of its tensors."""
+    plain = (bool, int, float, str, type(None))
+    parts = [
+        (type(module), [(name, value) for name, value in vars(module).items() if isinstance(value, plain)])
+        for module in model.modules()
+    ]
+    return [*parts, *(parameter.requires_grad for parameter in model.parameters())]
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*chain(model.parameters(), model.buffers())]
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, values: list[Tensor]) -> None:
+    if values:
+        torch._foreach_copy_(_tensors(model), values)
+
+
+def train_lanes(lanes: Sequence[Lane]) -> None:
+    """Train the clients of the lanes, each a step in turn. A lane that fails stays untrained.
+
+    If a network has drawn random numbers, all lanes stay untrained, because those draws must not depend on the others.
+    """
+    if not lanes:
+        return
+    device = lanes[0].training.device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), seeding.preserve_rng():
+        before = seeding.drawn(device)
+        _take_turns(lanes)
+        if seeding.drawn(device) != before:
+            for lane in lanes:
+                lane.trained = None
+                _drawing[lane.training.model] = True
+
+
+def _take_turns(lanes: Sequence[Lane]) -> None:
+    streams = [lane.copy.stream for lane in lanes if lane.copy.stream is not None]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    running = {lane: steps(lane.own) for lane in lanes}
+    while running:
+        for lane in [*running]:
+            try:
+                with lane.copy.on_stream():
+                    next(running[lane])
+            except StopIteration as end:
+                lane.trained = end.value
+            except Exception:  # trained alone, this client fails by itself
+                lane.trained = None
+            else:
+                continue
+            del running[lane]
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
