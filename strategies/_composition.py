@@ -7,6 +7,7 @@ names those that it needs, and may invent others:
 - `mean`: the mean of the replies is enough for it, together with the number of clients.
 - `known`: this is known of it, and it does not need one reply per client either.
 - `statistics`: the statistics of its model are means of the clients' statistics.
+- `pooled`: a rule around it may combine the clients' statistics in another way.
 - `weights`: it reports the weights of its mean.
 - `compared`: a reply may be left out because of what the other clients sent.
 """

@@ -90,7 +90,10 @@ class FixBN(Wrapper):
         cure = (
             "FixBN would freeze values that are not data statistics; wrap it: FixBN(MeanStatistics({inside}(...)), ...)"
         )
-        super().__init__(strategy, {"statistics": cure} if "statistics" in freeze else {})
+        needs = {"statistics": cure} if "statistics" in freeze else {}
+        if refresh is not None:
+            needs["pooled"] = "with refresh {outer} would pool their statistics instead; leave refresh out"
+        super().__init__(strategy, needs)
         self.freeze_round = freeze_round
         self.freeze = frozenset(map(Role, [freeze] if isinstance(freeze, str) else freeze))
         self.refresh, self.robust = refresh, robust

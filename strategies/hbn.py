@@ -66,7 +66,9 @@ class HBN(FedAvg):
         an evaluation, or with its own ("model"). Clients always evaluate with its own.
     """
 
-    breaks = {"mean": "weights statistics by the sizes of the batches that they were measured on"}
+    breaks = dict.fromkeys(
+        ("mean", "pooled"), "weights statistics by the sizes of the batches that they were measured on"
+    )
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class MeanStatistics(Wrapper):
     """
 
     breaks = {}
-    restores = frozenset({"statistics"})
+    restores = frozenset({"statistics", "pooled"})
     _hides = NORM_STATE
 
     def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "pooled", "median"] = "mean") -> None:
@@ -63,7 +63,8 @@ class MeanStatistics(Wrapper):
                 f"statistics. Use {strategy} without it"
             )
         if statistics == "median":
-            self.breaks = {"mean": "takes the median of the clients' statistics"}
+            self.breaks = dict.fromkeys(("mean", "pooled"), "takes the median of the clients' statistics")
+            self.restores = frozenset({"statistics"})
         self.statistics = statistics
         self.traits = replace(self.traits, pooled=statistics == "pooled")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, MeanStatistics, Private, Secure
+from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedTAN, FixBN, MeanStatistics, Private, Secure
 from tests.support.federations import Arrays, last_model, models_of
 
 Federations = Callable[..., Any]
@@ -143,8 +144,23 @@ def test_the_first_round_of_a_new_model_is_reported(
         (lambda: Secure(fbn(robust=0.1)), "FixBN trims the statistics of single clients, and with Secure"),
         (lambda: Private(fbn()), "pooled"),
         (lambda: Secure(MeanStatistics(fbn(robust=0.1))), "trims the statistics"),
+        (
+            lambda: FixBN(MeanStatistics(FedAvg(), statistics="median"), refresh=0.1),
+            "MeanStatistics takes the median .*, and with refresh FixBN would pool their statistics",
+        ),
+        (lambda: FixBN(flower.FedMedian(), refresh=0.1), "FedMedian compares the clients' models, and with refresh"),
+        (lambda: FixBN(HBN(), refresh=0.1), "HBN weights statistics by the sizes of the batches .*, and with refresh"),
     ],
 )
 def test_what_cannot_be_refreshed_is_an_error(make: Any, reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
         make()
+
+
+def test_means_that_are_asked_for_around_a_robust_strategy_can_be_refreshed(federation: Federations) -> None:
+    """And without `refresh` a median can be frozen."""
+    fed = federation((6, 8, 10), dtype=torch.float64, lr=LR)
+    found = last_model(fed, FixBN(MeanStatistics(flower.FedMedian(**OFF)), freeze_round=0, refresh=0.1), 1)
+    expected = twin(fed, 1, 0.1)
+    check({key: found[key] for key in found if "running" in key}, {k: expected[k] for k in expected if "running" in k})
+    FixBN(MeanStatistics(flower.FedMedian(), statistics="median"), freeze_round=1)
