@@ -364,6 +364,13 @@ def test_around_it_others_change_the_shared_part_only(
             np.testing.assert_allclose(found[key], value, rtol=tolerance, atol=tolerance, err_msg=f"{around} {key}")
 
 
+def test_private_refuses_kept_layers_that_are_sent() -> None:
+    """A client's own head is far from the global one, so clipping would shrink the step of the shared layers."""
+    with pytest.raises(SettingsError, match=r"kept is \['last'\], and clients send it .* use global_kept='initial'"):
+        Private(FedAvg(kept=["last"]))
+    Private(FedAvg(kept=["affine"]))
+
+
 def test_private_releases_nothing_of_kept_layers_that_are_not_sent(federation: Federations) -> None:
     fed = federation((8, 12))
     rule = Private(FedAvg(kept=["last", "statistics"], global_kept="initial"), noise=1.0, noise_seed=1)

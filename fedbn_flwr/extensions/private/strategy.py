@@ -127,6 +127,12 @@ class Private(Wrapper):
                 "statistics is 'pooled', but Private adds noise to the mean of the clients' variances, and the part "
                 "between the clients cannot be added to that; use statistics='mean'"
             )
+        if self.traits.returned and (layers := sorted(self.traits.kept - {*Role})):
+            raise SettingsError(
+                f"kept is {layers}, and clients send it for the global model. There it is far from their own, so that "
+                "little would be left of the shared layers when Private clips the whole change; use "
+                "global_kept='initial'"
+            )
         if not self.traits.has_global_model:
             raise SettingsError(f"{self._inside} sends no model, so there is nothing to make private")
         statistics_noise = noise if statistics_noise is None else statistics_noise
