@@ -4,8 +4,8 @@ Clients normalise with the statistics of each batch and track no running statist
 the weights. The static layer is part of the model (model.norm=sbn), so this strategy is FedAvg with an optional query
 for statistics. The paper estimates the global statistics once, after training, from all clients' data under the global
 model; the authors' code computes them as the cumulative mean over the batches of the whole training set. That is the
-mean of the clients' statistics, weighted by their numbers of batches. HeteroFL's models of different widths are not
-implemented.
+mean of the clients' statistics, weighted by their numbers of batches, which leaves out how far the clients' means are
+apart ("pooled" adds it). HeteroFL's models of different widths are not implemented.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, number_problem, read_reply
@@ -35,9 +35,10 @@ class HeteroBN(FedAvg):
 
     Parameters
     ----------
-    statistics : "batch" | "query" (default: "batch")
+    statistics : "batch" | "query" | "pooled" (default: "batch")
         Evaluate the global model with the statistics of each test batch ("batch"), or with their mean over all clients
-        ("query"), which are queried in every round with an evaluation. Clients always evaluate with batch statistics.
+        ("query"), which are queried in every round with an evaluation; "pooled" also adds the variance between the
+        clients' means. Clients always evaluate with batch statistics.
     """
 
     without_statistics = (
@@ -45,17 +46,17 @@ class HeteroBN(FedAvg):
         "convert_norm(model, 'sbn') on server and clients"
     )
 
-    def __init__(self, *, statistics: Literal["batch", "query"] = "batch", **options: Any) -> None:
+    def __init__(self, *, statistics: Literal["batch", "query", "pooled"] = "batch", **options: Any) -> None:
         super().__init__(**options)
         self.statistics = statistics
-        if statistics == "query":
+        if statistics != "batch":
             self.breaks = {**self.breaks, "mean": "queries the statistics of each client's data"}
 
     def global_model(self, round: Round) -> ArrayRecord:
-        """The global model. With "query", it includes statistics, which all clients measure on their data."""
+        """The global model, unless "batch" with statistics that all clients measure on their data."""
         if self.statistics == "batch":
             return round.arrays
-        return with_queried(self, round, weighted_mean)
+        return with_queried(self, round, weighted_mean if self.statistics == "query" else pooled_mean)
 
 
 def with_queried(

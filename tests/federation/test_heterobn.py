@@ -133,8 +133,8 @@ def test_a_model_that_tracks_statistics_is_refused(federation: Federations) -> N
 
 
 @pytest.mark.parametrize("statistics", ["global", None])
-def test_statistics_is_one_of_two_words(statistics: Any) -> None:
-    with pytest.raises(SettingsError, match="expected 'batch' or 'query'"):
+def test_statistics_is_one_of_three_words(statistics: Any) -> None:
+    with pytest.raises(SettingsError, match="expected 'batch', 'query' or 'pooled'"):
         HeteroBN(statistics=statistics)
 
 
@@ -176,6 +176,31 @@ def test_query_equals_torch_s_cumulative_statistics_over_all_batches(federation:
     static.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in unpack(found).items()})
     x = torch.randn(1, 2, 4, 4, dtype=torch.float64)
     np.testing.assert_allclose(static.eval()(x).detach(), twin.eval()(x).detach(), rtol=1e-12)
+
+
+def test_pooled_adds_the_variance_between_the_clients_means(federation: Federations) -> None:
+    """With p_i the shares of the batches, 2, 1 and 1 of 4: var = sum p_i (var_i + (mu_i - mu)^2)."""
+    fed = federation((8, 12, 6), model=static_net, dtype=torch.float64)
+    fed.data[0].batches = [(x[i::2], y[i::2]) for x, y in fed.data[0].batches for i in (0, 1)][:2]
+    for data, shift in zip(fed.data, (0.0, 3.0, -2.0), strict=True):
+        data.batches = [(x + shift, y) for x, y in data.batches][: 2 if data is fed.data[0] else 1]
+    mean, pooled = (
+        unpack(HeteroBN(statistics=kind).global_model(Round(1, fed.arrays(), {}, fed.grid())))  # type: ignore[arg-type]
+        for kind in ("query", "pooled")
+    )
+    own = []
+    for data in fed.data:
+        twin = tracking_twin(fed, fed.arrays()).train()
+        with torch.no_grad():
+            for inputs, _ in data.batches:
+                twin(inputs)
+        own.append((twin[1].running_mean.numpy(), twin[1].running_var.numpy()))
+    shares = (0.5, 0.25, 0.25)
+    mu = sum(p * each for p, (each, _) in zip(shares, own, strict=True))
+    var = sum(p * (v + (each - mu) ** 2) for p, (each, v) in zip(shares, own, strict=True))
+    np.testing.assert_allclose(pooled["1.running_mean"], mu, rtol=1e-12)
+    np.testing.assert_allclose(pooled["1.running_var"], var, rtol=1e-12)
+    assert (pooled["1.running_var"] > mean["1.running_var"]).all()
 
 
 def test_the_order_of_replies_changes_no_bit(federation: Federations) -> None:
