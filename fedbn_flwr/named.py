@@ -8,10 +8,12 @@ process and its forked workers.
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import hashlib
 import importlib
 import inspect
+import itertools
 import operator
 import os
 import pickle
@@ -108,7 +110,8 @@ def name_for(part: Callable[..., Any]) -> str:
     """The name of a function, class or `functools.partial`, with which `load` returns it.
 
     One that is defined inside a function is kept, and its name ends with a digest of its code and of the values that it
-    refers to. So the same definition has the same name in another process.
+    refers to: those of the function around it, and constants of its module. So the same definition has the same name in
+    another process.
     """
     if isinstance(part, functools.partial):
         text = ", ".join(f"{key}={value!r}" for key, value in part.keywords.items())
@@ -155,7 +158,8 @@ def _content(part: Any, inside: Collection[int]) -> Any:
     if isinstance(part, type | FunctionType | ModuleType) and "<" not in getattr(part, "__qualname__", ""):
         return f"{getattr(part, '__module__', '')}:{getattr(part, '__qualname__', part.__name__)}"
     if (attributes := _CONTENT.get(type(part))) is not None:
-        return of(getattr(part, name) for name in attributes)
+        constants = _constants(part) if isinstance(part, FunctionType) else ()
+        return of([*(getattr(part, name) for name in attributes), *constants])
     if isinstance(part, type):
         own = {key: value for key, value in vars(part).items() if callable(value) or not key.startswith("__")}
         return of([part.__bases__, own])
@@ -173,6 +177,16 @@ def _content(part: Any, inside: Collection[int]) -> Any:
             f"a function refers to a {type(part).__name__} that cannot be compared with others ({in_a_line(error)}); "
             "define the function at the top of a module or a notebook cell"
         ) from None
+
+
+def _constants(function: FunctionType) -> list[object]:
+    """The numbers, texts and tuples of its module that a function refers to; other values may change during a run."""
+    codes, known = [function.__code__], function.__globals__
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    steps = itertools.chain.from_iterable(map(dis.get_instructions, codes))
+    names = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return [known[name] for name in sorted(names) if isinstance(known.get(name), str | int | float | tuple)]
 
 
 def not_importable(names: Iterable[str]) -> dict[str, Callable[..., Any]]:

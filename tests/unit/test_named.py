@@ -139,6 +139,20 @@ def test_a_closure_has_one_name_for_the_same_code_and_values() -> None:
     assert named.load("train.loss", named.name_for(first))(["10", "9"]) == ["9", "10"]
 
 
+WIDTH = 3
+
+
+def network() -> Callable[[], int]:
+    return lambda: sum(number + WIDTH for number in (1, 2))
+
+
+def test_a_closure_has_another_name_when_a_constant_of_its_module_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = named.name_for(network())
+    assert named.name_for(network()) == name
+    monkeypatch.setattr(f"{__name__}.WIDTH", 4)
+    assert named.name_for(network()) != name
+
+
 def test_a_file_whose_name_is_no_identifier_is_a_module(write: Write) -> None:
     write("parts-with-hyphens", "class Nets:\n    one = dict")
     assert named.load("model.name", "parts-with-hyphens:Nets.one") is dict
