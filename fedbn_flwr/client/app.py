@@ -20,9 +20,9 @@ from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, record_of, unpack
+from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 from fedbn_flwr.messages.protocol import Config, Metrics
-from fedbn_flwr.messages.reply import arrays_of, sent_model, with_arrays, without_norm_state
+from fedbn_flwr.messages.reply import sent_model
 from fedbn_flwr.named import path_of
 
 from .client import BNClient, Update
@@ -292,31 +292,3 @@ def _numbers(metrics: Metrics) -> MetricRecord:
             if array.dtype.kind in "biuf" and array.ndim < 2:
                 found[key] = (array * 1).tolist()  # true and false are no numbers of a MetricRecord
     return MetricRecord(found)
-
-
-# --- mods ---
-
-
-def weights_only(mod: Mod) -> Mod:
-    """`mod`, which sees messages and replies without the statistics and counters of batch norm.
-
-    These travel unchanged: the mod neither clips them nor adds noise to them, so it does not protect them either.
-    `fedbn_flwr.strategies.Private` does. A counter of batch norm can exceed Flower's clipping norm, which is over the
-    change of all arrays, and noise can make a variance negative.
-    """
-
-    def outer(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-        received, replied = arrays_of(message.content), ArrayRecord()
-
-        def inner(shown: Message, context: Context) -> Message:
-            nonlocal replied
-            reply = call_next(with_arrays(shown, lambda part: record_of({**received, **part})), context)
-            if reply.has_error():
-                return reply
-            replied = arrays_of(reply.content)
-            return with_arrays(reply, without_norm_state)
-
-        reply = mod(with_arrays(message, without_norm_state), context, inner)
-        return reply if reply.has_error() else with_arrays(reply, lambda part: record_of({**replied, **part}))
-
-    return outer

@@ -13,11 +13,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, Re
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.norms.roles import Role, roles, split_by_role
 
 from . import protocol
 from .aggregate import Arrays
-from .arrays import arrays_in, configs_in, metrics_in, record_of, unpack
+from .arrays import arrays_in, configs_in, metrics_in, unpack
 from .quote import one_line, shown
 
 MOST_EXAMPLES = 2**31
@@ -152,8 +151,3 @@ def with_arrays(message: Message, change: Callable[[ArrayRecord], ArrayRecord]) 
     arrays = arrays_of(message.content)
     name = next(name for name, record in message.content.items() if record is arrays)
     return with_content(message, RecordDict({**message.content, name: change(arrays)}))
-
-
-def without_norm_state(arrays: ArrayRecord) -> ArrayRecord:
-    """The arrays without statistics and counters of batch norm."""
-    return record_of(split_by_role(arrays, roles(arrays), {Role.STATISTICS, Role.COUNTER})[1])

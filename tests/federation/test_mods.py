@@ -14,7 +14,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp.mod import fixedclipping_mod, message_size_mod
 
 from fedbn_flwr import client_app
-from fedbn_flwr.client.app import weights_only
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import Role, roles
@@ -121,11 +120,20 @@ def norm(sent: dict[str, np.ndarray], reply: dict[str, np.ndarray], keys: list[s
     return float(np.sqrt(sum(np.sum((reply[key] - sent[key]) ** 2) for key in keys)))
 
 
+def documented(fed: Any) -> dict[str, Any]:
+    """What the page of Flower's strategies defines."""
+    codes = [code for code in python_blocks((ROOT / "docs" / "flower.md").read_text()) if "mods=" in code]
+    names: dict[str, Any] = {"make_client": fed.make_client}
+    for code in codes:
+        exec(code, names)
+    return names
+
+
 def test_clipping_counts_counters_and_statistics_unless_it_sees_weights_only(federation: Federations) -> None:
     fed = federation((8, 12), lr=0.1)
     free = client_app(fed.make_client)
     bare = client_app(fed.make_client, mods={"train": [fixedclipping_mod]})
-    ours = client_app(fed.make_client, mods={"train": [weights_only(fixedclipping_mod)]})
+    ours = client_app(fed.make_client, mods={"train": [documented(fed)["weights_only"](fixedclipping_mod)]})
     sent, trained = change(fed, free)
     of_norms = [key for key, role in roles(fed.model).items() if role in (Role.STATISTICS, Role.COUNTER)]
     weights = [key for key in sent if key not in of_norms]
@@ -142,11 +150,9 @@ def test_clipping_counts_counters_and_statistics_unless_it_sees_weights_only(fed
 
 
 def test_the_documented_mods_work(federation: Federations) -> None:
-    (code,) = [code for code in python_blocks((ROOT / "docs" / "flower.md").read_text()) if "weights_only(" in code]
     fed = federation()
-    names: dict[str, Any] = {"make_client": fed.make_client}
-    exec(code, names)
-    sent, reply = change(fed, names["app"])
+    app = documented(fed)["app"]
+    sent, reply = change(fed, app)
     assert (sent["0.weight"] != reply["0.weight"]).any()
     with pytest.raises(RunFailed, match="clipping_norm"):  # the reason, without the strategy that the mod needs
-        FedAvg().start(fed.grid(names["app"]), fed.arrays(), num_rounds=1)
+        FedAvg().start(fed.grid(app), fed.arrays(), num_rounds=1)
