@@ -46,7 +46,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of a rule that do not change during a run."""
+    """The properties of a rule that do not change during a run. Those of a rule around another add to the other's."""
 
     # What the clients' steps must be: "linear", so that the mean of their first steps is the step along the mean of
     # their gradients (SGD without clipping), "momentum" (SGD with momentum), or "sgd".
@@ -63,6 +63,17 @@ class Traits:
     # whether all clients count equally in their mean. The hook `records` returns what is sent to the clients.
     records: Mapping[str, bool] = field(default_factory=dict)
     pooled: bool = False  # whether variances have the part between the clients (`aggregate.pooled_mean`)
+
+    def __or__(self, other: Traits) -> Traits:
+        return Traits(
+            steps=self.steps | other.steps,
+            client_memory=" and ".join(filter(None, [self.client_memory, other.client_memory])) or None,
+            kept=self.kept | other.kept,
+            returned=self.returned and other.returned,
+            min_batch=max(self.min_batch, other.min_batch),
+            records={**self.records, **other.records},
+            pooled=self.pooled or other.pooled,
+        )
 
     @property
     def personalises(self) -> bool:

@@ -27,14 +27,6 @@ class Wrapper(Rule):
 
     inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "traits" in vars(cls):
-            raise TypeError(
-                f"{cls.__name__} wraps a strategy, whose traits it has; extend them in __init__, after "
-                "super().__init__: self.traits = replace(self.traits, ...)"
-            )
-
     def __init__(self, strategy: Strategy, needs: Mapping[str, str] = types.MappingProxyType({})) -> None:
         name, kind = str(self), cast(type, type(strategy))
         if not issubclass(kind, Strategy):
@@ -45,7 +37,7 @@ class Wrapper(Rule):
         self.strategy = strategy
         self._inside = inside = as_rule(strategy)
         self.chain, self.base = (self, *inside.chain), inside.base
-        self.traits, self.memory = inside.traits, self.Memory()
+        self.traits, self.memory = inside.traits | self.traits, self.Memory()
         own = type(self)
         if own.weights is not Rule.weights and own.combine is Rule.combine:  # those inside must use them
             needs = {"weights": "{outer} has others; wrap one of fedbn_flwr.strategies, for instance FedAvg()", **needs}

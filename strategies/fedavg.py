@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Never
 
@@ -36,7 +35,7 @@ from fedbn_flwr.messages.votes import common_metrics
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
 
 from ._base import BaseStrategy
-from ._hooks import Config, Json, Round
+from ._hooks import Config, Json, Round, Traits
 from ._rule import Rule, refuse_bounds
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
@@ -103,13 +102,11 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         self.kept = [kept] if isinstance(kept, str) else sorted(kept)
         if wrong := [name for name in self.kept if not name.strip() or "," in name]:
             raise SettingsError(f"kept has {wrong[0]!r}; expected names without commas, one for each entry of the list")
-        memory = filter(None, [self.traits.client_memory, "their own arrays" if self.kept else None])
-        self.traits = replace(
-            self.traits,
+        self.traits |= Traits(
             pooled=statistics == "pooled",
-            kept=self.traits.kept | ({*self.kept, Role.COUNTER} if self.kept else set()),
-            returned=self.traits.returned and global_kept == "average",
-            client_memory=" and ".join(memory) or None,
+            kept=frozenset({*self.kept, Role.COUNTER} if self.kept else ()),
+            returned=global_kept == "average",
+            client_memory="their own arrays" if self.kept else None,
         )
         is_made = bounds is None or hasattr(bounds, "outliers")
         self.bounds = bounds if is_made else part("bounds", "from_settings")(bounds)

@@ -85,7 +85,7 @@ class FedTAN(FedAvg):
                 "and the mean of the models needs the same weights; leave it out, and give weights='data' or "
                 "weights='batch'"
             )
-        self.traits = replace(self.traits, min_batch=min_batch)
+        self.traits |= Traits(min_batch=min_batch)
         self.exchange, self.weights_by = exchange, weights
         self.exchange_timeout, self.direct = exchange_timeout, direct
         self.service = service() if direct else None

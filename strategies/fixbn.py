@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -44,7 +43,7 @@ from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, split, split_by_role
 from fedbn_flwr.norms.statistics import Moments
 
-from ._hooks import Config, Json, Round, require_norm
+from ._hooks import Config, Json, Round, Traits, require_norm
 from ._wrapper import Wrapper
 
 FREEZE = "fedbn.freeze"
@@ -100,7 +99,7 @@ class FixBN(Wrapper):
         self.memory.switch_round = freeze_round + 1 if isinstance(freeze_round, int) else None
         if refresh is not None:
             self._check_refresh()
-            self.traits = replace(self.traits, pooled=True)
+            self.traits |= Traits(pooled=True)
         elif robust:
             raise SettingsError(f"robust is {robust}, which is for statistics that are refreshed; give refresh too")
         if robust:

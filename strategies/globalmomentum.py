@@ -11,7 +11,7 @@ The paper's other variant, maintained local momentum, is an option of the client
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from flwr.serverapp.strategy import Strategy
@@ -25,7 +25,7 @@ from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 
-from ._hooks import Config, Round
+from ._hooks import Config, Round, Traits
 from ._rule import refuse_bounds
 from ._wrapper import Wrapper
 
@@ -46,15 +46,11 @@ class GlobalMomentum(Wrapper):
 
     memory: Memory
     breaks = {}
+    traits = Traits(steps=frozenset({"momentum"}), records={MOMENTUM_RECORD: False})
 
     def __init__(self, strategy: Strategy) -> None:
         words = "averages with the weights of its base; wrap one of fedbn_flwr.strategies, for instance"
         super().__init__(strategy, {"weights": f"GlobalMomentum {words} GlobalMomentum(FedAvg())"})
-        self.traits = replace(
-            self.traits,
-            steps=self.traits.steps | {"momentum"},
-            records={**self.traits.records, MOMENTUM_RECORD: False},
-        )
         refuse_bounds(self)
 
     def config(self, round: Round) -> Config:

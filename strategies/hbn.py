@@ -22,7 +22,6 @@ Choices where this differs from their code:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -43,7 +42,7 @@ from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, rol
 from fedbn_flwr.norms.statistics import Moments
 from fedbn_flwr.norms.variants import HybridBatchNorm
 
-from ._hooks import Config, Json, Round
+from ._hooks import Config, Json, Round, Traits
 from .fedavg import FedAvg
 from .heterobn import with_queried
 
@@ -69,6 +68,7 @@ class HBN(FedAvg):
     breaks = dict.fromkeys(
         ("mean", "pooled"), "weights statistics by the sizes of the batches that they were measured on"
     )
+    traits = Traits(client_memory="their own alpha")
 
     def __init__(
         self,
@@ -80,7 +80,6 @@ class HBN(FedAvg):
     ) -> None:
         super().__init__(**options)
         self.refresh, self.measure, self.statistics = refresh, measure, statistics
-        self.traits = replace(self.traits, client_memory="their own alpha")
         if self.bounds is not None:
             raise SettingsError("bounds do not bound the sizes of batches that HBN weights by; leave them out")
 

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +31,9 @@ from fedbn_flwr.messages.reply import with_config
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import (
+    HBN,
     FedAvg,
+    FedBN,
     FedProx,
     FedTAN,
     FixBN,
@@ -128,9 +129,7 @@ class WithRecord(FedAvg):
 
 
 class OwnWrapper(Wrapper):
-    def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy)
-        self.traits = replace(self.traits, client_memory="their own step sizes")
+    traits = Traits(client_memory="their own step sizes")
 
 
 def test_a_strategy_with_traits_of_its_own_trains_and_its_records_must_come_back(federation: Federations) -> None:
@@ -478,9 +477,13 @@ def test_a_configure_train_of_its_own_inside_another_sends_the_same_messages(fed
     assert all(value.tobytes() == found[1][key].tobytes() for key, value in found[0].items())
 
 
-def test_a_wrapper_s_traits_are_those_of_the_strategy_inside() -> None:
-    with pytest.raises(TypeError, match=r"Own wraps a strategy, .* self\.traits = replace\(self\.traits, \.\.\.\)"):
-        type("Own", (Wrapper,), {"traits": Traits(client_memory="c")})
+def test_the_traits_of_a_strategy_add_to_those_of_the_strategy_inside() -> None:
+    inside = FedBN(kept=["last"], global_norm="initial")
+    traits = OwnWrapper(GlobalMomentum(inside)).traits
+    assert traits.client_memory == "their own batch norm and their own arrays and their own step sizes"
+    assert (traits.kept, traits.returned) == (inside.traits.kept, False)
+    assert (traits.steps, traits.records) == ({"momentum"}, {"momentum": False})
+    assert HBN(kept=["last"]).traits.client_memory == "their own alpha and their own arrays"
 
 
 @pytest.mark.parametrize(
