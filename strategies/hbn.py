@@ -38,7 +38,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.models.tensors import copied
-from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, roles, split_by_role
+from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, key_of, roles, split_by_role
 from fedbn_flwr.norms.statistics import Moments
 from fedbn_flwr.norms.variants import HybridBatchNorm
 
@@ -130,12 +130,12 @@ class HBNClient(ClientRule):
 
     def __init__(self, local: LocalRound) -> None:
         super().__init__(local)
-        self.layers = {k: layer for k, layer in local.model.named_modules() if isinstance(layer, HybridBatchNorm)}
+        self.layers = {name: layer for name, layer in local.model.named_modules() if isinstance(layer, HybridBatchNorm)}
         own = local.state.load(self.stored)
         with torch.no_grad():
             for name, layer in self.layers.items():
-                if (key := f"{name}.{ALPHA}".removeprefix(".")) in own:
-                    layer.alpha.copy_(torch.from_numpy(own[key].copy()))
+                if (alpha := own.get(key_of(name, ALPHA))) is not None:
+                    layer.alpha.copy_(torch.from_numpy(alpha.copy()))
                 local.resources.callback(setattr, layer, "momentum", layer.momentum)
                 layer.momentum = 0.0  # the server's statistics stay as they are during the round
         self.moments = local.resources.enter_context(Moments(local.model))
@@ -143,17 +143,16 @@ class HBNClient(ClientRule):
     def begin(self, w: Tensors) -> Kept:
         """The statistics of the first batch, whose gradient was computed under the received model."""
         self.moments.close()
-        found = self.moments.statistics()
+        measured = self.moments.statistics()
         if self.local.config[HYBRID] == "hybrid":
             for name, layer in self.layers.items():
                 for statistic, running in ((MEAN, layer.running_mean), (VARIANCE, layer.running_var)):
-                    if (key := f"{name}.{statistic}".removeprefix(".")) in found and running is not None:
-                        found[key] = layer.mixed(found[key].to(running), running)
-        self.measured = copied(found)
+                    if (key := key_of(name, statistic)) in measured and running is not None:
+                        measured[key] = layer.mixed(measured[key].to(running), running)
+        self.measured = copied(measured)
         return {}
 
     def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         model = records[MODEL]
         records[MODEL] = {**model, **{key: cast(value, model[key].dtype) for key, value in self.measured.items()}}
-        alphas = {f"{name}.{ALPHA}".removeprefix(".") for name in self.layers}
-        self.local.state.save(self.stored, {key: model[key] for key in alphas})
+        self.local.state.save(self.stored, {key: model[key] for key in (key_of(name, ALPHA) for name in self.layers)})

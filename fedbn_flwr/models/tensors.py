@@ -15,7 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import FlatArrays, blocks, layout_of
-from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.norms.roles import Role, key_of, roles
 from fedbn_flwr.norms.variants import BatchRenorm
 
 _SENT = {
@@ -92,7 +92,7 @@ class ModelTensors:
         state: dict[str, Any] = model.state_dict()
         # The dict that holds a tensor, and its name there: a pass may assign another one, and the owner may move it.
         self._places: dict[str, tuple[dict[str, Any], str]] = {key: (state, key) for key in state} | {
-            f"{prefix}.{name}".removeprefix("."): (table, name)
+            key_of(prefix, name): (table, name)
             for prefix, module in model.named_modules(remove_duplicate=False)
             for table in (module._parameters, module._buffers)
             for name in table

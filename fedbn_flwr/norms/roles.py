@@ -83,6 +83,11 @@ def _places(key: str) -> Iterator[tuple[str, str]]:
     return (each for each in found if each[1] in _ROLES)
 
 
+def key_of(layer: str, name: str) -> str:
+    """The key of a layer's tensor; the model itself is the layer ""."""
+    return f"{layer}.{name}" if layer else name
+
+
 def layers(keys: Iterable[str]) -> list[str]:
     """The prefixes, such as `bn1.` for `bn1.weight`, of the layers that track statistics."""
     return [key.removesuffix(MEAN) for key in keys if key.rpartition(".")[2] == MEAN]

@@ -15,7 +15,7 @@ from torch import nn
 from fedbn_flwr.batch import each, map_batches
 from fedbn_flwr.errors import MessageError
 
-from .roles import MEAN, VARIANCE, Role, batch_norms, norm_layers, roles
+from .roles import MEAN, VARIANCE, Role, batch_norms, key_of, norm_layers, roles
 from .variants import MaskedBatchNorm1d, real_values
 
 
@@ -75,8 +75,8 @@ def reestimate(
             _, mean, variance, squares = sums[first] / total
             if pooled:  # within the batches and between them
                 variance = (variance + (squares - mean.square()).clamp(min=0)) * total / (total - 1).clamp(min=1)
-            prefix = f"{name}." if name else ""
-            statistics |= {f"{prefix}{MEAN}": mean.to(dtypes[first]), f"{prefix}{VARIANCE}": variance.to(dtypes[first])}
+            for key, value in ((MEAN, mean), (VARIANCE, variance)):
+                statistics[key_of(name, key)] = value.to(dtypes[first])
     return statistics, count
 
 
@@ -128,8 +128,7 @@ class Moments:
         for name, layer in self._layers.items():
             if layer in self._sums:
                 count, var, mean = self._sums[layer]
-                prefix = f"{name}." if name else ""
-                found |= {f"{prefix}{VARIANCE}": var / count, f"{prefix}{MEAN}": mean / count}
+                found |= {key_of(name, VARIANCE): var / count, key_of(name, MEAN): mean / count}
         return found
 
 
