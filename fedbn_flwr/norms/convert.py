@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -128,10 +128,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     its replacement is returned.
     """
     check_kind(kind)
-    known = {option for names in OPTIONS.values() for option in names}
-    if unknown := sorted(set(options) - known):
-        raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
-    options = {key: value for key, value in options.items() if key in OPTIONS.get(kind, ())}
+    options = _options_of(kind, options)
     convert = partial(_own, name=kind) if is_name(kind) else NORMS[kind][1]
     if convert is None:
         return model
@@ -140,17 +137,9 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     scale, reduction = options.pop("branch_scale", 1.0), options.pop("reduction", 16)
     blocks = residual_blocks(model, kind) if scale != 1 or kind == "won+se" else {}
     norms = batch_norms(model, f"norm {kind!r}")
-    layers = {
-        layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd | nn.Linear | _BatchNorm)
-    }
-    # The layers to standardise: convolutions or, in a network for tables, which has none, linear layers.
-    convolved, linear = ([layer for layer in layers if isinstance(layer, each)] for each in (_ConvNd, nn.Linear))
-    weights = (convolved or linear) if kind in STANDARDS else []
-    # A last layer with no norm after it keeps its weights, for instance the classifier of a segmentation model.
-    if weights[-1:] == [*layers][-1:] and (kind not in ("won", "won+se") or not convolved):
-        weights = weights[:-1]
-    for layer in weights:
-        standardise(layer, layers[layer] or "the model itself", kind)
+    weights = _to_standardise(model, kind)
+    for layer, name in weights.items():
+        standardise(layer, name or "the model itself", kind)
     replaced: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
     for name, norm in norms.items():
         if norm not in replaced:
@@ -173,6 +162,32 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
         )
         raise SettingsError(f"norm {kind!r}: the model has no {what}; use 'bn', which leaves the model as it is")
     return replaced.get(model, model)
+
+
+def _options_of(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that this kind has; SettingsError for one that no kind has."""
+    known = {option for names in OPTIONS.values() for option in names}
+    if unknown := sorted(set(options) - known):
+        raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+    return {key: value for key, value in options.items() if key in OPTIONS.get(kind, ())}
+
+
+def _to_standardise(model: nn.Module, kind: str) -> dict[nn.Module, str]:
+    """The layers whose weights this kind standardises, with their names.
+
+    They are the convolutions or, in a network for tables, which has none, the linear layers.
+    """
+    if kind not in STANDARDS:
+        return {}
+    layers = {
+        layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd | nn.Linear | _BatchNorm)
+    }
+    convolved, linear = ([layer for layer in layers if isinstance(layer, of)] for of in (_ConvNd, nn.Linear))
+    chosen = convolved or linear
+    # A last layer with no norm after it keeps its weights, for instance the classifier of a segmentation model.
+    if chosen[-1:] == [*layers][-1:] and (kind not in ("won", "won+se") or not convolved):
+        chosen = chosen[:-1]
+    return {layer: layers[layer] for layer in chosen}
 
 
 def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.Module:
