@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from flwr.app import ConfigRecord, Context, RecordDict
@@ -34,6 +34,7 @@ from .client import BNClient, Update
 from .node_state import ARRAYS, NodeState, run_of
 
 MakeClient = Callable[[], BNClient]
+Sent = TypeVar("Sent")  # what a session sends to an exchange: a client's contribution, or those of several
 
 _EXCHANGES = "exchanges"  # the round's model and agreed tensors, in the client's state
 _ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round, with the agreed numbers
@@ -57,7 +58,7 @@ def _new_thread() -> _Tasks:
     return tasks
 
 
-class Session:
+class Session(Generic[Sent]):
     """Runs `work(exchange)` until its next exchange or its end, one piece at a time.
 
     Parameters
@@ -77,7 +78,7 @@ class Session:
 
     def __init__(
         self,
-        work: Callable[[Exchange], object],
+        work: Callable[[Callable[[Sent], Agreement]], object],
         agreed: Sequence[Agreement] = (),
         *,
         client: Any = None,
@@ -90,10 +91,10 @@ class Session:
         self.step = len(agreed)  # of exchanges whose result it has
         self.result: Future[Any] = Future()  # of `work`
         self._answers: queue.SimpleQueue[Agreement | None] = queue.SimpleQueue()
-        self._contributions: queue.SimpleQueue[Contribution | None] = queue.SimpleQueue()
+        self._contributions: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
         self._patience = patience
 
-    def advance(self, answer: Agreement | None = None) -> Contribution | None:
+    def advance(self, answer: Agreement | None = None) -> Sent | None:
         """Begin, or continue with the cohort's agreement, to the next exchange; None at the end, when it has a result.
 
         It has the error of `work` as its result too.
@@ -127,7 +128,7 @@ class Session:
             self.result.set_exception(error)
         self._contributions.put(None)
 
-    def _exchange(self, contribution: Contribution) -> Agreement:
+    def _exchange(self, contribution: Sent) -> Agreement:
         if (known := next(self._agreed, None)) is not None:
             return known
         with seeding.preserve_rng(), suppress(queue.Empty):
@@ -140,10 +141,10 @@ class Session:
 Place = tuple[str, int, int]  # a node in a process: training run, Flower's run, node
 
 
-class ParkedRounds(dict[Place, Session]):
+class ParkedRounds(dict[Place, Session[Contribution]]):
     """The parked rounds of a process."""
 
-    def take(self, place: Place, number: str = "", step: int | None = None) -> Session | None:
+    def take(self, place: Place, number: str = "", step: int | None = None) -> Session[Contribution] | None:
         """Remove and return the node's parked round if it waits for the result of exchange `step`; end any other."""
         parked = self.pop(place, None)
         if parked is None or (parked.number == number and step in (None, parked.step + 1)):
@@ -250,7 +251,9 @@ def without_parked(make: MakeClient, config: Config, context: Context) -> Any:
     return client
 
 
-def _replayed(make: MakeClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str) -> Session:
+def _replayed(
+    make: MakeClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str
+) -> Session[Contribution]:
     """The round with the agreements that the client's state has, not begun."""
     client, step = make(), int(config[protocol.EXCHANGE_STEP])
     received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -22,12 +22,16 @@ from fedbn_flwr import seeding
 from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.rule import ClientRule
 from fedbn_flwr.client.training import SGD, Kept, Loss, Tensors, Trained, Training, backpropagate, train
+from fedbn_flwr.exchange.codec import Agreement, Contribution
+from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, no_exchange
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 
+from .exchanging import CohortStep
 from .stacked import Network, network_of
 
 MOMENTUM = "momentum_buffer"
+Ask = Callable[[Mapping["Row", Contribution]], Agreement]  # exchanges the contributions of all rows
 
 
 @dataclass(eq=False)
@@ -37,9 +41,9 @@ class Row:
     training: Training
     network: Network
     tensors: dict[str, Tensor]  # all tensors of the model, by name
-    momentum: dict[str, Tensor]  # the optimiser's momentum, by the names of parameters
     batches: list[tuple[Tensor, Tensor]]
-    kept: list[Kept]
+    momentum: dict[str, Tensor] = field(init=False)  # the optimiser's momentum, by the names of parameters
+    kept: list[Kept] = field(init=False)
     trained: Trained | None = None  # None if the group could not be trained
 
     @functools.cached_property
@@ -54,7 +58,7 @@ class Row:
     @property
     def kind(self) -> Hashable:
         """What rows must have in common to train in one group."""
-        training = self.training
+        training, step = self.training, self.training.first_step
         group = training.optimizer.torch.param_groups[0]
         options = tuple((name, group[name]) for name in ("lr", "momentum", "weight_decay", "nesterov"))
         rules = tuple(
@@ -62,10 +66,26 @@ class Row:
             for rule in cast(Sequence[ClientRule], training.rules)
         )
         first = next(iter(self.tensors.values()))
+        exchanges = (
+            (step.fused, step.backward, *(shape[1:] for shape in self.shapes[0]))
+            if isinstance(step, LayerwiseStep)
+            else ()
+        )
         return (
             self.network.description, tuple(training.optimizer.parameters), first.dtype, first.device,
-            _identity(training.loss), training.frozen, training.optimizer.clip, options, rules,
+            _identity(training.loss), training.frozen, training.optimizer.clip, options, rules, exchanges,
         )  # fmt: skip
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin the client rules: before the first step, and after its exchanges."""
+        training = self.training
+        self.kept = [rule.begin(training.optimizer.parameters) for rule in training.rules]
+        state, self.momentum = training.optimizer.torch.state, {}
+        if training.optimizer.torch.param_groups[0]["momentum"]:
+            for name, parameter in training.optimizer.parameters.items():
+                before = state.get(parameter, {}).get(MOMENTUM)
+                self.momentum[name] = torch.zeros_like(parameter) if before is None else before.clone()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -92,14 +112,12 @@ def row_of(training: Training) -> Row | None:
         return None
     if batches[0][0].device != training.device:
         training.batches = batches = [(x.to(training.device), y.to(training.device)) for x, y in batches]
-    kept = [rule.begin(training.optimizer.parameters) for rule in training.rules]
-    state, momentum = training.optimizer.torch.state, {}
-    if training.optimizer.torch.param_groups[0]["momentum"]:
-        for name, parameter in training.optimizer.parameters.items():
-            before = state.get(parameter, {}).get(MOMENTUM)
-            momentum[name] = torch.zeros_like(parameter) if before is None else before.clone()
-    tensors = {name: tensor.clone() for name, tensor in network.tensors().items()}
-    return Row(training, network, tensors, momentum, batches, kept)
+    row = Row(training, network, {name: tensor.clone() for name, tensor in network.tensors().items()}, batches)
+    if isinstance(step := training.first_step, LayerwiseStep):
+        check_batch(len(batches[0][0]), allowed=step.allowed, own=step.own)
+    else:
+        row.begin()
+    return row
 
 
 def problem(training: Training) -> str | None:
@@ -109,7 +127,11 @@ def problem(training: Training) -> str | None:
         gradient = gradient.func
     if gradient is not backpropagate:
         return "its passes are compiled, or computed in another precision"
-    if training.first_step is not None:
+    if training.first_step is not None and not (
+        isinstance(training.first_step, LayerwiseStep)
+        and training.first_step.exchange is no_exchange
+        and training.device.type == "cpu"
+    ):
         return "the first step of a round exchanges statistics"
     groups = optimizer.param_groups
     if any(rule.alone for rule in training.rules):
@@ -129,12 +151,19 @@ def train_rows(rows: Sequence[Row]) -> None:
     for row in rows:
         groups.setdefault(row.kind, []).append(row)
     for group in groups.values():
-        if len(group) > 1:
+        if len(group) > 1 and group[0].training.first_step is None:
             try:
                 _Group(group).train()
             except Exception:  # one client's data may be the cause; trained alone, only that client fails
                 for row in group:
                     row.trained = None
+
+
+def train_exchanging(rows: Sequence[Row], ask: Ask) -> None:
+    """Train rows whose first steps exchange, all at once; `ask` does an exchange."""
+    if len({row.kind for row in rows}) > 1:
+        raise ValueError("the clients' networks, losses, optimisers or client rules differ")
+    _Group(rows).train(ask)
 
 
 class _Group:
@@ -145,15 +174,21 @@ class _Group:
         first = self.rows[0]
         self.training, self.network = first.training, first.network
         self.tensors = _stacked([row.tensors for row in self.rows])
+        self.total = torch.zeros(len(rows), dtype=torch.float64, device=self.training.device)
+
+    def train(self, ask: Ask | None = None) -> None:
+        gradients = None if ask is None else self._exchanged(ask)
+        first = self.rows[0]
         self.momentum = _stacked([row.momentum for row in self.rows])
         self.kept: list[Kept] = [
             {key: _stacked([row.kept[rule][key] for row in self.rows]) for key in first.kept[rule]}
             for rule in range(len(first.kept))
         ]
-        self.total = torch.zeros(len(rows), dtype=torch.float64, device=self.training.device)
-
-    def train(self) -> None:
         taken = [0] * len(self.rows)
+        if gradients is not None:
+            w = {name: self.tensors[name] for name in self.training.optimizer.parameters}
+            self._step(w, gradients, self.momentum, self.kept)
+            taken = [1] * len(self.rows)
         # Statistics that are frozen are not updated; parameters that are frozen are not the optimiser's.
         frozen = self.training.frozen & {Role.STATISTICS}
         with frozen_norm(self.training.model, frozen) if frozen else nullcontext():
@@ -181,10 +216,25 @@ class _Group:
         steps = next(step for step in itertools.count(1) if any(shapes(place, step) != shape for place in run))
         return slice(run[0], run[-1] + 1), steps
 
+    def _exchanged(self, ask: Ask) -> dict[str, Tensor]:
+        """The gradients of the first step, with its exchanges."""
+        own = [cast(LayerwiseStep, row.training.first_step) for row in self.rows]
+        step = CohortStep(
+            no_exchange, own[0].fused, own[0].backward, steps=own, batches=[row.batches[0] for row in self.rows],
+            ask=lambda contributions: ask(dict(zip(self.rows, contributions, strict=True))),
+        )  # fmt: skip
+        training = self.training
+        losses, gradients = step.gradients(
+            training.model, self.network, self.tensors, [*training.optimizer.parameters], training.loss
+        )
+        self.total.add_(losses * torch.tensor([len(inputs) for inputs, _ in step.batches]))
+        for row in self.rows:
+            row.begin()
+        return gradients
+
     @torch.no_grad()
     def _run(self, place: slice, steps: int, taken: list[int]) -> None:
         """Take this number of steps of the rows at `place`, whose batches have one shape."""
-        group = self.training.optimizer.torch.param_groups[0]
         of = {name: tensor[place] for name, tensor in self.tensors.items()}
         w = {name: of[name] for name in self.training.optimizer.parameters}
         leaves = {name: value.detach().requires_grad_() for name, value in w.items()}
@@ -208,19 +258,24 @@ class _Group:
                 found = torch.autograd.grad(losses, parameters, ones, allow_unused=True)
             total.add_(losses.detach(), alpha=x.shape[1])
             g = {name: gradient for name, gradient in zip(w, found, strict=True) if gradient is not None}
-            for rule, own in zip(self.training.rules, kept, strict=True):
-                if rule.elementwise:
-                    rule.adjust(w, g, own)
-                else:
-                    for row in range(len(numbers)):
-                        rule.adjust(
-                            _part(w, row), _part(g, row), {key: _part(values, row) for key, values in own.items()}
-                        )
-            if (clip := self.training.optimizer.clip) is not None:
-                _clip([*g.values()], clip)
-            _step([w[name] for name in g], [*g.values()], [momentum[name] for name in g if name in momentum], group)
+            self._step(w, g, momentum, kept)
         for i in numbers:
             taken[i] += steps
+
+    @torch.no_grad()
+    def _step(self, w: Tensors, g: Tensors, momentum: Tensors, kept: Sequence[Kept]) -> None:
+        """A step of rows with these tensors, along the gradients g after the client rules have changed them."""
+        optimizer = self.training.optimizer
+        for rule, own in zip(self.training.rules, kept, strict=True):
+            if rule.elementwise:
+                rule.adjust(w, g, own)
+            else:
+                for row in range(len(next(iter(w.values())))):
+                    rule.adjust(_part(w, row), _part(g, row), {key: _part(each, row) for key, each in own.items()})
+        if optimizer.clip is not None:
+            _clip([*g.values()], optimizer.clip)
+        group = optimizer.torch.param_groups[0]
+        _sgd([w[name] for name in g], [*g.values()], [momentum[name] for name in g if name in momentum], group)
 
     def _rows(self, place: slice, taken: Sequence[int]) -> Iterator[tuple[Row, int]]:
         return zip(self.rows[place], taken[place], strict=True)
@@ -257,7 +312,7 @@ def _clip(gradients: Sequence[Tensor], most: float) -> None:
         each.mul_(factors.view(-1, *[1] * (each.ndim - 1)))
 
 
-def _step(w: list[Tensor], g: list[Tensor], momentum: list[Tensor], group: dict[str, Any]) -> None:
+def _sgd(w: list[Tensor], g: list[Tensor], momentum: list[Tensor], group: dict[str, Any]) -> None:
     """A step of SGD, computed as in torch.optim.SGD; a buffer of zeros becomes the first gradient."""
     if group["weight_decay"]:
         torch._foreach_add_(g, w, alpha=group["weight_decay"])

@@ -8,7 +8,7 @@ from separate ones only in their training, and may share the model, as they do i
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from flwr.app import Message
 
@@ -16,9 +16,10 @@ from fedbn_flwr.client.training import TRAINER, Trained, Training, train
 from fedbn_flwr.engines.base import OnReply
 from fedbn_flwr.engines.pool import Nodes, Pool
 
-from . import groups, lanes
+from . import groups
 from .groups import Row, row_of, train_rows
 from .lanes import Lane, lane_of, train_lanes
+from .lanes import problem as lane_problem
 
 _MOST = 100  # clients: each one's calls are inside those of the others
 _CALLS = 50  # of a client
@@ -36,8 +37,10 @@ class TogetherPool(Pool):
             for reply in self._answers(messages[start : start + self.most]):
                 self.on_reply(reply)
 
-    def _answers(self, messages: Sequence[Message]) -> Sequence[Message]:
-        waiting, loaded = enumerate(messages), list[Row | Lane]()
+    def _answers(
+        self, messages: Sequence[Message], train_all: Callable[[Sequence[Row]], object] | None = None
+    ) -> Sequence[Message]:
+        waiting, rows, lanes = enumerate(messages), list[Row](), list[Lane]()
         replies: dict[int, Message] = {}
 
         def answer() -> None:
@@ -47,19 +50,25 @@ class TogetherPool(Pool):
         def trainer(training: Training) -> Trained:
             if (own := row_of(training) or _lane_of(training)) is None:
                 return train(training)
-            loaded.append(own)
+            if isinstance(own, Row):
+                rows.append(own)
+            else:
+                lanes.append(own)
             answer()
-            train_rows([each for each in loaded if isinstance(each, Row)])
-            train_lanes([each for each in loaded if isinstance(each, Lane)])
-            loaded.clear()  # they are trained when the other clients continue
+            try:
+                (train_all or train_rows)(rows)
+                train_lanes(lanes)
+            finally:
+                rows.clear()  # they are trained when the other clients continue
+                lanes.clear()
             return own.finished()
 
-        calls, before = sys.getrecursionlimit(), TRAINER.set(trainer)
-        sys.setrecursionlimit(calls + _CALLS * len(messages))
+        calls, before = _CALLS * len(messages), TRAINER.set(trainer)
+        sys.setrecursionlimit(sys.getrecursionlimit() + calls)
         try:
             answer()
         finally:
-            sys.setrecursionlimit(calls)
+            sys.setrecursionlimit(sys.getrecursionlimit() - calls)  # parked rounds may have raised it too
             TRAINER.reset(before)
         return [replies[place] for place in sorted(replies)]
 
@@ -71,4 +80,4 @@ def _lane_of(training: Training) -> Lane | None:
 def problem(training: Training) -> str | None:
     """Why a round cannot train with those of other clients, or None."""
     found = groups.problem(training)
-    return found if found is None or training.device.type != "cuda" else lanes.problem(training)
+    return found if found is None or training.device.type != "cuda" else lane_problem(training)

@@ -30,7 +30,7 @@ def _linear(module: nn.Linear, name: str, of: Tensors, x: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], -1)
 
 
-def _batch_norm(module: nn.BatchNorm1d, name: str, of: Tensors, x: Tensor) -> Tensor:
+def batch_norm(module: nn.BatchNorm1d, name: str, of: Tensors, x: Tensor) -> Tensor:
     mean, var, weight, bias = (
         None if (tensor := of.get(f"{name}{part}")) is None else tensor.reshape(-1)
         for part in ("running_mean", "running_var", "weight", "bias")
@@ -78,13 +78,14 @@ _ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh,
     nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Identity,
 )  # fmt: skip
-LAYERS: Mapping[type[nn.Module], Layer] = {
+Layers = Mapping[type[nn.Module], Layer]
+LAYERS: Layers = {
     nn.Linear: _linear,
-    nn.BatchNorm1d: _batch_norm,
+    nn.BatchNorm1d: batch_norm,
     nn.LayerNorm: _layer_norm,
     nn.GroupNorm: _group_norm,
     nn.Flatten: _flatten,
-    **dict.fromkeys(_ELEMENTWISE, _same),
+    **dict.fromkeys((*_ELEMENTWISE, nn.Dropout), _same),
 }
 _FUNCTIONS = {
     F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.tanh, F.sigmoid, torch.relu, torch.sigmoid, torch.tanh,
@@ -107,9 +108,9 @@ class Network:
                 case "placeholder" if not places:
                     places[node] = 0
                     continue
-                case "call_module" if (module := modules[node.target]) and (layer := _layer(module)):
+                case "call_module" if (module := modules[node.target]) and _is_known(module):
                     prefix = f"{node.target}."
-                    operation = functools.partial(_apply, layer, module, prefix)
+                    operation = functools.partial(_apply, module, prefix)
                     covered |= {prefix + name for name, _ in (*module.named_parameters(), *module.named_buffers())}
                     described.append(repr(module))
                 case "call_function" if node.target in _FUNCTIONS:
@@ -142,10 +143,10 @@ class Network:
             if table[name] is not None
         }
 
-    def __call__(self, of: Tensors, inputs: Tensor) -> Tensor:
+    def __call__(self, of: Tensors, inputs: Tensor, layers: Layers = LAYERS) -> Tensor:
         values = [inputs]
         for operation, arguments in self._operations:
-            values.append(operation(of, *(values[each] if is_value else each for is_value, each in arguments)))
+            values.append(operation(layers, of, *(values[each] if is_value else each for is_value, each in arguments)))
         return values[self._result]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -153,21 +154,23 @@ class Network:
         return {key: table[name] for key, (table, name) in self._places.items()}
 
 
-def _layer(module: nn.Module) -> Layer | None:
-    if isinstance(module, nn.Dropout) and not module.p:
-        return _same
+def _is_known(module: nn.Module) -> bool:
+    if isinstance(module, nn.Dropout) and module.p:
+        return False
     if isinstance(module, nn.BatchNorm1d) and module.momentum is None:
-        return None  # each client's mean is over another number of batches
+        return False  # each client's mean is over another number of batches
     if isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) != (1, -1):
-        return None
-    return LAYERS.get(type(module))
+        return False
+    return type(module) in LAYERS
 
 
-def _apply(layer: Layer, module: nn.Module, prefix: str, of: Tensors, x: Tensor) -> Tensor:
-    return layer(module, prefix, of, x)
+def _apply(module: nn.Module, prefix: str, layers: Layers, of: Tensors, x: Tensor) -> Tensor:
+    return layers[type(module)](module, prefix, of, x)
 
 
-def _call(function: Callable[..., Tensor], options: Mapping[str, Any], of: Tensors, *values: Any) -> Tensor:
+def _call(
+    function: Callable[..., Tensor], options: Mapping[str, Any], layers: Layers, of: Tensors, *values: Any
+) -> Tensor:
     return function(*values, **options)
 
 
@@ -175,7 +178,7 @@ def _is_flatten(node: fx.Node) -> bool:
     return node.target in (torch.flatten, "flatten") and tuple(node.args[1:]) in ((1,), (1, -1)) and not node.kwargs
 
 
-def _flattened(of: Tensors, x: Tensor, *_: int) -> Tensor:
+def _flattened(layers: Layers, of: Tensors, x: Tensor, *_: int) -> Tensor:
     return x.flatten(2)
 
 

@@ -60,7 +60,7 @@ def test_what_travels_is_named_by_role() -> None:
     [
         ("engine.together=3", "3 clients train at once"),
         ("engine.together=30", "4 clients train at once"),
-        ("strategy=FedTAN", "clients train one after the other: the first step of a round exchanges statistics"),
+        ("strategy=FedTAN", "4 clients train at once"),
         ("train.optimizer=adam", "clients train one after the other: the optimiser is Adam"),
         (
             "train.precision=bfloat16",

@@ -1,0 +1,102 @@
+"""The first step of clients at once whose batch norms exchange (FedTAN).
+
+The channels of all clients are side by side, and the arithmetic is that of one client, in `fedbn_flwr.exchange.step`.
+Batches of fewer examples are padded with zeros, which neither the moments nor the gradients include.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from fedbn_flwr.client.training import Loss, Tensors
+from fedbn_flwr.exchange.codec import Agreement, Contribution
+from fedbn_flwr.exchange.step import LayerwiseStep
+from fedbn_flwr.models.tensors import as_array
+
+from .stacked import LAYERS, Network, batch_norm
+
+Ask = Callable[[Sequence[Contribution]], Agreement]  # exchanges the contributions of all clients
+
+
+@dataclass(eq=False)
+class CohortStep(LayerwiseStep):
+    """Losses and gradients of one batch of each client; `steps` are those of the clients one by one."""
+
+    steps: Sequence[LayerwiseStep] = field(kw_only=True)
+    batches: Sequence[tuple[Tensor, Tensor]] = field(kw_only=True)
+    ask: Ask = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._sizes = torch.tensor([len(targets) for _, targets in self.batches])
+        self._batch = int(self._sizes.max())
+        places = torch.arange(self._batch).unsqueeze(1)
+        # [examples, clients]: whether it is an example of the client; None if all are.
+        self._real = None if self._sizes.eq(self._batch).all() else places < self._sizes
+
+    def gradients(
+        self, model: nn.Module, network: Network, of: Tensors, names: Sequence[str], loss_fn: Loss
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Each client's loss, and the gradients of the tensors with these names that have one."""
+        inputs, targets = zip(*self.batches, strict=True)
+        self._count(model, inputs[0])
+        leaves = {name: of[name].detach().requires_grad_() for name in names}
+        x = pad_sequence([*inputs], batch_first=True)
+        outputs = network({**of, **leaves}, x, {**LAYERS, nn.BatchNorm1d: self._norm})
+        losses = torch.stack([loss_fn(own[: len(y)], y) for own, y in zip(outputs, targets, strict=True)])
+        found = torch.autograd.grad(losses, [*leaves.values()], torch.ones_like(losses), allow_unused=True)
+        self._exchange_rest()
+        return losses.detach(), {name: g for name, g in zip(names, found, strict=True) if g is not None}
+
+    def _norm(self, module: nn.BatchNorm1d, name: str, of: Tensors, x: Tensor) -> Tensor:
+        """A layer of `Network`: x [clients, examples, channels, ...]."""
+        if not module.training:
+            return batch_norm(module, name, of, x)
+        if self._real is not None:
+            x = x * self._real.T.view(*x.shape[:2], *[1] * (x.ndim - 2))
+        parts = {part: of.get(f"{name}{part}") for part in ("weight", "bias", "running_mean", "running_var")}
+        layer: Any = SimpleNamespace(
+            **{part: None if tensor is None else tensor.reshape(-1) for part, tensor in parts.items()},
+            num_batches_tracked=of.get(f"{name}num_batches_tracked"),
+            momentum=module.momentum,
+            eps=module.eps,
+            _check_input_dim=module._check_input_dim,
+        )
+        folded = x.transpose(0, 1)
+        return self._normalise(layer, folded.flatten(1, 2)).view(folded.shape).transpose(0, 1)
+
+    def _mean(self, values: Tensor) -> Tensor:
+        if self._real is None:
+            return super()._mean(values)
+        real = self._of_channels(self._real, values.shape[1], 1).view(*values.shape[:2], *[1] * (values.ndim - 2))
+        total = (values * real).sum([d for d in range(values.ndim) if d != 1])
+        return total / (self._examples(total) * values[0, 0].numel())
+
+    def _examples(self, mean: Tensor) -> float | Tensor:
+        return super()._examples(mean) if self._real is None else self._of_channels(self._sizes, len(mean), 0).to(mean)
+
+    def _of_channels(self, values: Tensor, channels: int, dim: int) -> Tensor:
+        """Each client's value for each of its channels; `channels` is the number of those of all clients."""
+        return values.repeat_interleave(channels // len(self.steps), dim)
+
+    def _swap(self, kind: str, tensors: dict[str, Tensor], values: int) -> tuple[dict[str, Tensor], Agreement]:
+        self._left -= 1
+        own = {key: as_array(value).reshape(len(self.steps), -1) for key, value in tensors.items()}
+        agreed = self.ask(
+            [
+                Contribution(
+                    kind, {key: value[place] for key, value in own.items()}, size, values // self._batch * size,
+                    self._left, examples=step.examples, partition=step.partition,
+                )
+                for place, (step, size) in enumerate(zip(self.steps, self._sizes.tolist(), strict=True))
+            ]
+        )  # fmt: skip
+        same = {key: torch.from_numpy(np.tile(agreed.tensors[key], len(own[key]))) for key in own}
+        return {key: value.to(tensors[key]) for key, value in same.items()}, agreed

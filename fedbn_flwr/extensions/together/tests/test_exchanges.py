@@ -1,0 +1,176 @@
+"""FedTAN's clients that train together have the results of clients whose exchanges are messages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr import client_app
+from fedbn_flwr.extensions.together import parked
+from fedbn_flwr.extensions.together.groups import Row, train_exchanging
+from fedbn_flwr.extensions.together.parked import CohortPool
+from fedbn_flwr.strategies import GlobalMomentum
+from tests.support.federations import models_of, nodes_in_means, same
+from tests.support.fixtures import Batches
+from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
+
+Federations = Callable[..., Any]
+
+
+def mlp() -> nn.Module:
+    """Two batch norms, the second without gamma and beta."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(32, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 6),
+        nn.BatchNorm1d(6, affine=False), nn.ReLU(), nn.Linear(6, 3),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of clients whose first steps are computed at once."""
+    found: list[int] = []
+
+    def noted(rows: Sequence[Row], ask: Any) -> None:
+        found.append(len(rows))
+        train_exchanging(rows, ask)
+
+    monkeypatch.setattr(parked, "train_exchanging", noted)
+    return found
+
+
+def check(found: list[dict[str, np.ndarray]], expected: list[dict[str, np.ndarray]]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            np.testing.assert_allclose(mine[key], theirs[key], rtol=1e-12, atol=1e-12, err_msg=key)
+
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "fused": FedTAN,
+    "paper": functools.partial(FedTAN, exchange="paper"),
+    "weighted by batch": functools.partial(FedTAN, weights="batch"),
+    "messages only": functools.partial(FedTAN, direct=False),
+    "forward only": FedAvgGlobalStats,
+    "FedTAN-II": functools.partial(FedTANII, fedtan_rounds=2),
+    "global momentum": lambda: GlobalMomentum(FedTAN()),
+}
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 13, 6, 11)], ids=["equal", "unequal"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_mode_equals_messages(
+    name: str, sizes: tuple[int, ...], federation: Federations, groups: list[int]
+) -> None:
+    options = {"momentum": 0.5, "lr": 0.05, "epochs": 2}
+    fed = federation(sizes, model=mlp, dtype=torch.float64, **options)
+    expected = models_of(fed, STRATEGIES[name](), 3)
+    with fed.grid(workers=len(sizes), pool=CohortPool) as grid:
+        found = models_of(fed, STRATEGIES[name](), 3, grid=grid)
+    check(found, expected)
+    assert groups == [len(sizes)] * (2 if name == "FedTAN-II" else 3)
+    assert not same(found[-1], expected[0])
+
+
+def both(fed: Any, strategy: Callable[..., Any], rounds: int = 2, most: int = 9) -> tuple[list[list[int]], list[str]]:
+    """Check that both ways have the same models and participants; returns the nodes in each mean, and the reasons why
+    nodes were left out of the last round."""
+    results = []
+    for pool in ({}, {"workers": most, "pool": CohortPool}):
+        made = strategy(fraction_evaluate=0.0)
+        nodes = nodes_in_means(made)
+        with fed.grid(**pool) as grid:
+            results.append((models_of(fed, made, rounds, grid=grid), nodes, made.base.training.left_out))
+    (expected, *others), (found, *same_others) = results
+    check(found, expected)
+    assert same_others == others
+    return others[0], others[1]
+
+
+def test_the_order_of_the_clients_does_not_matter(federation: Federations, groups: list[int]) -> None:
+    fed, permuted = (federation((8, 13, 6), model=mlp, dtype=torch.float64) for _ in range(2))
+    permuted.data = [fed.data[place] for place in (2, 0, 1)]
+    found = [models_of(each, FedTAN(), 2, grid=each.grid(workers=3, pool=CohortPool)) for each in (fed, permuted)]
+    check(*found)
+    assert groups == [3] * 4
+
+
+def test_a_client_with_nan_is_left_out(federation: Federations, groups: list[int]) -> None:
+    fed = federation((8, 13, 6), model=mlp, dtype=torch.float64, momentum=0.5, keep_momentum=True)
+    fed.data[1].batches[0][0].fill_(torch.nan)
+    nodes, (reason,) = both(fed, FedTAN)
+    assert nodes == [[1, 3]] * 2
+    assert "client 1 (node 2): 'mean' has values from nan to nan" in reason
+    assert groups == [3, 3]
+
+
+class Ill(Batches):
+    """Without any number in round 1."""
+
+    def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for inputs, targets in self.batches:
+            yield inputs * torch.nan if server_round == 1 else inputs, targets
+
+
+def test_a_client_that_was_left_out_has_the_state_from_before(federation: Federations, groups: list[int]) -> None:
+    fed = federation((8, 13, 6), model=mlp, dtype=torch.float64, momentum=0.5, keep_momentum=True)
+    fed.data[1] = Ill(fed.data[1].batches)
+    nodes, left_out = both(fed, FedTAN, rounds=3)
+    assert (nodes, left_out) == ([[1, 3], [1, 2, 3], [1, 2, 3]], [])
+    assert groups == [3, 3, 3]
+
+
+@pytest.mark.parametrize("batch", [0, 1], ids=["in the first step", "in a later step"])
+def test_a_client_that_fails_in_training_fails_by_itself(
+    batch: int, federation: Federations, groups: list[int]
+) -> None:
+    """Its labels are out of range: found after the forward exchanges, or after all exchanges."""
+    fed = federation((8, 13, 6), model=mlp, dtype=torch.float64)
+    fed.data[1].batches[batch][1].fill_(7)
+    nodes, (reason,) = both(fed, FedTAN)
+    assert nodes == [[1, 3]] * 2
+    assert "Target 7 is out of bounds" in reason
+    assert groups == [3, 3]
+
+
+def test_a_client_that_fails_before_training_fails_by_itself(federation: Federations, groups: list[int]) -> None:
+    fed = federation((8, 3, 12), model=mlp, dtype=torch.float64)
+    nodes, (reason,) = both(fed, functools.partial(FedTAN, min_batch=4))
+    assert nodes == [[1, 3]] * 2
+    assert "the batch of this client has 2 examples, and it refuses to exchange" in reason
+    assert groups == []
+
+
+def test_networks_that_cannot_are_unchanged_to_the_last_bit(federation: Federations, groups: list[int]) -> None:
+    fed = federation((8, 12))
+    expected = models_of(fed, FedTAN(), 2)
+    found = models_of(fed, FedTAN(), 2, grid=fed.grid(workers=2, pool=CohortPool))
+    assert all(map(same, found, expected))
+    assert groups == []
+
+
+def test_a_cohort_larger_than_the_number_at_once_exchanges_as_a_whole(
+    federation: Federations, groups: list[int]
+) -> None:
+    fed = federation((8, 13, 6, 9, 8), model=mlp, dtype=torch.float64)
+    both(fed, FedTAN, most=2)
+    assert groups == [2, 2, 1] * 2
+
+
+def test_a_mod_sees_every_exchange_as_a_message(federation: Federations, groups: list[int]) -> None:
+    kinds: list[str] = []
+
+    def noting(message: Any, context: Any, call_next: Any) -> Any:
+        kinds.append(message.metadata.message_type)
+        return call_next(message, context)
+
+    fed = federation((8, 12), model=mlp, dtype=torch.float64)
+    app = client_app(fed.make_client, mods={"query": [noting]})
+    models_of(fed, FedTAN(), 1, grid=fed.grid(app, workers=2, pool=CohortPool))
+    assert kinds == ["query.exchange"] * 8
+    assert groups == []
