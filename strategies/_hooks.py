@@ -63,6 +63,7 @@ class Traits:
     # whether all clients count equally in their mean. The hook `records` returns what is sent to the clients.
     records: Mapping[str, bool] = field(default_factory=dict)
     pooled: bool = False  # whether variances have the part between the clients (`aggregate.pooled_mean`)
+    own_inputs: bool = False  # whether each client normalises its inputs in its own way when it is tested
 
     def __or__(self, other: Traits) -> Traits:
         return Traits(
@@ -77,8 +78,8 @@ class Traits:
 
     @property
     def personalises(self) -> bool:
-        """Whether clients keep a part of the model, so that each has a model of its own."""
-        return bool(self.kept)
+        """Whether clients keep a part of the model or of what leads to it, so that each is tested on its own."""
+        return bool(self.kept) or self.own_inputs
 
     @property
     def unsent(self) -> frozenset[str]:
@@ -93,6 +94,7 @@ class Traits:
     def besides(self) -> list[str]:
         """What travels along with the model's arrays, in words."""
         exchanged = ["statistics of batches, in each batch norm of a round's first step"] if self.min_batch else []
+        exchanged += ["mean and deviation of its inputs, once, for all clients"] if self.own_inputs else []
         size = "as large as the parameters: up in each round, down from round 2 on"
         return [f"record `{name}`, {size}" for name in self.records] + exchanged
 

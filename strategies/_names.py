@@ -19,6 +19,7 @@ from .fedbn import FedBN as FedBN
 from .fedbs import FedBS as FedBS
 from .fednova import FedNova as FedNova
 from .fedprox import FedProx as FedProx
+from .fedrdn import FedRDN as FedRDN
 from .fedrep import FedRep as FedRep
 from .fedtan import FedAvgGlobalStats as FedAvgGlobalStats
 from .fedtan import FedTAN as FedTAN

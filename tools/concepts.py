@@ -31,11 +31,11 @@ FAMILIES = (
     ("FedWon", "HeteroBN"),  # no running statistics
     ("FedBN", "SiloBN", "FedRep"),  # a model for each client
     ("FedProx", "FedNova", "Scaffold", "GlobalMomentum", "FedBS"),  # drift and weights
-    ("MeanStatistics", "Secure", "Private"),  # around others
+    ("FedRDN", "MeanStatistics", "Secure", "Private"),  # around others
 )
 WORDS = {Role.WEIGHTS: "weights", Role.AFFINE: "gamma, beta", Role.STATISTICS: "statistics", LAST: "the last layer"}
 STEPS = {"linear": "SGD without clipping", "momentum": "SGD with momentum", "sgd": "SGD"}
-OTHERS = {"FedBS": "the metric `train-loss`", "Secure": "`client_app`"}
+OTHERS = {"FedBS": "the metric `train-loss`", "Secure": "`client_app`", "FedRDN": "`BNClient`"}
 
 
 @functools.cache
@@ -126,7 +126,8 @@ def needs(rule: Rule) -> str:
         )
     rule.begin(10, tracking)
     round, traits = Round(10, tracking, ConfigRecord(), cast(Grid, None)), rule.traits
-    if traits.kept or any(key.startswith("fedbn.") for each in rule.chain for key in each.config(round)):
+    configs = (each.config(round) for each in rule.chain if str(each) not in OTHERS)  # FedRDN asks its grid
+    if traits.kept or any(key.startswith("fedbn.") for config in configs for key in config):
         found.append("`BNClient`")
     found += [STEPS[kind] for kind in sorted(traits.steps)]
     found += [f"batches of {traits.min_batch} or more"] if traits.min_batch else []

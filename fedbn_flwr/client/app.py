@@ -228,6 +228,10 @@ def _statistics(make: Make, message: Message, config: Config, context: Context) 
     return _reply(make().statistics_round(unpack(sent_model(message.content)), config), context)
 
 
+def _measure(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
+    return _reply(make().measure_round(config), context)
+
+
 def _sums(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     if (sums := make().sums) is None:
         raise MessageError("it has no sums of its columns; the client of an experiment has them")
@@ -263,6 +267,7 @@ _HANDLERS: dict[str, tuple[str, Handler]] = {
     protocol.EXCHANGE_QUERY: (_LAYERWISE, _train_by_messages),
     protocol.STATISTICS_QUERY: ("report its statistics", _statistics),
     protocol.PARTITION_QUERY: ("report its partition", _partition),
+    protocol.MEASURE_QUERY: ("measure its data", _measure),
     protocol.SUMS_QUERY: ("send the sums of its columns", _sums),
 }
 

@@ -219,14 +219,20 @@ class BNClient(NumPyClient):
         records[MODEL] = arrays
         try:
             with ExitStack() as resources:
-                partition = self.identity.get(protocol.PARTITION)
-                step = LayerwiseStep(exchange, examples=self.num_examples, partition=partition, own=self.min_batch)
-                passed = functools.partial(self._pass, int(config.get(protocol.ROUND, 1)))
-                local = LocalRound(config, records, self.state, self.model, self.roles, step, resources, passed)
-                return self._round(local, wanted)
+                return self._round(self._local(config, records, resources, exchange), wanted)
         except BaseException:
             self._parts.load(before)
             raise
+
+    def _local(
+        self, config: Config, records: dict[str, Arrays], resources: ExitStack, exchange: Exchange = no_exchange
+    ) -> LocalRound:
+        """What client rules know of a message."""
+        server_round, partition = int(config.get(protocol.ROUND, 1)), self.identity.get(protocol.PARTITION)
+        step = LayerwiseStep(exchange, examples=self.num_examples, partition=partition, own=self.min_batch)
+        passed = functools.partial(self._pass, server_round)
+        seed = seeding.seed_for(self.seed, "rules", server_round, self._number)
+        return LocalRound(config, records, self.state, self.model, self.roles, step, resources, passed, seed)
 
     def _round(self, local: LocalRound, wanted: Iterable[type[ClientRule]]) -> Update:
         """The result of a round that begins with the loaded model."""
@@ -259,7 +265,7 @@ class BNClient(NumPyClient):
 
         If there are several test sets, the names of the metrics of the second and later ones begin with the set's name.
         """
-        rules_for(config)
+        rules = rules_for(config)
         self._load(arrays, config)
         server_round, model = int(config.get(protocol.ROUND, 0)), self.model
         if config.get(protocol.REESTIMATE):
@@ -275,8 +281,10 @@ class BNClient(NumPyClient):
         measured: dict[int, Metrics] = {}  # a set may have several names
         for name, batches in sets.items():
             if id(batches) not in measured:
-                with self._seeded("evaluate", server_round, batches):
-                    pairs = self._pairs(batches)
+                with ExitStack() as resources, self._seeded("evaluate", server_round, batches):
+                    pairs: Iterable[Batch] = self._pairs(batches)
+                    for rule in rules:
+                        pairs = rule.tested(self._local(config, {MODEL: arrays}, resources), pairs)
                     measured[id(batches)] = evaluate(
                         model, pairs, self.eval_loss, self._parts.device, self.metrics, task=self.task
                     )
@@ -290,6 +298,19 @@ class BNClient(NumPyClient):
         self._load(arrays, config)
         statistics, batches = self._statistics(int(config.get(protocol.ROUND, 0)))
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
+
+    def measure_round(self, config: Config) -> Update:
+        """What the client rule that `config` selects measures on the client's data."""
+        if (examples := self.num_examples) < self.min_batch:
+            raise MessageError(
+                f"it has {examples} training examples and sends no statistics of fewer than {self.min_batch}, which "
+                f"would reveal them; use more examples, or allow it by min-batch={examples} in this node's config"
+            )
+        self.state = NodeState(self.state.records, run_of(config))
+        with ExitStack() as resources, self._seeded("measure", int(config.get(protocol.ROUND, 1)), self.train_data):
+            local = self._local(config, {}, resources)
+            found = {key: value for rule in rules_for(config) for key, value in rule.measure(local).items()}
+        return Update(found, {protocol.NUM_EXAMPLES: examples}, {})
 
     def _statistics(self, server_round: int, *, pooled: bool = False) -> tuple[dict[str, torch.Tensor], int]:
         """The statistics of the client's training inputs under the loaded model, and the number of batches."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import extensions
+from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -75,6 +76,7 @@ class LocalRound:
     layerwise: LayerwiseStep  # the first step of a round with exchanges, whose options the client has set
     resources: ExitStack  # is closed when the round ends, with the error if it fails
     epoch: Callable[[int], Iterator[Batch]]  # one pass over the client's batches (inputs, targets), by a number
+    seed: int  # for generators of its own: a function of seed, round and client
     optimizer: LocalOptimizer = field(init=False)  # of the parameters that train; set after the rules are made
 
     def received(self, w: Tensors) -> Tensors:
@@ -112,6 +114,16 @@ class ClientRule:
         """The batches (inputs, targets) of the round, which may be changed, or come after others."""
         return batches
 
+    @classmethod
+    def measure(cls, local: LocalRound) -> Arrays:
+        """What the client measures on its data before it trains, in reply to `query.measure`, without a model."""
+        raise MessageError(f"{cls.__name__} measures nothing; expected the key of a client rule that does")
+
+    @classmethod
+    def tested(cls, local: LocalRound, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """The batches of an evaluation whose message selects the rule, which may be changed."""
+        return batches
+
     def loss(self, inputs: Any, targets: Any, outputs: Any, loss: Tensor) -> Tensor:
         """The loss of a batch; `outputs` are the model's, `loss` is that of the client or of the rule before."""
         return loss
@@ -140,6 +152,10 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     "proximal-mu": "fedbn_flwr.strategies.fedprox:FedProxClient",
     "fedbn.freeze": "fedbn_flwr.strategies.fixbn:FixBNClient",
     "fedbn.moments": "fedbn_flwr.strategies.fixbn:FixBNClient",
+    "fedbn.inputs-drawn": "fedbn_flwr.strategies.fedrdn:FedRDNClient",
+    "fedbn.inputs-mean": "fedbn_flwr.strategies.fedrdn:FedRDNClient",
+    "fedbn.inputs-deviation": "fedbn_flwr.strategies.fedrdn:FedRDNClient",
+    "fedbn.inputs-own": "fedbn_flwr.strategies.fedrdn:FedRDNClient",
     "fedbn.hybrid": "fedbn_flwr.strategies.hbn:HBNClient",
     "fedbn.clip": "fedbn_flwr.strategies.fedwon:FedWonClient",
     "fedbn.head-epochs": "fedbn_flwr.strategies.fedrep:FedRepClient",

@@ -89,6 +89,7 @@ _COUNTED = {
     MessageType.EVALUATE: "clients evaluated",
     protocol.PARTITION_QUERY: "clients ready",
     protocol.STATISTICS_QUERY: "clients' statistics",
+    protocol.MEASURE_QUERY: "clients' statistics",
 }
 
 

@@ -1,0 +1,191 @@
+"""FedRDN (Yan et al., "A Simple Data Augmentation for Feature Distribution Skewed Federated Learning", CVPR 2025).
+
+Clients share the mean and standard deviation of each channel of their inputs, once. In training an image is normalised
+with the pair of a client that is drawn from all; a client is tested with its own pair.
+
+From the authors' code (IAMJackYan/FedRDN): a client's mean is the mean over its images of each image's mean, and its
+deviation the mean of each image's (unbiased) deviation, both after augmentation. It draws once for a batch: a mean, and
+a deviation independently of it. The paper is known here from descriptions, by which each image draws a pair; `drawn`
+has both.
+
+Choices where neither says what to do, or where this differs:
+
+- Pairs are those of the inputs as `data.normalise` or a user's loader leave them. If that is the same for all clients,
+  normalising again gives the same inputs as from pixels.
+- Inputs without pixels (tables) have no deviation of an image; a client's is then that over its examples.
+- A channel that is constant in all images of a client has the deviation 1.
+- Clients that join later share their pairs then, and draw from all that are known.
+- The server evaluates the global model on its own inputs as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor
+
+from fedbn_flwr import seeding
+from fedbn_flwr.client.rule import ClientRule, Key, LocalRound
+from fedbn_flwr.client.training import Batch
+from fedbn_flwr.engines.base import wait_for_nodes
+from fedbn_flwr.errors import MessageError, RunFailed
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.reply import Reply, number_of, read_reply
+from fedbn_flwr.messages.votes import arrays_problems
+
+from ._hooks import Config, Round
+from ._wrapper import Wrapper
+
+DRAWN = "fedbn.inputs-drawn"
+MEAN = "fedbn.inputs-mean"
+DEVIATION = "fedbn.inputs-deviation"
+OWN = "fedbn.inputs-own"
+
+
+class FedRDN(Wrapper):
+    """Normalise inputs with the statistics of random clients, around any strategy.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The strategy that trains and aggregates, for instance `FedAvg()`.
+    drawn : "image" | "batch" (default: "image")
+        Each image draws a client, and takes its mean and deviation ("image"), or each batch draws a mean and, from
+        another draw, a deviation ("batch"), as in the authors' code.
+    """
+
+    breaks = {"mean": "sends the statistics of each client's inputs to all clients"}
+
+    @dataclass
+    class Memory(Wrapper.Memory):
+        asked: list[int] = field(default_factory=list)  # the nodes that have answered
+        pairs: dict[int, Arrays] = field(default_factory=dict)  # mean and deviation of each channel, by client
+
+    memory: Memory
+
+    def __init__(self, strategy: Strategy, *, drawn: Literal["image", "batch"] = "image") -> None:
+        super().__init__(strategy)
+        self.drawn = drawn
+        memory = filter(None, [self.traits.client_memory, "mean and deviation of their inputs"])
+        self.traits = replace(self.traits, own_inputs=True, client_memory=" and ".join(memory))
+
+    def config(self, round: Round) -> Config:
+        """The pairs of all clients, which new ones are asked for first: FedTAN inside begins before `outgoing`."""
+        self._ask(round)
+        pairs = [self.memory.pairs[client] for client in sorted(self.memory.pairs)]
+        means, deviations = (np.concatenate([pair[key] for pair in pairs]) for key in ("mean", "deviation"))
+        return {DRAWN: self.drawn, MEAN: means.tolist(), DEVIATION: deviations.tolist()}
+
+    def _ask(self, round: Round) -> None:
+        """Ask the nodes that have not answered yet for their pairs."""
+        given: Any = self.base
+        hint = "start more SuperNodes, or ask for fewer by min_available_nodes"
+        needed, patience = getattr(given, "min_available_nodes", 1), getattr(given, "node_timeout", 600)
+        nodes = wait_for_nodes(round.grid, needed, patience, hint)
+        config = ConfigRecord({**protocol.run_keys(round.config), OWN: True, protocol.ROUND: round.number})
+        content = RecordDict({"config": config})
+        queries = [Message(content, node, protocol.MEASURE_QUERY) for node in nodes if node not in self.memory.asked]
+        if not queries:
+            return
+        known = next(iter(self.memory.pairs.values()), {})
+
+        def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
+            return arrays_problems(found, known)
+
+        attendance = self.base.attendance(f"round {round.number}, inputs")  # none is required: others may answer later
+        replies = attendance.screen(
+            gate(round.grid.send_and_receive(queries, timeout=3600)),
+            partial(read_reply, name="arrays"),
+            lambda reply: _problem(reply.arrays, known),
+            compare,
+        )
+        for reply in replies:
+            self.memory.asked.append(reply.message.metadata.src_node_id)
+            self.memory.pairs[number_of(reply.message)] = reply.arrays
+        if not self.memory.pairs:
+            listed = "".join(f"\n  - {reason}" for reason in attendance.left_out)
+            raise RunFailed(f"{attendance.what}: no client sent mean and deviation of its inputs:{listed}")
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        return super().configure_evaluate(server_round, arrays, ConfigRecord({**config, OWN: True}), grid)
+
+
+def _problem(arrays: Arrays, known: Arrays) -> str | None:
+    """Why these cannot be mean and deviation of a client's inputs, or None."""
+    if arrays.keys() != {"mean", "deviation"} or {value.ndim for value in arrays.values()} != {1}:
+        return f"it sent {sorted(arrays)}; expected mean and deviation of each channel of its inputs"
+    if problem := arrays_problem(arrays, known or dict.fromkeys(arrays, arrays["mean"])):
+        return problem
+    return None if (arrays["deviation"] > 0).all() else "it sent a deviation of its inputs that is not above zero"
+
+
+class FedRDNClient(ClientRule):
+    """Normalises the inputs of training with pairs that it draws, and those of tests with the client's own pair."""
+
+    keys = {
+        DRAWN: Key("`image` or `batch`", "normalise each image, or each batch, with statistics of a client drawn"),
+        MEAN: Key("floats", "the means of the channels of inputs, client by client"),
+        DEVIATION: Key("floats", f"the standard deviations for `{MEAN}`"),
+        OWN: Key("true", "measure the inputs' own mean and deviation (`query.measure`), and normalise tests with them"),
+    }
+    order = 1  # around the batches of other rules, such as those that FedRep adds
+    stored = "fedbn.inputs"  # the name of the pair in the client's state
+
+    def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        config = self.local.config
+        flat = torch.tensor([config[MEAN], config[DEVIATION]], dtype=torch.float64)
+        for step, (inputs, targets) in enumerate(batches):
+            pairs = flat.view(2, -1, _numbers(inputs).shape[1])  # [2, clients, channels]
+            generator = seeding.generator(self.local.seed, "inputs", step)
+            if config[DRAWN] == "image":
+                pair = pairs[:, torch.randint(pairs.shape[1], (len(inputs),), generator=generator)]
+            else:
+                pair = pairs[torch.arange(2), torch.randint(pairs.shape[1], (2,), generator=generator)][:, None]
+            yield _normalised(inputs, pair), targets
+
+    @classmethod
+    def measure(cls, local: LocalRound) -> Arrays:
+        """Mean and deviation of the client's inputs, which it measures once."""
+        if not (found := local.state.load(cls.stored)):
+            images = [_numbers(inputs).double().flatten(2) for inputs, _ in local.epoch(~0)]
+            means = torch.cat([part.mean(2) for part in images])
+            deviation = torch.cat([part.std(2) for part in images]).mean(0) if images[0].shape[2] > 1 else means.std(0)
+            pair = {"mean": means.mean(0), "deviation": deviation.where(deviation > 0, 1.0)}
+            found = {key: value.cpu().numpy() for key, value in pair.items()}
+            local.state.save(cls.stored, found)
+        return found
+
+    @classmethod
+    def tested(cls, local: LocalRound, batches: Iterable[Batch]) -> Iterator[Batch]:
+        own = cls.measure(local)
+        pair = torch.from_numpy(np.stack([own["mean"], own["deviation"]]))[:, None]
+        return ((_normalised(inputs, pair), targets) for inputs, targets in batches)
+
+
+def _numbers(inputs: Any) -> Tensor:
+    """Inputs [N, C, ...]; those without pixels get one."""
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim < 2:
+        found = (
+            f"{list(inputs.shape)} of {inputs.dtype}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
+        )
+        raise MessageError(f"FedRDN normalises inputs [N, C, ...] of numbers, and found {found}; use another strategy")
+    return inputs if inputs.ndim > 2 else inputs[:, :, None]
+
+
+def _normalised(inputs: Tensor, pair: Tensor) -> Tensor:
+    """Inputs [N, C, ...] with a pair [2, N or 1, C] of mean and deviation."""
+    mean, deviation = pair.to(inputs).view(*pair.shape, *[1] * (inputs.ndim - 2))
+    normalised: Tensor = (inputs - mean) / deviation
+    return normalised

@@ -1,0 +1,196 @@
+"""FedRDN against plain PyTorch in float64: clients' pairs, what each image is normalised with, and tests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import MetricRecord, RecordDict
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr import BNClient, LocalGrid, client_app, run, seeding
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.strategies import FedAvg, FedBN, FedRDN, FedRep, FedTAN, Secure
+from tests.support.federations import models_of, replaced, same
+from tests.support.fixtures import Batches
+from tests.support.localnorm import share
+
+Federations = Callable[..., Any]
+SIZES = (6, 9, 14)
+LR = 0.1
+
+
+def pairs_of(fed: Any) -> list[tuple[Tensor, Tensor]]:
+    """Each client's mean and deviation, image by image and channel by channel."""
+    found = []
+    for data in fed.data:
+        images = [image.numpy() for inputs, _ in data.batches for image in inputs]
+        means = [[channel.mean() for channel in image] for image in images]
+        deviations = [[channel.std(ddof=1) for channel in image] for image in images]
+        found.append((torch.tensor(np.mean(means, 0)), torch.tensor(np.mean(deviations, 0))))
+    return found
+
+
+def normalised(image: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    return torch.stack([(channel - m) / s for channel, m, s in zip(image, mean, deviation, strict=True)])
+
+
+def drawn(images: Tensor, pairs: list[tuple[Tensor, Tensor]], seed: int, step: int, kind: str) -> Tensor:
+    generator = seeding.generator(seed, "inputs", step)
+    if kind == "batch":
+        of_mean, of_deviation = torch.randint(len(pairs), (2,), generator=generator).tolist()
+        return torch.stack([normalised(image, pairs[of_mean][0], pairs[of_deviation][1]) for image in images])
+    chosen = torch.randint(len(pairs), (len(images),), generator=generator).tolist()
+    return torch.stack([normalised(image, *pairs[client]) for image, client in zip(images, chosen, strict=True)])
+
+
+def twin(fed: Any, rounds: int, kind: str) -> dict[str, Tensor]:
+    pairs = pairs_of(fed)
+    models = [copy.deepcopy(fed.model).train() for _ in fed.data]
+    mean: dict[str, Tensor] = {}
+    for number in range(1, rounds + 1):
+        for client, (model, data) in enumerate(zip(models, fed.data, strict=True)):
+            seed = seeding.seed_for(0, "rules", number, client)
+            for step, (images, labels) in enumerate(data.batches):
+                model.zero_grad()
+                F.cross_entropy(model(drawn(images, pairs, seed, step, kind)), labels).backward()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        assert parameter.grad is not None
+                        parameter -= LR * parameter.grad
+        mean = share(models, [data.num_examples for data in fed.data], ())
+    return mean
+
+
+@pytest.mark.parametrize("kind", ["image", "batch"])
+def test_rounds_equal_the_method_by_hand(federation: Federations, kind: Any) -> None:
+    fed = federation(SIZES, dtype=torch.float64, lr=LR)
+    found = models_of(fed, FedRDN(FedAvg(fraction_evaluate=0.0), drawn=kind), 3)[-1]
+    expected = twin(fed, 3, kind)
+    for key, value in found.items():
+        np.testing.assert_allclose(value, expected[key].numpy(), rtol=1e-11, atol=1e-12, err_msg=key)
+
+
+def test_every_image_has_the_pair_of_one_client_and_all_occur_in_other_draws_each_round(
+    federation: Federations,
+) -> None:
+    fed = federation(SIZES, dtype=torch.float64, lr=0.0)
+    seen: dict[tuple[int, int], list[Tensor]] = {}
+
+    def make(context: Any, config: Any) -> BNClient:
+        client = fed.make_client(context)
+        place = context.node_config["partition-id"], config["server-round"]
+        client.model.register_forward_pre_hook(lambda _, inputs: seen.setdefault(place, []).append(inputs[0].clone()))
+        return client
+
+    FedRDN(FedAvg(fraction_evaluate=0.0)).start(LocalGrid(client_app(make), 3), fed.arrays(), num_rounds=2)
+    pairs, which = pairs_of(fed), {}
+    for (client, number), batches in seen.items():
+        images = [image for inputs, _ in fed.data[client].batches for image in inputs]
+        which[client, number] = [
+            [each for each, pair in enumerate(pairs) if torch.allclose(normalised(image, *pair), found, atol=1e-9)]
+            for image, found in zip(images, torch.cat(batches), strict=True)
+        ]
+    assert len(which) == 6
+    chosen = {place: [each for (each,) in found] for place, found in which.items()}
+    assert {each for found in chosen.values() for each in found} == {0, 1, 2}
+    assert chosen[2, 1] != chosen[2, 2]
+    assert chosen[2, 1][: len(chosen[1, 1])] != chosen[1, 1], "clients draw on their own"
+
+
+def test_clients_are_tested_with_their_own_pair(federation: Federations) -> None:
+    fed = federation(SIZES, dtype=torch.float64, lr=LR)
+    losses: list[float] = []
+
+    def means(contents: list[RecordDict], key: str) -> MetricRecord:
+        losses.extend(float(record["loss"]) for content in contents for record in content.metric_records.values())  # type: ignore[arg-type]
+        return MetricRecord()
+
+    model = copy.deepcopy(fed.model).eval()
+    last = models_of(fed, FedRDN(FedAvg(evaluate_metrics_aggr_fn=means)), 1)[-1]
+    model.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in last.items()}, strict=False)
+    for client, (data, pair) in enumerate(zip(fed.data, pairs_of(fed), strict=True)):
+        images = torch.stack([normalised(image, *pair) for inputs, _ in data.batches for image in inputs])
+        labels = torch.cat([labels for _, labels in data.batches])
+        np.testing.assert_allclose(losses[client], F.cross_entropy(model(images), labels).item(), rtol=1e-12)
+
+
+def test_pairs_travel_once_for_each_client_that_joins(federation: Federations) -> None:
+    fed = federation(SIZES)
+    asked: list[tuple[int, int]] = []
+    clients: dict[int, int] = {}
+
+    def make(context: Any, config: Any) -> BNClient:
+        clients[context.node_id] = config["server-round"]
+        if protocol.ROUND in config and config["server-round"] == 1 and context.node_config["partition-id"] == 2:
+            raise OSError("not there yet")
+        if "fedbn.inputs-own" in config:
+            asked.append((context.node_config["partition-id"], config["server-round"]))
+        return fed.make_client(context)
+
+    rule = FedRDN(FedAvg(fraction_evaluate=0.0))
+    rule.start(LocalGrid(client_app(make), 3), fed.arrays(), num_rounds=3)
+    assert asked == [(0, 1), (1, 1), (2, 2)]
+    assert sorted(rule.memory.pairs) == [0, 1, 2]
+
+
+def test_a_table_has_the_deviation_of_its_columns_and_a_constant_one_has_1() -> None:
+    rows = torch.tensor([[1.0, 5.0], [2.0, 5.0], [6.0, 5.0], [7.0, 5.0]], dtype=torch.float64)
+    data = Batches([(rows[:2], torch.tensor([0, 1])), (rows[2:], torch.tensor([0, 1]))])
+    client = BNClient(nn.Linear(2, 2).double(), data)
+    found = client.measure_round({"fedbn.inputs-own": True}).arrays
+    np.testing.assert_allclose(found["mean"], [4, 5])
+    np.testing.assert_allclose(found["deviation"], [np.sqrt((9 + 4 + 4 + 9) / 3), 1])
+
+
+def test_it_composes_with_strategies_whose_clients_do_more(federation: Federations) -> None:
+    """FedTAN's exchanges begin before the other messages; FedRep yields more batches."""
+    for inner in (FedTAN(min_batch=1), FedRep(head_epochs=1), FedBN()):
+        fed = federation((8, 8), lr=LR)
+        app, _ = replaced(fed)
+        plain = type(inner)(**({"min_batch": 1} if isinstance(inner, FedTAN) else {}))
+        ours = models_of(fed, FedRDN(inner), 2, app)[-1]
+        assert all(np.isfinite(value).all() for value in ours.values())
+        assert not same(ours, models_of(fed, plain, 2)[-1])
+
+
+def test_a_few_examples_tokens_and_false_pairs_are_refused(federation: Federations) -> None:
+    with pytest.raises(SettingsError, match="FedRDN sends the statistics of each client's inputs to all clients"):
+        Secure(FedRDN(FedAvg()))
+    fed = federation((6, 9), min_batch=8)
+    rule = FedRDN(FedAvg(min_train_nodes=1))
+    rule.start(fed.grid(), fed.arrays(), num_rounds=1)
+    assert sorted(rule.memory.pairs) == [1], "client 0 has 6 examples, and its min_batch is 8"
+    tokens = Batches([(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([0, 1]))])
+    app = client_app(lambda context: BNClient(nn.Linear(3, 2), tokens, context=context))
+    with pytest.raises(RunFailed, match=r"no client sent mean and deviation .*\n.*found \[2, 3\] of torch.int64"):
+        FedRDN(FedAvg()).start(LocalGrid(app, 2), fed.arrays(), num_rounds=1)
+
+
+class Wrong(BNClient):
+    def measure_round(self, config: Any) -> Any:
+        found = super().measure_round(config)
+        if self.identity["partition-id"] == 0:
+            found.arrays["deviation"] = np.zeros_like(found.arrays["deviation"])
+        return found
+
+
+def test_a_deviation_of_zero_is_left_out(federation: Federations) -> None:
+    fed = federation(SIZES)
+    app = client_app(lambda context: Wrong(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context))
+    rule = FedRDN(FedAvg(fraction_evaluate=0.0))
+    rule.start(LocalGrid(app, 3), fed.arrays(), num_rounds=1)
+    assert sorted(rule.memory.pairs) == [1, 2]
+
+
+def test_an_experiment_tests_the_clients_of_all_its_runs(tmp_path: Path) -> None:
+    result = run("quick", strategy={"name": "FedRDN", "base": {"name": "FedAvg"}}, rounds=2, out=tmp_path)
+    assert result.summary.personal
+    assert result.summary.to_json()["clients_own_accuracy"] > 0.5
