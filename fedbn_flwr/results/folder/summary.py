@@ -116,6 +116,7 @@ class Summary:
         if "best_round" in line:
             latest |= {"best_round": line["best_round"], f"best_validation_{main}": line[f"validation_{main}"]}
             latest[f"best_round_{main}"] = line.get(main)
+            latest |= {f"best_round_{own}": line[own] for own in [f"clients_own_{main}"] if own in line}
         self.values |= latest
 
     def _metrics_of(self, line: Iterable[str]) -> list[str]:
@@ -175,7 +176,7 @@ def keys_of(task: Task, metrics: Iterable[str]) -> list[str]:
 
 def _best(task: Task) -> list[str]:
     """The keys of the best round by validation, and of the best metric on the test examples, an optimistic choice."""
-    return ["best_round", *(f"best_{of}_{task.main}" for of in ("test", "round", "validation"))]
+    return ["best_round", *(f"best_{of}_{task.main}" for of in ("test", "round", "validation", "round_clients_own"))]
 
 
 def domain_keys(task: Task) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ _TITLES = {
     "validation_": "validation {}",
     "train_": "training {}",
     "best_test_": "best {} on test",
+    "best_round_clients_own_": "{} on own data of the best round",
     "best_round_": "{} of the best round",
     "best_validation_": "best validation {}",
     "": "{}",

@@ -63,7 +63,7 @@ def columns(rows: Sequence[Row], form: Form) -> list[Measure]:
     keys = {main: None}
     for summary in (run.summary for run in runs):
         task = summary.of_task
-        best = f"best_test_{task.main}", f"best_round_{task.main}"
+        best = f"best_test_{task.main}", f"best_round_{main}", f"best_round_{task.main}"
         of_clients = (f"clients_{place}{name}" for name in (task.main, *summary.metrics) for place in ("", "own_"))
         unseen = (f"unseen_{way}_{task.main}" for way in UNSEEN)
         keys |= dict.fromkeys((task.main, *best, *of_clients, *unseen, *task.reported, *summary.metrics))

@@ -215,3 +215,14 @@ def test_a_single_row_has_nothing_in_bold(tmp_path: Path) -> None:
     sweep = tabulars(rows_of(tmp_path))[1]
     assert [r"\mathbf" in line for line in sweep] == [False, False]
     assert sweep[1].startswith(r"B & $60.00$ [failed] & --")
+
+
+def test_where_own_examples_are_the_headline_the_best_round_is_shown_on_them_too(tmp_path: Path) -> None:
+    chosen = {"validation_accuracy": 0.5, "best_round": 1, "accuracy": 0.25, "clients_own_accuracy": 0.75}
+    write_run(tmp_path / "shared" / "a", "FedAvg", **chosen)
+    heads, _ = table(rows_of(tmp_path / "shared"))
+    assert "accuracy on own data of the best round" not in heads
+    write_run(tmp_path / "own" / "b", "FedBN", personal=True, **chosen)
+    heads, line = table(rows_of(tmp_path / "own"))
+    place = heads.index("accuracy on own data of the best round")
+    assert (heads[place + 1], line[place : place + 2]) == ("accuracy of the best round", ("75.00%", "25.00%"))

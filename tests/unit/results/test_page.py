@@ -110,6 +110,7 @@ def test_long_runs_are_thinned_evenly_with_first_and_last_round() -> None:
         ("my_metric", "my metric", False),
         ("validation_accuracy", "validation accuracy", True),
         ("best_round", "best round", False),
+        ("best_round_clients_own_accuracy", "accuracy on own data of the best round", True),
     ],
 )
 def test_measures_are_named_in_words(key: str, title: str, fraction: bool) -> None:

@@ -84,6 +84,19 @@ def test_of_a_regression_the_lowest_error_is_the_best() -> None:
     assert found.domains == {}
 
 
+def test_the_best_round_has_its_accuracy_on_own_examples_if_clients_were_evaluated() -> None:
+    own = {"clients_own_accuracy": 0.75}
+    found = begun().of(
+        [
+            line(1, accuracy=0.5, validation_accuracy=0.25, best_round=1),
+            line(2, accuracy=0.25, validation_accuracy=0.5, best_round=2, **own),
+            line(3, accuracy=1.0, validation_accuracy=0.25, clients_own_accuracy=0.5),
+        ]
+    )
+    keys = ("best_round", "best_round_accuracy", "best_round_clients_own_accuracy", "clients_own_accuracy")
+    assert [found.to_json()[key] for key in keys] == [2, 0.25, 0.75, 0.5]
+
+
 def test_a_figure_that_is_not_finite_is_not_the_best() -> None:
     summary = begun()
     summary.task = "several"
