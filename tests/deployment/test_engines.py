@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr import cli
+from fedbn_flwr import Result, cli
 from fedbn_flwr.experiment.registry import STRATEGIES
 from tests.support.command import PATIENCE, ROOT, fedbn
 from tests.support.network import Deployment, copy_app, wait_for
@@ -53,17 +53,24 @@ def test_one_process_and_several_give_the_same_arrays(local: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_strategies_give_the_same_arrays_on_ray(tmp_path: Path) -> None:
-    """Node state, records beside the arrays and layer-wise sessions survive Ray, where any actor serves any node."""
+    """Node state, records along with arrays and layer-wise sessions survive Ray, where any actor serves any node.
+
+    So do statistics that clients measure, and what newcomers get.
+    """
     special = {
         "HeteroBN": "strategy: {name: HeteroBN, statistics: query}, model: {norm: sbn}",
         "HBN": "strategy: {name: HBN}, model: {norm: hbn}",
         "FedWon": "strategy: {name: FedWon}, model: {norm: won}",
         "FixBN": "strategy: {name: FixBN, freeze_round: 1}",
+        "FBN": "strategy: {name: FixBN, freeze_round: 0, refresh: 0.1}",
+        "FedRep": "strategy: {name: FedRep, head_epochs: 1}",
+        "newcomers": "strategy: {name: FedBN}, evaluate: {unseen: {clients: [2], statistics: [mean, batch, own]}}",
         "FedTANII": "strategy: {name: FedTANII, fedtan_rounds: 1, exchange: paper}",
         "Secure": "strategy: {name: Secure, base: {name: Scaffold}}",
         "Private": "strategy: {name: Private, noise_seed: 0}",
     }
-    runs = "".join(f"  {name}: {{{special.get(name, f'strategy: {{name: {name}}}')}}}\n" for name in sorted(STRATEGIES))
+    names = sorted({*STRATEGIES, *special})
+    runs = "".join(f"  {name}: {{{special.get(name, f'strategy: {{name: {name}}}')}}}\n" for name in names)
     experiment = tmp_path / "every.yaml"
     experiment.write_text(
         "rounds: 2\nclients: 3\ndata: {name: digits, partition: {kind: dirichlet, alpha: 1.0}}\nmodel: {name: cnn}\n"
@@ -76,11 +83,14 @@ def test_strategies_give_the_same_arrays_on_ray(tmp_path: Path) -> None:
     assert "communication rounds" in done.stdout
     different = [
         name
-        for name in STRATEGIES
+        for name in names
         if (tmp_path / "local" / name / "model.safetensors").read_bytes()
         != (tmp_path / "ray" / name / "model.safetensors").read_bytes()
     ]
     assert different == []
+    found = [Result.read(tmp_path / engine / "newcomers").summary.values for engine in ("local", "ray")]
+    ways = [f"unseen_{way}_accuracy" for way in ("mean", "batch", "own")]
+    assert [found[1][way] for way in ways] == [found[0][way] for way in ways]
 
 
 @pytest.mark.slow
