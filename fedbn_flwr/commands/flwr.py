@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
         parser.add_argument(
             *short, option, action="append", default=[], metavar="PAIRS", help=f"for instance {example}"
         )
-    parser.add_argument("--stream", action="store_true", help="without effect: logs are always streamed")
+    parser.add_argument("--stream", action="store_true", help=argparse.SUPPRESS)  # of `flwr run`, refused below
 
 
 def _project(app: Path) -> Tree:
@@ -67,6 +67,10 @@ def flwr(arguments: argparse.Namespace) -> int:
 
     from .simulation import check_federation, federation_config, run_app
 
+    if arguments.stream:
+        raise SettingsError(
+            "--stream: `fedbn flwr run` always prints the log and waits until the run ends; leave it out"
+        )
     app = Path(arguments.app).expanduser().resolve()
     project = _project(app)
     run_config = parse_pairs(arguments.run_config, "--run-config")

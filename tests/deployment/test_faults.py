@@ -19,7 +19,7 @@ import pytest
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import PATIENCE, fedbn
 from tests.support.network import Deployment, wait_for
-from tests.support.runs import saved_round
+from tests.support.runs import is_finished, saved_round
 
 pytestmark = pytest.mark.slow
 
@@ -158,7 +158,7 @@ def test_a_site_that_dies_is_left_out_until_it_is_back(nodes: Deployment, tmp_pa
     answers = run.answers()
     assert answers[0] == answers[-1] == 3
     assert answers[1] == 2 or moment == "while it uploads"
-    assert run.folder.is_finished()
+    assert is_finished(run.folder.path)
     assert saved_round(run.folder.path) == 8
 
 
@@ -207,7 +207,7 @@ def test_a_killed_serverapp_is_resumed_to_the_same_model(nodes: Deployment, tmp_
     again = Run(nodes, tmp_path / "out", resume=True, rounds=4)
     again.finish()
     assert [line["round"] for line in again.rounds()] == [1, 2, 3, 4]
-    assert again.folder.is_finished()
+    assert is_finished(again.folder.path)
     # An undisturbed run on the local engine.
     file = tmp_path / "faults.yaml"
     file.write_text(json.dumps(EXPERIMENT | {"rounds": 4}))

@@ -21,7 +21,7 @@ from fedbn_flwr.experiment.run.side_by_side import jobs_of
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import PATIENCE, PROGRAM, ROOT, environment, python
 from tests.support.network import wait_for
-from tests.support.runs import saved_round
+from tests.support.runs import is_finished, saved_round
 from tests.support.sessions import outcome
 
 EXPERIMENT = """
@@ -50,7 +50,7 @@ def test_runs_side_by_side_are_bit_for_bit_those_that_follow_one_another(straigh
     results = run_all(EXPERIMENT, out=tmp_path, jobs=3, progress=False)
     assert [result.folder.name for result in results] == list(NAMES)
     assert [outcome(tmp_path / name) for name in NAMES] == [outcome(straight / name) for name in NAMES]
-    assert all(RunFolder(tmp_path / name).is_finished() for name in NAMES)
+    assert all(is_finished(tmp_path / name) for name in NAMES)
     assert (tmp_path / "report.html").exists()
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_another_process_has_begun_meanwhile_is_refused(
     with pytest.raises(RunFailed, match=r"1 of the runs failed:\nFedBN-lr=0\.1: .*holds a run already"):
         run_all(EXPERIMENT, out=tmp_path, jobs=1, progress=False)
     assert "lr: 0.3" in (tmp_path / NAMES[1] / "config.yaml").read_text()
-    assert RunFolder(tmp_path / NAMES[0]).is_finished()
+    assert is_finished(tmp_path / NAMES[0])
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
@@ -109,7 +109,7 @@ def test_a_run_goes_on_when_the_reader_of_its_output_has_ended(jobs: str, tmp_pa
         process.stdout.readline()
         process.stdout.close()
         process.wait(PATIENCE)
-    assert all(RunFolder(tmp_path / "out" / name).is_finished() for name in NAMES)
+    assert all(is_finished(tmp_path / "out" / name) for name in NAMES)
 
 
 def test_workers_end_with_a_server_that_was_killed(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_folder_that_another_process_writes_is_left_to_it(tmp_path: Path, capf
         words = ["run", str(file), "only=FedBN", "--jobs", "2", "--out", str(tmp_path / "out")]
         assert cli.main(words) == 1
     assert "another process is writing" in capfd.readouterr().err
-    assert RunFolder(tmp_path / "out" / NAMES[1]).is_finished()
+    assert is_finished(tmp_path / "out" / NAMES[1])
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import cli, run, run_all
-from fedbn_flwr.errors import OutOfTime, SettingsError
+from fedbn_flwr.errors import Diverged, OutOfTime, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners import recording, slices
 from fedbn_flwr.experiment.run import loop
 from fedbn_flwr.experiment.run.loop import Outcome, carry_out
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import FEDBN, python
-from tests.support.runs import saved_round
+from tests.support.runs import is_finished, saved_round
 from tests.support.sessions import outcome
 
 EXPERIMENT = """
@@ -120,7 +120,7 @@ def test_the_same_command_continues_until_the_runs_are_finished(tmp_path: Path) 
         assert "\ntable: my runs/report.md\n" in done.stdout
     done = python(FEDBN, *words, "--resume", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert RunFolder(tmp_path / "my runs" / "FedBN").is_finished()
+    assert is_finished(tmp_path / "my runs" / "FedBN")
 
 
 def test_resume_still_needs_a_run_and_other_settings_are_refused(
@@ -147,7 +147,43 @@ def test_a_failed_run_is_reported_and_the_exit_code_asks_for_another_slice(
     assert "out of time, unfinished runs: 1 of 2\nfailed: FedBN-lr=1e+38: " in error
     assert "continue with: fedbn run" in error
     assert cli.main([*words, "--minutes", "60"]) == 1
-    assert RunFolder(tmp_path / "FedBN-lr=0.05").is_finished()
+    assert "1 of the runs failed:\nFedBN-lr=1e+38: " in capsys.readouterr().err
+    assert is_finished(tmp_path / "FedBN-lr=0.05")
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_diverged_run_is_a_result_and_is_not_repeated(
+    jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The time of a slice is for the others; the exit code and the reason are those of the first time."""
+    text = EXPERIMENT + "sweep: {train.lr: [1.0e+38, 0.05]}\n"
+    words = ["run", text, "rounds=2", "only=FedBN", "--jobs", jobs, "--out", str(tmp_path)]
+    assert cli.main(words) == 1
+    first = capsys.readouterr().err
+    before = environments(tmp_path)
+    assert cli.main([*words, "--resume"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == first
+    assert environments(tmp_path) == before, "a session began"
+    assert "1 of 2 runs are finished already\nFedBN-lr=1e+38 diverged before and would again; delete" in printed.out
+    assert cli.main([*words, "train.clip=1", "--resume"]) == 2
+    assert "cannot be resumed with other settings: train.clip" in capsys.readouterr().err
+
+
+def test_a_single_diverged_run_fails_again_at_once(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"only": "FedBN", "out": tmp_path, "progress": False, "train": {"lr": 1e38}}
+    with pytest.raises(Diverged) as first:
+        run(EXPERIMENT, **given)
+    before = environments(tmp_path)
+    with pytest.raises(Diverged) as second:
+        run(EXPERIMENT, resume=True, **given)
+    assert str(second.value) == str(first.value)
+    assert environments(tmp_path) == before
+
+
+def environments(out: Path) -> list[bytes]:
+    """What changes when a session of a run begins."""
+    return [file.read_bytes() for file in sorted(out.glob("*/environment.json"))]
 
 
 def test_from_python_a_run_without_enough_time_raises(straight: Path, tmp_path: Path) -> None:

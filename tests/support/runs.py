@@ -57,6 +57,11 @@ def write_run(
             (folder / name).write_text(json.dumps(content))
 
 
+def is_finished(folder: Path) -> bool:
+    summary = RunFolder(folder).summary()
+    return summary is not None and summary.status == "finished"
+
+
 def saved_round(folder: Path) -> int:
     """The round of the checkpoint in a run folder; 0 if there is none."""
     checkpoint = RunFolder(folder).checkpoint

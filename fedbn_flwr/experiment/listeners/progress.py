@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -178,11 +178,13 @@ class Progress:
         """Say what happens before the first run or after the last one, where the text can be drawn over."""
         self._bars.update(self._all, text=text, refresh=True)
 
-    def skip(self, places: Sequence[int]) -> None:
-        """Count runs that were finished before."""
+    def skip(self, places: Sequence[int], diverged: Collection[int]) -> None:
+        """Count runs that have ended before, some of which diverged."""
         self._bars.update(self._all, advance=sum(self._rounds[place] for place in places))
-        if places:
-            self.message(f"{len(places)} of {len(self._labels)} runs are finished already")
+        if finished := len(places) - len(diverged):
+            self.message(f"{finished} of {len(self._labels)} runs are finished already")
+        for place in sorted(diverged):
+            self.message(f"{self._labels[place]} diverged before and would again; delete its folder to repeat it")
 
     def begin(self, place: int) -> Reporter:
         """Show that a run begins; its news may come from another process."""

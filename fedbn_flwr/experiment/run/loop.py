@@ -246,13 +246,16 @@ def run_experiment(
     `own_data`: nodes may have data of their own. `ends`: when the runs must end, finished or not (`time.monotonic`).
     """
     folders = open_folders(experiment, out, resume=resume)
-    done = [resume and folder.is_finished() for folder in folders]
-    jobs = jobs_of(experiment.runs, done.count(False), jobs)
+    ended = {place: folder.end() for place, folder in enumerate(folders)} if resume else {}
+    todo = [place for place in range(len(folders)) if not ended.get(place)]
+    failed = {place: end.error or "" for place, end in ended.items() if end and end.status == "failed"}
+    if failed and len(folders) == 1:
+        raise Diverged(failed[0])
+    jobs = jobs_of(experiment.runs, len(todo), jobs)
     with Progress(
         list(experiment.named), [run.rounds for run in experiment.runs], plain=plain, quiet=quiet
     ) as progress:
         progress.status("loading data")
-        todo = [place for place, is_done in enumerate(done) if not is_done]
         prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
         checksums = {
             examples_of(item.run.data): item.dataset.checksum for item in prepared.values() if item.dataset is not None
@@ -275,12 +278,11 @@ def run_experiment(
                 folder.check(given, resume=resume)
                 run_one(item, grid, folder, listener, folder.begin(given, about), ends)
 
-        failed: dict[int, str] = {}
         time = Slice(ends, lambda place: longest_round(experiment.runs[place], folders[place]))
-        progress.skip([place for place, is_done in enumerate(done) if is_done])
+        progress.skip([place for place in range(len(folders)) if place not in todo], failed)
         if jobs > 1:
             try:
-                failed = side_by_side(todo, run_at, jobs, progress, time)
+                failed |= side_by_side(todo, run_at, jobs, progress, time)
             finally:
                 for place in todo:  # its process may have been killed
                     folders[place].mark_interrupted()

@@ -212,9 +212,11 @@ class RunFolder:
             raise damaged(file, str(error)) from None
         return found
 
-    def is_finished(self) -> bool:
+    def end(self) -> Summary | None:
+        """The summary of a run that is finished, or that diverged, as it would again; None if it may continue."""
         summary = self.readable_summary()
-        return summary is not None and summary.status == "finished"
+        is_over = summary is not None and (summary.status == "finished" or summary.diverged_in is not None)
+        return summary if is_over else None
 
     def add_line(self, name: str, line: Json) -> None:
         """Add the line of a round to one of the files in `LINES`."""
@@ -339,6 +341,8 @@ def deciding(config: Json) -> Json:
     """The settings that affect results."""
     engine = {key: value for key, value in config.get("engine", {}).items() if key not in _FREE}
     evaluate = {key: value for key, value in config.get("evaluate", {}).items() if key != "dynamics"}
+    if evaluate.get("clients") == "own":  # which only adds metrics, when a run that personalises joins the experiment
+        evaluate["clients"] = None
     rest = {key: value for key, value in config.items() if key not in ("track", "published", "cell", "size")}
     return {**rest, "engine": engine, "evaluate": evaluate}
 

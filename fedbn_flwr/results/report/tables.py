@@ -335,13 +335,20 @@ def set_up(rows: Sequence[Row]) -> str:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Sentences about smaller sizes, metrics that are better when lower, and random or different examples."""
+    """Sentences about smaller sizes, the directions of metrics, missing ones, and random or different examples."""
     runs = runs_of(rows)
     sizes = dict.fromkeys(run.summary.size for run in runs if run.summary.size)
     found = [f"Size {size}, which is smaller than the file." for size in sizes]
     mains = dict.fromkeys(run.summary.of_task.main for run in runs)
     if lower := [title_of(main) for main in mains if is_lower_better(main)]:
         found.append(f"Lower is better: {', '.join(lower)}.")
+    for key in (OWN + main for main in mains):
+        personal = any(run.summary.personal and key in run.values for run in runs)
+        if lacking := [row.label for row in rows if personal and row.values(key[len(OWN) :]) and not row.values(key)]:
+            found.append(
+                f"No {Measure.of(key).title}: {', '.join(lacking)}, whose clients were not evaluated. To measure it, "
+                "train these runs again: delete their folders and resume."
+            )
     if any((run.config.get("data") or {}).get("random") for run in runs):
         found.append("Random examples; metrics mean nothing.")
     for row in rows:

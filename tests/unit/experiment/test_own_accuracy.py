@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr import cli, run_all
+from fedbn_flwr import Result, cli, run_all
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment, settings_of
 from fedbn_flwr.experiment.preview import explain
@@ -69,6 +69,28 @@ def test_explain_has_the_examples_that_clients_evaluate(capsys: pytest.CaptureFi
     shown = capsys.readouterr().out.split("\n\n")[-1].splitlines()
     assert [line.split() for line in shown[2:4]] == [["FedAvg", "own", "90"], ["FedBN", "all,", "own", "360"]]
     assert [each.tests for each in explain(load_experiment(SMALL))] == [("none", 0)]
+
+
+def test_a_strategy_that_personalises_joins_a_finished_experiment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Finished runs stay, and the report says what they lack; an interrupted one has own accuracy from then on."""
+    runs = "runs: {FedAvg: {}, FedProx: {strategy: {name: FedProx, proximal_mu: 0.1}}}\n"
+    words = ["--out", str(tmp_path), "--jobs", "1"]
+    assert cli.main(["run", SMALL + runs, "only=FedAvg", *words]) == 0
+    finished = (tmp_path / "FedAvg" / "summary.json").read_bytes()
+    assert cli.main(["run", SMALL + runs, "only=FedProx", *words, "--minutes", "1e-6"]) == 75
+    joined = runs.replace("}\n", ", FedBN: {strategy: {name: FedBN}}}\n")
+    assert cli.main(["run", SMALL + joined, *words, "--resume"]) == 0
+    assert (tmp_path / "FedAvg" / "summary.json").read_bytes() == finished
+    fedavg, fedprox, fedbn = (Result.read(tmp_path / name) for name in ("FedAvg", "FedProx", "FedBN"))
+    assert ["clients_own_accuracy" in each.summary.values for each in (fedavg, fedprox, fedbn)] == [False, True, True]
+    assert ["clients_own_accuracy" in line for line in fedprox.lines] == [False, True]
+    note = "No accuracy on own data: FedAvg, whose clients were not evaluated. To measure it, train these runs again"
+    assert note in capsys.readouterr().out
+    assert note in (tmp_path / "report.md").read_text()
+    assert cli.main(["run", SMALL + joined, "evaluate.clients=true", *words, "--resume"]) == 2
+    assert "cannot be resumed with other settings: evaluate.clients" in capsys.readouterr().err
 
 
 def test_values_on_own_examples_are_those_of_an_evaluation_on_all(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def read_all(folder: Path) -> None:
 def resume(folder: Path) -> None:
     """What resuming reads before it trains."""
     run = RunFolder(folder)
-    run.is_finished()
+    run.end()
     run.check(run.config(), resume=True)
     run.begin(run.config())
     run.checkpoint.read()

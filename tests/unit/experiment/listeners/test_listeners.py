@@ -207,7 +207,7 @@ def test_a_round_is_saved_once(running: Running, tmp_path: Path, monkeypatch: py
 
 def test_progress_names_each_run_and_its_last_round(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(["first", "second"], [5, 5], plain=True) as progress:
-        progress.skip([0])
+        progress.skip([0], [])
         reporter = progress.begin(1)
         at = dataclasses.replace(start(running), number=3)
         reporter.on_start(running, at)

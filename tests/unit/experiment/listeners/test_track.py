@@ -20,6 +20,7 @@ from fedbn_flwr.results.folder import RunFolder, deciding
 from tests.support.command import PATIENCE, ROOT
 from tests.support.experiments import fault, read
 from tests.support.network import wait_for
+from tests.support.runs import is_finished
 
 EXPERIMENT = """
 rounds: 3
@@ -178,7 +179,7 @@ def test_a_tracker_that_fails_costs_one_warning(
     monkeypatch.setattr(track, "LAST_METRICS", 0.2)
     folder = run(tmp_path, f"track={__name__}:{session.__name__}")
     assert [line["round"] for line in folder.history()] == [1, 2, 3]
-    assert folder.is_finished()
+    assert is_finished(folder.path)
     assert [record.getMessage() for record in flower_log.records if "tracking" in record.getMessage()] == [
         f"FedAvg: tracking by {__name__}:{session.__name__} ended: {reason}; the run folder has all metrics"
     ]
