@@ -32,7 +32,7 @@ EXPERIMENT: dict[str, Any] = {
     "model": {"name": "cnn", "norm": "bn"},
     "train": {"lr": 0.1, "batch_size": 32, "steps": 2},
     "strategy": {"name": "FedAvg", "min_train_nodes": 2},
-    "engine": {"device": "cpu", "checkpoint_every": 1, "timeout": 2 * PATIENCE, "node_timeout": 300},
+    "engine": {"device": "cpu", "checkpoint_every": 1, "timeout": 2 * PATIENCE, "node_timeout": PATIENCE},
 }
 
 

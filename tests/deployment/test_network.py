@@ -515,14 +515,14 @@ def test_a_node_with_an_unregistered_key_is_refused(deployment: Deployment) -> N
 def test_the_superlink_speaks_tls_only_and_proves_who_it_is(deployment: Deployment) -> None:
     address = f"127.0.0.1:{deployment.port('superlink', 8000)}/health"
     ours = ssl.create_default_context(cafile=str(deployment.keys / "ca.crt"))
-    with urlopen(f"https://{address}", context=ours, timeout=10) as answer:
+    with urlopen(f"https://{address}", context=ours, timeout=PATIENCE) as answer:
         assert answer.status == 200
     assert make_keys(deployment.folder / "foreign").returncode == 0
     foreign = ssl.create_default_context(cafile=str(deployment.folder / "foreign" / "ca.crt"))
     with pytest.raises(URLError, match="CERTIFICATE_VERIFY_FAILED"):
-        urlopen(f"https://{address}", context=foreign, timeout=10)
+        urlopen(f"https://{address}", context=foreign, timeout=PATIENCE)
     with pytest.raises(OSError):
-        urlopen(f"http://{address}", timeout=10)
+        urlopen(f"http://{address}", timeout=PATIENCE)
 
 
 @pytest.mark.slow
@@ -679,6 +679,6 @@ def test_clients_give_up_when_the_service_is_gone(deployment: Deployment) -> Non
         except TimeoutError as error:
             raise AssertionError(f"{error}; processes {waiting}\n{deployment.outputs()}") from None
         os.kill(pids[0], signal.SIGCONT)  # it finds no server, retries for a while, and gives up as well
-        wait_for("the end of client 0", lambda: pids[0] not in services[0].apps(), 300)
+        wait_for("the end of client 0", lambda: pids[0] not in services[0].apps())
         with pytest.raises(AssertionError, match="finished:failed"):
             run.result(PATIENCE)

@@ -2,7 +2,7 @@
 
 PARENT is the parent's process id. CLOCKS is `real`, or `quick` for one of Flower's programs with shorter waits:
 Flower 1.41 polls every 3 s, notices a lost node after 60 s, and starts a Python process for each message, which
-imports torch. Here it polls ten times as often, notices after 12 s, and a SuperExec that has imported torch forks its
+imports torch. Here it polls ten times as often, notices after 24 s, and a SuperExec that has imported torch forks its
 apps.
 """
 
@@ -23,9 +23,9 @@ from types import SimpleNamespace
 POLL = 0.1  # seconds
 CONSTANTS = {
     "flwr.common.constant": {
-        "HEARTBEAT_DEFAULT_INTERVAL": 6,  # a node is offline when two of them have passed
+        "HEARTBEAT_DEFAULT_INTERVAL": 12,  # for the first of a process; a node is offline when two have passed
         "HEARTBEAT_MIN_INTERVAL": 1,
-        "HEARTBEAT_CALL_TIMEOUT": 2,
+        "HEARTBEAT_CALL_TIMEOUT": 5,
         "LOG_STREAM_INTERVAL": POLL,
     },
     "flwr.supercore.constant": {"PULL_INITIAL_BACKOFF": POLL, "PULL_BACKOFF_CAP": 1},
