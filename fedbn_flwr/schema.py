@@ -28,6 +28,11 @@ def expects(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+def setting(default: Any, meaning: str, **limits: Any) -> Any:
+    """A key of a section: its default, its meaning for the tables of the documentation, and limits of its values."""
+    return Field(default=default, description=meaning, **limits)
+
+
 class Section(BaseModel):
     # Strict: the text "3" is not the number 3. Frozen: settings are keys of caches.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

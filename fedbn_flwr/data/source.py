@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from fedbn_flwr.named import is_name
-from fedbn_flwr.schema import Names, Positive, Section, expects
+from fedbn_flwr.schema import Names, Positive, Section, expects, setting
 from fedbn_flwr.trees import Tree
 
 from . import Size
@@ -52,142 +52,97 @@ class Source(Section):
     A relative `name` counts from the working directory. Images have by default the size and the fit of the catalogue.
     """
 
-    name: str = Field(
-        default="digits",
-        description=(
-            "`digits` (1,797 images of 8x8 pixels, part of the package), a name that `fedbn list datasets` "
-            "shows (`cifar10`, `office_caltech10`, ...), a folder, or a name on the Hugging Face hub; see "
-            "[Data](data.md); or `module:callable`, a [data set of your own](own-parts.md#data-set)"
-        ),
+    name: str = setting(
+        "digits",
+        "`digits` (1,797 images of 8x8 pixels, part of the package), a name that `fedbn list datasets` "
+        "shows (`cifar10`, `office_caltech10`, ...), a folder, or a name on the Hugging Face hub; see "
+        "[Data](data.md); or `module:callable`, a [data set of your own](own-parts.md#data-set)",
     )
-    options: Tree = Field(
-        default_factory=dict,
-        description="arguments of a data set `module:callable`, see [Your own parts](own-parts.md)",
+    options: Tree = setting({}, "arguments of a data set `module:callable`, see [Your own parts](own-parts.md)")
+    root: str | None = setting(None, "a folder of local copies: `root/cifar10` is read instead of the hub")
+    revision: str | None = setting(
+        None,
+        "the commit, tag or branch of a data set on the hub; `environment.json` records the commit that a run "
+        "used (`data_commit`)",
     )
-    root: str | None = Field(
-        default=None, description="a folder of local copies: `root/cifar10` is read instead of the hub"
+    inputs: Columns = setting(
+        (),
+        "the column of inputs, or a list of columns; by default the column of images, or else every column of "
+        "numbers without another use, see [Data](data.md#your-own-data)",
     )
-    revision: str | None = Field(
-        default=None,
-        description=(
-            "the commit, tag or branch of a data set on the hub; `environment.json` records the commit that a run "
-            "used (`data_commit`)"
-        ),
+    label: Columns = setting(
+        (), "the column of labels, or a list of columns; for segmentation the column with the masks"
     )
-    inputs: Columns = Field(
-        default=(),
-        description=(
-            "the column of inputs, or a list of columns; by default the column of images, or else every column of "
-            "numbers without another use, see [Data](data.md#your-own-data)"
-        ),
+    task: Literal["classification", "binary", "multilabel", "regression", "segmentation"] | None = setting(
+        None,
+        "what the labels are for: `classification`, `binary`, `multilabel`, `regression` or `segmentation`; by "
+        "default it follows from their type: texts and whole numbers are classes, floats are numbers to "
+        "predict, several columns of 0 and 1 are several labels",
     )
-    label: Columns = Field(
-        default=(),
-        description="the column of labels, or a list of columns; for segmentation the column with the masks",
+    domain: str | None = setting(None, "the column with each example's domain; accuracy is reported per domain")
+    domains: Names = setting((), "the domains to use")
+    group: str | None = setting(
+        None, "the column with each example's site, patient or user: the clients of `partition: {kind: natural}`"
     )
-    task: Literal["classification", "binary", "multilabel", "regression", "segmentation"] | None = Field(
-        default=None,
-        description=(
-            "what the labels are for: `classification`, `binary`, `multilabel`, `regression` or `segmentation`; by "
-            "default it follows from their type: texts and whole numbers are classes, floats are numbers to "
-            "predict, several columns of 0 and 1 are several labels"
-        ),
+    series: str | None = setting(
+        None,
+        "the column that says to which series a row belongs, for a table with a row for each time: see "
+        "[Data](data.md#series)",
     )
-    domain: str | None = Field(
-        default=None, description="the column with each example's domain; accuracy is reported per domain"
+    time: str | None = setting(None, "the column by which the rows of a series are ordered; by default as in the table")
+    train: str | None = setting(None, "name of the training split; in a folder, the prefix of its files")
+    test: Split | None = setting(
+        None,
+        "name of the test split; in a folder, the prefix of its files (`val*` if there is no `test*`); or a "
+        "share of the examples to hold out, such as 0.2: the same for all seeds, in proportion to classes, "
+        "domains and groups",
     )
-    domains: Names = Field(default=(), description="the domains to use")
-    group: str | None = Field(
-        default=None,
-        description="the column with each example's site, patient or user: the clients of `partition: {kind: natural}`",
+    categories: Categories = setting(
+        {}, "the values of columns of texts, `{sex: [f, m]}`: each value becomes an input of 0 or 1"
     )
-    series: str | None = Field(
-        default=None,
-        description=(
-            "the column that says to which series a row belongs, for a table with a row for each time: see "
-            "[Data](data.md#series)"
-        ),
+    ranges: Ranges = setting(
+        {}, "`{age: [0, 120]}`: values outside these limits raise an error that says how many there are"
     )
-    time: str | None = Field(
-        default=None, description="the column by which the rows of a series are ordered; by default as in the table"
+    missing: Literal["mean", "drop"] | None = setting(
+        None,
+        "`mean` replaces missing inputs with the mean of their column, `drop` leaves out examples with missing "
+        "inputs; without it they raise an error",
     )
-    train: str | None = Field(
-        default=None, description="name of the training split; in a folder, the prefix of its files"
+    shape: Annotated[tuple[Positive | None, ...], Field(strict=False)] = setting(
+        (),
+        "shape of the inputs of one example, checked against the data: `[30]`, `[9, 128]` for series of 9 "
+        "channels, `[9, null]` for padded series of any length, with a mask",
     )
-    test: Split | None = Field(
-        default=None,
-        description=(
-            "name of the test split; in a folder, the prefix of its files (`val*` if there is no `test*`); or a "
-            "share of the examples to hold out, such as 0.2: the same for all seeds, in proportion to classes, "
-            "domains and groups"
-        ),
+    tokens: Positive | None = setting(
+        None, "inputs are tokens, whole numbers below this one; by default the largest token + 1"
     )
-    categories: Categories = Field(
-        default_factory=dict,
-        description="the values of columns of texts, `{sex: [f, m]}`: each value becomes an input of 0 or 1",
+    classes: Positive | None = setting(
+        None,
+        "number of classes, labels or numbers to predict, checked against the data; required for segmentation "
+        "data that [Data](data.md) doesn't list",
     )
-    ranges: Ranges = Field(
-        default_factory=dict,
-        description="`{age: [0, 120]}`: values outside these limits raise an error that says how many there are",
+    class_names: Names = setting(
+        (),
+        "the classes in the order of the model's outputs; the data, for instance at one site, may then lack "
+        "some of them",
     )
-    missing: Literal["mean", "drop"] | None = Field(
-        default=None,
-        description=(
-            "`mean` replaces missing inputs with the mean of their column, `drop` leaves out examples with missing "
-            "inputs; without it they raise an error"
-        ),
+    channels: Positive | None = setting(None, "number of channels, checked against the data")
+    size: Pixels | None = setting(
+        None, "resize images to this many pixels per side, or to `[height, width]`; required if images differ in size"
     )
-    shape: Annotated[tuple[Positive | None, ...], Field(strict=False)] = Field(
-        default=(),
-        description=(
-            "shape of the inputs of one example, checked against the data: `[30]`, `[9, 128]` for series of 9 "
-            "channels, `[9, null]` for padded series of any length, with a mask"
-        ),
+    fit: Literal["stretch", "crop"] | None = setting(
+        None,
+        "how an image of another size is resized: `stretch`, or `crop`, which keeps the aspect ratio and the centre",
     )
-    tokens: Positive | None = Field(
-        default=None, description="inputs are tokens, whole numbers below this one; by default the largest token + 1"
+    memory: float = setting(8.0, "GiB; a data set up to this size is copied to a GPU as a whole", gt=0)
+    examples: Positive | None = setting(
+        None,
+        "use only this many training examples, in the proportions of classes and domains, see [Sweeps and "
+        "sizes](sweeps.md#fewer-examples)",
     )
-    classes: Positive | None = Field(
-        default=None,
-        description=(
-            "number of classes, labels or numbers to predict, checked against the data; required for segmentation "
-            "data that [Data](data.md) doesn't list"
-        ),
-    )
-    class_names: Names = Field(
-        default=(),
-        description=(
-            "the classes in the order of the model's outputs; the data, for instance at one site, may then lack "
-            "some of them"
-        ),
-    )
-    channels: Positive | None = Field(default=None, description="number of channels, checked against the data")
-    size: Pixels | None = Field(
-        default=None,
-        description=(
-            "resize images to this many pixels per side, or to `[height, width]`; required if images differ in size"
-        ),
-    )
-    fit: Literal["stretch", "crop"] | None = Field(
-        default=None,
-        description=(
-            "how an image of another size is resized: `stretch`, or `crop`, which keeps the aspect ratio and the centre"
-        ),
-    )
-    memory: float = Field(
-        default=8.0, gt=0, description="GiB; a data set up to this size is copied to a GPU as a whole"
-    )
-    examples: Positive | None = Field(
-        default=None,
-        description=(
-            "use only this many training examples, in the proportions of classes and domains, see [Sweeps and "
-            "sizes](sweeps.md#fewer-examples)"
-        ),
-    )
-    test_examples: Positive | None = Field(default=None, description="the same for test examples")
-    random: bool = Field(
-        default=False,
-        description="random examples in the shape of the data set, which isn't read; accuracies then mean nothing",
+    test_examples: Positive | None = setting(None, "the same for test examples")
+    random: bool = setting(
+        False, "random examples in the shape of the data set, which isn't read; accuracies then mean nothing"
     )
 
     @model_validator(mode="after")

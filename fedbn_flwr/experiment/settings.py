@@ -23,7 +23,7 @@ from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.folder.summary import UNSEEN, NewcomerStatistics
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.text import file_name
-from fedbn_flwr.schema import Names, Positive, Section, expects
+from fedbn_flwr.schema import Names, Positive, Section, expects, setting
 from fedbn_flwr.tasks import LOSSES, METRICS
 from fedbn_flwr.trees import Tree
 
@@ -46,30 +46,22 @@ def of_catalogue(name: str) -> Tree:
 
 
 class Data(Source):
-    crop: Positive | None = Field(
-        default=None, description="segmentation: train on random crops with this many pixels per side"
+    crop: Positive | None = setting(None, "segmentation: train on random crops with this many pixels per side")
+    normalise: Literal["moments", "own", "unit", "official"] | None = setting(
+        None,
+        "`official`: the published mean and standard deviation of a listed data set; `moments`: mean zero"
+        " and standard deviation one per channel over the training set; `own`: likewise over each site's own "
+        "training examples; `unit`: pixel values from 0 to 1",
     )
-    normalise: Literal["moments", "own", "unit", "official"] | None = Field(
-        default=None,
-        description=(
-            "`official`: the published mean and standard deviation of a listed data set; `moments`: mean zero"
-            " and standard deviation one per channel over the training set; `own`: likewise over each site's own "
-            "training examples; `unit`: pixel values from 0 to 1"
-        ),
+    augment: Augment | None = setting(
+        None,
+        "any of `resized_crop` (a crop of 8 to 100 % of the area, resized to the full size), `crop` (zero"
+        " padding by `data.pad` pixels, then a random crop), `flip` (horizontal) and `rotate` (up to 30 "
+        "degrees in either direction, as in FedBN), drawn per image, and [augmentations of your own or of"
+        " torchvision](own-parts.md#augmentation) by `module:callable`; `[]` for none",
     )
-    augment: Augment | None = Field(
-        default=None,
-        description=(
-            "any of `resized_crop` (a crop of 8 to 100 % of the area, resized to the full size), `crop` (zero"
-            " padding by `data.pad` pixels, then a random crop), `flip` (horizontal) and `rotate` (up to 30 "
-            "degrees in either direction, as in FedBN), drawn per image, and [augmentations of your own or of"
-            " torchvision](own-parts.md#augmentation) by `module:callable`; `[]` for none"
-        ),
-    )
-    pad: int = Field(default=2, ge=1, le=1_000, description="padding in pixels for `crop`")
-    partition: Partition = Field(
-        default=KINDS["iid"](), description="who has which examples: see `fedbn list partitions`"
-    )
+    pad: int = setting(2, "padding in pixels for `crop`", ge=1, le=1_000)
+    partition: Partition = setting(KINDS["iid"](), "who has which examples: see `fedbn list partitions`")
 
     @model_validator(mode="after")
     def _has_values_of_the_catalogue(self) -> Self:
@@ -109,53 +101,37 @@ class Renorm(Section):
 
 
 class Model(Section):
-    name: Annotated[str, AfterValidator(models.check_name)] = Field(
-        default="cnn",
-        description="a [network](#networks), or `module:callable`, a [network of your own](own-parts.md#network)",
+    name: Annotated[str, AfterValidator(models.check_name)] = setting(
+        "cnn", "a [network](#networks), or `module:callable`, a [network of your own](own-parts.md#network)"
     )
-    options: Tree = Field(
-        default={}, description="further arguments of the network, for instance `{hidden: 64}` of `mlp`"
+    options: Tree = setting({}, "further arguments of the network, for instance `{hidden: 64}` of `mlp`")
+    norm: Annotated[str, AfterValidator(check_kind)] = setting(
+        "bn",
+        "what replaces every batch norm: a [normaliser](#normalisers), or `module:callable`, a [normaliser of "
+        "your own](own-parts.md#normaliser)",
     )
-    norm: Annotated[str, AfterValidator(check_kind)] = Field(
-        default="bn",
-        description=(
-            "what replaces every batch norm: a [normaliser](#normalisers), or `module:callable`, a [normaliser of "
-            "your own](own-parts.md#normaliser)"
-        ),
+    weights: str | None = setting(
+        None, "a safetensors file of pretrained weights, see [Your own parts](own-parts.md#pretrained-weights)"
     )
-    weights: str | None = Field(
-        default=None,
-        description=("a safetensors file of pretrained weights, see [Your own parts](own-parts.md#pretrained-weights)"),
-    )
-    groups: Positive = Field(
-        default=2, description="number of groups of `gn` and `gn+ws`; it must divide the channels of each layer"
-    )
-    branch_scale: float = Field(
-        default=1.0,
+    groups: Positive = setting(2, "number of groups of `gn` and `gn+ws`; it must divide the channels of each layer")
+    branch_scale: float = setting(
+        1.0,
+        "with `won` and `won+se`, a factor of the residual branches of `resnet20` and torchvision's ResNets; [0.2"
+        " lets them train](strategies/fedwon.md#residual-networks)",
         gt=0,
         le=1,
-        description=(
-            "with `won` and `won+se`, a factor of the residual branches of `resnet20` and torchvision's ResNets; [0.2"
-            " lets them train](strategies/fedwon.md#residual-networks)"
-        ),
     )
-    reduction: Positive = Field(
-        default=16, description="with `won+se`, the channels for each hidden unit of squeeze-excitation"
+    reduction: Positive = setting(16, "with `won+se`, the channels for each hidden unit of squeeze-excitation")
+    brn: Renorm = setting(
+        Renorm(),
+        "bounds of batch renormalisation: r = 1 and d = 0 in a client's first `warmup` steps, then wider until "
+        "`r_steps` and `d_steps`; `warmup` must be smaller than the number of steps that a client takes in the "
+        "run",
     )
-    brn: Renorm = Field(
-        default=Renorm(),
-        description=(
-            "bounds of batch renormalisation: r = 1 and d = 0 in a client's first `warmup` steps, then wider until "
-            "`r_steps` and `d_steps`; `warmup` must be smaller than the number of steps that a client takes in the "
-            "run"
-        ),
-    )
-    stem: Literal["auto", "small", "large"] = Field(
-        default="auto",
-        description=(
-            "first layers of torchvision's networks: `large`, as in torchvision; `small`, without the first "
-            "strides; `auto`, small for images of up to 64 pixels"
-        ),
+    stem: Literal["auto", "small", "large"] = setting(
+        "auto",
+        "first layers of torchvision's networks: `large`, as in torchvision; `small`, without the first "
+        "strides; `auto`, small for images of up to 64 pixels",
     )
 
 
@@ -163,33 +139,22 @@ MILESTONES = (0.5, 0.75)
 
 
 class Schedule(Section):
-    kind: str = Field(
-        default="constant",
-        description=(
-            "learning rate schedule: `constant`, `step`, `cosine` or `module:function`; "
-            "`schedule: cosine` is short for `schedule: {kind: cosine}` ([Training](training.md#schedules))"
-        ),
+    kind: str = setting(
+        "constant",
+        "learning rate schedule: `constant`, `step`, `cosine` or `module:function`; "
+        "`schedule: cosine` is short for `schedule: {kind: cosine}` ([Training](training.md#schedules))",
     )
-    milestones: Annotated[tuple[float, ...], Field(strict=False)] = Field(
-        default=MILESTONES,
-        description=(
-            "for `step`: rounds, or fractions of all rounds below 1, after which the rate is multiplied by `gamma`"
-        ),
+    milestones: Annotated[tuple[float, ...], Field(strict=False)] = setting(
+        MILESTONES,
+        "for `step`: rounds, or fractions of all rounds below 1, after which the rate is multiplied by `gamma`",
     )
-    gamma: float | None = Field(
-        default=None,
+    gamma: float | None = setting(None, "for `step`: the factor at each milestone", gt=0, le=1)
+    switch: float | None = setting(
+        None,
+        "a factor of the learning rate in every round after the one in which the strategy freezes (`FixBN`, "
+        "`FedTANII`) or switches (`FedBS`)",
         gt=0,
         le=1,
-        description="for `step`: the factor at each milestone",
-    )
-    switch: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description=(
-            "a factor of the learning rate in every round after the one in which the strategy freezes (`FixBN`, "
-            "`FedTANII`) or switches (`FedBS`)"
-        ),
     )
 
     def problems(self) -> Iterator[str]:
@@ -209,82 +174,59 @@ class Schedule(Section):
 
 
 class Train(Section):
-    lr: float = Field(default=0.1, gt=0, description="learning rate")
-    optimizer: Named = Field(
-        default="sgd",
-        description=(
-            "`sgd`, `adam`, `adamw`, the name of another class of `torch.optim`, or `module:callable`; with "
-            "options `{name: adamw, betas: [0.9, 0.95]}` ([Training](training.md#optimisers))"
-        ),
+    lr: float = setting(0.1, "learning rate", gt=0)
+    optimizer: Named = setting(
+        "sgd",
+        "`sgd`, `adam`, `adamw`, the name of another class of `torch.optim`, or `module:callable`; with "
+        "options `{name: adamw, betas: [0.9, 0.95]}` ([Training](training.md#optimisers))",
     )
-    momentum: float = Field(
-        default=0.0, ge=0, lt=1, description="momentum of SGD, or of another optimiser that has one"
+    momentum: float = setting(0.0, "momentum of SGD, or of another optimiser that has one", ge=0, lt=1)
+    keep_momentum: bool = setting(
+        False,
+        "each client keeps its optimiser's state (momentum, Adam's moments) for the next round in which it "
+        "trains; otherwise a round begins without a state (`GlobalMomentum`: with the mean of all clients' "
+        "momentum)",
     )
-    keep_momentum: bool = Field(
-        default=False,
-        description=(
-            "each client keeps its optimiser's state (momentum, Adam's moments) for the next round in which it "
-            "trains; otherwise a round begins without a state (`GlobalMomentum`: with the mean of all clients' "
-            "momentum)"
-        ),
+    weight_decay: float | None = setting(
+        None, "weight decay; by default PyTorch's for this optimiser, 0.01 for AdamW and 0 for most others", ge=0
     )
-    weight_decay: float | None = Field(
-        default=None,
-        ge=0,
-        description="weight decay; by default PyTorch's for this optimiser, 0.01 for AdamW and 0 for most others",
-    )
-    clip: float | None = Field(
-        default=None,
+    clip: float | None = setting(
+        None,
+        "the largest norm of a step's gradients, over all parameters; larger gradients are scaled down "
+        "([Training](training.md#clipping))",
         gt=0,
-        description=(
-            "the largest norm of a step's gradients, over all parameters; larger gradients are scaled down "
-            "([Training](training.md#clipping))"
-        ),
     )
-    loss: Named | None = Field(
-        default=None,
-        description=(
-            "`cross_entropy`, `bce`, `mse`, `mae`, `huber` (or `{name: huber, delta: 2.0}`), or `module:callable`; "
-            "by default the loss of the task ([Training](training.md#loss))"
-        ),
+    loss: Named | None = setting(
+        None,
+        "`cross_entropy`, `bce`, `mse`, `mae`, `huber` (or `{name: huber, delta: 2.0}`), or `module:callable`; "
+        "by default the loss of the task ([Training](training.md#loss))",
     )
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="label smoothing of `cross_entropy` and `bce`")
-    class_weights: Weights | None = Field(
-        default=None,
-        description=(
-            "weights of the classes in `cross_entropy` and `bce`: a list, or `balanced`, inversely proportional to "
-            "the client's own training examples of each class"
-        ),
+    label_smoothing: float = setting(0.0, "label smoothing of `cross_entropy` and `bce`", ge=0, lt=1)
+    class_weights: Weights | None = setting(
+        None,
+        "weights of the classes in `cross_entropy` and `bce`: a list, or `balanced`, inversely proportional to "
+        "the client's own training examples of each class",
     )
-    batch_size: Positive = Field(
-        default=32,
-        description=(
-            "examples in a step; a last batch of one example is dropped, because batch norm cannot compute its variance"
-        ),
+    batch_size: Positive = setting(
+        32, "examples in a step; a last batch of one example is dropped, because batch norm cannot compute its variance"
     )
-    epochs: Positive | None = Field(default=None, description="passes over a client's examples in a round")
-    steps: Positive | None = Field(default=None, description="optimiser steps in a round, instead of epochs")
+    epochs: Positive | None = setting(None, "passes over a client's examples in a round")
+    steps: Positive | None = setting(None, "optimiser steps in a round, instead of epochs")
     schedule: Schedule = Schedule()
-    channels_last: Annotated[bool | Literal["auto"], expects("true, false or 'auto'")] = Field(
-        default="auto",
-        description=(
-            "train with the channels-last memory format; `auto`: where it makes this library's networks faster, which "
-            "is on a CPU ([Performance](performance.md#channels-last)). The last bits of a result differ"
-        ),
+    channels_last: Annotated[bool | Literal["auto"], expects("true, false or 'auto'")] = setting(
+        "auto",
+        "train with the channels-last memory format; `auto`: where it makes this library's networks faster, which "
+        "is on a CPU ([Performance](performance.md#channels-last)). The last bits of a result differ",
     )
-    precision: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description=(
-            "`bfloat16` trains under PyTorch's autocast: convolutions and matrix products in bfloat16; "
-            "weights, statistics, SGD's updates, evaluation and FedTAN's first step stay in float32"
-        ),
+    precision: Literal["float32", "bfloat16"] = setting(
+        "float32",
+        "`bfloat16` trains under PyTorch's autocast: convolutions and matrix products in bfloat16; "
+        "weights, statistics, SGD's updates, evaluation and FedTAN's first step stay in float32",
     )
-    compile: bool = Field(
-        default=False,
-        description=(
-            "compile training with PyTorch's compiler ([Performance](performance.md#compiled-passes)), which "
-            "changes the last bits of results; on a GPU, record it as a CUDA graph, with the same results"
-        ),
+    compile: bool = setting(
+        False,
+        "compile training with PyTorch's compiler ([Performance](performance.md#compiled-passes)), which "
+        "changes the last bits of results; on a GPU, record it as a CUDA graph, with the same results",
     )
 
     def problems(self) -> Iterator[str]:
@@ -311,19 +253,15 @@ class Train(Section):
 class Unseen(Section):
     """Clients that never train, to measure what a strategy gives to a newcomer."""
 
-    clients: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = Field(
-        default=(),
-        description=(
-            "numbers of the clients that never train, for instance `[3]`; they are evaluated as newcomers "
-            "([New clients](clients.md#new-clients))"
-        ),
+    clients: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = setting(
+        (),
+        "numbers of the clients that never train, for instance `[3]`; they are evaluated as newcomers "
+        "([New clients](clients.md#new-clients))",
     )
-    statistics: Annotated[tuple[NewcomerStatistics, ...], Field(strict=False, min_length=1)] = Field(
-        default=UNSEEN,
-        description=(
-            "the newcomers' batch norm: `mean`, the mean of the clients' batch norm; `batch`, likewise with statistics "
-            "of the newcomer's own training inputs; `own`, as the strategy gives it to a new client"
-        ),
+    statistics: Annotated[tuple[NewcomerStatistics, ...], Field(strict=False, min_length=1)] = setting(
+        UNSEEN,
+        "the newcomers' batch norm: `mean`, the mean of the clients' batch norm; `batch`, likewise with statistics "
+        "of the newcomer's own training inputs; `own`, as the strategy gives it to a new client",
     )
 
     def problems(self) -> Iterator[str]:
@@ -332,72 +270,52 @@ class Unseen(Section):
 
 
 class Evaluate(Section):
-    every: Positive = Field(
-        default=1,
-        description=(
-            "rounds between evaluations of the global model on the test examples; the last round is always evaluated"
-        ),
+    every: Positive = setting(
+        1, "rounds between evaluations of the global model on the test examples; the last round is always evaluated"
     )
-    clients: Annotated[bool | Literal["own"] | None, expects("true, false or 'own'")] = Field(
-        default=None,
-        description=(
-            "`true`: clients evaluate their models, on all test examples and on their own; `own`: only on their own, "
-            "if the server evaluates the global model on all. By default `true` for a strategy that personalises "
-            "(`FedBN`, `kept`, and so on), `own` for the other runs of its experiment, and elsewhere `false` "
-            "unless the server doesn't evaluate, see [Clients](clients.md#own-accuracy)"
-        ),
+    clients: Annotated[bool | Literal["own"] | None, expects("true, false or 'own'")] = setting(
+        None,
+        "`true`: clients evaluate their models, on all test examples and on their own; `own`: only on their own, "
+        "if the server evaluates the global model on all. By default `true` for a strategy that personalises "
+        "(`FedBN`, `kept`, and so on), `own` for the other runs of its experiment, and elsewhere `false` "
+        "unless the server doesn't evaluate, see [Clients](clients.md#own-accuracy)",
     )
-    domains: bool = Field(
-        default=False,
-        description=(
-            "clients that evaluate test their models on the test examples of every domain, not only of their own: "
-            "[`accuracy_DOMAIN`](clients.md#values-of-each-client)"
-        ),
+    domains: bool = setting(
+        False,
+        "clients that evaluate test their models on the test examples of every domain, not only of their own: "
+        "[`accuracy_DOMAIN`](clients.md#values-of-each-client)",
     )
-    server: bool = Field(
-        default=True,
-        description=(
-            "`false`: the server has no data and reports the clients' means on their test examples; needs the classes "
-            "and the shape of the inputs, such as `data: {classes: 10, channels: 3, size: 32}` "
-            "([Deployment](deployment.md#data-at-each-site))"
-        ),
+    server: bool = setting(
+        True,
+        "`false`: the server has no data and reports the clients' means on their test examples; needs the classes "
+        "and the shape of the inputs, such as `data: {classes: 10, channels: 3, size: 32}` "
+        "([Deployment](deployment.md#data-at-each-site))",
     )
     unseen: Unseen = Unseen()
-    statistics: Literal["model", "reestimated"] = Field(
-        default="model",
-        description=(
-            "the statistics for evaluating the global model: its own, or `reestimated` over all test examples, see "
-            "below"
-        ),
+    statistics: Literal["model", "reestimated"] = setting(
+        "model",
+        "the statistics for evaluating the global model: its own, or `reestimated` over all test examples, see below",
     )
-    batch_size: Positive = Field(
-        default=100,
-        description=(
-            "examples per batch; on a CPU the server evaluates in `engine.workers` threads, each with a batch in memory"
-        ),
+    batch_size: Positive = setting(
+        100,
+        "examples per batch; on a CPU the server evaluates in `engine.workers` threads, each with a batch in memory",
     )
-    dynamics: bool = Field(
-        default=False,
-        description=(
-            "record in every evaluated round how batch norm's statistics change, by layer and client, in "
-            "`norms.jsonl` ([Watching](watching.md#dynamics-of-batch-norm))"
-        ),
+    dynamics: bool = setting(
+        False,
+        "record in every evaluated round how batch norm's statistics change, by layer and client, in "
+        "`norms.jsonl` ([Watching](watching.md#dynamics-of-batch-norm))",
     )
-    metrics: Names = Field(
-        default=(),
-        description=(
-            "metrics in addition to the metrics of the task: any of `balanced_accuracy`, `macro_f1`, `auc`, "
-            "`dice`, `mean_iou` that suits the task, and `module:function` ([Training](training.md#metrics))"
-        ),
+    metrics: Names = setting(
+        (),
+        "metrics in addition to the metrics of the task: any of `balanced_accuracy`, `macro_f1`, `auc`, "
+        "`dice`, `mean_iou` that suits the task, and `module:function` ([Training](training.md#metrics))",
     )
-    validation: float = Field(
-        default=0.0,
+    validation: float = setting(
+        0.0,
+        "share of each client's training examples to hold out for choosing the best round, see "
+        "[Clients](clients.md#best-round)",
         ge=0,
         le=0.5,
-        description=(
-            "share of each client's training examples to hold out for choosing the best round, see "
-            "[Clients](clients.md#best-round)"
-        ),
     )
 
     def problems(self) -> Iterator[str]:
@@ -413,69 +331,53 @@ class Evaluate(Section):
 
 
 class Engine(Section):
-    name: Literal["local", "ray"] = Field(
-        default="local", description="`local`, or `ray` for a [cluster](cluster.md); also `--engine`"
-    )
+    name: Literal["local", "ray"] = setting("local", "`local`, or `ray` for a [cluster](cluster.md); also `--engine`")
     workers: Annotated[
         Annotated[int, Field(ge=0)] | Literal["auto"], expects("0, a number of processes, or 'auto'")
-    ] = Field(
-        default="auto",
-        description=(
-            "processes of the local engine: 0 runs everything in one process, `auto` takes one per core (with a "
-            "GPU, 0). On Ray: the number of actors, `auto` for as many as fit"
-        ),
+    ] = setting(
+        "auto",
+        "processes of the local engine: 0 runs everything in one process, `auto` takes one per core (with a "
+        "GPU, 0). On Ray: the number of actors, `auto` for as many as fit",
     )
-    address: str | None = Field(
-        default=None,
-        description=(
-            "address of a running Ray cluster, for instance `10.0.0.1:6379`; by default `$RAY_ADDRESS`, else Ray "
-            "is started on this machine"
-        ),
+    address: str | None = setting(
+        None,
+        "address of a running Ray cluster, for instance `10.0.0.1:6379`; by default `$RAY_ADDRESS`, else Ray "
+        "is started on this machine",
     )
-    cpus_per_client: float | None = Field(
-        default=None, ge=0.01, description="cores that Ray reserves for each actor; by default `engine.threads`"
+    cpus_per_client: float | None = setting(
+        None, "cores that Ray reserves for each actor; by default `engine.threads`", ge=0.01
     )
-    gpus_per_client: float | None = Field(
-        default=None,
+    gpus_per_client: float | None = setting(
+        None,
+        "GPUs that Ray reserves for each actor, or a fraction of one; by default one if the cluster has GPUs "
+        "and `engine.device` isn't `cpu`",
         ge=0,
-        description=(
-            "GPUs that Ray reserves for each actor, or a fraction of one; by default one if the cluster has GPUs "
-            "and `engine.device` isn't `cpu`"
-        ),
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="`cpu`, `cuda`, or `auto` for a GPU if available; also `--device`"
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "`cpu`, `cuda`, or `auto` for a GPU if available; also `--device`"
     )
-    threads: int = Field(
-        default=1, ge=1, le=1_000, description="PyTorch threads per client; the engines agree bit for bit at 1"
+    threads: int = setting(1, "PyTorch threads per client; the engines agree bit for bit at 1", ge=1, le=1_000)
+    together: Positive = setting(
+        1,
+        "clients that one process trains at once, where their networks consist of linear layers, see "
+        "[Small networks](performance.md#small-networks); last bits of the results differ",
     )
-    together: Positive = Field(
-        default=1,
-        description=(
-            "clients that one process trains at once, where their networks consist of linear layers, see "
-            "[Small networks](performance.md#small-networks); last bits of the results differ"
-        ),
-    )
-    timeout: float = Field(
-        default=3600,
+    timeout: float = setting(
+        3600,
+        "seconds that a round may take; it doesn't apply where clients train in the waiting process "
+        "(`engine.workers: 0`, and several runs side by side by `--jobs`)",
         gt=0,
         le=1_000_000,
-        description=(
-            "seconds that a round may take; it doesn't apply where clients train in the waiting process "
-            "(`engine.workers: 0`, and several runs side by side by `--jobs`)"
-        ),
     )
-    node_timeout: float = Field(
-        default=120,
+    node_timeout: float = setting(
+        120,
+        "seconds to wait for all nodes before the first round, and for `min_train_nodes` (2) before each other "
+        "round; on Ray, for an actor to start",
         gt=0,
         le=1_000_000,
-        description=(
-            "seconds to wait for all nodes before the first round, and for `min_train_nodes` (2) before each other "
-            "round; on Ray, for an actor to start"
-        ),
     )
-    checkpoint_every: Positive | None = Field(
-        default=None, description="rounds between checkpoints, see [Resuming](run-folder.md#resuming)"
+    checkpoint_every: Positive | None = setting(
+        None, "rounds between checkpoints, see [Resuming](run-folder.md#resuming)"
     )
 
     def problems(self) -> Iterator[str]:
@@ -525,39 +427,30 @@ DERIVED = ("label", "cell", "size")  # keys of a run that no file sets
 class Settings(Section):
     """One training run."""
 
-    name: Line = Field(default="experiment", description="prefix of the output folder")
+    name: Line = setting("experiment", "prefix of the output folder")
     label: Line = ""
-    rounds: Positive = Field(default=10, description="rounds of training")
-    clients: Positive = Field(default=5, description="number of clients, partitions and nodes")
-    seed: int = Field(
-        default=0,
+    rounds: Positive = setting(10, "rounds of training")
+    clients: Positive = setting(5, "number of clients, partitions and nodes")
+    seed: int = setting(
+        0,
+        "seed of the initial weights, the partition, the order of examples, augmentation, dropout and the sampling "
+        "of clients",
         ge=0,
         lt=2**63,
-        description=(
-            "seed of the initial weights, the partition, the order of examples, augmentation, dropout and the sampling "
-            "of clients"
-        ),
     )
     data: Data = Data()
     model: Model = Model()
     train: Train = Train()
-    strategy: Strategy = Field(
-        default_factory=lambda: {"name": "FedAvg"}, description="the strategy and its arguments, see [below](#strategy)"
-    )
+    strategy: Strategy = setting({"name": "FedAvg"}, "the strategy and its arguments, see [below](#strategy)")
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
-    track: Parts = Field(
-        default=(),
-        description=(
-            "trackers that record the run: `tensorboard`, `module:callable`, a mapping with `name` and settings, "
-            "or a list; see [Watching](watching.md#trackers)"
-        ),
+    track: Parts = setting(
+        (),
+        "trackers that record the run: `tensorboard`, `module:callable`, a mapping with `name` and settings, "
+        "or a list; see [Watching](watching.md#trackers)",
     )
-    published: Published | None = Field(
-        default=None,
-        description=(
-            "a paper's results by label of their run, shown in the report, see [Report](report.md#published-results)"
-        ),
+    published: Published | None = setting(
+        None, "a paper's results by label of their run, shown in the report, see [Report](report.md#published-results)"
     )
     cell: Cell = Cell()
     size: str = PAPER
