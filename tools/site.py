@@ -1,8 +1,10 @@
-"""A hook of MkDocs: the reference of a module on each strategy's page, and the changelog."""
+"""A hook of MkDocs: the reference of a module on each strategy's page, the changelog, and numbers that don't wrap."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -49,3 +51,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     changes = changes.replace("[CONTRIBUTING](CONTRIBUTING.md#architecture)", "CONTRIBUTING")
     files.append(File.generated(config, "changelog.md", content=changes))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """In tables, a number stays on a line with its deviation, an interval with its ends."""
+    return re.sub(
+        r"^\|.*",
+        lambda row: re.sub(r"(?<=\d) (±|to) (?=-?\d)", "\u00a0\\1\u00a0", row[0]),
+        markdown,
+        flags=re.MULTILINE,
+    )
