@@ -127,14 +127,18 @@ def layouts() -> Table:
 
 
 def gpu() -> Table:
-    """What benchmarks.speed and benchmarks/gpu_step.py printed on a GPU."""
+    """What benchmarks.speed, benchmarks/gpu_step.py and benchmarks/gpu_lanes.py printed on a GPU."""
     rows: list[Row] = [(name, f"{each[0].spread} times") for name, each in figures("gpu.txt").items()]
     text = (RESULTS / "performance" / "gpu.txt").read_text(encoding="utf-8")
-    for name, seconds in re.findall(r"(?m)^rounds, (plain|recorded, .* at once): (.+)$", text):
+    for name, seconds in re.findall(r"(?m)^rounds, (plain|recorded, .*(?:at once|one run)): (.+)$", text):
         rows.append((f"round of fixbn/table4, batch norm, {name}", f"{statistics.median(json.loads(seconds)):.2f} s"))
     step = re.search(r"(?m)^step: plain ([\d.]+), recorded ([\d.]+)", text)
     assert step
     rows += [("step of ResNet-20, batch 20, plain", f"{step[1]} ms"), ("the same, recorded", f"{step[2]} ms")]
+    for each in map(json.loads, re.findall(r'(?m)^{"clients".+$', text)):
+        if each["clients"] in (2, 5):
+            at_once = f"steps per second of {each['clients']} clients at once / one by one"
+            rows.append((at_once, f"{each['times']} times"))
     return ("measurement", "median (minimum to maximum)"), rows
 
 

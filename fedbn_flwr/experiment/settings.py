@@ -359,8 +359,8 @@ class Engine(Section):
     threads: int = setting(1, "PyTorch threads per client; the engines agree bit for bit at 1", ge=1, le=1_000)
     together: Positive = setting(
         1,
-        "clients that one process trains at once, where their networks consist of linear layers, see "
-        "[Small networks](performance.md#small-networks); last bits of the results differ",
+        "clients that one process trains at once: [small networks](performance.md#small-networks) of linear layers, "
+        "where last bits of the results differ, or any [on a GPU](performance.md#on-a-gpu)",
     )
     timeout: float = setting(
         3600,
