@@ -76,14 +76,14 @@ class BaseStrategy(Hooks):
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
         """Why a reply lacks what the messages of the round ask for, or None."""
 
-    def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+    def compare(self, replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         """The problems that only a comparison with the other replies shows, by node.
 
         Values must not be absurd, and statistics must be within the bounds.
         """
-        if not found:
+        if not replies:
             return {}
-        nodes, cohort = list(found), [reply.arrays for reply in found.values()]
+        nodes, cohort = list(replies), [reply.arrays for reply in replies.values()]
         problems = absurd(cohort, sent)
         if self.bounds is not None:
             keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS]
@@ -143,8 +143,8 @@ class BaseStrategy(Hooks):
 
         # Without messages nobody was asked, so no reply is required: a missing evaluation must not end the run.
         self.evaluation = self.attendance(f"round {server_round}, evaluation")
-        found = self.evaluation.screen(messages, partial(read_reply, records=None), problem, metric_problems)
-        return self.evaluated(server_round, found, key)
+        usable = self.evaluation.screen(messages, partial(read_reply, records=None), problem, metric_problems)
+        return self.evaluated(server_round, usable, key)
 
     def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         """The metrics of an evaluation over all clients, whose replies have the metric `key` as weights."""

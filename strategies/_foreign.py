@@ -61,10 +61,10 @@ class Foreign(BaseStrategy, Rule):
         self.breaks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
             self.breaks["known"] = "is not known to compute with nothing but the mean of the replies"
-        for each in self.strategies():
-            within = "" if each is strategy else f"contains {type(each).__name__}, which "
-            self.breaks |= {need: within + why for kinds, need, why in _BREAKS if isinstance(each, kinds)}
-            if isinstance(each, Rule) and (each.traits.kept or each.traits.records):
+        for inner in self.strategies():
+            within = "" if inner is strategy else f"contains {type(inner).__name__}, which "
+            self.breaks |= {need: within + why for kinds, need, why in _BREAKS if isinstance(inner, kinds)}
+            if isinstance(inner, Rule) and (inner.traits.kept or inner.traits.records):
                 self.breaks["inside"] = f"{within}keeps arrays on the clients or adds records"
 
     def __str__(self) -> str:
@@ -72,10 +72,12 @@ class Foreign(BaseStrategy, Rule):
 
     def strategies(self) -> list[Strategy]:
         """The strategy and those inside it."""
-        found = [self.strategy]
-        for each in found:
-            found += [value for value in vars(each).values() if isinstance(value, Strategy) and value not in found]
-        return found
+        strategies = [self.strategy]
+        for strategy in strategies:
+            strategies += [
+                value for value in vars(strategy).values() if isinstance(value, Strategy) and value not in strategies
+            ]
+        return strategies
 
     def find_attribute(self, attribute: str) -> Any:
         """An attribute of the strategy, or of the outermost one inside it that has it."""
@@ -120,15 +122,17 @@ class Foreign(BaseStrategy, Rule):
         problems = (number_problem(reply.metrics, key) for key in keys)
         return next(filter(None, problems), None) or form or overflow(reply.arrays, sent)
 
-    def compare(self, found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+    def compare(self, replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         if not self.weighs:
             return {}
-        weights = {node: reply.metrics[self.weighted_by_key] for node, reply in found.items()}
+        weights = {node: reply.metrics[self.weighted_by_key] for node, reply in replies.items()}
         # Krum may choose a reply without examples, and would divide by their sum.
         empty = [node for node, weight in weights.items() if not weight] if any(weights.values()) else []
         problems = dict.fromkeys(empty, f"its {self.weighted_by_key} is 0")
-        problems |= arrays_problems(found, sent)
-        return problems | super().compare({node: each for node, each in found.items() if node not in problems}, sent)
+        problems |= arrays_problems(replies, sent)
+        return problems | super().compare(
+            {node: reply for node, reply in replies.items() if node not in problems}, sent
+        )
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         if not self.weighs and any(number_problem(reply.metrics, self.weighted_by_key) for reply in replies):

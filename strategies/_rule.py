@@ -99,11 +99,11 @@ class Rule(Hooks):
         if round is None or not base.training.asked:
             return None, None
         try:
-            found = self._usable(round, gate(replies))
+            usable = self._usable(round, gate(replies))
         except RoundSkipped:
             return round.arrays, MetricRecord({"skipped": 1})
-        weights = base.bounded(f"round {server_round}", self.weights(round, found))
-        combined = self.combine(round, found, weights)
+        weights = base.bounded(f"round {server_round}", self.weights(round, usable))
+        combined = self.combine(round, usable, weights)
         if problem := base.model_problem(combined, unpack(round.arrays)):
             names = "(".join(map(str, self.chain)) + ")" * (len(self.chain) - 1)
             raise RunFailed(f"round {server_round}: {names} made a model that cannot be used: {problem}")
@@ -111,8 +111,8 @@ class Rule(Hooks):
         if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
             model = record_of({**round.arrays, **model})
         for rule in reversed(self.chain):
-            rule.after_round(round, found, weights)
-        return model, base.metrics(found)
+            rule.after_round(round, usable, weights)
+        return model, base.metrics(usable)
 
     def _usable(self, round: Round, messages: Sequence[Message]) -> Sequence[Reply]:
         """The replies that every rule of the chain can use."""
@@ -124,12 +124,12 @@ class Rule(Hooks):
             problems = (rule.problem(round, reply) for rule in self.chain)
             return base.form_problem(round, reply, sent) or next(filter(None, problems), None)
 
-        def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
+        def compare(replies: Mapping[int, Reply]) -> Mapping[int, str]:
             if any("compared" in rule.breaks for rule in self.chain):
                 return {}
-            problems = {**metric_problems(found), **base.compare(found, sent)}
+            problems = {**metric_problems(replies), **base.compare(replies, sent)}
             for name in names:
-                problems |= record_problems(found, name, sent)
+                problems |= record_problems(replies, name, sent)
             return problems
 
         read = partial(read_reply, name=base.arrayrecord_key, records=names)

@@ -218,9 +218,9 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
 
     def notes(self) -> Json:
         """The bounds on the influence of one client, and how arrays are combined, if they have no defaults."""
-        found: dict[str, object] = {} if self.bounds is None else {"bounds": dict(self.bounds.notes())}
-        found |= {"norm_statistics": "pooled"} if self.traits.pooled else {}
-        return found | ({"kept": self.kept} if self.kept else {})
+        notes: dict[str, object] = {} if self.bounds is None else {"bounds": dict(self.bounds.notes())}
+        notes |= {"norm_statistics": "pooled"} if self.traits.pooled else {}
+        return notes | ({"kept": self.kept} if self.kept else {})
 
 
 def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:

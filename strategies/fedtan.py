@@ -122,11 +122,11 @@ class FedTAN(FedAvg):
         while remaining != 0:
             answers = carrier.ask(nodes, steps.total(), agreement)
             exchange = f"round {round.number}, exchange {steps.total() + 1}"
-            found, problems = judged(nodes, answers, remaining, self.bounds and self.bounds.outliers)
-            if not steps or problems or len(found) < len(nodes):  # otherwise all stay, and are in order
-                partitions = {node: each.partition for node, each in found.items()}
+            contributions, problems = judged(nodes, answers, remaining, self.bounds and self.bounds.outliers)
+            if not steps or problems or len(contributions) < len(nodes):  # otherwise all stay, and are in order
+                partitions = {node: each.partition for node, each in contributions.items()}
                 nodes = self.training.admit(exchange, partitions, problems)
-            agreement, first = self.agree(exchange, [found[node] for node in nodes]), found[nodes[0]]
+            agreement, first = self.agree(exchange, [contributions[node] for node in nodes]), contributions[nodes[0]]
             remaining = first.remaining
             steps[first.kind] += 1
             way = "backward" if first.kind == "gradients" else "forward"

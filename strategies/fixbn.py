@@ -260,9 +260,9 @@ class FixBNClient(ClientRule):
 
     def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         if self.moments is not None:
-            found = copied(self.moments.statistics())
+            measured = copied(self.moments.statistics())
             model = records[MODEL]
-            records[MODEL] = {**model, **{key: cast(value, model[key].dtype) for key, value in found.items()}}
+            records[MODEL] = {**model, **{key: cast(value, model[key].dtype) for key, value in measured.items()}}
 
 
 def frozen_roles(config: Config) -> frozenset[Role]:

@@ -74,10 +74,10 @@ def with_queried(
         other = f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
         return number_problem(reply.metrics, rule.weighted_by_key) or other
 
-    def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
-        problems = arrays_problems(found, {})
-        left = {node: reply for node, reply in found.items() if node not in problems}
-        return {**metric_problems(found), **problems, **rule.compare(left, {})}
+    def compare(replies: Mapping[int, Reply]) -> Mapping[int, str]:
+        problems = arrays_problems(replies, {})
+        left = {node: reply for node, reply in replies.items() if node not in problems}
+        return {**metric_problems(replies), **problems, **rule.compare(left, {})}
 
     attendance = rule.attendance(what, queries, round.arrays)
     replies = attendance.screen(gate(answers), partial(read_reply, name=rule.arrayrecord_key), problem, compare)

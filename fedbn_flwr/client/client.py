@@ -174,8 +174,8 @@ class BNClient(NumPyClient):
         loss = default_loss(self.task) if loss is None else loss
         if isinstance(model, nn.Module):
             model = ModelTensors(model, device)
-        self._parts = model
-        self.model, self.roles = self._parts.model, self._parts.roles
+        self._tensors = model
+        self.model, self.roles = self._tensors.model, self._tensors.roles
         self.train_data, self.eval_data, self.batch, self.lr = train_data, eval_data, batch, lr
         self.epochs, self.steps = 1 if epochs is None and steps is None else epochs, steps
         self._optimizer = functools.partial(
@@ -214,14 +214,14 @@ class BNClient(NumPyClient):
             wanted.add(KeepOptimizerState)
         own = self._load(arrays, config)
         # Before the first result the model is the only place of the client's own values.
-        before = {} if own else self._parts.taken([key for key in self.roles if key not in arrays])
+        before = {} if own else self._tensors.taken([key for key in self.roles if key not in arrays])
         records = {} if extras is None else extras
         records[MODEL] = arrays
         try:
             with ExitStack() as resources:
                 return self._round(self._local(config, records, resources, exchange), wanted)
         except BaseException:
-            self._parts.load(before)
+            self._tensors.load(before)
             raise
 
     def _local(
@@ -241,11 +241,11 @@ class BNClient(NumPyClient):
         config = local.config
         sent = set(local.records[MODEL])
         returned = protocol.kept_keys(config, self.roles) if config.get(protocol.RETURN) else set()
-        taken = self._parts.taken([key for key in self.roles if key in sent or key in returned])
+        taken = self._tensors.taken([key for key in self.roles if key in sent or key in returned])
         metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: trained.loss}
         if config.get(protocol.REPORT_BATCH):
             metrics[protocol.BATCH_EXAMPLES] = trained.first_batch
-        own = self._parts.taken([key for key in self.roles if key not in sent])
+        own = self._tensors.taken([key for key in self.roles if key not in sent])
         problem = arrays_problem(taken, taken) or arrays_problem(own, own)
         if not math.isfinite(trained.loss):
             problem = f"its {protocol.TRAIN_LOSS} is {trained.loss} (the client diverged?)"
@@ -286,7 +286,7 @@ class BNClient(NumPyClient):
                     for rule in rules:
                         pairs = rule.tested(self._local(config, {MODEL: arrays}, resources), pairs)
                     measured[id(batches)] = evaluate(
-                        model, pairs, self.eval_loss, self._parts.device, self.metrics, task=self.task
+                        model, pairs, self.eval_loss, self._tensors.device, self.metrics, task=self.task
                     )
             values = measured[id(batches)]
             found |= {key if name == first else f"{name}-{key}": value for key, value in values.items()}
@@ -316,7 +316,7 @@ class BNClient(NumPyClient):
         """The statistics of the client's training inputs under the loaded model, and the number of batches."""
         epoch = local_batches(self.train_data, server_round, epochs=1, steps=None)
         with self._seeded("statistics", server_round, self.train_data):
-            return reestimate(self.model, self._pairs(epoch), self._parts.device, pooled=pooled)
+            return reestimate(self.model, self._pairs(epoch), self._tensors.device, pooled=pooled)
 
     def batch_examples(self) -> int:
         """The number of examples in the client's batches."""
@@ -325,7 +325,7 @@ class BNClient(NumPyClient):
     # --- arrays by position, for Flower's NumPyClient ---
 
     def get_parameters(self, config: Config) -> list[np.ndarray]:
-        return [value.copy() for value in self._parts.taken(self._sent()).values()]
+        return [value.copy() for value in self._tensors.taken(self._sent()).values()]
 
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Metrics]:
         if key := next((key for key in declared("client_mods") if key in config), None):
@@ -354,7 +354,7 @@ class BNClient(NumPyClient):
 
     def _seeded(self, purpose: str, server_round: int, loader: object = None) -> AbstractContextManager[None]:
         """Random numbers as functions of purpose, round and client, also those of a DataLoader's own generator."""
-        return seeding.streams(self._seed(purpose, server_round, loader), self._parts.device)
+        return seeding.streams(self._seed(purpose, server_round, loader), self._tensors.device)
 
     def _seed(self, purpose: str, server_round: int, loader: object) -> int:
         seed = seeding.seed_for(self.seed, purpose, server_round, self._number)
@@ -371,7 +371,7 @@ class BNClient(NumPyClient):
         factor = float(local.config.get(protocol.LR_FACTOR, 1.0))
         lr = (self.lr(server_round) if callable(self.lr) else self.lr) * factor
         frozen = frozenset[Role]().union(*(rule.frozen for rule in rules))
-        trained = {name: each for name, each in self._parts.trained.items() if self.roles.get(name) not in frozen}
+        trained = {name: each for name, each in self._tensors.trained.items() if self.roles.get(name) not in frozen}
         gradient: Gradient = functools.partial(backpropagate, precision=self.precision)
         if self.compile and not any(rule.alone for rule in rules):
             gradient = part("passes", "compiled")(gradient, getattr(self.train_data, "batch_size", None))
@@ -380,7 +380,7 @@ class BNClient(NumPyClient):
         )
         for rule in rules:
             pairs = rule.batches(pairs)
-        self._parts.train()
+        self._tensors.train()
         local.optimizer = self._optimizer(trained, lr)
         first_gradients = (rule.first_gradient() for rule in rules)
         first_step = next((gradient for gradient in first_gradients if gradient is not None), None)
@@ -394,7 +394,7 @@ class BNClient(NumPyClient):
             pairs,
             local.optimizer,
             self.loss,
-            self._parts.device,
+            self._tensors.device,
             rules,
             frozen,
             gradient,
@@ -429,9 +429,9 @@ class BNClient(NumPyClient):
         self.state = NodeState(self.state.records, run)
         own = self.state.load(OWN)
         kept = protocol.kept_keys(config, self.roles)
-        if kept and (problem := self._parts.kept_problem(kept, arrays)):
+        if kept and (problem := self._tensors.kept_problem(kept, arrays)):
             raise MessageError(problem)
-        self._parts.load_all(arrays, own, self._number, run, self._needed(config) - kept)
+        self._tensors.load_all(arrays, own, self._number, run, self._needed(config) - kept)
         return own
 
 

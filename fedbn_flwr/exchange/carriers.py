@@ -129,19 +129,19 @@ def judged(
     nodes: Sequence[int], answers: Answers, remaining: int | None, outliers: Outliers | None
 ) -> tuple[dict[int, Contribution], list[tuple[int, str]]]:
     """The contributions by node, and the problems of unusable ones; see `problems` for `remaining`."""
-    found = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
+    contributions = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
     refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
-    refused |= problems(found, remaining)
-    usable = [node for node in found if node not in refused]
-    tensors = [found[node].tensors for node in usable]
-    far = absurd(tensors, {}, () if usable and found[usable[0]].kind == "gradients" else ("var",))
+    refused |= problems(contributions, remaining)
+    usable = [node for node in contributions if node not in refused]
+    tensors = [contributions[node].tensors for node in usable]
+    far = absurd(tensors, {}, () if usable and contributions[usable[0]].kind == "gradients" else ("var",))
     if usable and outliers is not None:
         far |= outliers(tensors, sorted(tensors[0]))
-    refused |= {usable[i]: f"{found[usable[i]].kind}: {reason}" for i, reason in far.items()}
-    return found, list(refused.items())
+    refused |= {usable[i]: f"{contributions[usable[i]].kind}: {reason}" for i, reason in far.items()}
+    return contributions, list(refused.items())
 
 
-def problems(found: Mapping[int, Contribution], remaining: int | None) -> dict[int, str]:
+def problems(contributions: Mapping[int, Contribution], remaining: int | None) -> dict[int, str]:
     """Why contributions cannot be used, by node: a problem of their own, or another form than most clients sent.
 
     `remaining` is the number of exchanges that were to follow the previous one; None before the first.
@@ -149,15 +149,15 @@ def problems(found: Mapping[int, Contribution], remaining: int | None) -> dict[i
     # Streams bypass the gate, which checks this for messages. Most clients may report equal weights as their numbers.
     large = {
         node: f"its batch has {each.batch} examples, but its data set has {each.examples}"
-        for node, each in found.items()
+        for node, each in contributions.items()
         if each.batch > each.examples
     }
-    refused = large if 2 * len(large) <= len(found) else {}
-    refused |= {node: why for node, each in found.items() if (why := problem(each, remaining)) is not None}
-    forms = {node: _form(each) for node, each in found.items() if node not in refused}
+    refused = large if 2 * len(large) <= len(contributions) else {}
+    refused |= {node: why for node, each in contributions.items() if (why := problem(each, remaining)) is not None}
+    forms = {node: _form(each) for node, each in contributions.items() if node not in refused}
     times = Counter(forms.values())
     # In a tie, the form of the first partition.
-    most = min(forms, key=lambda node: (-times[forms[node]], found[node].partition or 0), default=0)
+    most = min(forms, key=lambda node: (-times[forms[node]], contributions[node].partition or 0), default=0)
     others = {
         node: f"it sent {form}, but others sent {forms[most]}; do all clients have the same model?"
         for node, form in forms.items()

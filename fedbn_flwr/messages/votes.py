@@ -21,14 +21,16 @@ from .reply import Reply, metric_name
 _SHARES = frozenset(name.rpartition("_")[2] for name in SHARES)
 
 
-def metric_problems(found: Mapping[int, Reply]) -> dict[int, str]:
+def metric_problems(replies: Mapping[int, Reply]) -> dict[int, str]:
     """The problems of replies with a metric in another form than most clients report, by node.
 
     A form is one number, a list of numbers, or one number out of range. The last is valid if most clients report it:
     some ClientApps report percentages, or equal weights as numbers of examples.
     """
     problems: dict[int, str] = {}
-    metrics = {node: {metric_name(key): value for key, value in reply.metrics.items()} for node, reply in found.items()}
+    metrics = {
+        node: {metric_name(key): value for key, value in reply.metrics.items()} for node, reply in replies.items()
+    }
     for key in dict.fromkeys(key for each in metrics.values() for key in each):
         forms = {node: _form(key, each) for node, each in metrics.items() if key in each}
         counts = Counter(forms.values())
@@ -62,7 +64,7 @@ def common_metrics(records: Sequence[protocol.Config]) -> list[MetricRecord]:
     return [MetricRecord({key: value for key, value in record.items() if key in common}) for record in records]
 
 
-def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dict[int, str]:
+def record_problems(replies: Mapping[int, Reply], name: str, model: Arrays) -> dict[int, str]:
     """The problems of the record `name` in replies, by node.
 
     The record must have an array for each parameter that clients train. The server cannot tell these from buffers and
@@ -70,8 +72,8 @@ def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dic
     """
     like = split_by_role(model, roles(model), {Role.WEIGHTS, Role.AFFINE})[0]
     missing = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
-    problems = {node: missing for node, reply in found.items() if name not in reply.records}
-    read = {node: reply.records[name] for node, reply in found.items() if name in reply.records}
+    problems = {node: missing for node, reply in replies.items() if name not in reply.records}
+    read = {node: reply.records[name] for node, reply in replies.items() if name in reply.records}
     votes = Counter(frozenset(arrays) for arrays in read.values() if arrays.keys() <= like.keys())
     keys = max(votes, key=lambda keys: (votes[keys], len(keys)), default=frozenset(like))
     faults = {node: arrays_problem(arrays, like, keys) or overflow(arrays, {}) for node, arrays in read.items()}
@@ -82,7 +84,7 @@ def record_problems(found: Mapping[int, Reply], name: str, model: Arrays) -> dic
     return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
 
 
-def arrays_problems(found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+def arrays_problems(replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
     """The problems of the arrays in replies, by node, where the server does not know what to expect.
 
     It expects the keys, shapes and dtypes that most replies have. In a tie it prefers the ones of `sent`, the arrays in
@@ -92,11 +94,11 @@ def arrays_problems(found: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
     def form(values: Arrays) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
         return tuple(sorted((key, value.dtype.str, value.shape) for key, value in values.items()))
 
-    forms = {node: form(reply.arrays) for node, reply in found.items()}
+    forms = {node: form(reply.arrays) for node, reply in replies.items()}
     votes, of_sent = Counter(forms.values()), form(sent)
     most = max(votes, key=lambda each: (votes[each], each == of_sent, len(each), each), default=())
-    like = next((reply.arrays for node, reply in found.items() if forms[node] == most), {})
-    faults = {node: arrays_problem(reply.arrays, like) for node, reply in found.items()}
+    like = next((reply.arrays for node, reply in replies.items() if forms[node] == most), {})
+    faults = {node: arrays_problem(reply.arrays, like) for node, reply in replies.items()}
     return {node: problem for node, problem in faults.items() if problem is not None}
 
 
