@@ -49,7 +49,7 @@ class BaseStrategy(Hooks):
         return Roster(self.memory.partitions)
 
     def attendance(self, what: str, messages: Iterable[Message] = (), arrays: ArrayRecord | None = None) -> Attendance:
-        """The attendance of the nodes that receive these messages, and a model with these arrays."""
+        """The nodes that these messages ask, as yet without replies; `arrays` is the model that they contain."""
         asked = [message.metadata.dst_node_id for message in messages]
         return Attendance(what, self.roster, self.min_train_nodes, arrays, asked)
 
@@ -74,7 +74,7 @@ class BaseStrategy(Hooks):
         raise NotImplementedError
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
-        """Why a reply lacks what the messages of the round ask for, or None."""
+        """Why the form of a reply is not the one that the messages of the round ask for, or None."""
 
     def compare(self, replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         """The problems that only a comparison with the other replies shows, by node.
@@ -134,7 +134,7 @@ class BaseStrategy(Hooks):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         messages = gate(replies)
         answers = [metrics_in(each.content).values() for each in messages if each.has_content()]
-        # Evaluations lack the training loss and the size of the first batch. One client must not decide the key.
+        # A key of training, such as its loss, is missing here; examples weight then. Most replies decide, not one.
         known = [any(self.weighted_by_key in record for record in records) for records in answers]
         key = self.weighted_by_key if 2 * sum(known) > len(known) else protocol.NUM_EXAMPLES
 

@@ -32,7 +32,8 @@ _ROBUST = (flower.FedMedian, flower.FedTrimmedAvg, flower.Krum, flower.MultiKrum
 _BREAKS = (
     ((FedOpt, flower.FedAvgM, flower.QFedAvg), "statistics", "changes statistics by steps of its optimiser"),
     ((flower.QFedAvg,), "mean", "weights the clients by the loss of each"),
-    *((_ROBUST, need, "compares the clients' models") for need in ("mean", "pooled")),
+    (_ROBUST, "mean", "compares the clients' models"),
+    (_ROBUST, "pooled", "compares the clients' models"),
     (NOISED, "mean", "clips the changes of the clients and adds noise"),
 )
 

@@ -39,7 +39,7 @@ class Round:
 
     number: int
     arrays: ArrayRecord  # the global model that the round begins with
-    config: Config  # of the messages to all clients; `config()` does not see those of the rules inside
+    config: Config  # of the messages to all clients; in `config()` without the keys of the rules inside
     grid: Grid
     _hidden: frozenset[Role] = frozenset()  # the roles that a strategy of Flower does not see
 
@@ -146,7 +146,7 @@ class Hooks(Strategy):
         return {}
 
     def records(self, round: Round) -> Mapping[str, Arrays]:
-        """Records of arrays for the clients, which send those of `Traits.records` back; empty ones are not sent."""
+        """Arrays for the clients, by record; an empty one is not sent. Clients send those in `Traits.records` back."""
         return {}
 
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:

@@ -169,7 +169,7 @@ class Rule(Hooks):
     def _run_arguments(
         self, grid: Grid, train: ConfigRecord | None, evaluate: ConfigRecord | None, evaluate_fn: EvaluateFn | None
     ) -> tuple[ConfigRecord, ConfigRecord, EvaluateFn | None]:
-        """The last arguments: configs that name the run, by which clients forget earlier ones, and an `evaluate_fn`."""
+        """Configs that name the run, by which clients tell it from others, and `evaluate_fn` of `global_model`."""
         given = {**(train or {})}
         name = protocol.run_keys(given) if protocol.RUN in given else _drawn_name()
         train, evaluate = ConfigRecord({**given, **name}), ConfigRecord({**(evaluate or {}), **name})

@@ -10,8 +10,8 @@ sum_i p_i tau_i; here it stays as above, so that with equal steps the result is 
 
 Choices that the paper leaves open:
 
-- Statistics of batch norm are no sums of gradients: they are averaged by p_i. Of a model's other buffers of floats a
-  server knows no more than their names, so they are treated like parameters.
+- Statistics of batch norm are not sums of gradients: they are averaged by p_i. The server cannot tell a model's other
+  float buffers from parameters, so it treats them alike.
 - Momentum with a proximal term, Nesterov's momentum and dampening have other a_i, and are errors. So are other
   optimisers, momentum kept from an earlier round, and learning rates that change within a round.
 - Weight decay belongs to the client's loss. The server's own momentum is left out.
@@ -85,7 +85,7 @@ class FedNova(FedAvg):
         scale = math.fsum(of_steps) / math.fsum(weights)
         model, x = dict(super().combine(round, replies, weights)), unpack(round.arrays)
         mean = super().combine(round, replies, of_steps)  # sum_i w_i x_i / sum_i w_i
-        kept = self.traits.stays(x)  # of each client, no change of x
+        kept = self.traits.stays(x)  # each client's own arrays: they are not changes of x
         for key, role in roles(model).items():
             if role in TRAINED and key not in kept and model[key].dtype.kind == "f":
                 before = x[key].astype(np.float64)

@@ -29,8 +29,8 @@ Metric = str | Callable[[Any, Any], float]
 def answers(task: Task, outputs: Any, targets: Value) -> tuple[Tensor, Tensor] | None:
     """Outputs and targets as the task's metrics need them; None if the user's model and loss have others.
 
-    Of classes they are logits [N, C, ...] and numbers of classes [N, ...], which may be given as [N, 1, ...], one logit
-    z of a binary task being (0, z); of labels and numbers both are [N, K].
+    For classes they are logits [N, C, ...] and class numbers [N, ...], which may be given as [N, 1, ...]; one logit z
+    of a binary task becomes (0, z). For labels and numbers both are [N, K].
     """
     outputs = logits_of(outputs)
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor) and task.form):

@@ -64,7 +64,7 @@ def cross_entropy(
 
 
 def without_channel(logits: Tensor, targets: Tensor) -> Tensor:
-    """Class numbers [N, 1, ...] for logits [N, C, ...], as MONAI's masks are, as [N, ...]; others as they are."""
+    """Class numbers as [N, ...], if they are [N, 1, ...] for logits [N, C, ...] as MONAI's masks are."""
     has_channel = targets.ndim == logits.ndim > 1 and targets.shape[1] == 1 and not targets.is_floating_point()
     return targets[:, 0] if has_channel else targets
 
@@ -120,7 +120,7 @@ _LOSSES: dict[str, Loss] = {
 
 
 def make_loss(name: str, **options: object) -> Loss:
-    """A loss by a name of `tasks.LOSSES`, with its options, which of cross entropies are those of the function."""
+    """A loss by its name in `tasks.LOSSES`; a cross entropy has the options that its function has."""
     return partial(_LOSSES[name], **options) if options else _LOSSES[name]
 
 

@@ -183,7 +183,7 @@ def _restore(folder: Path, context: Context, run: str, last: int) -> None:
 
 
 def _delete_outside(folder: Path, kept: int, last: int) -> None:
-    """Delete the states of rounds after `last`, which will be trained again, and those before that of `kept`."""
+    """Delete the states of rounds after `last`, which will be trained again, and those older than that of `kept`."""
     rounds = _rounds(folder)
     oldest = max((stored for stored in rounds if stored <= kept), default=0)
     for stored, file in rounds.items():

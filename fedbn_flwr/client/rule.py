@@ -67,8 +67,8 @@ class LocalRound:
     """A client's round, from which a client rule reads what it needs."""
 
     config: Config  # of the message
-    # The message's records of arrays: "arrays" is the model. Of a layer-wise round the last message has the others,
-    # so read them in `begin` or later.
+    # The message's records of arrays; "arrays" is the model. In a layer-wise round the others arrive with the last
+    # message, so read them in `begin` or later.
     records: Mapping[str, Arrays]
     state: NodeState  # arrays that the client keeps between rounds
     model: nn.Module
@@ -94,7 +94,7 @@ class ClientRule:
     may_differ: ClassVar[Collection[str]] = ()
     order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
     elementwise: ClassVar[bool] = True  # whether `adjust` treats each element of the gradients alone
-    # Whether rounds with this rule train one after the other, uncompiled: it has a `loss`, or changes the model.
+    # Whether a round with this rule trains apart from others and uncompiled: it has a `loss`, or changes the model.
     alone: bool = False
     frozen: frozenset[Role] = frozenset()  # roles of batch norm's arrays that keep the received values
 
@@ -146,8 +146,8 @@ class ClientRule:
         """
 
 
-# The client rules by their keys: those of all modules that are imported, and before that where the rules of our
-# strategies and of extensions are, since a client need not import the other ones.
+# The client rules by their keys. Until the module of one of our strategies or extensions is imported, its entry is the
+# place `module:class`: a client imports only the rules that it is asked for.
 BY_KEY: dict[str, type[ClientRule] | str] = {
     "proximal-mu": "fedbn_flwr.strategies.fedprox:FedProxClient",
     "fedbn.freeze": "fedbn_flwr.strategies.fixbn:FixBNClient",

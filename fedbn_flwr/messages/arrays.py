@@ -53,7 +53,7 @@ class Layout:
         return layout_of, (self.dtype.str, tuple(self.shapes), tuple(self.shapes.values()))
 
 
-# A layout is kept only while a block uses it, as the server's model does: a reply may have keys of any length.
+# A layout lives as long as a block uses it, such as the server's model: a reply may have keys of any length.
 _LAYOUTS: WeakValueDictionary[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]], Layout] = WeakValueDictionary()
 
 
