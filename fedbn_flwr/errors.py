@@ -97,11 +97,17 @@ def log_once(text: str, level: int = logging.WARNING) -> None:
     LOG.log(level, "%s", text)
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant; upper and lower case do not count."""
+    by_lower = {each.lower(): each for each in known}
+    return next((by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=1)), None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an "unknown name" message: the nearest known name, then all known names."""
     names = sorted(map(str, known))
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = nearest(name, names)
+    hint = f"did you mean {near!r}? " if near else ""
     return f"{hint}known: {', '.join(names)}"
 
 

@@ -6,12 +6,18 @@ import argparse
 import json
 import signal
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedbn_flwr.errors import OF_RUN_CONFIG, RunFailed, SettingsError, did_you_mean, options_as
 from fedbn_flwr.trees import Tree
 
 from .common import Commands, add_command, continued_by, parse_pairs
+
+if TYPE_CHECKING:
+    from fedbn_flwr.results.folder import RunFolder
 
 
 def add(commands: Commands) -> None:
@@ -62,10 +68,9 @@ def _pair(key: str, value: object) -> str:
 
 
 def flwr(arguments: argparse.Namespace) -> int:
-    from fedbn_flwr.results.folder import RunFolder, out_folder
     from fedbn_flwr.results.folder.summary import time_stamp
 
-    from .simulation import check_federation, federation_config, run_app
+    from .simulation import check_federation, run_app
 
     if arguments.stream:
         raise SettingsError(
@@ -77,37 +82,15 @@ def flwr(arguments: argparse.Namespace) -> int:
     given = parse_pairs(arguments.federation_config, "--federation-config")
     federation = {key.replace("_", "-"): value for key, value in given.items()}  # Flower accepts both
     check_federation(federation)
-    out: Path | None = None
     folders: list[RunFolder] = []
     if project["project"]["name"] == "fedbn-flwr":
-        from fedbn_flwr.experiment.file.layers import from_run_config
-        from fedbn_flwr.experiment.prepare import prepare
-        from fedbn_flwr.experiment.run.loop import open_folders
-
         defaults = project["tool"]["flwr"]["app"]["config"]
-        for key, value in run_config.items():
-            if key not in defaults:
-                raise SettingsError(f"--run-config has no key {key!r}; {did_you_mean(key, defaults)}")
-            if type(value) is not type(defaults[key]):
-                expected = "true or false" if key == "resume" else "text, in quotes"
-                raise SettingsError(f"--run-config: {key} is {value!r}; expected {expected}")
-        config = {**defaults, **run_config}
-        experiment, resume = from_run_config(config), bool(config.get("resume"))
-        clients = experiment.runs[0].clients
-        check_federation(federation, clients)
-        with options_as(*OF_RUN_CONFIG):
-            out = out_folder(experiment.name, config.get("out"), resume=resume)
-            prepare(experiment, own_data=True)
-            folders = open_folders(experiment, out, resume=resume)
-        run_config["out"] = str(out)  # Flower's processes run in another folder
-        federation = {"num-supernodes": clients, **federation} if federation else federation_config(clients)
+        run_config, federation, folders = _of_experiment(run_config, federation, defaults)
+    out = folders[0].path.parent if folders else None
     began = time_stamp()
-    stop = signal.default_int_handler  # as Ctrl-C: the run's processes are ended, too
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    before = {number: signal.signal(number, stop) for number in ours}  # nohup ignores SIGHUP
     words = [w for text in arguments.federation_config for w in ("--federation-config", text)]
     pairs = " ".join(_pair(key, value) for key, value in {**run_config, "resume": True}.items())
-    with continued_by(out, "flwr", "run", arguments.app, *words, "--run-config", pairs):
+    with continued_by(out, "flwr", "run", arguments.app, *words, "--run-config", pairs), _ended_by_signals():
         try:
             run_app(app, run_config, federation or {"client-resources-num-cpus": 1})
         except RunFailed as error:
@@ -118,6 +101,43 @@ def flwr(arguments: argparse.Namespace) -> int:
         finally:
             for folder in folders:  # of a run whose process was killed, or ended by Ctrl-C before it could do that
                 folder.mark_interrupted()
-            for number, handler in before.items():
-                signal.signal(number, handler)
     return 0
+
+
+def _of_experiment(run_config: Tree, federation: Tree, defaults: Tree) -> tuple[Tree, Tree, list[RunFolder]]:
+    """The run config of this project's app with its output folder, a node for each client, and the run folders."""
+    from fedbn_flwr.experiment.file.layers import from_run_config
+    from fedbn_flwr.experiment.prepare import prepare
+    from fedbn_flwr.experiment.run.loop import open_folders
+    from fedbn_flwr.results.folder import out_folder
+
+    from .simulation import check_federation, federation_config
+
+    for key, value in run_config.items():
+        if key not in defaults:
+            raise SettingsError(f"--run-config has no key {key!r}; {did_you_mean(key, defaults)}")
+        if type(value) is not type(defaults[key]):
+            expected = "true or false" if key == "resume" else "text, in quotes"
+            raise SettingsError(f"--run-config: {key} is {value!r}; expected {expected}")
+    config = {**defaults, **run_config}
+    experiment, resume = from_run_config(config), bool(config.get("resume"))
+    clients = experiment.runs[0].clients
+    check_federation(federation, clients)
+    with options_as(*OF_RUN_CONFIG):
+        out = out_folder(experiment.name, config.get("out"), resume=resume)
+        prepare(experiment, own_data=True)
+        folders = open_folders(experiment, out, resume=resume)
+    nodes = {"num-supernodes": clients, **federation} if federation else federation_config(clients)
+    return {**run_config, "out": str(out)}, nodes, folders  # Flower's processes run in another folder
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP do what Ctrl-C does, so that the run's processes end too; nohup ignores SIGHUP."""
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in ours}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -65,32 +65,23 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     classes = _known(source, entry, columns, label, tuple(map(str, known)))
     domains = _groups(source, columns, "domain", domain, source.domains)
     groups = _groups(source, columns, "group", group, ())
-    kinds = [columns["train"][column].kind for column in (*inputs, label[0])]
-    if len(inputs) > 1 and "Image" in kinds[:-1]:
-        raise DataError(f"data.inputs is {list(inputs)}; expected one column of images, or columns without images")
-    are_files, are_masks = kinds[0] == "Image", kinds[-1] == "Image"
+    image, mask = _files(columns["train"], inputs, label[0])
     # Files are decoded when it is clear which are used: until then inputs are the numbers of rows, and masks zeros.
     numbers = {part: torch.arange(len(split)) for part, split in splits.items()}
-    if are_masks:
-        targets: Targets = {part: torch.zeros_like(each) for part, each in numbers.items()}
-        names, task = classes, SEGMENTATION
-    else:
+    targets: Targets = {part: torch.zeros_like(each) for part, each in numbers.items()}
+    names, task = classes, SEGMENTATION
+    if mask is None:
         targets, names, task = targets_of(source, _values(columns, label), classes, numbered=not is_table)
-    if task is SEGMENTATION and are_files != are_masks:
+    if task is SEGMENTATION and (image is None) != (mask is None):
         raise DataError(
-            f"data.label={label[0]!r} of {source.name!r} has the type {kinds[-1]}; expected a number or a text for "
-            f"each example, or images and a column of masks. Its columns: {_in_words(columns)}"
+            f"data.label={label[0]!r} of {source.name!r} has the type {columns['train'][label[0]].kind}; expected a "
+            f"number or a text for each example, or images and a column of masks. Its columns: {_in_words(columns)}"
         )
-    values, features = (numbers, ()) if are_files else inputs_of(source, _values(columns, inputs))
+    values, features = (numbers, ()) if image else inputs_of(source, _values(columns, inputs))
     examples = {part: Examples(some, targets[part]) for part, some in values.items()}
-    if entry is not None and not source.class_names and task is CLASSIFICATION and len(names) != entry.classes:
-        raise DataError(
-            f"data.name={source.name!r} ({entry.title}) has {entry.classes} classes, the data {len(names)} in "
-            f"{label[0]!r}; choose another column with data.label, or other data by a folder or hub name"
-        )
     for part, split in examples.items():
         of_groups = [getattr(each, part) for each in (domains, groups) if each is not None]
-        _check_sizes(f"{source.name!r}: {part}", split, of_groups, dense=task is SEGMENTATION and not are_files)
+        _check_sizes(f"{source.name!r}: {part}", split, of_groups, dense=task is SEGMENTATION and image is None)
     data = DataSet(
         source.name,
         examples["train"],
@@ -103,17 +94,44 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
         features,
         uses,
         source.tokens,
-    ).wanted()
+    )
+    _check_entry(source, entry, data, label[0])
+    data = _wanted(source, data)
+    return _of_one_shape(_decoded(data, source, splits, entry, image, mask) if image else data)
+
+
+def _files(train: Mapping[str, Column], inputs: Names, label: str) -> tuple[str | None, str | None]:
+    """The columns of image files and of masks."""
+    images = [column for column in inputs if train[column].kind == "Image"]
+    if images and len(inputs) > 1:
+        raise DataError(f"data.inputs is {list(inputs)}; expected one column of images, or columns without images")
+    return next(iter(images), None), label if train[label].kind == "Image" else None
+
+
+def _check_entry(source: Source, entry: Entry | None, data: DataSet, label: str) -> None:
+    """Raise an error if the data have other classes than their entry in the catalogue."""
+    if entry is None or source.class_names or data.task is not CLASSIFICATION or data.classes == entry.classes:
+        return
+    raise DataError(
+        f"data.name={source.name!r} ({entry.title}) has {entry.classes} classes, the data {data.classes} in {label!r}; "
+        "choose another column with data.label, or other data by a folder or hub name"
+    )
+
+
+def _wanted(source: Source, data: DataSet) -> DataSet:
+    """The examples that the settings ask for, with a test split."""
+    data = data.wanted()
     if source.missing == "drop":
         data = data.complete()
     if source.held_out:
         data = data.held_out(source.held_out)
-    data = fewer(data, source.examples, source.test_examples)
-    if are_files:
-        data = _decoded(data, source, splits, entry, inputs[0], label[0] if are_masks else None)
+    return fewer(data, source.examples, source.test_examples)
+
+
+def _of_one_shape(data: DataSet) -> DataSet:
     if data.train.shape != data.test.shape:
         raise DataError(
-            f"data.name={source.name!r}: training examples have the shape {data.train.shape}, test examples "
+            f"data.name={data.name!r}: training examples have the shape {data.train.shape}, test examples "
             f"{data.test.shape}; expected the same: set data.size to resize image files, and use colour or "
             "greyscale images in both splits"
         )

@@ -113,10 +113,14 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     """A table; tables whose names begin with the split's, here or one level below; or image files in a known layout."""
     _check_rights(folder)
     if not folder.exists():
+        where = folder.absolute().parent
+        present = sorted(path.name for path in where.iterdir())[:12] if where.is_dir() else ()
         raise DataError(
             f"data.name={str(folder)!r}: there is no such file or folder; give a table (.csv, .parquet, .npz), a "
             "folder with train*.parquet and test*.parquet, a name that `fedbn list datasets` shows, or the name of a "
-            "data set on the Hugging Face hub"
+            "data set on the Hugging Face hub",
+            f". {str(where)!r} "
+            + (f"contains {', '.join(present) or 'nothing'}" if where.is_dir() else "is no folder"),
         )
     # The names of the splits; None stands for the usual ones.
     given: Draft = {"train": source.train, **({} if source.held_out else {"test": source.test})}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import SettingsError, nearest
 from fedbn_flwr.named import path_of
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.yaml_text import LENGTH, parse_yaml
@@ -95,9 +95,10 @@ def _file(source: str, folder: Path) -> tuple[Path, str]:
         return path, path.stem
     shipped = shipped_experiments()
     if source not in shipped:
+        meant = f"{source}.yaml" if path.with_name(f"{path.name}.yaml").is_file() else nearest(source, shipped)
         raise SettingsError(
             f"there is no experiment {source!r}: it is neither a file ending in .yaml nor a shipped experiment; "
-            f"{did_you_mean(source, shipped)}"
+            f"{f'did you mean {meant!r}? ' if meant else ''}`fedbn list experiments` shows those that are shipped"
         )
     return shipped[source], source.replace("/", "-")
 
@@ -118,8 +119,10 @@ def _text(path: Path) -> str:
         with path.open("rb") as stream:
             return stream.read(4 * LENGTH + 1).decode()  # at most four bytes a character: `parse_yaml` allows no more
     except (OSError, ValueError) as error:  # or it isn't UTF-8, or the path has a NUL
+        files = [file.name for file in path.parent.glob("*.y*ml")] if isinstance(error, FileNotFoundError) else ()
+        hint = f"; did you mean {str(path.with_name(meant))!r}?" if (meant := nearest(path.name, files)) else ""
         raise SettingsError(
-            f"cannot read the experiment {str(path)!r}: {getattr(error, 'strerror', None) or error}"
+            f"cannot read the experiment {str(path)!r}: {getattr(error, 'strerror', None) or error}{hint}"
         ) from None
 
 

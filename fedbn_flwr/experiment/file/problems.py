@@ -51,7 +51,9 @@ def _explain(details: ErrorDetails) -> str:
     key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
     found, kind, value = details["input"], details["type"], shorten(repr(details["input"]), 200)
     if kind == "extra_forbidden":
-        return f"unknown key {key!r} (= {value}); {did_you_mean(parts[-1], _section(parts[:-1]))}"
+        elsewhere = [f"{name}.{parts[-1]}" for name in Settings.model_fields if parts[-1] in _section([name])]
+        hint = f"did you mean {' or '.join(elsewhere)}? " if elsewhere and len(parts) == 1 else ""
+        return f"unknown key {key!r} (= {value}); {hint or did_you_mean(parts[-1], _section(parts[:-1]))}".rstrip()
     if kind == "missing":
         return f"{key!r} is missing"
     if kind.startswith("union_tag"):  # of a partition

@@ -67,7 +67,7 @@ from ..parts import Parts, counts_of
 from ..prepare import check_partition, prepare
 from ..settings import Experiment
 from .cohort import agree, check_nodes, restore_clients
-from .side_by_side import failed_because, jobs_of, side_by_side, workers_of
+from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of
 
 
 def run_one(
@@ -287,22 +287,7 @@ def run_experiment(
                 for place in todo:  # its process may have been killed
                     folders[place].mark_interrupted()
         else:
-            for left, place in zip(range(len(todo), 0, -1), todo, strict=True):
-                if progress.stop_asked:
-                    raise KeyboardInterrupt
-                if not time.may_begin(place):
-                    continue
-                try:
-                    run_at(place, progress.begin(place), time.share(left))
-                except OutOfTime:
-                    time.unfinished.append(place)
-                except (RunFailed, SettingsError, StorageError) as error:  # another process may write the folder
-                    if len(folders) == 1:
-                        raise
-                    # Divergence is a result too: the remaining runs are still carried out.
-                    failed[place] = str(error)
-                is_stopped = place in time.unfinished
-                progress.end(place, "stopped" if is_stopped else failed_because(failed.get(place, "")))
+            failed |= one_after_another(todo, run_at, progress, time, is_single=len(folders) == 1)
         failures = [f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items())]
         progress.status("writing the report")
         try:

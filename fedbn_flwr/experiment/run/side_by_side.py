@@ -1,4 +1,4 @@
-"""Carries out runs side by side, each in a worker process that is forked after the data are loaded.
+"""Carries out runs one after another, or side by side, each in a worker process forked after the data are loaded.
 
 The processes share the memory of the data. A run in a process has no workers, and is the same bit for bit as a run
 whose clients are shared out among workers.
@@ -18,7 +18,7 @@ import torch
 
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.worker import Worker
-from fedbn_flwr.errors import FedbnError, OutOfTime, RunFailed, SettingsError
+from fedbn_flwr.errors import FedbnError, OutOfTime, RunFailed, SettingsError, StorageError
 from fedbn_flwr.results.text import shorten
 
 from ..listeners.progress import News, Progress, Reporter
@@ -57,6 +57,32 @@ def workers_of(run: Settings) -> int:
             "engine.name ray with gpus_per_client, for instance 0.25"
         )
     return run.engine.workers
+
+
+def one_after_another(
+    places: Sequence[int], carry_out: CarryOut, progress: Progress, time: Slice, *, is_single: bool
+) -> dict[int, str]:
+    """Carry out the runs at these places of the experiment in this process; returns the reason of each that failed.
+
+    Divergence is a result too, so the remaining runs are still carried out. The error of a single run is raised.
+    """
+    problems: dict[int, str] = {}
+    for left, place in zip(range(len(places), 0, -1), places, strict=True):
+        if progress.stop_asked:
+            raise KeyboardInterrupt
+        if not time.may_begin(place):
+            continue
+        try:
+            carry_out(place, progress.begin(place), time.share(left))
+        except OutOfTime:
+            time.unfinished.append(place)
+        except (RunFailed, SettingsError, StorageError) as error:  # another process may write the folder
+            if is_single:
+                raise
+            problems[place] = str(error)
+        is_stopped = place in time.unfinished
+        progress.end(place, "stopped" if is_stopped else failed_because(problems.get(place, "")))
+    return problems
 
 
 def side_by_side(

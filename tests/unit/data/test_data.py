@@ -617,6 +617,11 @@ def test_a_wrong_value_is_named_by_column_and_row(
 def test_a_missing_folder_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no such file or folder; give a table"):
         load(Source(name=str(tmp_path / "absent")))
+    (tmp_path / "heart.csv").write_text("age,y\n")
+    with pytest.raises(DataError) as found:
+        load(Source(name=str(tmp_path / "hart.csv"), test=0.2))
+    assert str(found.value).endswith(f". {str(tmp_path)!r} contains heart.csv")
+    assert str(tmp_path) not in found.value.public.replace(f"data.name={str(tmp_path / 'hart.csv')!r}", "")
 
 
 @pytest.mark.parametrize("given", [{"name": "./pictures"}, {"name": "pictures"}, {"name": "pictures", "root": "."}])

@@ -110,6 +110,20 @@ def test_the_experiment_of_the_page_on_sites_is_read(tmp_path: Path) -> None:
     assert (run.rounds, run.clients, run.model.name, run.strategy["name"]) == (10, 2, "mlp", "FedBN")
 
 
+def test_a_mistyped_file_is_answered_by_the_ones_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text("rounds: 1")
+    monkeypatch.chdir(tmp_path)
+    for source, message in (
+        ("mien.yaml", r"cannot read the experiment 'mien.yaml': No such file or directory; did you mean 'mine.yaml'\?"),
+        ("mine", r"did you mean 'mine.yaml'\?"),
+        ("Demo", r"did you mean 'demo'\? `fedbn list experiments` shows"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            load_experiment(source)
+
+
 def test_what_extends_nothing_readable_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     for source, message in (

@@ -36,6 +36,17 @@ def test_an_unknown_key_of_a_partition_is_answered_by_its_kind() -> None:
     assert "min_size" not in found
 
 
+def test_a_key_of_a_section_at_the_top_is_answered_by_its_section() -> None:
+    assert fault("lr: 0.1").endswith("unknown key 'lr' (= 0.1); did you mean train.lr?")
+    assert "did you mean train.batch_size or evaluate.batch_size?" in fault("batch_size: 8")
+    assert "unknown key 'engine.lr' (= 0.1); known: address" in fault("engine: {lr: 0.1}")
+
+
+def test_a_name_in_other_letters_is_suggested() -> None:
+    assert "did you mean 'FedBN'?" in fault("strategy: FedBn")
+    assert "did you mean 'resnet18'?" in fault("model: ResNet18")
+
+
 def test_keys_of_experiments_are_suggested_too() -> None:
     assert "did you mean 'seeds'?" in fault("sedes: [1, 2]")
 
