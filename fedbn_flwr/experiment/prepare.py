@@ -40,15 +40,17 @@ from .settings import Experiment, Settings, strategy_name
 def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_data: bool = False) -> list[Parts]:
     """Prepare and check all runs, or those at these places of the experiment.
 
-    With `own_data`, nodes may have data of their own, so that the sizes of the partitions do not matter.
+    With `own_data`, nodes may have data of their own, so that the sizes of the partitions do not matter. Runs of one
+    label differ only in their seeds, so the network and its training are tried for the first of them.
     """
     by_place = [(run, name) for name, run in experiment.named.items()]
     chosen = by_place if places is None else [by_place[place] for place in places]
     several = len({run.label for run, _ in chosen}) > 1
     prepared: list[Parts] = []
     for run, name in chosen:
+        is_tried = run.label in {other.run.label for other in prepared}
         with naming(f"run {run.label!r}") if several else nullcontext():
-            prepared.append(prepare_run(run, name, make_rule(run)))
+            prepared.append(prepare_run(run, name, make_rule(run), is_tried=is_tried))
             if len(chosen) > 1:
                 prepared[-1].release()  # a sweep has many models
             if prepared[-1].dataset is not None and not own_data:
@@ -56,8 +58,11 @@ def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_
     return prepared
 
 
-def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
-    """Make the parts of a run, and check that they suit each other."""
+def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False) -> Parts:
+    """Make the parts of a run, and check that they suit each other.
+
+    With `is_tried`, the network and its training were tried for another seed of the run.
+    """
     for tracker in run.track:
         named.load("track", tracker_of(tracker))
     parts = Parts(run, name, rule)
@@ -69,6 +74,14 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
         parts.normalise  # noqa: B018
     if parts.dataset is not None and run.evaluate.validation:
         parts.held_out  # noqa: B018
+    if not is_tried:
+        _try_training(parts)
+    return parts
+
+
+def _try_training(parts: Parts) -> None:
+    """Raise an error unless the run's network, training and strategy suit each other."""
+    run, rule = parts.run, parts.rule
     _check_norm(run, parts.model, rule)
     try_model(run, parts.model, parts.shape, parts.device)
     check_training(parts)
@@ -80,7 +93,6 @@ def prepare_run(run: Settings, name: str, rule: Rule) -> Parts:
     stays = rule.traits.stays(parts.model.state_dict())
     if stays and (problem := ModelTensors(parts.model).kept_problem(stays)):
         raise SettingsError(f"strategy {strategy_name(run.strategy)}: {problem}")
-    return parts
 
 
 def make_rule(run: Settings) -> Rule:

@@ -194,3 +194,29 @@ def test_a_model_unsuited_to_the_strategy_is_refused_before_training() -> None:
     experiment = read_experiment({"strategy": {"name": "FixBN"}, "model": {"norm": "gn"}})
     with pytest.raises(SettingsError, match=r"^FixBN freezes batch norm, and the model has none"):
         prepare(experiment)
+
+
+class Counting(nn.Sequential):
+    """Counts the passes of all its instances."""
+
+    passes = 0
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        Counting.passes += 1
+        return super().forward(inputs)  # type: ignore[no-any-return]
+
+
+def test_a_network_is_tried_for_one_seed_and_the_examples_of_all_are_counted() -> None:
+    text = f"{{model: {{name: '{__name__}:Counting'}}, seeds: %s, data: {{partition: {{kind: %s}}}}, clients: 5}}"
+
+    def passes(seeds: list[int]) -> int:
+        before = Counting.passes
+        assert len(prepare(read_experiment(parse_yaml(text % (seeds, "iid"))))) == len(seeds)
+        return Counting.passes - before
+
+    assert passes([0, 1, 2]) == passes([0]) > 0
+    (first, second) = prepare(read_experiment(parse_yaml(text % ([0, 1], "dirichlet, alpha: 0.5"))))
+    assert [len(part) for part in first.partition] != [len(part) for part in second.partition]
