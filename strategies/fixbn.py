@@ -243,12 +243,12 @@ class FixBNClient(ClientRule):
 
     def __init__(self, local: LocalRound) -> None:
         super().__init__(local)
-        frozen, sent = frozen_roles(local.config), local.records[MODEL]
-        kept = {key: role for key, role in local.roles.items() if role in frozen and key not in sent}
+        frozen = frozen_roles(local.config)
+        kept = {key: role for key, role in local.roles.items() if role in frozen and key not in local.sent}
         # Where roles stay on the client (FedBN, SiloBN), one that first trains after the freeze sets its values now.
         own = local.state.load(OWN) if kept else {}
         missing = {role: key for key, role in reversed(kept.items()) if key not in own}
-        if shared := [key for key in sent if local.roles.get(key) in missing]:
+        if shared := [key for key in local.roles if key in local.sent and local.roles[key] in missing]:
             role = local.roles[shared[0]]
             raise MessageError(
                 f"this client first trains after the freeze ({FREEZE!r}): it would have to set its own "

@@ -10,7 +10,7 @@ from logging import ERROR
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
@@ -22,7 +22,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 from fedbn_flwr.messages.protocol import Config, Metrics
-from fedbn_flwr.messages.reply import sent_model
+from fedbn_flwr.messages.reply import OwnContent, sent_model
 from fedbn_flwr.named import path_of
 
 from .client import BNClient, Update
@@ -201,8 +201,16 @@ Handler = Callable[[Make, Message, Config, Context], RecordDict]
 def _train(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     if protocol.EXCHANGE_STEP in config:
         return _train_by_messages(make, message, config, context)
-    record, client = sent_model(message.content), without_parked(make, config, context) if parked_rounds else make()
-    return _reply(client.train_round(unpack(record), config, _extras(message, record)), context)
+    client, extras = without_parked(make, config, context) if parked_rounds else make(), _extras(message)
+    return _reply(client.train_round(_taken_from(message.content), config, extras), context)
+
+
+def _taken_from(content: RecordDict) -> Arrays:
+    """The arrays of the model. They are loaded once, so a content of one's own does not keep them while training."""
+    record = sent_model(content)
+    if isinstance(content, OwnContent):
+        del content[next(name for name, each in content.items() if each is record)]
+    return unpack(record)
 
 
 def _evaluate(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
@@ -256,7 +264,7 @@ def _exchange(context: Context, agreement: Agreement) -> Contribution:
 
 
 def _train_by_messages(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    extras = _extras(message, sent_model(message.content))
+    extras = _extras(message)
     outcome = train_by_messages(make, message.content, config, extras, context)
     return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome, context)
 
@@ -279,7 +287,9 @@ def _config(message: Message) -> Config:
     return dict(next(iter(configs_in(message.content).values()), {}))
 
 
-def _extras(message: Message, record: ArrayRecord) -> dict[str, Arrays]:
+def _extras(message: Message) -> dict[str, Arrays]:
+    """The records of arrays besides the model."""
+    record = sent_model(message.content)
     return {name: unpack(other) for name, other in arrays_in(message.content).items() if other is not record}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
@@ -215,31 +215,36 @@ class BNClient(NumPyClient):
         own = self._load(arrays, config)
         # Before the first result the model is the only place of the client's own values.
         before = {} if own else self._tensors.taken([key for key in self.roles if key not in arrays])
-        records = {} if extras is None else extras
-        records[MODEL] = arrays
+        sent, records = frozenset(arrays), {} if extras is None else extras
+        del arrays  # training needs the memory
         try:
             with ExitStack() as resources:
-                return self._round(self._local(config, records, resources, exchange), wanted)
+                return self._round(self._local(config, sent, records, resources, exchange), wanted)
         except BaseException:
             self._tensors.load(before)
             raise
 
     def _local(
-        self, config: Config, records: dict[str, Arrays], resources: ExitStack, exchange: Exchange = no_exchange
+        self,
+        config: Config,
+        sent: Collection[str],
+        records: dict[str, Arrays],
+        resources: ExitStack,
+        exchange: Exchange = no_exchange,
     ) -> LocalRound:
         """What client rules know of a message."""
         server_round, partition = int(config.get(protocol.ROUND, 1)), self.identity.get(protocol.PARTITION)
         step = LayerwiseStep(exchange, examples=self.num_examples, partition=partition, own=self.min_batch)
         passed = functools.partial(self._pass, server_round)
         seed = seeding.seed_for(self.seed, "rules", server_round, self._number)
-        return LocalRound(config, records, self.state, self.model, self.roles, step, resources, passed, seed)
+        return LocalRound(config, sent, records, self.state, self.model, self.roles, step, resources, passed, seed)
 
     def _round(self, local: LocalRound, wanted: Iterable[type[ClientRule]]) -> Update:
         """The result of a round that begins with the loaded model."""
         rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
         trained = TRAINER.get()(self._training(local, rules))
         config = local.config
-        sent = set(local.records[MODEL])
+        sent = local.sent
         returned = protocol.kept_keys(config, self.roles) if config.get(protocol.RETURN) else set()
         taken = self._tensors.taken([key for key in self.roles if key in sent or key in returned])
         metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: trained.loss}
@@ -284,7 +289,7 @@ class BNClient(NumPyClient):
                 with ExitStack() as resources, self._seeded("evaluate", server_round, batches):
                     pairs: Iterable[Batch] = self._pairs(batches)
                     for rule in rules:
-                        pairs = rule.tested(self._local(config, {MODEL: arrays}, resources), pairs)
+                        pairs = rule.tested(self._local(config, arrays.keys(), {}, resources), pairs)
                     measured[id(batches)] = evaluate(
                         model, pairs, self.eval_loss, self._tensors.device, self.metrics, task=self.task
                     )
@@ -308,7 +313,7 @@ class BNClient(NumPyClient):
             )
         self.state = NodeState(self.state.records, run_of(config))
         with ExitStack() as resources, self._seeded("measure", int(config.get(protocol.ROUND, 1)), self.train_data):
-            local = self._local(config, {}, resources)
+            local = self._local(config, (), {}, resources)
             found = {key: value for rule in rules_for(config) for key, value in rule.measure(local).items()}
         return Update(found, {protocol.NUM_EXAMPLES: examples}, {})
 

@@ -67,8 +67,9 @@ class LocalRound:
     """A client's round, from which a client rule reads what it needs."""
 
     config: Config  # of the message
-    # The message's records of arrays; "arrays" is the model. In a layer-wise round the others arrive with the last
-    # message, so read them in `begin` or later.
+    sent: Collection[str]  # the keys of the model's arrays in the message, which are loaded
+    # The message's other records of arrays. Of a layer-wise round the last message has them, so read them in `begin`
+    # or later.
     records: Mapping[str, Arrays]
     state: NodeState  # arrays that the client keeps between rounds
     model: nn.Module
@@ -81,7 +82,7 @@ class LocalRound:
 
     def received(self, w: Tensors) -> Tensors:
         """The parameters that the server has sent; the others stay on the client."""
-        return {name: value for name, value in w.items() if name in self.records["arrays"]}
+        return {name: value for name, value in w.items() if name in self.sent}
 
 
 class ClientRule:

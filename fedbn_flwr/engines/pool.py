@@ -25,6 +25,7 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.errors import FedbnError, RunFailed, described
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
+from fedbn_flwr.messages.reply import OwnContent, with_content
 
 from .base import OnReply
 from .worker import NodeWorker, Worker
@@ -53,7 +54,8 @@ class Nodes:
         """In a worker: answer a message. Returns the reply and the new state, or None while the state stays here."""
         node = message.metadata.dst_node_id
         context = self.contexts.pop(node) if context is None else context
-        reply = self.answer(message, context)
+        message.content = OwnContent(message.content)
+        reply = self._answer(message, context)
         if message.metadata.message_type != EXCHANGE_QUERY:  # after one, a layer-wise round is parked here
             return reply, context.state
         self.contexts[node] = context
@@ -71,13 +73,16 @@ class Nodes:
 
     def answer(self, message: Message, context: Context) -> Message:
         """The ClientApp's reply, or an error reply."""
+        # The messages of a round share their content; a change by one client must not reach the next.
+        own = RecordDict({key: record.copy() for key, record in message.content.items()})
+        return self._answer(with_content(message, own), context)
+
+    def _answer(self, message: Message, context: Context) -> Message:
         if self.threads is not None and torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         asked = message.metadata
         try:
-            # The messages of a round share their content; a change by one client must not reach the next.
-            own = RecordDict({key: record.copy() for key, record in message.content.items()})
-            reply = self.client_app(Message(content=own, metadata=asked), context)  # type: ignore[call-overload]
+            reply = self.client_app(message, context)
             if not isinstance(reply, Message):  # a handler returned nothing
                 reason = f"the ClientApp returned {type(reply).__name__} instead of a Message"  # type: ignore[unreachable]
             elif reply.has_error():  # a mod made it

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -217,6 +218,7 @@ def _end_with(parent: int) -> None:
 
 def _serve(served: object, end: socket.socket) -> None:
     """In the new process: take the locks that other threads may hold, and answer until the parent ends it."""
+    gc.freeze()  # the collector would write to each object, and so copy the memory that this process shares
     torch.get_rng_state()  # takes the lock of PyTorch's generator
     sys.stdout.flush()
     sys.stderr.flush()

@@ -133,6 +133,10 @@ def refused(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECON
     return Message(error=Error(code, one_line(reason)), metadata=reply.metadata)  # type: ignore[call-overload, no-any-return]
 
 
+class OwnContent(RecordDict):
+    """The content of a message to which only its receiver refers, and which it may change."""
+
+
 def with_content(message: Message, content: RecordDict) -> Message:
     """A copy of the message with other content."""
     changed = copy.copy(message)

@@ -84,6 +84,7 @@ def run_one(
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
     at = Round(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
+    del arrays  # later rounds have others, and need the memory
     listeners = listeners_of(running, progress, ends)
     begun: list[Listener] = []
     with ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -20,9 +21,10 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from fedbn_flwr import LocalGrid
+from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
+from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.strategies import FedAvg
 from tests.support.records import content
 
@@ -495,3 +497,34 @@ def test_a_signal_during_a_fork_leaves_no_worker(monkeypatch: pytest.MonkeyPatch
     assert len(forked) == 1
     with pytest.raises(ChildProcessError):  # it has ended, and its exit code was read
         os.waitpid(forked[0], os.WNOHANG)
+
+
+# --- memory ---
+
+
+def received_models() -> int:
+    """How many models of the federation below this process has received, which are not those from before its start."""
+    return sum(isinstance(each, FlatArrays) and each.flat.size == 40 for each in gc.get_objects())
+
+
+class Watching:
+    """One batch; meanwhile the client has no copy of the model except the one that it trains."""
+
+    num_examples = 2
+
+    def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        assert not received_models()
+        yield torch.randn(2, 3), torch.tensor([0, 1])
+
+
+def test_a_worker_does_not_keep_the_received_model_while_it_trains() -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 4))
+
+    def make_client(context: Context) -> BNClient:
+        assert received_models(), "the message that is being handled has it"
+        return BNClient(model(), Watching(), lr=0.1, context=context)
+
+    with LocalGrid(client_app(make_client), 2, workers=1) as grid:
+        result = FedAvg().start(grid, pack(initial_arrays(model())), 2)
+    assert set(result.train_metrics_clientapp) == {1, 2}
