@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, absurd, initial_problem, is_finite
+from fedbn_flwr.messages.aggregate import Arrays, absurd, are_alike, initial_problem, is_finite
 from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, number_problem, read_reply
@@ -115,6 +115,8 @@ class BaseStrategy(Hooks):
 
     def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
         """Why the new model must not replace the one that was sent, or None."""
+        if are_alike(model, sent):
+            return None
         for key, value in model.items():
             if key not in sent:
                 return f"it has {key!r}, which the clients' model lacks"

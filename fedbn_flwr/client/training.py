@@ -259,12 +259,15 @@ def cosine_rate(now: int, rounds: int, lr: float) -> float:
 
 
 class SGD(torch.optim.SGD):
-    """torch.optim.SGD without the decorators of its methods.
+    """torch.optim.SGD without the decorators of its methods, and without checks of the parameters.
 
-    They import PyTorch's compiler, which takes more than a second in every worker process.
+    The decorators import PyTorch's compiler, which takes more than a second in every worker process. The checks, in
+    every round, take longer than loading the weights, and the parameters of a module pass them.
     """
 
-    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.param_groups.append({**self.defaults, **param_group})
+
     zero_grad = inspect.unwrap(Optimizer.zero_grad)
     state_dict = inspect.unwrap(Optimizer.state_dict)
     load_state_dict = inspect.unwrap(Optimizer.load_state_dict)

@@ -140,9 +140,9 @@ def arrays_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None 
     `like` are the arrays that the server sent; `expected` are the keys that the client must send back (by default all).
     NaN, infinity and negative variances are problems, since one such reply makes the global model unusable.
     """
-    if isinstance(arrays, FlatArrays) and isinstance(like, FlatArrays) and arrays.layout is like.layout:
-        whole = expected is None or arrays.layout.places.keys() == set(expected)
-        if whole and is_finite(arrays.flat) and negative_variance(arrays) is None:
+    if are_alike(arrays, like):
+        whole = expected is None or arrays.keys() == set(expected)
+        if whole and negative_variance(arrays) is None:
             return None  # the common case; otherwise the checks below find the first problem
     wanted = set(like if expected is None else expected)
     if missing := sorted(wanted - set(arrays)):
@@ -159,6 +159,12 @@ def arrays_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None 
                 return f"{key!r} has values above {_LARGEST:g}, so its weighted sum may not be finite"
             return f"{key!r} has {count} of {value.size} values that are not finite (the client diverged?)"
     return negative_variance(arrays)
+
+
+def are_alike(arrays: Arrays, like: Arrays) -> bool:
+    """Whether both have one layout, and `arrays` are finite: a fast check, which can say no although they are alike."""
+    is_same = isinstance(arrays, FlatArrays) and isinstance(like, FlatArrays) and arrays.layout is like.layout
+    return is_same and is_finite(arrays.flat)  # type: ignore[attr-defined]
 
 
 def is_finite(value: Array) -> bool:

@@ -93,6 +93,9 @@ class FlatArrays(Mapping[str, Values]):
     def __len__(self) -> int:
         return len(self.layout.places)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.layout.places  # Mapping would make the array
+
     def __or__(self, other: Arrays) -> dict[str, Values]:
         return {**self, **other}
 
@@ -136,15 +139,42 @@ class Array(FlowerArray):
         return Array, self.place
 
 
+class Entries(dict[str, FlowerArray]):
+    """The entries of a record. `block` has just these arrays, until one is replaced; None if no block has them all."""
+
+    block: FlatArrays | None = None
+
+    def __setitem__(self, key: str, array: FlowerArray) -> None:
+        self.block = None
+        super().__setitem__(key, array)
+
+    def __delitem__(self, key: str) -> None:
+        self.block = None
+        super().__delitem__(key)
+
+    def copy(self) -> Entries:
+        return entries_of(self, self.block)
+
+
+def entries_of(arrays: Mapping[str, FlowerArray], block: FlatArrays | None) -> Entries:
+    made = Entries(arrays)
+    made.block = block
+    return made
+
+
 class ArrayRecord(FlowerRecord):
     """Flower's ArrayRecord without its check of each entry: for a model, these checks are most of the time of packing.
 
     It has the name of Flower's class for the same reason as Array.
     """
 
-    def __init__(self, entries: dict[str, FlowerArray]) -> None:
+    def __init__(self, entries: Entries) -> None:
         super().__init__()
         self.__dict__["_data"] = entries
+
+    def __reduce__(self) -> tuple[object, ...]:
+        entries: Entries = self.__dict__["_data"]
+        return (ArrayRecord, (entries,)) if entries.block is None else (pack, (entries.block,))
 
 
 # These replace RecordDict.array_records etc. Flower's properties build a mapping that writes back to the RecordDict,
@@ -165,17 +195,17 @@ def configs_in(content: RecordDict) -> dict[str, ConfigRecord]:
 
 def pack(arrays: Arrays) -> FlowerRecord:
     """An ArrayRecord with copies of these arrays; FlatArrays are not copied."""
-    made = {key: Array(block, key) for block in blocks(arrays) for key in block.layout.places}
-    return ArrayRecord({key: made[key] for key in arrays})
+    found = blocks(arrays)
+    made = {key: Array(block, key) for block in found for key in block.layout.places}
+    if len(found) == 1:  # in the order of its keys
+        return ArrayRecord(entries_of(made, found[0]))
+    return ArrayRecord(Entries({key: made[key] for key in arrays}))
 
 
 def unpack(arrays: Mapping[str, FlowerArray]) -> Arrays:
     """The arrays of a record, not copied: callers must not change them. MessageError names an array that is invalid."""
-    places = [getattr(array, "place", None) for array in arrays.values()]
-    if places and places[0] is not None:
-        block, keys = places[0][0], list(arrays)
-        if keys == list(block.layout.places) and places == [(block, key) for key in keys]:
-            return block  # type: ignore[no-any-return]
+    if isinstance(arrays, ArrayRecord) and (block := arrays.__dict__["_data"].block) is not None:
+        return block  # type: ignore[no-any-return]
     return {key: array.value if isinstance(array, Array) else _read(key, array) for key, array in arrays.items()}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr.errors import MessageError, SettingsError
@@ -229,12 +229,12 @@ class ModelTensors:
     def load(self, arrays: Arrays) -> None:
         """Copy arrays into the tensors of the same keys and shapes."""
         for block in blocks(arrays):  # with one copy to the device
-            into, flat = self._now(block), torch.from_numpy(np.array(block.flat)).to(self.device)
-            pieces = zip(into, flat.split([tensor.numel() for tensor in into]), strict=True)
-            shaped = [(tensor, piece if tensor.ndim == 1 else piece.view(tensor.shape)) for tensor, piece in pieces]
-            # Flower's mean of integer counters has a rounding error.
-            rounds = block.flat.dtype.kind == "f"
-            values = [v.round() if rounds and not tensor.is_floating_point() else v for tensor, v in shaped]
+            into = [tensor for tensor in self._now(block) if tensor.numel()]
+            flat = torch.from_numpy(np.array(block.flat)).to(self.device)
+            values = _unflatten_dense_tensors(flat, into)
+            if block.flat.dtype.kind == "f":  # Flower's mean of integer counters has a rounding error
+                pairs = zip(into, values, strict=True)
+                values = [each if tensor.is_floating_point() else each.round() for tensor, each in pairs]
             torch._foreach_copy_(into, values)
 
     def taken(self, keys: Collection[str]) -> Arrays:
