@@ -78,7 +78,7 @@ def flwr(arguments: argparse.Namespace) -> int:
         )
     app = Path(arguments.app).expanduser().resolve()
     project = _project(app)
-    run_config = parse_pairs(arguments.run_config, "--run-config")
+    run_config: Tree = parse_pairs(arguments.run_config, "--run-config")
     given = parse_pairs(arguments.federation_config, "--federation-config")
     federation = {key.replace("_", "-"): value for key, value in given.items()}  # Flower accepts both
     check_federation(federation)

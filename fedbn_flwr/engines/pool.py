@@ -54,7 +54,7 @@ class Nodes:
         """In a worker: answer a message. Returns the reply and the new state, or None while the state stays here."""
         node = message.metadata.dst_node_id
         context = self.contexts.pop(node) if context is None else context
-        message.content = OwnContent(message.content)
+        message.content = OwnContent({**message.content})
         reply = self._answer(message, context)
         if message.metadata.message_type != EXCHANGE_QUERY:  # after one, a layer-wise round is parked here
             return reply, context.state
