@@ -20,7 +20,7 @@ from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
 from fedbn_flwr.messages.reply import Reply, number_problem, with_arrays, with_content
 from fedbn_flwr.messages.votes import arrays_problems, common_metrics, overflow
-from fedbn_flwr.norms.roles import roles, split_by_role
+from fedbn_flwr.norms.roles import Role, of_roles, roles
 
 from ._base import BaseStrategy
 from ._hooks import Json, Round
@@ -105,7 +105,7 @@ class Foreign(BaseStrategy, Rule):
     def messages(self, round: Round, config: ConfigRecord) -> list[Message]:
         arrays, shown = round.arrays, round.arrays
         if round._hidden:
-            shown = record_of(split_by_role(arrays, roles(arrays), round._hidden)[1])
+            shown = record_of(of_roles(arrays, frozenset(Role) - round._hidden))
         with self._drawing("train", round.number):
             messages = list(self.strategy.configure_train(round.number, shown, config, round.grid))
         self.training = self.attendance(f"round {round.number}", messages, arrays)

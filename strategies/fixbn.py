@@ -40,7 +40,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
-from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, split, split_by_role
+from fedbn_flwr.norms.roles import Role, is_variance, mean_of, of_roles, split
 from fedbn_flwr.norms.statistics import Moments
 
 from ._hooks import Config, Json, Round, Traits, require_norm
@@ -181,7 +181,7 @@ class FixBN(Wrapper):
             return {}
         shared = split(unpack(round.arrays), self.traits.stays(round.arrays))[1]
         frozen = self.freeze - ({Role.STATISTICS} if self.refresh else set())
-        return split_by_role(shared, roles(shared), frozen)[0]
+        return of_roles(shared, frozen)
 
     def _refreshed(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """The new statistics, of which the clients' mu_k and v_k are the moments of their batches in a frozen round.
@@ -190,7 +190,7 @@ class FixBN(Wrapper):
         """
         rate = 1.0 if self._is_free(round) else self.refresh or 0.0
         shared = split(unpack(round.arrays), self.traits.stays(round.arrays))[1]
-        sent = split_by_role(shared, roles(shared), {Role.STATISTICS})[0]
+        sent = of_roles(shared, {Role.STATISTICS})
         cohort = [{key: reply.arrays[key].astype(np.float64) for key in sent} for reply in replies]
         pooled = pooled_mean(cohort, weights)
         new: dict[str, Array] = {}
@@ -220,7 +220,7 @@ def trimmed_mean(values: Sequence[Array], share: float) -> Array:
 
 def is_initial(arrays: Arrays) -> bool:
     """Whether all statistics are those of a new batch norm."""
-    statistics = split_by_role(arrays, roles(arrays), {Role.STATISTICS})[0]
+    statistics = of_roles(arrays, {Role.STATISTICS})
     return bool(statistics) and all((value == is_variance(key)).all() for key, value in statistics.items())
 
 

@@ -38,7 +38,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.models.tensors import copied
-from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, key_of, roles, split_by_role
+from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, key_of, of_roles, roles
 from fedbn_flwr.norms.statistics import Moments
 from fedbn_flwr.norms.variants import HybridBatchNorm
 
@@ -99,7 +99,7 @@ class HBN(FedAvg):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         model = dict(super().combine(round, replies, weights))
-        sent = split_by_role(unpack(round.arrays), roles(round.arrays), {Role.STATISTICS})[0]
+        sent = of_roles(unpack(round.arrays), {Role.STATISTICS})
         sizes = [float(reply.metrics[protocol.BATCH_EXAMPLES]) for reply in replies]  # N_k
         n = sum(sizes)
         if not n:

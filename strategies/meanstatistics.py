@@ -27,7 +27,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import Reply
-from fedbn_flwr.norms.roles import Role, roles, split_by_role
+from fedbn_flwr.norms.roles import Role, of_roles
 
 from ._hooks import Json, Round
 from ._wrapper import Wrapper
@@ -70,7 +70,7 @@ class MeanStatistics(Wrapper):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)
-        norm_state = split_by_role(sent, roles(sent), NORM_STATE)[0]
+        norm_state = of_roles(sent, NORM_STATE)
         # Those of a layer may stay on the clients.
         statistics = [{key: reply.arrays[key] for key in norm_state if key in reply.arrays} for reply in replies]
         combined = _MEANS[self.statistics](statistics, weights)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from flwr.app import MetricRecord
 
-from fedbn_flwr.norms.roles import Role, roles, split_by_role
+from fedbn_flwr.norms.roles import Role, of_roles
 from fedbn_flwr.tasks import SHARES
 
 from . import protocol
@@ -70,7 +70,7 @@ def record_problems(replies: Mapping[int, Reply], name: str, model: Arrays) -> d
     The record must have an array for each parameter that clients train. The server cannot tell these from buffers and
     frozen parameters, so it expects the keys that most replies have.
     """
-    like = split_by_role(model, roles(model), {Role.WEIGHTS, Role.AFFINE})[0]
+    like = of_roles(model, {Role.WEIGHTS, Role.AFFINE})
     missing = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
     problems = {node: missing for node, reply in replies.items() if name not in reply.records}
     read = {node: reply.records[name] for node, reply in replies.items() if name in reply.records}

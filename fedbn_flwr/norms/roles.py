@@ -178,8 +178,6 @@ def split(state: Mapping[str, V], wanted: Collection[str]) -> tuple[dict[str, V]
     return inside, {key: value for key, value in state.items() if key not in inside}
 
 
-def split_by_role(
-    state: Mapping[str, V], of: Mapping[str, Role], wanted: Collection[Role]
-) -> tuple[dict[str, V], dict[str, V]]:
-    """The entries of `state` whose role is wanted, and the others."""
-    return split(state, {key for key in state if of[key] in wanted})
+def of_roles(state: Mapping[str, V], wanted: Collection[Role]) -> dict[str, V]:
+    """The entries of a state dict that have one of these roles."""
+    return {key: state[key] for key, role in roles(state).items() if role in wanted}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from fedbn_flwr import Role, build_model
-from fedbn_flwr.norms.roles import roles, split_by_role
+from fedbn_flwr.norms.roles import of_roles, roles
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "cnn": lambda: build_model("cnn", 10),
@@ -186,20 +186,13 @@ def test_a_parameter_of_a_model_that_holds_batch_norms_is_a_weight() -> None:
     assert roles(Net().state_dict())["weight"] is Role.WEIGHTS
 
 
-def test_split_cuts_in_two_and_keeps_order() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    state = model.state_dict()
-    inside, rest = split_by_role(state, roles(model), {Role.STATISTICS, Role.COUNTER})
-    assert list(inside) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
-    assert list(rest) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert all(value is (inside | rest)[key] for key, value in inside.items())
-
-
-def test_split_without_wanted_roles_leaves_everything() -> None:
-    model = nn.BatchNorm1d(2)
-    inside, rest = split_by_role(model.state_dict(), roles(model), frozenset())
-    assert inside == {}
-    assert list(rest) == list(model.state_dict())
+def test_of_roles_has_the_entries_of_these_roles_in_their_order() -> None:
+    state = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict()
+    of_norm = of_roles(state, {Role.STATISTICS, Role.COUNTER})
+    assert list(of_norm) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert all(value is state[key] for key, value in of_norm.items())
+    assert list(of_roles(state, {Role.WEIGHTS, Role.AFFINE})) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert of_roles(state, frozenset()) == {}
 
 
 def test_the_name_of_a_class_does_not_matter() -> None:
