@@ -44,31 +44,26 @@ class CohortStep(LayerwiseStep):
     def gradients(
         self, model: nn.Module, network: Network, of: Tensors, names: Sequence[str], loss_fn: Loss
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Each client's loss, and the gradients of the tensors with these names that have one."""
+        """Each client's loss, and the gradients of the (shaped) tensors with these names that have one."""
         inputs, targets = zip(*self.batches, strict=True)
         self._count(model, inputs[0])
         leaves = {name: of[name].detach().requires_grad_() for name in names}
-        x = pad_sequence([*inputs], batch_first=True)
-        outputs = network({**of, **leaves}, x, {**LAYERS, nn.BatchNorm1d: self._norm})
+        compute = network.bound({**of, **leaves}, {**LAYERS, nn.BatchNorm1d: self._norm})
+        outputs = compute(pad_sequence([*inputs], batch_first=True))
         losses = torch.stack([loss_fn(own[: len(y)], y) for own, y in zip(outputs, targets, strict=True)])
         found = torch.autograd.grad(losses, [*leaves.values()], torch.ones_like(losses), allow_unused=True)
         self._exchange_rest()
         return losses.detach(), {name: g for name, g in zip(names, found, strict=True) if g is not None}
 
-    def _norm(self, module: nn.BatchNorm1d, name: str, of: Tensors, x: Tensor) -> Tensor:
+    def _norm(self, module: nn.BatchNorm1d, of: Tensors, x: Tensor) -> Tensor:
         """A layer of `Network`: x [clients, examples, channels, ...]."""
         if not module.training:
-            return batch_norm(module, name, of, x)
+            return batch_norm(module, of, x)
         if self._real is not None:
             x = x * self._real.T.view(*x.shape[:2], *[1] * (x.ndim - 2))
-        parts = {part: of.get(f"{name}{part}") for part in ("weight", "bias", "running_mean", "running_var")}
-        layer: Any = SimpleNamespace(
-            **{part: None if tensor is None else tensor.reshape(-1) for part, tensor in parts.items()},
-            num_batches_tracked=of.get(f"{name}num_batches_tracked"),
-            momentum=module.momentum,
-            eps=module.eps,
-            _check_input_dim=module._check_input_dim,
-        )
+        absent = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
+        own = {"momentum": module.momentum, "eps": module.eps, "_check_input_dim": module._check_input_dim}
+        layer: Any = SimpleNamespace(**{**absent, **own, **of})
         folded = x.transpose(0, 1)
         return self._normalise(layer, folded.flatten(1, 2)).view(folded.shape).transpose(0, 1)
 

@@ -173,13 +173,13 @@ class _Group:
         self.rows = sorted(rows, key=lambda row: -row.examples)
         first = self.rows[0]
         self.training, self.network = first.training, first.network
-        self.tensors = _stacked([row.tensors for row in self.rows])
+        self.tensors = self.network.laid_out(_stacked([row.tensors for row in self.rows]))
         self.total = torch.zeros(len(rows), dtype=torch.float64, device=self.training.device)
 
     def train(self, ask: Ask | None = None) -> None:
         gradients = None if ask is None else self._exchanged(ask)
         first = self.rows[0]
-        self.momentum = _stacked([row.momentum for row in self.rows])
+        self.momentum = self.network.laid_out(_stacked([row.momentum for row in self.rows]))
         self.kept: list[Kept] = [
             {key: _stacked([row.kept[rule][key] for row in self.rows]) for key in first.kept[rule]}
             for rule in range(len(first.kept))
@@ -202,18 +202,15 @@ class _Group:
 
     def _next(self, taken: Sequence[int]) -> tuple[slice, int] | None:
         """The rows to train next (as many as possible with batches of one shape), and the number of steps."""
-
-        def shapes(place: int, step: int) -> tuple[torch.Size, ...]:
-            """The shapes of a batch of this row, so many steps ahead; empty if there is none."""
-            shapes, number = self.rows[place].shapes, taken[place] + step
-            return shapes[number] if number < len(shapes) else ()
-
-        places = range(len(self.rows))
-        runs = [(shape, [*run]) for shape, run in itertools.groupby(places, lambda place: shapes(place, 0)) if shape]
+        # Of each row: the shapes of the batches that it has not trained yet.
+        left = [row.shapes[number:] for row, number in zip(self.rows, taken, strict=True)]
+        first = itertools.groupby(range(len(left)), lambda place: left[place][:1])
+        runs = [[*run] for shapes, run in first if shapes]
         if not runs:
             return None
-        shape, run = max(runs, key=lambda each: len(each[1]))  # the first of the longest
-        steps = next(step for step in itertools.count(1) if any(shapes(place, step) != shape for place in run))
+        run = max(runs, key=len)  # the first of the longest
+        shape = left[run[0]][0]
+        steps = min(sum(1 for _ in itertools.takewhile(shape.__eq__, left[place])) for place in run)
         return slice(run[0], run[-1] + 1), steps
 
     def _exchanged(self, ask: Ask) -> dict[str, Tensor]:
@@ -224,42 +221,44 @@ class _Group:
             ask=lambda contributions: ask(dict(zip(self.rows, contributions, strict=True))),
         )  # fmt: skip
         training = self.training
-        losses, gradients = step.gradients(
-            training.model, self.network, self.tensors, [*training.optimizer.parameters], training.loss
-        )
+        shaped, names = self.network.shaped(self.tensors), [*training.optimizer.parameters]
+        losses, gradients = step.gradients(training.model, self.network, shaped, names, training.loss)
         self.total.add_(losses * torch.tensor([len(inputs) for inputs, _ in step.batches]))
         for row in self.rows:
             row.begin()
-        return gradients
+        return self.network.unshaped(gradients, self.tensors)
 
-    @torch.no_grad()
+    @torch.enable_grad()
     def _run(self, place: slice, steps: int, taken: list[int]) -> None:
         """Take this number of steps of the rows at `place`, whose batches have one shape."""
-        of = {name: tensor[place] for name, tensor in self.tensors.items()}
+        of, momentum = _part(self.tensors, place), _part(self.momentum, place)
         w = {name: of[name] for name in self.training.optimizer.parameters}
-        leaves = {name: value.detach().requires_grad_() for name, value in w.items()}
-        momentum = _part(self.momentum, place)
         kept: list[Kept] = [{key: _part(values, place) for key, values in each.items()} for each in self.kept]
-        numbers = range(place.start, place.stop)
+        shaped = self.network.shaped(of)
+        leaves = {name: shaped[name].detach().requires_grad_() for name in w}
+        compute, parameters = self.network.bound({**shaped, **leaves}), [*leaves.values()]
+        clients = place.stop - place.start
         inputs, targets = (
             torch.stack(
-                [
-                    torch.stack([row.batches[done + step][part] for row, done in self._rows(place, taken)])
-                    for step in range(steps)
-                ]
+                [row.batches[done + step][part] for step in range(steps) for row, done in self._rows(place, taken)]
             )
+            .unflatten(0, (steps, clients))
+            .unbind()
             for part in (0, 1)
         )
-        total, of = self.total[place], {**of, **leaves}
-        parameters, ones = [*leaves.values()], torch.ones(len(numbers), dtype=inputs.dtype, device=inputs.device)
-        for x, y in zip(inputs.unbind(), targets.unbind(), strict=True):
-            with torch.enable_grad():
-                losses = _losses(self.training.loss, self.network(of, x), y)
-                found = torch.autograd.grad(losses, parameters, ones, allow_unused=True)
-            total.add_(losses.detach(), alpha=x.shape[1])
-            g = {name: gradient for name, gradient in zip(w, found, strict=True) if gradient is not None}
+        losses = []
+        for x, y in zip(inputs, targets, strict=True):
+            each = _losses(self.training.loss, compute(x), y)
+            shares = torch.full_like(each, clients / len(each), requires_grad=False)
+            found = torch.autograd.grad(each, parameters, shares, allow_unused=True)
+            losses.append(each.detach())
+            g = self.network.unshaped(
+                {name: gradient for name, gradient in zip(w, found, strict=True) if gradient is not None}, w
+            )
             self._step(w, g, momentum, kept)
-        for i in numbers:
+        means = torch.stack(losses).view(steps, clients, -1).mean(2, dtype=torch.float64).sum(0)
+        self.total[place].add_(means, alpha=inputs[0].shape[1])
+        for i in range(place.start, place.stop):
             taken[i] += steps
 
     @torch.no_grad()
@@ -297,10 +296,9 @@ def _part(values: Tensors, place: int | slice) -> dict[str, Tensor]:
 
 
 def _losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each client."""
+    """The loss of each client, or of each example, client by client."""
     if loss is cross_entropy and outputs.ndim == 3 and targets.ndim == 2 and not targets.is_floating_point():
-        each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
-        return each.view(targets.shape).mean(1)
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
     return torch.stack([loss(*pair) for pair in zip(outputs, targets, strict=True)])
 
 

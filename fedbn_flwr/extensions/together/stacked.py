@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,59 +19,57 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.training import Tensors
 
-# Takes a module, the prefix of its tensors' names, the tensors, and the input [clients, examples, ...].
-Layer = Callable[[Any, str, Tensors, Tensor], Tensor]
+# Takes a module, its tensors by their names in it, as made by `Network.shaped`, and an input [clients, examples, ...].
+Layer = Callable[[Any, Tensors, Tensor], Tensor]
 
 
-def _linear(module: nn.Linear, name: str, of: Tensors, x: Tensor) -> Tensor:
-    weight, rows = of[f"{name}weight"].transpose(1, 2), x.flatten(1, -2)
-    bias = of.get(f"{name}bias")
-    y = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight)
-    return y.view(*x.shape[:-1], -1)
+def _linear(module: nn.Linear, of: Tensors, x: Tensor) -> Tensor:
+    rows = x if x.ndim == 3 else x.flatten(1, -2)
+    bias = of.get("bias")
+    y = torch.bmm(rows, of["weight"]) if bias is None else torch.baddbmm(bias, rows, of["weight"])
+    return y if x.ndim == 3 else y.view(*x.shape[:-1], -1)
 
 
-def batch_norm(module: nn.BatchNorm1d, name: str, of: Tensors, x: Tensor) -> Tensor:
-    mean, var, weight, bias = (
-        None if (tensor := of.get(f"{name}{part}")) is None else tensor.reshape(-1)
-        for part in ("running_mean", "running_var", "weight", "bias")
-    )
+def batch_norm(module: nn.BatchNorm1d, of: Tensors, x: Tensor) -> Tensor:
+    mean = of.get("running_mean")
     by_batch = module.training or mean is None
     if by_batch and mean is not None:
-        of[f"{name}num_batches_tracked"].add_(1)
-    momentum = 0.0 if module.momentum is None else module.momentum
+        of["num_batches_tracked"].add_(1)
     folded = x.transpose(0, 1)  # [examples, clients, channels, ...]
-    y = F.batch_norm(folded.flatten(1, 2), mean, var, weight, bias, by_batch, momentum, module.eps)
+    y = F.batch_norm(
+        folded.flatten(1, 2), mean, of.get("running_var"), of.get("weight"), of.get("bias"), by_batch,
+        module.momentum or 0.0, module.eps,
+    )  # fmt: skip
     return y.view(folded.shape).transpose(0, 1)
 
 
-def _layer_norm(module: nn.LayerNorm, name: str, of: Tensors, x: Tensor) -> Tensor:
-    return _scaled(
-        F.layer_norm(x, module.normalized_shape, None, None, module.eps), name, of, len(module.normalized_shape)
-    )
+def _layer_norm(module: nn.LayerNorm, of: Tensors, x: Tensor) -> Tensor:
+    ndim = len(module.normalized_shape)
+    return _scaled(F.layer_norm(x, module.normalized_shape, None, None, module.eps), of, ndim)
 
 
-def _group_norm(module: nn.GroupNorm, name: str, of: Tensors, x: Tensor) -> Tensor:
+def _group_norm(module: nn.GroupNorm, of: Tensors, x: Tensor) -> Tensor:
     y = F.group_norm(x.flatten(0, 1), module.num_groups, None, None, module.eps)
-    return _scaled(y.view(x.shape), name, of, x.ndim - 2)
+    return _scaled(y.view(x.shape), of, x.ndim - 2)
 
 
-def _scaled(x: Tensor, name: str, of: Tensors, ndim: int) -> Tensor:
+def _scaled(x: Tensor, of: Tensors, ndim: int) -> Tensor:
     """gamma x + beta, where x has `ndim` dimensions from the channels on, and gamma and beta perhaps fewer."""
 
     def shaped(value: Tensor) -> Tensor:
         return value.view(len(value), *[1] * (x.ndim - 1 - ndim), *value.shape[1:], *[1] * (ndim + 1 - value.ndim))
 
-    weight, bias = of.get(f"{name}weight"), of.get(f"{name}bias")
+    weight, bias = of.get("weight"), of.get("bias")
     x = x if weight is None else x * shaped(weight)
     return x if bias is None else x + shaped(bias)
 
 
-def _flatten(module: nn.Flatten, name: str, of: Tensors, x: Tensor) -> Tensor:
+def _flatten(module: nn.Flatten, of: Tensors, x: Tensor) -> Tensor:
     return x.flatten(2)
 
 
-def _same(module: Callable[[Tensor], Tensor], name: str, of: Tensors, x: Tensor) -> Tensor:
-    return module(x)
+def _same(module: Any, of: Tensors, x: Tensor) -> Tensor:
+    return cast(Tensor, module.forward(x))  # without the checks for hooks, which it does not have
 
 
 _ELEMENTWISE = (
@@ -97,24 +95,28 @@ class Network:
     """A model's computation for several clients' tensors at once; NotImplementedError says why there is none."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._operations: list[tuple[Callable[..., Tensor], Sequence[Any]]] = []
+        # Operations of values, with arguments: a module by its name, or a function.
+        self._operations: list[tuple[str | Callable[..., Tensor], Sequence[tuple[bool, Any]]]] = []
         described: list[object] = []
         places: dict[fx.Node, int] = {}
         covered: set[str] = set()
         modules = dict(model.named_modules())
+        self._layers: dict[str, nn.Module] = {}  # without the model, which may be deleted
         for node in fx.Tracer().trace(model).nodes:
-            operation: Callable[..., Tensor] | None
+            operation: str | Callable[..., Tensor]
             match node.op:
                 case "placeholder" if not places:
                     places[node] = 0
                     continue
                 case "call_module" if (module := modules[node.target]) and _is_known(module):
-                    prefix = f"{node.target}."
-                    operation = functools.partial(_apply, module, prefix)
-                    covered |= {prefix + name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+                    operation = str(node.target)
+                    self._layers[operation] = module
+                    covered |= {
+                        f"{node.target}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers())
+                    }
                     described.append(repr(module))
                 case "call_function" if node.target in _FUNCTIONS:
-                    operation = functools.partial(_call, node.target, node.kwargs)
+                    operation = functools.partial(node.target, **node.kwargs)
                     described.append((node.target, str(node.kwargs)))
                 case "call_function" | "call_method" if _is_flatten(node):
                     operation = _flattened
@@ -133,6 +135,7 @@ class Network:
         names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         if unknown := names ^ covered:
             raise NotImplementedError(f"the tensor {min(unknown)!r} is shared, or belongs to no known layer")
+        self._matrices = {f"{name}.weight" for name, layer in self._layers.items() if isinstance(layer, nn.Linear)}
         # Networks with equal descriptions compute the same.
         self.description = tuple(described)
         self._places: dict[str, tuple[dict[str, Any], str]] = {  # of the model's tensors, as in ModelTensors
@@ -143,11 +146,49 @@ class Network:
             if table[name] is not None
         }
 
-    def __call__(self, of: Tensors, inputs: Tensor, layers: Layers = LAYERS) -> Tensor:
-        values = [inputs]
-        for operation, arguments in self._operations:
-            values.append(operation(layers, of, *(values[each] if is_value else each for is_value, each in arguments)))
-        return values[self._result]
+    def bound(self, of: Tensors, layers: Layers = LAYERS) -> Callable[[Tensor], Tensor]:
+        """The computation with these tensors, which `shaped` has returned."""
+        own: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in of.items():
+            name, _, part = key.rpartition(".")
+            own.setdefault(name, {})[part] = tensor
+
+        def operation_of(operation: str | Callable[..., Tensor]) -> Callable[..., Tensor]:
+            if not isinstance(operation, str):
+                return operation
+            module = self._layers[operation]
+            return functools.partial(layers[type(module)], module, own.get(operation, {}))
+
+        operations = [(operation_of(operation), arguments) for operation, arguments in self._operations]
+
+        def compute(inputs: Tensor) -> Tensor:
+            values = [inputs]
+            for operation, arguments in operations:
+                values.append(operation(*[values[each] if is_value else each for is_value, each in arguments]))
+            return values[self._result]
+
+        return compute
+
+    def laid_out(self, of: Tensors) -> dict[str, Tensor]:
+        """The tensors, with matrices in the memory order that the gradients of their views have: steps are faster."""
+        matrices = {key: of[key].transpose(1, 2).contiguous().transpose(1, 2) for key in of if key in self._matrices}
+        return {**of, **matrices}
+
+    def shaped(self, of: Tensors) -> dict[str, Tensor]:
+        """Views of the tensors as the layers need them."""
+        return {key: self._shaped(key, tensor) for key, tensor in of.items()}
+
+    def _shaped(self, key: str, tensor: Tensor) -> Tensor:
+        if key in self._matrices:
+            return tensor.transpose(1, 2)
+        kind = type(self._layers[key.rpartition(".")[0]])
+        return tensor.unsqueeze(1) if kind is nn.Linear else tensor.flatten() if kind is nn.BatchNorm1d else tensor
+
+    def unshaped(self, views: Tensors, of: Tensors) -> dict[str, Tensor]:
+        """Such views, or gradients of them, in the shapes of the tensors."""
+        return {
+            key: view.transpose(1, 2) if key in self._matrices else view.view_as(of[key]) for key, view in views.items()
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         """The model's parameters and buffers, by name."""
@@ -164,21 +205,11 @@ def _is_known(module: nn.Module) -> bool:
     return type(module) in LAYERS
 
 
-def _apply(module: nn.Module, prefix: str, layers: Layers, of: Tensors, x: Tensor) -> Tensor:
-    return layers[type(module)](module, prefix, of, x)
-
-
-def _call(
-    function: Callable[..., Tensor], options: Mapping[str, Any], layers: Layers, of: Tensors, *values: Any
-) -> Tensor:
-    return function(*values, **options)
-
-
 def _is_flatten(node: fx.Node) -> bool:
     return node.target in (torch.flatten, "flatten") and tuple(node.args[1:]) in ((1,), (1, -1)) and not node.kwargs
 
 
-def _flattened(layers: Layers, of: Tensors, x: Tensor, *_: int) -> Tensor:
+def _flattened(x: Tensor, *_: int) -> Tensor:
     return x.flatten(2)
 
 
