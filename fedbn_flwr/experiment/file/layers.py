@@ -66,6 +66,7 @@ class _Row:
     layers: Sequence[Layer]  # the file, and what differs from the other rows
     of_size: Tree
     lists: Lists
+    conditions: Sequence[str]  # in the file, without the changes of a size or a command line
 
 
 def read_experiment(content: Any, overrides: Tree = MappingProxyType({}), *, name: str = "experiment") -> Experiment:
@@ -88,14 +89,14 @@ def read_experiment(content: Any, overrides: Tree = MappingProxyType({}), *, nam
     only = changes.pop("only", of_size.pop("only", None))
     file = Layer("file", {"name": name, **without(content, "published", *(KEYS_OF_A_FILE.keys() - {"seeds"}))})
     rows: dict[str, _Row] = {}
-    conditions: list[str] = []
     for number, (label, (where, variant), of_run) in enumerate(zip(variants, places.items(), of_runs, strict=True)):
         own, resized = without(variant, *LISTS, "sizes"), merge(of_size, of_run)
         in_file = cells_of(label, number, lists_of(where, own, content, variant), {})
-        conditions += map(condition, itertools.islice(in_file, MOST))
+        conditions = tuple(map(condition, itertools.islice(in_file, MOST)))
         lists = lists_of(where, own, content, variant, resized, changes)
-        rows[label] = _Row(label, number, (file, Layer(f"run {label}", own)), without(resized, *LISTS), lists)
-    published = published_by_label(content.get("published"), [*rows], conditions, name)
+        layers = file, Layer(f"run {label}", own)
+        rows[label] = _Row(label, number, layers, without(resized, *LISTS), lists, conditions)
+    published = published_by_label(content.get("published"), rows, name)
     changes = without(changes, *LISTS)
     compared = {key for row in rows.values() for key in flat_settings(row.layers[-1].settings)} - {"seed", "seeds"}
     # All rows train on the same examples, even those without candidates.
@@ -103,7 +104,8 @@ def read_experiment(content: Any, overrides: Tree = MappingProxyType({}), *, nam
     default = Layer("default", {"evaluate": {"validation": VALIDATION}} if tuned else {})
     cells = (itertools.islice(_planned(row, size, changes), MOST) for row in rows.values())
     evaluation = _evaluation(layers for _, layers in itertools.chain.from_iterable(cells))
-    runs, layers = [], {}
+    runs: list[Settings] = []
+    origins: dict[str, Sequence[Layer]] = {}
     for row in rows.values() if only is None else _select(rows, only, name):
         for cell, of_cell in _planned(row, size, changes):
             label = ", ".join([*filter(None, [row.label]), *values_in_words(cell)])
@@ -114,12 +116,8 @@ def read_experiment(content: Any, overrides: Tree = MappingProxyType({}), *, nam
                     settings["published"] = with_set_up(known, size, merge_layers(given[:-2]), merge_layers(given[-2:]))
                 if size != PAPER:
                     settings["size"] = size
-                seeds = settings.pop("seeds", None)
-                if seeds is not None and not (isinstance(seeds, list) and seeds and {*map(type, seeds)} == {int}):
-                    raise SettingsError(f"seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
-                for seed in seeds or [settings.get("seed", 0)]:
-                    runs.append(check_settings({**settings, "seed": seed}))
-            layers[runs[-1].label] = [Layer("data set", {"data": of_catalogue(runs[-1].data.name)}), *given]
+                runs += _for_each_seed(settings)
+            origins[runs[-1].label] = [Layer("data set", {"data": of_catalogue(runs[-1].data.name)}), *given]
             if len(runs) > MOST:
                 raise SettingsError(f"{name}: more than {MOST:,} runs; shorten the lists of sweep and tune, or seeds")
     if overrides or size != PAPER:
@@ -130,8 +128,16 @@ def read_experiment(content: Any, overrides: Tree = MappingProxyType({}), *, nam
         runs=tuple(runs),
         description=str(content.get("description", "")),
         seeded=changes.get("seeds") is not None or any("seeds" in each for each in with_seeds),
-        layers=layers,
+        layers=origins,
     )
+
+
+def _for_each_seed(settings: Draft) -> list[Settings]:
+    """A run for each of its seeds."""
+    seeds = settings.pop("seeds", None)
+    if seeds is not None and not (isinstance(seeds, list) and seeds and {*map(type, seeds)} == {int}):
+        raise SettingsError(f"seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
+    return [check_settings({**settings, "seed": seed}) for seed in seeds or [settings.get("seed", 0)]]
 
 
 def _planned(row: _Row, size: str, changes: Mapping[str, Any]) -> Iterator[tuple[Cell, list[Layer]]]:
@@ -205,13 +211,13 @@ def _check_different(runs: Sequence[Settings], name: str) -> None:
 # --- published results ---------------------------------------------------------
 
 
-def published_by_label(published: Any, rows: Sequence[str], conditions: Iterable[str], name: str) -> Tree:
+def published_by_label(published: Any, rows: Mapping[str, _Row], name: str) -> Tree:
     """The published results by label of a row or of one of its conditions; SettingsError for another label."""
-    if published is None or rows == [""]:
+    if published is None or [*rows] == [""]:
         return {"": published}
     if not isinstance(published, Mapping):
         raise SettingsError(f"{name}: published is {published!r}; expected results by the labels of their runs")
-    known = dict.fromkeys([*rows, *conditions])
+    known = dict.fromkeys([*rows, *(each for row in rows.values() for each in row.conditions)])
     if unknown := next((str(label) for label in published if str(label) not in known), None):
         raise SettingsError(f"{name}: published has {unknown!r}, which isn't a run; {did_you_mean(unknown, known)}")
     return {str(label): content for label, content in published.items()}
