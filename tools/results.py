@@ -118,11 +118,6 @@ def figure(published: Sequence[Any], names: Mapping[str, Any], label: str) -> An
     return found[0] if isinstance(found, list) else found
 
 
-def bare(label: str) -> str:
-    """A label without the values of swept keys."""
-    return label.partition(", ")[0]
-
-
 def cell(kind: Mapping[str, Any], runs: Sequence[Run], label: str = "") -> str:
     """The text of a cell by its kind, described at the head of tables.yaml."""
     digits = kind.get("digits", 1)
@@ -158,7 +153,7 @@ def grid(name: str) -> Table:
     spec = specification("results/tables.yaml")[name]
     of_set, keys = spec.get("set", ""), spec.get("keys", {})
     if (titles := spec.get("rows")) is None:
-        titles = {bare(label): bare(label) for label in by_label(of_set)}
+        titles = {label.partition(", ")[0]: label.partition(", ")[0] for label in by_label(of_set)}
     if key := spec.get("sort"):
         ends = {label: by_seed(runs_of(label, of_set), key).values() or [0] for label in titles.values()}
         titles = dict(sorted(titles.items(), key=lambda row: -statistics.mean(ends[row[1]])))
@@ -167,10 +162,11 @@ def grid(name: str) -> Table:
         cells = []
         for short in spec["columns"].values():
             kind = dict(short) if isinstance(short, dict) else {"key": short}
-            reference = kind.get("run", label).format(row=bare(label))
+            row, _, _ = label.partition(", ")  # without the values of swept keys
+            reference = kind.get("run", label).format(row=row)
             runs = runs_of(reference, of_set) if of_set or ":" in reference else []
             kind |= {"key": keys[title]} if title in keys else {}
-            cells.append(cell(kind, runs, bare(label)))
+            cells.append(cell(kind, runs, row))
         rows.append((title, *cells))
     return (spec.get("first", "run"), *spec["columns"]), rows
 
@@ -333,9 +329,11 @@ def setup(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def common(values: Iterable[str]) -> str:
-    """The values that at least half as many runs have as the most frequent one."""
+    """The values that at least half as many runs have as the most frequent one, and how they begin only once."""
     counts = Counter(values)
-    return " / ".join(each for each, count in counts.items() if 2 * count >= max(counts.values()))
+    first, *others = (each for each, count in counts.items() if 2 * count >= max(counts.values()))
+    start = "".join(first.rpartition(", ")[:2])
+    return " / ".join([first, *(each.removeprefix(start) for each in others)])
 
 
 def sets(page: str) -> Table:
