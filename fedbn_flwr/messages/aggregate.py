@@ -28,7 +28,7 @@ def total_weight(weights: Sequence[float]) -> float:
     return total
 
 
-_PIECE = 32768  # elements summed at a time; with smaller pieces threads would wait for Python's global lock
+_PIECE = 1 << 17  # elements summed at a time; with smaller pieces threads would wait for Python's global lock
 _THREADS = min(8, cores())
 _LARGEST = 1e280  # of float64; times MOST_EXAMPLES it is finite
 _LARGE = 1 << 20  # elements for each thread: starting a thread takes as long as adding about 100,000 elements

@@ -70,6 +70,7 @@ def test_a_model_is_one_block_and_stays_one() -> None:
     again = unpack(pickle.loads(pickle.dumps(pack(block))))
     assert isinstance(again, FlatArrays)
     assert again.layout is block.layout
+    assert unpack(pack(block).copy()) is block
     part = unpack({key: array for key, array in pack(block).items() if "bn" not in key})
     assert not isinstance(part, FlatArrays)  # a block would include the keys between
     same(part, {key: value for key, value in MODEL.items() if "bn" not in key})
