@@ -80,7 +80,7 @@ def flwr(arguments: argparse.Namespace) -> int:
     project = _project(app)
     run_config: Tree = parse_pairs(arguments.run_config, "--run-config")
     given = parse_pairs(arguments.federation_config, "--federation-config")
-    federation = {key.replace("_", "-"): value for key, value in given.items()}  # Flower accepts both
+    federation: Tree = {key.replace("_", "-"): value for key, value in given.items()}  # Flower accepts both
     check_federation(federation)
     folders: list[RunFolder] = []
     if project["project"]["name"] == "fedbn-flwr":
