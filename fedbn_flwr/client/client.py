@@ -23,6 +23,7 @@ from torch import nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Split, split_batch
+from fedbn_flwr.data import Moments
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, no_exchange
 from fedbn_flwr.extensions import declared, part
@@ -188,6 +189,7 @@ class BNClient(NumPyClient):
             lay_out(self.model)
         self.seed, self.min_batch = seed, min_batch
         self.sums: Callable[[], np.ndarray] | None = None  # the answer to query.sums, of experiments
+        self.units: Moments | None = None  # of the numbers to predict, which experiments may scale
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
     def attach(self, context: Context) -> None:
@@ -291,7 +293,13 @@ class BNClient(NumPyClient):
                     for rule in rules:
                         pairs = rule.tested(self._local(config, arrays.keys(), {}, resources), pairs)
                     measured[id(batches)] = evaluate(
-                        model, pairs, self.eval_loss, self._tensors.device, self.metrics, task=self.task
+                        model,
+                        pairs,
+                        self.eval_loss,
+                        self._tensors.device,
+                        self.metrics,
+                        task=self.task,
+                        units=self.units,
                     )
             values = measured[id(batches)]
             found |= {key if name == first else f"{name}-{key}": value for key, value in values.items()}

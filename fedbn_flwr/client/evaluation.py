@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batch import Value, count, each, map_batches
-from fedbn_flwr.data import IGNORED
+from fedbn_flwr.data import IGNORED, Moments
 from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, SEGMENTATION, SEVERAL, Task
@@ -277,6 +278,7 @@ def evaluate(
     *,
     task: Task | None = None,
     threads: int = 1,
+    units: Moments | None = None,
 ) -> dict[str, float | int]:
     """The `loss` in evaluation mode over `num-examples` examples, the metrics of the task, and the `metrics`.
 
@@ -284,7 +286,7 @@ def evaluate(
     of the user are reported. Of a segmentation model, whose logits are [N, C, H, W], the loss is a mean over the pixels
     whose label is not 255. A metric that the examples do not define is left out, and so are the task's if outputs or
     targets have another form (a tuple, one logit); a name among `metrics` then raises SettingsError. The result does
-    not depend on the number of threads, each of which has a batch in memory.
+    not depend on the number of threads, each of which has a batch in memory. `units` are those of `InUnits`.
     """
     batches = iter(batches)
     if (first := next(batches, None)) is None:
@@ -298,18 +300,33 @@ def evaluate(
         return model(inputs), targets
 
     was_training = model.training
+    hook = nullcontext() if units is None else model.register_forward_hook(InUnits(units))
     model.eval()
     total, numbers, examples = torch.zeros((), dtype=torch.float64, device=device), 0, 0
-    for outputs, targets in map_batches(outputs_of, model, itertools.chain([first], batches), threads):
-        counts = measurement.add(outputs, targets)
-        number = count(targets) if counts is None or own.form != "classes" else counts[0]
-        total += loss_fn(outputs, targets).double() * number
-        numbers, examples = numbers + number, examples + count(targets)
+    with hook:
+        for outputs, targets in map_batches(outputs_of, model, itertools.chain([first], batches), threads):
+            counts = measurement.add(outputs, targets)
+            number = count(targets) if counts is None or own.form != "classes" else counts[0]
+            total += loss_fn(outputs, targets).double() * number
+            numbers, examples = numbers + number, examples + count(targets)
     model.train(was_training)
     if not numbers:
         ignored = f"all pixels of the examples have the label {IGNORED}, which is left out"
         raise ValueError(ignored if examples else "there are no examples to evaluate on")
     return {"loss": float(total) / numbers, "num-examples": examples} | measurement.values()
+
+
+class InUnits:
+    """A forward hook: the outputs of a network that predicts numbers of mean zero and deviation one, in their units."""
+
+    def __init__(self, moments: Moments) -> None:
+        self.mean, self.deviation = (torch.tensor(values, dtype=torch.float64) for values in moments)
+
+    def __call__(self, model: nn.Module, inputs: object, outputs: Any) -> Tensor:
+        found = logits_of(outputs)
+        if not isinstance(found, Tensor):
+            raise SettingsError(f"data.targets is 'scale', which is for a tensor; the model returned {_found(found)}")
+        return found * self.deviation.to(found) + self.mean.to(found)
 
 
 def _of_whole_numbers(targets: Value) -> Task:

@@ -133,7 +133,8 @@ class ClientBatches:
     """The training batches of one client: a data set that all clients share, and the indices of its partition.
 
     Order and augmentation are functions of (seed, round, client, epoch, batch). `cut` is the side in pixels of random
-    square crops, which are not resized. `own` are augmentations of the user, applied last.
+    square crops, which are not resized. `own` are augmentations of the user, applied last. `targets` are the moments
+    of numbers to predict, which become numbers of mean zero and deviation one.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class ClientBatches:
         pad: int = 2,
         cut: int | None = None,
         own: Sequence[Augmentation] = (),
+        targets: Moments | None = None,
     ) -> None:
         self.data = data
         self.indices = indices
@@ -166,6 +168,7 @@ class ClientBatches:
         if cut is not None:
             self._augmentations.insert(0, functools.partial(random_cut, side=cut))
         self._normalise = _normaliser(normalise, data.device)
+        self._scale = _normaliser(targets, data.device) if targets else lambda targets: targets
 
     def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Value, Value]]:
         """Each example of the client once, in an order drawn for this round and epoch."""
@@ -180,4 +183,4 @@ class ClientBatches:
             images, targets = self.data.batch(rows)
             for augment in self._augmentations:
                 images, targets = augment(images, targets, generator)
-            yield self._normalise(images), targets
+            yield self._normalise(images), self._scale(targets)

@@ -79,6 +79,7 @@ class Form:
     classes: int  # the number of classes, of labels, or of numbers to predict
     shape: tuple[int, ...]  # of the inputs of one example
     task: Task
+    tokens: int | None
 
     @property
     def outputs(self) -> int:
@@ -93,6 +94,11 @@ class Form:
     @property
     def channels(self) -> int:
         return self.shape[0] if self.shape else 0
+
+    @property
+    def normalised(self) -> int:
+        """The number of features or channels that are normalised; none of tokens."""
+        return 0 if self.tokens is not None else self.channels
 
     @property
     def size(self) -> Size:
@@ -130,7 +136,7 @@ class DataSet(Form):
         return self.train.shape
 
     @cached_property  # a client builds its model for each message
-    def tokens(self) -> int | None:
+    def tokens(self) -> int | None:  # type: ignore[override]
         """The number of tokens, where the inputs are whole numbers."""
         parts = [main(part.inputs) for part in (self.train, self.test)]
         if parts[0].dtype is not torch.int64:
@@ -153,6 +159,11 @@ class DataSet(Form):
     def moments(self) -> Moments:
         """Mean and standard deviation of each feature or channel over the training examples; see moments.py."""
         return moments_from([sums_of(self.train.inputs)], self.input_names)
+
+    @cached_property
+    def units(self) -> Moments:
+        """The same of the numbers to predict."""
+        return moments_from([sums_of(self.train.numbers)], self.class_names)
 
     @cached_property  # the runs of an experiment share it
     def checksum(self) -> str:

@@ -46,6 +46,11 @@ class Examples:
         return torch.zeros(len(self), dtype=torch.int64, device=targets.device)
 
     @property
+    def numbers(self) -> Tensor:
+        """float32 [N, K]: the numbers to predict of each example."""
+        return first(self.targets).reshape(len(self), -1)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the inputs of one example: of an image channels, height and width."""
         return tuple(main(self.inputs).shape[1:])

@@ -146,19 +146,27 @@ def normalisation_of(run: Settings, dataset: DataSet | Shape, listed: str | None
     return dataset.moments
 
 
+def cut(agreed: Moments, of: DataSet | Shape) -> tuple[Moments, Moments]:
+    """The moments of the inputs and of the numbers to predict, from those on which sites agreed."""
+    means, deviations = agreed
+    return (means[: of.normalised], deviations[: of.normalised]), (means[of.normalised :], deviations[of.normalised :])
+
+
 def client_batches(
     run: Settings,
     dataset: DataSet,
     indices: Tensor,
     client: int,
     normalise: Normalise,
+    units: Moments | None = None,
 ) -> ClientBatches:
-    """A client's training batches, with the augmentations of the settings."""
+    """A client's training batches, with the augmentations of the settings; `units` are the moments of its targets."""
     parts = run.data.augment or ()
     return ClientBatches(
         dataset.train,
         indices,
         normalise,
+        targets=units,
         batch_size=run.train.batch_size,
         client=client,
         seed=run.seed,
@@ -233,9 +241,13 @@ def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
                 f"data.{key} is {value!r}, which is for images, but {name!r} has inputs of shape "
                 f"{list(dataset.shape)}; leave it out"
             )
-    if data.missing == "mean" and data.normalise != "moments":
+    if (data.missing == "mean" or data.targets) and data.normalise != "moments":
+        given = f"data.targets is {data.targets!r}" if data.targets else f"data.missing is {data.missing!r}"
+        raise SettingsError(f"{given}, which needs data.normalise: moments, but it is {data.normalise!r}")
+    if data.targets and dataset.task is not REGRESSION:
         raise SettingsError(
-            f"data.missing is 'mean', which needs data.normalise: moments, but it is {data.normalise!r}"
+            f"data.targets is {data.targets!r}, which is for numbers to predict, but {name!r} has labels for "
+            f"{dataset.task.name}; leave it out"
         )
     if cut is not None and not dataset.dense:
         raise SettingsError(

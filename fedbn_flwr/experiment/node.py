@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from flwr.app import Context
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from fedbn_flwr import named
 from fedbn_flwr.batch import Value
 from fedbn_flwr.client.client import BNClient, is_known
 from fedbn_flwr.client.training import Loss
+from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.moments import Sums, sums_of
@@ -31,6 +33,7 @@ from fedbn_flwr.trees import Tree
 from .data import (
     check_labels,
     client_batches,
+    cut,
     load_data,
     normalisation_of,
     rows_by_domain,
@@ -149,8 +152,17 @@ class ClientParts(RunParts):
     def normalise(self, config: Config) -> Normalise:
         """The moments on which sites agreed, which are in the messages, or the run's normalisation."""
         if protocol.MEANS in config:
-            return tuple(config[protocol.MEANS]), tuple(config[protocol.DEVIATIONS])
+            return cut(self._agreed(config), self.dataset)[0]
         return _not_agreed if self.sends_sums else normalisation_of(self.run, self.dataset, self.listed)
+
+    def units(self, config: Config) -> Moments | None:
+        """Mean and deviation of the numbers to predict, if they are scaled."""
+        if not self.run.data.targets:
+            return None
+        return cut(self._agreed(config), self.dataset)[1] if protocol.MEANS in config else self.dataset.units
+
+    def _agreed(self, config: Config) -> Moments:
+        return tuple(config[protocol.MEANS]), tuple(config[protocol.DEVIATIONS])
 
     def _has_channels_last(self, model: nn.Module) -> bool:
         run, given = self.run, self.run.train.channels_last
@@ -162,7 +174,7 @@ class ClientParts(RunParts):
     def client(self, context: Context, config: Config) -> BNClient:
         run, train = self.run, self.run.train
         torch.set_num_threads(run.engine.threads)
-        normalise, dataset = self.normalise(config), self.dataset
+        normalise, units, dataset = self.normalise(config), self.units(config), self.dataset
         kind = (run.model, run.seed, train.channels_last, dataset.shape, dataset.tokens, dataset.outputs)
         free = free_models(kind, str(self.device))
         try:
@@ -172,7 +184,7 @@ class ClientParts(RunParts):
             tensors = _new_model(run, dataset, self.device)
         made = BNClient(
             tensors,
-            client_batches(run, dataset, self.split[0], self.number, normalise),
+            client_batches(run, dataset, self.split[0], self.number, normalise, units),
             functools.partial(self.tests, normalise, only_own=protocol.OWN_TESTS in config),
             lr=functools.partial(learning_rate, run),
             epochs=train.epochs,
@@ -194,7 +206,7 @@ class ClientParts(RunParts):
             device=self.device,
             context=context,
         )
-        made.sums = self.sums
+        made.sums, made.units = self.sums, units
         if not _is_own(run):
             weakref.finalize(made, free.append, tensors).atexit = False
         return made
@@ -231,7 +243,9 @@ class ClientParts(RunParts):
         """The sums of the client's columns."""
         self.check_sums()
         rows, train = self.part[0], self.dataset.train
-        return sums_of((train if len(rows) == len(train) else train.select(rows)).inputs)  # a copy may be large
+        used = train if len(rows) == len(train) else train.select(rows)  # a copy may be large
+        of_targets = [sums_of(used.numbers)] if self.run.data.targets else []
+        return np.concatenate([sums_of(used.inputs), *of_targets], axis=1)
 
 
 def min_batch_of(node: Tree) -> int:

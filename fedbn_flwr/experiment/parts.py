@@ -25,7 +25,7 @@ from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.tasks import REGRESSION, Task
 from fedbn_flwr.trees import Tree
 
-from .data import Shape, load_data, normalisation_of, shape_without_data, shares_of
+from .data import Shape, cut, load_data, normalisation_of, shape_without_data, shares_of
 from .file.types import name_in, options_in
 from .settings import Settings
 
@@ -58,7 +58,7 @@ class Parts(RunParts):
 
     name: str
     rule: Rule
-    agreed: Moments | None = None  # the moments of all sites' data, once the sites have agreed on them
+    agreed: Moments | None = None  # of all sites' inputs and targets, once the sites have agreed on them
     _model: nn.Module | None = field(default=None, init=False, repr=False)
 
     @cached_property
@@ -91,7 +91,17 @@ class Parts(RunParts):
     @property
     def normalise(self) -> Moments:
         """A server without data has no moments of the clients' data before they agree on them."""
-        return self.agreed or normalisation_of(self.run, self.shape)
+        return normalisation_of(self.run, self.shape) if self.agreed is None else cut(self.agreed, self.shape)[0]
+
+    @property
+    def units(self) -> Moments | None:
+        """Mean and deviation of the numbers to predict, if they are scaled."""
+        if not self.run.data.targets:
+            return None
+        if self.agreed is not None:
+            return cut(self.agreed, self.shape)[1]
+        assert self.dataset is not None, "a server without data has no moments before the sites agree"
+        return self.dataset.units
 
     @property
     def task(self) -> Task:
@@ -99,11 +109,11 @@ class Parts(RunParts):
 
     def advice_on_targets(self) -> str:
         """What to do if numbers to predict are so large that a network at its initial values is far from them."""
-        if self.task is not REGRESSION or self.dataset is None:
+        if self.task is not REGRESSION or self.dataset is None or self.run.data.targets:
             return ""
         size = float(first(self.dataset.train.targets).double().square().mean()) ** 0.5
         said = f"The numbers to predict are {size:.3g} in size (root mean square), and a network begins near 0"
-        return f"; or scale the labels. {said}" if size > _LARGE_TARGETS else ""
+        return f"; or set data.targets: scale. {said}" if size > _LARGE_TARGETS else ""
 
     def work(self) -> list[int] | None:
         """The examples of each client if it trains on all of them, as the expected relative duration of a message."""
@@ -127,6 +137,7 @@ class Parts(RunParts):
         return {
             "build": model_arguments(self.run, self.shape),
             "normalise": dict(zip(("mean", "std"), self.normalise, strict=True)),
+            "targets": self.units and dict(zip(("mean", "std"), self.units, strict=True)),
             "classes": self.run.data.class_names or None if self.dataset is None else self.dataset.class_names,
             "global": self.rule.traits.has_global_model,
         }

@@ -53,6 +53,11 @@ class Data(Source):
         " and standard deviation one per channel over the training set; `own`: likewise over each site's own "
         "training examples; `unit`: pixel values from 0 to 1",
     )
+    targets: Literal["scale"] | None = setting(
+        None,
+        "`scale`: train on numbers to predict of mean zero and standard deviation one over all clients' training "
+        "examples, with `normalise: moments`; evaluations and predictions are in the original units",
+    )
     augment: Augment | None = setting(
         None,
         "any of `resized_crop` (a crop of 8 to 100 % of the area, resized to the full size), `crop` (zero"

@@ -126,7 +126,7 @@ def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Config) -> Moments:
     clients = {node: client for client, node in nodes.ids.items()}
     content = RecordDict({"config": ConfigRecord(dict(identity))})
     questions = [Message(content, node, protocol.SUMS_QUERY) for node in clients]
-    columns = parts.shape.channels if parts.shape.tokens is None else 0
+    columns = parts.shape.normalised + (parts.shape.classes if run.data.targets else 0)
     replies = list(grid.send_and_receive(questions, timeout=run.engine.timeout))
     found: list[Sums] = []
     problems = failures(run, len(clients), replies)
@@ -144,7 +144,7 @@ def _sums_in(reply: Message, columns: int) -> Sums:
     """The sums in a site's reply; MessageError if no values can have these sums."""
     arrays = unpack(arrays_of(reply.content))
     if problem := arrays_problem(arrays, {"sums": np.zeros((ROWS, columns))}):
-        raise MessageError(f"{problem}; its columns are the inputs or channels of the data")
+        raise MessageError(f"{problem}; its columns are the inputs or channels of the data, and scaled targets")
     sums: Sums = arrays["sums"]
     for place, column in enumerate(sums.T):
         count, total, square = totals(column)

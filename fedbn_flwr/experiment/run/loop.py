@@ -100,7 +100,7 @@ def run_one(
         seen.hidden = unseen.values()
         running = replace(running, sites=nodes.sites, unseen=unseen)
         if run.data.normalise == "moments" and (prepared.dataset is None or nodes.own_data):
-            agreed = agree(ledger, prepared, nodes, running.identity) if snapshot is None else folder.moments()
+            agreed = agree(ledger, prepared, nodes, running.identity) if snapshot is None else folder.agreed()
             prepared.agreed = agreed
             means, deviations = map(list, agreed)
             identity = {**running.identity, protocol.MEANS: means, protocol.DEVIATIONS: deviations}

@@ -310,6 +310,16 @@ class RunFolder:
         known = self.model_description()["normalise"]
         return tuple(known["mean"]), tuple(known["std"])
 
+    def units(self) -> Moments | None:
+        """The moments of the numbers to predict, if the run scales them."""
+        known = self.model_description().get("targets")
+        return None if known is None else (tuple(known["mean"]), tuple(known["std"]))
+
+    def agreed(self) -> Moments:
+        """The moments of inputs and targets together, as sites agree on them."""
+        (means, deviations), units = self.moments(), self.units() or ((), ())
+        return means + units[0], deviations + units[1]
+
     def write_promises(self, promises: Mapping[str, float]) -> None:
         write_store(self.path / "promises", [("promises", json.dumps(dict(promises)).encode())])
 

@@ -34,6 +34,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "model.json": {
         "build": dict[str, Any],
         "normalise": dict[str, list[float]],
+        "targets": dict[str, list[float]] | None,
         "classes": list[str] | None,
         "global": bool,
     },

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value
+from fedbn_flwr.client.evaluation import InUnits
 from fedbn_flwr.client.node_state import OWN, NodeState, kept_state
 from fedbn_flwr.data.batches import Normaliser
 from fedbn_flwr.data.examples import main
@@ -117,5 +118,7 @@ def _build(description: Json, state: Mapping[str, Tensor], file: Path) -> nn.Mod
         model.load_state_dict(counters | dict(state))
     except RuntimeError as error:
         raise damaged(file, f"it does not fit the network of model.json ({in_a_line(error)})") from None
+    if (units := description.get("targets")) is not None:
+        model.register_forward_hook(InUnits((units["mean"], units["std"])))
     model.eval()
     return model

@@ -138,7 +138,7 @@ def test_inputs_of_any_shape_are_normalised(shape: list[int] | None, tmp_path: P
     """Folders of earlier versions may have no shape of the inputs in model.json."""
     channels = (shape or [3])[0]
     known = {"mean": [0.25 * i for i in range(channels)], "std": [0.5] * channels}
-    model = {"build": {"input_shape": shape}, "normalise": known, "classes": None, "global": True}
+    model = {"build": {"input_shape": shape}, "normalise": known, "targets": None, "classes": None, "global": True}
     write_run(tmp_path / "run", "FedAvg", files={"model.json": model})
     inputs = torch.rand(2, *(shape or (3, 8, 8)))
     mean = torch.tensor(known["mean"]).view(-1, *[1] * (inputs.ndim - 2))
