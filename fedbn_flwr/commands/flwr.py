@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.errors import OF_RUN_CONFIG, RunFailed, SettingsError, did_you_mean, options_as
-from fedbn_flwr.trees import Tree
+from fedbn_flwr.trees import Draft, Tree
 
 from .common import Commands, add_command, continued_by, parse_pairs
 
@@ -104,7 +104,7 @@ def flwr(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _of_experiment(run_config: Tree, federation: Tree, defaults: Tree) -> tuple[Tree, Tree, list[RunFolder]]:
+def _of_experiment(run_config: Tree, federation: Tree, defaults: Tree) -> tuple[Draft, Draft, list[RunFolder]]:
     """The run config of this project's app with its output folder, a node for each client, and the run folders."""
     from fedbn_flwr.experiment.file.layers import from_run_config
     from fedbn_flwr.experiment.prepare import prepare
