@@ -37,10 +37,20 @@ EXPERIMENTS["a class as the strategy"] = SHORT | {
     "strategy": {"name": "my_parts:WithoutOutliers", "share": 0.4},
     "clients": 3,
 }
+EXPERIMENTS["a function as the strategy"] = SHORT | {
+    "strategy": {"name": "my_parts:slow_adam", "eta": 0.02},
+    "clients": 2,
+}
 
 
 MORE = """
-from fedbn_flwr.strategies import FedAvg
+from flwr.serverapp.strategy import FedAdam
+
+from fedbn_flwr.strategies import FedAvg, MeanStatistics
+
+
+def slow_adam(eta=0.01):
+    return MeanStatistics(FedAdam(eta=eta))
 
 
 class WithoutOutliers(FedAvg):
