@@ -345,10 +345,11 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.nightly
 @pytest.mark.parametrize(("seconds", "limit", "starts"), [(40, 120, True), (60, 5, False)])
 def test_ray_may_start_slowly(seconds: int, limit: int, starts: bool, tmp_path: Path) -> None:
-    """Ray waits for 30 seconds, unless its environment has another limit."""
+    """Ray waits for 30 seconds, or for the limit in its environment if that is longer."""
     out = tmp_path / "out"
     words = ["run", "quick", "rounds=1", "strategy.freeze_round=1", "--engine", "ray", f"engine.node_timeout={limit}"]
-    kept = {key: value for key, value in environment(**RAY).items() if key != "RAY_ADDRESS"}
+    # The limit is set where none is given, and the connection of earlier tests has set one in this process.
+    kept = {key: value for key, value in environment(**RAY).items() if not key.startswith("RAY_")}
     done = subprocess.run(
         [sys.executable, "-c", SLOW, str(seconds), *words, "--out", str(out)],
         cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=PATIENCE,
