@@ -75,16 +75,9 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
     if parts.dataset is not None and run.evaluate.validation:
         parts.held_out  # noqa: B018
     if not is_tried:
-        _try_training(parts)
-    return parts
-
-
-def _try_training(parts: Parts) -> None:
-    """Raise an error unless the run's network, training and strategy suit each other."""
-    run, rule = parts.run, parts.rule
-    _check_norm(run, parts.model, rule)
-    try_model(run, parts.model, parts.shape, parts.device)
-    check_training(parts)
+        _check_norm(run, parts.model, rule)
+        try_model(run, parts.model, parts.shape, parts.device)
+        check_training(parts)
     logging.disable(logging.WARNING)  # the run calls it again, and warns then
     try:
         rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # raises an error for a model that does not suit it
@@ -93,6 +86,7 @@ def _try_training(parts: Parts) -> None:
     stays = rule.traits.stays(parts.model.state_dict())
     if stays and (problem := ModelTensors(parts.model).kept_problem(stays)):
         raise SettingsError(f"strategy {strategy_name(run.strategy)}: {problem}")
+    return parts
 
 
 def make_rule(run: Settings) -> Rule:

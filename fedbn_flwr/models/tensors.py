@@ -229,7 +229,8 @@ class ModelTensors:
     def load(self, arrays: Arrays) -> None:
         """Copy arrays into the tensors of the same keys and shapes."""
         for block in blocks(arrays):  # with one copy to the device
-            into = [tensor for tensor in self._now(block) if tensor.numel()]
+            if not (into := [tensor for tensor in self._now(block) if tensor.numel()]):
+                continue
             flat = torch.from_numpy(np.array(block.flat)).to(self.device)
             values = _unflatten_dense_tensors(flat, into)
             if block.flat.dtype.kind == "f":  # Flower's mean of integer counters has a rounding error

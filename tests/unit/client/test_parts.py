@@ -56,6 +56,15 @@ def test_the_values_of_a_single_tensor_are_a_copy() -> None:
     np.testing.assert_array_equal(taken["weight"], before)
 
 
+def test_tensors_without_elements_are_loaded_among_others() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.register_buffer("empty", torch.zeros(0, 3))
+    model.register_buffer("mask", torch.zeros(0, dtype=torch.bool))  # the only one of its dtype
+    sent = dict(initial_arrays(model)) | {"0.bias": np.array([5, 7], np.float32)}
+    ModelTensors(model).load(sent)
+    assert model[0].bias.tolist() == [5, 7]
+
+
 def test_initial_values_keep_no_autograd_graph() -> None:
     """PyTorch would use nodes of that graph again, on the stream of their creation, and recording on a GPU failed."""
     parts = ModelTensors(net(), build=net)
