@@ -223,7 +223,10 @@ def test_a_network_is_tried_for_one_seed_and_the_examples_of_all_are_counted() -
 
 
 def test_batches_of_one_are_accepted_for_all_seeds_if_batch_norm_is_frozen_from_the_start() -> None:
-    text = "{strategy: {name: FixBN, freeze_round: %s}, rounds: 2, train: {batch_size: 1}, seeds: [0, 1]}"
+    text = (
+        "{strategy: {name: FixBN, freeze_round: %s}, rounds: 2, train: {batch_size: 1}, seeds: [0, 1], "
+        "model: {name: mlp}}"
+    )
     assert len(prepare(read_experiment(parse_yaml(text % 0)))) == 2
     with pytest.raises(SettingsError, match="cannot compute a variance of one example"):
         prepare(read_experiment(parse_yaml(text % 1)))
