@@ -1,12 +1,15 @@
 """Workers, which do one job at a time outside of the server's process. The local engine forks its workers.
 
-A forked process shares the memory of its parent, which causes two problems:
+A forked process shares the memory of its parent, which causes three problems:
 
 - If another thread of the parent holds a lock during the fork, as in a notebook, the lock stays locked in the new
   process. So a worker that does not start is forked again.
 - The first thread of the new process inherits OpenMP's record of a thread pool, but not the threads. Parallel
   arithmetic in it would wait for them forever, for instance after a network calls `torch.set_num_threads(4)`. OpenMP
   has a pool for each thread that begins parallel arithmetic, so a worker does its jobs in a new thread.
+- gRPC prepares for a fork by default, but not while another thread of the parent is in one of its calls. A client that
+  uses gRPC itself may then crash, and its worker is restarted, or hang. GRPC_ENABLE_FORK_SUPPORT=1 changes nothing, and
+  with 0 such clients never work.
 """
 
 from __future__ import annotations

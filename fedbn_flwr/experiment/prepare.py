@@ -156,12 +156,12 @@ def _check_demands(spec: Tree, clients: int) -> None:
 def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
     others = [type(layer).__name__ for layer in norm_layers(model).values() if not isinstance(layer, _BatchNorm)]
     model.train()
-    unseen = run.evaluate.unseen
-    measured = {
-        "evaluate.statistics is 'reestimated'": run.evaluate.statistics == "reestimated",
-        "evaluate.unseen.statistics has 'batch'": unseen.clients and "batch" in unseen.statistics,
-    }
-    if others and (asks := next((words for words, is_asked in measured.items() if is_asked), "")):
+    unseen, asks = run.evaluate.unseen, ""
+    if run.evaluate.statistics == "reestimated":
+        asks = "evaluate.statistics is 'reestimated'"
+    elif unseen.clients and "batch" in unseen.statistics:
+        asks = "evaluate.unseen.statistics has 'batch'"
+    if others and asks:
         raise SettingsError(
             f"{asks}, which measures inputs of batch norms, but {run.model.name!r} with norm {run.model.norm!r} has "
             f"{others[0]}, whose statistics may be others; leave it out"
