@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,10 +51,10 @@ def run_app(app: Path, run_config: Tree, federation: Tree) -> None:
             code = process.wait()
         finally:
             process.send_signal(signal.SIGINT)  # if this process was interrupted
-            try:
-                process.wait(_STOP_TIMEOUT)
-            finally:
-                process.kill()  # Linux ends Ray's processes with it
+            with ExitStack() as stack:
+                stack.callback(process.kill)  # Linux ends Ray's processes with it
+                with suppress(subprocess.TimeoutExpired):  # on a busy machine
+                    process.wait(_STOP_TIMEOUT)
         # The app's working folder is deleted: copy the files that it wrote (a template saves final_model.pt there).
         if written := sorted(file.name for file in folder.iterdir()):
             shutil.copytree(folder, Path.cwd(), dirs_exist_ok=True)

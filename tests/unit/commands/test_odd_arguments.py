@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import ROOT, fedbn
+from tests.support.network import wait_for
 from tests.support.runs import write_run
 
 LONG = "x" * 300  # longer than file systems allow
@@ -164,6 +166,28 @@ def test_a_simulation_without_ray_says_what_to_install(tmp_path: Path, monkeypat
         MissingPackage, match=r"Flower's simulation needs .*'ray'.*: pip install 'PATH/TO/CLONE\[run\]'"
     ):
         simulation.run_app(tmp_path, {}, {})
+
+
+def test_an_interrupted_simulation_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C stays an interruption: on a busy machine, to end Ray's processes can take longer than it is waited for."""
+    (tmp_path / "stubborn.py").write_text(
+        "import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"open({str(tmp_path / 'ready')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    monkeypatch.setattr(simulation, "__name__", "stubborn")  # the module that the process runs
+    monkeypatch.setattr(simulation, "_STOP_TIMEOUT", 0.1)
+
+    def interrupt() -> None:
+        wait_for("the process", lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text() != "")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    with pytest.raises(KeyboardInterrupt):
+        simulation.run_app(tmp_path, {}, {})
+    sender.join()
+    process = Path("/proc", (tmp_path / "ready").read_text())
+    wait_for("its end", lambda: not process.exists() or "(zombie)" in (process / "status").read_text())
 
 
 @pytest.mark.slow
