@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr import client_app
+from fedbn_flwr import client_app, run
 from fedbn_flwr.extensions.together import parked
 from fedbn_flwr.extensions.together.groups import Row, train_exchanging
 from fedbn_flwr.extensions.together.parked import CohortPool
@@ -174,3 +175,22 @@ def test_a_mod_sees_every_exchange_as_a_message(federation: Federations, groups:
     models_of(fed, FedTAN(), 1, grid=fed.grid(app, workers=2, pool=CohortPool))
     assert kinds == ["query.exchange"] * 8
     assert groups == []
+
+
+def test_an_experiment_trains_clients_of_fedtan_together(tmp_path: Path, groups: list[int]) -> None:
+    losses = [
+        list(
+            run(
+                "demo",
+                only="FedTAN",
+                rounds=2,
+                seeds=[0],
+                engine={"workers": 0, "together": together},
+                out=tmp_path / str(together),
+                progress=False,
+            ).history["train_loss"]
+        )
+        for together in (1, 8)
+    ]
+    assert groups == [5, 5]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
