@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedbn_flwr import client_app
@@ -68,6 +69,16 @@ def net(norm: bool = True) -> nn.Module:
     return small_net() if norm else nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
 
 
+def with_one_model(fed: Any) -> tuple[ModelTensors, ClientApp]:
+    """An app whose clients share a model, as in an experiment."""
+    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
+
+    def make_client(context: Any) -> BNClient:
+        return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)
+
+    return shared, client_app(make_client)
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_is_the_same_to_the_last_bit(name: str, federation: Federations, groups: list[int]) -> None:
     kept = {"momentum": 0.5, "keep_momentum": name not in ("GlobalMomentum", "FedNova")}
@@ -93,13 +104,9 @@ def test_any_optimiser_is_the_same_to_the_last_bit(
 
 def test_clients_may_share_the_model_whose_copies_stay(federation: Federations) -> None:
     fed = federation((8, 12, 7))
-    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
-
-    def make_client(context: Any) -> BNClient:
-        return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)
-
+    shared, app = with_one_model(fed)
     expected = models_of(fed, FedBN(), 3)
-    found = models_of(fed, FedBN(), 3, grid=fed.grid(client_app(make_client), workers=3, pool=TogetherPool))
+    found = models_of(fed, FedBN(), 3, grid=fed.grid(app, workers=3, pool=TogetherPool))
     assert all(map(same, found, expected))
     copies = lanes._copies[shared.model]
     assert len(copies) == 3
@@ -117,13 +124,9 @@ def test_a_client_that_fails_does_so_alone(federation: Federations) -> None:
 
 def test_random_passes_draw_what_they_draw_alone(federation: Federations, groups: list[int]) -> None:
     fed = federation((8, 12, 7), model=lambda: nn.Sequential(small_net(), nn.Dropout(0.5)))
-    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
-
-    def make_client(context: Any) -> BNClient:
-        return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)
-
+    _, app = with_one_model(fed)
     expected = models_of(fed, FedAvg(), 2)
-    found = models_of(fed, FedAvg(), 2, grid=fed.grid(client_app(make_client), workers=3, pool=TogetherPool))
+    found = models_of(fed, FedAvg(), 2, grid=fed.grid(app, workers=3, pool=TogetherPool))
     assert all(map(same, found, expected))
     assert groups == [3]  # in the second round it is known
 
