@@ -74,6 +74,7 @@ class Traits:
             min_batch=max(self.min_batch, other.min_batch),
             records={**self.records, **other.records},
             pooled=self.pooled or other.pooled,
+            own_inputs=self.own_inputs or other.own_inputs,
         )
 
     @property

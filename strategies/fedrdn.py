@@ -10,7 +10,7 @@ has both.
 
 Choices where neither says what to do, or where this differs:
 
-- Pairs are those of the inputs as `data.normalise` or a user's loader leave them. If that is the same for all clients,
+- Pairs are measured on inputs as `data.normalise` or a user's loader leave them. If that is the same for all clients,
   normalising again gives the same inputs as from pixels.
 - Inputs without pixels (tables) have no deviation of an image; a client's is then that over its examples.
 - A channel that is constant in all images of a client has the deviation 1.
@@ -21,7 +21,7 @@ Choices where neither says what to do, or where this differs:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, number_of, read_reply
 from fedbn_flwr.messages.votes import arrays_problems
 
-from ._hooks import Config, Round
+from ._hooks import Config, Round, Traits
 from ._wrapper import Wrapper
 
 DRAWN = "fedbn.inputs-drawn"
@@ -64,6 +64,7 @@ class FedRDN(Wrapper):
         another draw, a deviation ("batch"), as in the authors' code.
     """
 
+    traits = Traits(client_memory="mean and deviation of their inputs", own_inputs=True)
     breaks = {"mean": "sends the statistics of each client's inputs to all clients"}
 
     @dataclass
@@ -76,8 +77,6 @@ class FedRDN(Wrapper):
     def __init__(self, strategy: Strategy, *, drawn: Literal["image", "batch"] = "image") -> None:
         super().__init__(strategy)
         self.drawn = drawn
-        memory = filter(None, [self.traits.client_memory, "mean and deviation of their inputs"])
-        self.traits = replace(self.traits, own_inputs=True, client_memory=" and ".join(memory))
 
     def config(self, round: Round) -> Config:
         """The pairs of all clients, which new ones are asked for first: FedTAN inside begins before `outgoing`."""

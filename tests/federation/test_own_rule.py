@@ -35,6 +35,7 @@ from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,
     FedProx,
+    FedRDN,
     FedTAN,
     FixBN,
     GlobalMomentum,
@@ -484,6 +485,9 @@ def test_the_traits_of_a_strategy_add_to_those_of_the_strategy_inside() -> None:
     assert (traits.kept, traits.returned) == (inside.traits.kept, False)
     assert (traits.steps, traits.records) == ({"momentum"}, {"momentum": False})
     assert HBN(kept=["last"]).traits.client_memory == "their own alpha and their own arrays"
+    drawn = FixBN(FedRDN(Scaffold()), freeze_round=1).traits
+    assert drawn.client_memory == "their control variates and mean and deviation of their inputs"
+    assert drawn.personalises
 
 
 @pytest.mark.parametrize(
