@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,15 @@ _SENT = {
     torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8,
     torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,
 }  # fmt: skip
+
+
+def plain_attributes(model: nn.Module) -> Hashable:
+    """The types of all modules, with their attributes that are numbers, texts or None, such as modes and options."""
+    plain = (bool, int, float, str, NoneType)
+    return tuple(
+        (type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
+        for module in model.modules()
+    )
 
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
-from types import FunctionType, NoneType
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, each, tensors
 from fedbn_flwr.client.training import Gradient, Loss
+from fedbn_flwr.models.tensors import plain_attributes
 
 _MOST = 8  # recordings per model, since each needs its own memory
 _recordings: WeakKeyDictionary[nn.Module, dict[Hashable, Recording | str]] = WeakKeyDictionary()
@@ -76,12 +77,7 @@ def _identity(function: object) -> Hashable:
 def state_of(model: nn.Module) -> Hashable:
     """All that a pass's kernels depend on: the tensors' addresses, and the modules' plain attributes and hooks."""
     places = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in chain(model.parameters(), model.buffers()))
-    plain = (bool, int, float, str, NoneType)
-    attributes = (
-        (type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
-        for module in model.modules()
-    )
-    return places, tuple(attributes), tuple(map(ref, _hooks(model)))
+    return places, plain_attributes(model), tuple(map(ref, _hooks(model)))
 
 
 def check_recordable(model: nn.Module) -> None:

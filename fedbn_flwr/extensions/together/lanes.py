@@ -22,6 +22,7 @@ from fedbn_flwr import seeding
 from fedbn_flwr.batch import each
 from fedbn_flwr.client.rule import ClientRule
 from fedbn_flwr.client.training import Trained, Training, steps, train
+from fedbn_flwr.models.tensors import plain_attributes
 
 
 @dataclass(eq=False)
@@ -98,9 +99,9 @@ def lane_of(training: Training) -> Lane | None:
 
 
 def _free_copy(training: Training) -> Copy:
-    copies, kind = _copies.setdefault(training.model, []), _attributes(training.model)
+    copies, kind = _copies.setdefault(training.model, []), _kind(training.model)
     for found in copies:
-        if not found.used and _attributes(found.model) == kind:
+        if not found.used and _kind(found.model) == kind:
             return found
     model = copy.deepcopy(training.model)
     stream = torch.cuda.Stream(training.device) if training.device.type == "cuda" else None
@@ -108,14 +109,9 @@ def _free_copy(training: Training) -> Copy:
     return copies[-1]
 
 
-def _attributes(model: nn.Module) -> Sequence[object]:
+def _kind(model: nn.Module) -> tuple[object, ...]:
     """What decides how a network trains, besides the values of its tensors."""
-    plain = (bool, int, float, str, type(None))
-    parts = [
-        (type(module), [(name, value) for name, value in vars(module).items() if isinstance(value, plain)])
-        for module in model.modules()
-    ]
-    return [*parts, *(parameter.requires_grad for parameter in model.parameters())]
+    return plain_attributes(model), *(parameter.requires_grad for parameter in model.parameters())
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
