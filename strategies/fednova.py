@@ -28,7 +28,7 @@ import torch
 from annotated_types import Ge
 
 from fedbn_flwr.client.rule import ClientRule, Key
-from fedbn_flwr.client.training import Kept, Tensors
+from fedbn_flwr.client.training import Memo, Tensors
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, cast
 from fedbn_flwr.messages.arrays import unpack
@@ -101,7 +101,7 @@ class FedNovaClient(ClientRule):
     }
     order = 2  # begins after the rules that load momentum
 
-    def begin(self, w: Tensors) -> Kept:
+    def begin(self, w: Tensors) -> Memo:
         optimizer = self.local.optimizer
         self.rates = rates_of(optimizer.torch)
         mu = float(self.local.config.get(PROXIMAL_MU, 0.0))
@@ -124,14 +124,14 @@ class FedNovaClient(ClientRule):
         self.alpha = self.lr * mu
         return {}
 
-    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+    def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
         if (found := rates_of(self.local.optimizer.torch)) != self.rates:
             raise MessageError(
                 f"learning rate and momentum change within a round, from {self.rates[0]} to {found[0]}; expected "
                 f"constant ones, which {NORMALISED!r} needs"
             )
 
-    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+    def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         metrics[EFFECTIVE_STEPS] = effective_steps(steps, momentum=self.momentum, alpha=self.alpha)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from fedbn_flwr.client.rule import ClientRule, Key, add_, clone, sub
-from fedbn_flwr.client.training import Kept, Tensors
+from fedbn_flwr.client.training import Memo, Tensors
 
 from ._hooks import Config, Round
 from .fedavg import FedAvg
@@ -44,8 +44,8 @@ class FedProxClient(ClientRule):
 
     keys = {PROXIMAL_MU: Key("float", "add mu/2 times the squared distance to the received parameters (Flower's key)")}
 
-    def begin(self, w: Tensors) -> Kept:
+    def begin(self, w: Tensors) -> Memo:
         return {"received": clone(self.local.received(w))}  # w_t
 
-    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
-        add_(g, sub(w, kept["received"]), alpha=float(self.local.config[PROXIMAL_MU]))
+    def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
+        add_(g, sub(w, memo["received"]), alpha=float(self.local.config[PROXIMAL_MU]))

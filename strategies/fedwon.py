@@ -17,7 +17,7 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from fedbn_flwr.client.rule import ClientRule, Key
-from fedbn_flwr.client.training import Kept, Tensors
+from fedbn_flwr.client.training import Memo, Tensors
 
 from ._hooks import Config, Round
 from .fedavg import FedAvg
@@ -57,14 +57,14 @@ class FedWonClient(ClientRule):
 
     elementwise = False  # it measures the norms of units
 
-    def begin(self, w: Tensors) -> Kept:
+    def begin(self, w: Tensors) -> Memo:
         model = self.local.model
         linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
         last = {*map(id, linear[-1].parameters())} if linear else set()
         self.exempt = {name for name, parameter in model.named_parameters() if id(parameter) in last}
         return {}
 
-    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+    def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
         clipped = {name: gradient for name, gradient in g.items() if name not in self.exempt}
         clip_adaptively(w, clipped, float(self.local.config[CLIP]))
 

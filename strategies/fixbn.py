@@ -32,7 +32,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.client.node_state import OWN
 from fedbn_flwr.client.rule import MODEL, ClientRule, Key, LocalRound
-from fedbn_flwr.client.training import Kept
+from fedbn_flwr.client.training import Memo
 from fedbn_flwr.errors import LOG, MessageError, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, pooled_mean
@@ -258,7 +258,7 @@ class FixBNClient(ClientRule):
         self.alone = bool(local.config.get(MOMENTS))  # compiled passes may leave out the hooks that measure
         self.moments = local.resources.enter_context(Moments(local.model)) if self.alone else None
 
-    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+    def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         if self.moments is not None:
             measured = copied(self.moments.statistics())
             model = records[MODEL]

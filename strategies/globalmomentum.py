@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Strategy
 from torch.optim import SGD
 
 from fedbn_flwr.client.rule import KeepOptimizerState, Key
-from fedbn_flwr.client.training import Kept, Tensors
+from fedbn_flwr.client.training import Memo, Tensors
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.protocol import Metrics
@@ -68,7 +68,7 @@ class GlobalMomentumClient(KeepOptimizerState):
 
     keys = {MOMENTUM: Key("true", "begin with the momentum in the record `momentum`, and send it back")}
 
-    def begin(self, w: Tensors) -> Kept:
+    def begin(self, w: Tensors) -> Memo:
         optimizer = self.local.optimizer
         is_sgd = isinstance(optimizer.torch, SGD)
         if not (is_sgd and any(group["momentum"] for group in optimizer.torch.param_groups)):
@@ -82,8 +82,8 @@ class GlobalMomentumClient(KeepOptimizerState):
         optimizer.load_state({**self.local.state.load(self.stored), **received})
         return {}
 
-    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
-        super().finish(kept, steps, metrics, records)
+    def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+        super().finish(memo, steps, metrics, records)
         new = dict(self.local.state.load(self.stored))
         # The momentum of a parameter that stays on the client stays there too.
         sent = self.local.received(self.local.optimizer.parameters)

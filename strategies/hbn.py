@@ -30,7 +30,7 @@ from annotated_types import Gt, Le
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.client.rule import MODEL, ClientRule, Key, LocalRound
-from fedbn_flwr.client.training import Kept, Tensors
+from fedbn_flwr.client.training import Memo, Tensors
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_mean
@@ -140,7 +140,7 @@ class HBNClient(ClientRule):
                 layer.momentum = 0.0  # the server's statistics stay as they are during the round
         self.moments = local.resources.enter_context(Moments(local.model))
 
-    def begin(self, w: Tensors) -> Kept:
+    def begin(self, w: Tensors) -> Memo:
         """The statistics of the first batch, whose gradient was computed under the received model."""
         self.moments.close()
         measured = self.moments.statistics()
@@ -152,7 +152,7 @@ class HBNClient(ClientRule):
         self.measured = copied(measured)
         return {}
 
-    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+    def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         model = records[MODEL]
         records[MODEL] = {**model, **{key: cast(value, model[key].dtype) for key, value in self.measured.items()}}
         self.local.state.save(self.stored, {key: model[key] for key in (key_of(name, ALPHA) for name in self.layers)})

@@ -25,7 +25,7 @@ import torch
 from flwr.app import Message
 
 from fedbn_flwr.client.rule import ClientRule, Key, add_
-from fedbn_flwr.client.training import Kept, Tensors
+from fedbn_flwr.client.training import Memo, Tensors
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
@@ -109,20 +109,20 @@ class ScaffoldClient(ClientRule):
     may_differ = {CONTROL_ROUND}  # clients that joined in different rounds
     order = -1  # before the other rules: g_i is the unchanged gradient
 
-    def begin(self, w: Tensors) -> Kept:
+    def begin(self, w: Tensors) -> Memo:
         self.known = int(self.local.config.get(CONTROL_ROUND, 0))  # the server has added the c_i of this round
         self.own = self.local.state.load(f"{CONTROL}.{self.known}")
         c, w = self.local.records.get(CONTROL_RECORD, {}), self.local.received(w)
         corrections = {name: tensor_like(c.get(name), p) - tensor_like(self.own.get(name), p) for name, p in w.items()}
         return {"corrections": corrections, "sums": {name: torch.zeros_like(p) for name, p in w.items()}}
 
-    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
-        add_(kept["sums"], g)
-        add_(g, kept["corrections"])
+    def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
+        add_(memo["sums"], g)
+        add_(g, memo["corrections"])
 
-    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+    def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         before, state = self.own, self.local.state
-        new = copied({name: total / max(steps, 1) for name, total in kept["sums"].items()})
+        new = copied({name: total / max(steps, 1) for name, total in memo["sums"].items()})
         if self.known and not before:
             metrics[CONTROL_LOST] = 1
         state.forget(CONTROL)

@@ -263,8 +263,8 @@ class BNClient(NumPyClient):
         records: dict[str, Arrays] = {MODEL: taken}
         if rules:
             with self._seeded("finish", int(config.get(protocol.ROUND, 1)), self.train_data):
-                for rule, kept in zip(rules, trained.kept, strict=True):
-                    rule.finish(kept, trained.steps, metrics, records)
+                for rule, memo in zip(rules, trained.memos, strict=True):
+                    rule.finish(memo, trained.steps, metrics, records)
         return Update(records.pop(MODEL), metrics, records)
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:

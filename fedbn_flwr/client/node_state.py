@@ -182,10 +182,10 @@ def _restore(folder: Path, context: Context, run: str, last: int) -> None:
     context.state.update(records)
 
 
-def _delete_outside(folder: Path, kept: int, last: int) -> None:
-    """Delete the states of rounds after `last`, which will be trained again, and those older than that of `kept`."""
+def _delete_outside(folder: Path, first: int, last: int) -> None:
+    """Delete the states of rounds after `last`, which will be trained again, and those older than that of `first`."""
     rounds = _rounds(folder)
-    oldest = max((stored for stored in rounds if stored <= kept), default=0)
+    oldest = max((stored for stored in rounds if stored <= first), default=0)
     for stored, file in rounds.items():
         if not oldest <= stored <= last:
             file.unlink(missing_ok=True)

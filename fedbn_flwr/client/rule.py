@@ -6,7 +6,7 @@ batches, `first_gradient` returns how the gradient of the first batch is compute
 batch, `begin` runs between the first gradient and the first step, `adjust` before each step, and `finish` after
 training. `frozen` has the roles that do not train.
 
-`begin` and `adjust` are functions of named tensors: w are the parameters, g their gradients, and `kept` is what `begin`
+`begin` and `adjust` are functions of named tensors: w are the parameters, g their gradients, and `memo` is what `begin`
 returned. In rules that are `elementwise` they may be those of several clients, with a leading axis: such rules use
 the operations below, or others that act on each element alone.
 """
@@ -34,7 +34,7 @@ from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import Role
 
 from .node_state import NodeState
-from .training import Batch, Gradient, Kept, LocalOptimizer, Tensors
+from .training import Batch, Gradient, LocalOptimizer, Memo, Tensors
 
 MODEL = "arrays"  # the record with the model, in messages as in replies
 
@@ -133,14 +133,14 @@ class ClientRule:
         """A function that computes loss and gradient of the first batch instead of backpropagation, or None."""
         return None
 
-    def begin(self, w: Tensors) -> Kept:
+    def begin(self, w: Tensors) -> Memo:
         """What the round remembers, from the parameters as they were received."""
         return {}
 
-    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+    def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
         """Change gradients in place; parameters without a gradient are not among them."""
 
-    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+    def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         """Add metrics and records to the reply, and save state. The round must not fail after the state is saved.
 
         `records` has the trained model as "arrays"; a mapping with other values may take its place.
@@ -190,11 +190,11 @@ class KeepOptimizerState(ClientRule):
 
     stored = "fedbn.momentum"  # its name in the client's state
 
-    def begin(self, w: Tensors) -> Kept:
+    def begin(self, w: Tensors) -> Memo:
         self.local.optimizer.load_state(self.local.state.load(self.stored))
         return {}
 
-    def finish(self, kept: Kept, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+    def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         # A parameter that is frozen now keeps the state that it had.
         new = {**self.local.state.load(self.stored), **copied(self.local.optimizer.state())}
         self.local.state.save(self.stored, new)

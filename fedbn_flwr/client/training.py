@@ -37,7 +37,7 @@ Loss = Callable[[Any, Any], Tensor]  # of what the model returns, and the target
 Forward = Callable[[nn.Module, Value, Value, Loss], Tensor]
 Gradient = Callable[[nn.Module, Value, Value, Loss], Tensor]
 Tensors = Mapping[str, Tensor]  # by the names of parameters
-Kept = dict[str, Tensors]  # what a client rule remembers from its `begin` to its `finish`, by name
+Memo = Mapping[str, Tensors]  # what a client rule remembers from its `begin` to its `finish`, by name
 
 ONE_VALUE = "more than 1 value per channel"  # PyTorch's words on batch norm of one example
 
@@ -119,9 +119,9 @@ class Rule(Protocol):
 
     def loss(self, inputs: Any, targets: Any, outputs: Any, loss: Tensor) -> Tensor: ...
 
-    def begin(self, w: Tensors) -> Kept: ...
+    def begin(self, w: Tensors) -> Memo: ...
 
-    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None: ...
+    def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None: ...
 
 
 @dataclass(eq=False)
@@ -164,7 +164,7 @@ class Trained:
     loss: float  # the mean over examples
     first_batch: int  # the examples in it
     steps: int
-    kept: Sequence[Kept]  # of each rule
+    memos: Sequence[Memo]  # of each rule
 
 
 def train(training: Training) -> Trained:
@@ -198,14 +198,14 @@ def steps(training: Training) -> Generator[None, None, Trained]:
             loss = _changed(training.loss, changing, inputs) if changing else training.loss
             total += gradient(training.model, inputs, targets, loss) * size
             if not done:
-                kept, first_batch, gradient = _begun(training), size, training.gradient
+                memos, first_batch, gradient = _memos(training), size, training.gradient
             if training.rules:
-                _adjust(training, kept)
+                _adjust(training, memos)
             optimizer.step()
             done, examples = done + 1, examples + size
             yield
         optimizer.zero_grad()  # frees the gradients, which take as much memory as the model
-        return Trained(float(total) / max(examples, 1), first_batch, done, kept if done else _begun(training))
+        return Trained(float(total) / max(examples, 1), first_batch, done, memos if done else _memos(training))
 
 
 def _changed(loss_fn: Loss, rules: Sequence[Rule], inputs: Value) -> Loss:
@@ -221,17 +221,17 @@ def _changed(loss_fn: Loss, rules: Sequence[Rule], inputs: Value) -> Loss:
 
 
 @torch.no_grad()
-def _begun(training: Training) -> list[Kept]:
+def _memos(training: Training) -> list[Memo]:
     return [rule.begin(training.optimizer.parameters) for rule in training.rules]
 
 
 @torch.no_grad()
-def _adjust(training: Training, kept: Sequence[Kept]) -> None:
+def _adjust(training: Training, memos: Sequence[Memo]) -> None:
     """A function of its own, so that no name holds the gradients while the next ones are computed."""
     w = training.optimizer.parameters
     g = {name: parameter.grad for name, parameter in w.items() if parameter.grad is not None}
-    for rule, own in zip(training.rules, kept, strict=True):
-        rule.adjust(w, g, own)
+    for rule, memo in zip(training.rules, memos, strict=True):
+        rule.adjust(w, g, memo)
 
 
 Trainer = Callable[[Training], Trained]  # leaves the new values in the model's tensors

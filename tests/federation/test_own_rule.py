@@ -544,7 +544,7 @@ class Noted(ClientRule):
 
     keys = {"noted": Key("true", "for this test")}
 
-    def finish(self, kept: Any, steps: int, metrics: dict[str, Any], records: Any) -> None:
+    def finish(self, memo: Any, steps: int, metrics: dict[str, Any], records: Any) -> None:
         for name in ("momentum", "control", "local"):
             self.local.state.save(name, {"w": np.ones(2)})
         metrics |= {"drawn": torch.rand(2), "loss": 0.5, "accuracy": np.float32(0.25), "many": [1, True], "auc": 0.75}

@@ -39,27 +39,27 @@ def recorded(
     """The recording of `plain` for batches of this shape. Clients that share a model share its recordings."""
     batch = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in [*tensors(inputs), *tensors(targets)])
     with _lock:
-        kept = _recordings.setdefault(model, {})
+        recordings = _recordings.setdefault(model, {})
         key = _identity(plain), _identity(loss_fn), batch, state_of(model)
-        if key not in kept and len(kept) == _MOST:
-            del kept[next(iter(kept))]
-        found: Recording = made_once(kept, key, lambda: Recording(plain, model, inputs, targets, loss_fn))
+        if key not in recordings and len(recordings) == _MOST:
+            del recordings[next(iter(recordings))]
+        found: Recording = made_once(recordings, key, lambda: Recording(plain, model, inputs, targets, loss_fn))
     return found
 
 
-def made_once(kept: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) -> Any:
+def made_once(results: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) -> Any:
     """Call `make` once for this key, and return its result. If it failed, raise a RuntimeError with its text each time.
 
     Only the text is kept, since the exception's traceback would keep the model and its tensors alive.
     """
-    if key not in kept:
+    if key not in results:
         try:
-            kept[key] = make()
+            results[key] = make()
         except Exception as error:
-            kept[key] = str(error)
-    if isinstance(kept[key], str):
-        raise RuntimeError(kept[key])
-    return kept[key]
+            results[key] = str(error)
+    if isinstance(results[key], str):
+        raise RuntimeError(results[key])
+    return results[key]
 
 
 def _identity(function: object) -> Hashable:
@@ -136,8 +136,8 @@ class Recording:
         self._gradients = [(value, value.grad) for value in model.parameters() if value.grad is not None]
 
     def __call__(self, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> Tensor:
-        for kept, new in zip(self._values, [*tensors(inputs), *tensors(targets)], strict=True):
-            kept.copy_(new)
+        for recorded_value, new in zip(self._values, [*tensors(inputs), *tensors(targets)], strict=True):
+            recorded_value.copy_(new)
         self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from fedbn_flwr import seeding
 from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.rule import ClientRule
-from fedbn_flwr.client.training import SGD, Kept, Loss, Tensors, Trained, Training, backpropagate, train
+from fedbn_flwr.client.training import SGD, Loss, Memo, Tensors, Trained, Training, backpropagate, train
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, no_exchange
 from fedbn_flwr.norms.roles import Role
@@ -43,7 +43,7 @@ class Row:
     tensors: dict[str, Tensor]  # all tensors of the model, by name
     batches: list[tuple[Tensor, Tensor]]
     momentum: dict[str, Tensor] = field(init=False)  # the optimiser's momentum, by the names of parameters
-    kept: list[Kept] = field(init=False)
+    memos: list[Memo] = field(init=False)
     trained: Trained | None = None  # None if the group could not be trained
 
     @functools.cached_property
@@ -80,7 +80,7 @@ class Row:
     def begin(self) -> None:
         """Begin the client rules: before the first step, and after its exchanges."""
         training = self.training
-        self.kept = [rule.begin(training.optimizer.parameters) for rule in training.rules]
+        self.memos = [rule.begin(training.optimizer.parameters) for rule in training.rules]
         state, self.momentum = training.optimizer.torch.state, {}
         if training.optimizer.torch.param_groups[0]["momentum"]:
             for name, parameter in training.optimizer.parameters.items():
@@ -180,14 +180,14 @@ class _Group:
         gradients = None if ask is None else self._exchanged(ask)
         first = self.rows[0]
         self.momentum = self.network.laid_out(_stacked([row.momentum for row in self.rows]))
-        self.kept: list[Kept] = [
-            {key: _stacked([row.kept[rule][key] for row in self.rows]) for key in first.kept[rule]}
-            for rule in range(len(first.kept))
+        self.memos: list[Memo] = [
+            {key: _stacked([row.memos[rule][key] for row in self.rows]) for key in first.memos[rule]}
+            for rule in range(len(first.memos))
         ]
         taken = [0] * len(self.rows)
         if gradients is not None:
             w = {name: self.tensors[name] for name in self.training.optimizer.parameters}
-            self._step(w, gradients, self.momentum, self.kept)
+            self._step(w, gradients, self.momentum, self.memos)
             taken = [1] * len(self.rows)
         # Statistics that are frozen are not updated; parameters that are frozen are not the optimiser's.
         frozen = self.training.frozen & {Role.STATISTICS}
@@ -196,9 +196,9 @@ class _Group:
                 self._run(*steps, taken)
         for place, row in enumerate(self.rows):
             row.tensors, row.momentum = _part(self.tensors, place), _part(self.momentum, place)
-            kept: list[Kept] = [{key: _part(values, place) for key, values in each.items()} for each in self.kept]
+            memos = [{key: _part(values, place) for key, values in memo.items()} for memo in self.memos]
             loss = float(self.total[place]) / row.examples
-            row.trained = Trained(loss, row.shapes[0][0][0], len(row.batches), kept)
+            row.trained = Trained(loss, row.shapes[0][0][0], len(row.batches), memos)
 
     def _next(self, taken: Sequence[int]) -> tuple[slice, int] | None:
         """The rows to train next (as many as possible with batches of one shape), and the number of steps."""
@@ -233,7 +233,7 @@ class _Group:
         """Take this number of steps of the rows at `place`, whose batches have one shape."""
         of, momentum = _part(self.tensors, place), _part(self.momentum, place)
         w = {name: of[name] for name in self.training.optimizer.parameters}
-        kept: list[Kept] = [{key: _part(values, place) for key, values in each.items()} for each in self.kept]
+        memos = [{key: _part(values, place) for key, values in memo.items()} for memo in self.memos]
         shaped = self.network.shaped(of)
         leaves = {name: shaped[name].detach().requires_grad_() for name in w}
         compute, parameters = self.network.bound({**shaped, **leaves}), [*leaves.values()]
@@ -255,22 +255,22 @@ class _Group:
             g = self.network.unshaped(
                 {name: gradient for name, gradient in zip(w, found, strict=True) if gradient is not None}, w
             )
-            self._step(w, g, momentum, kept)
+            self._step(w, g, momentum, memos)
         means = torch.stack(losses).view(steps, clients, -1).mean(2, dtype=torch.float64).sum(0)
         self.total[place].add_(means, alpha=inputs[0].shape[1])
         for i in range(place.start, place.stop):
             taken[i] += steps
 
     @torch.no_grad()
-    def _step(self, w: Tensors, g: Tensors, momentum: Tensors, kept: Sequence[Kept]) -> None:
+    def _step(self, w: Tensors, g: Tensors, momentum: Tensors, memos: Sequence[Memo]) -> None:
         """A step of rows with these tensors, along the gradients g after the client rules have changed them."""
         optimizer = self.training.optimizer
-        for rule, own in zip(self.training.rules, kept, strict=True):
+        for rule, memo in zip(self.training.rules, memos, strict=True):
             if rule.elementwise:
-                rule.adjust(w, g, own)
+                rule.adjust(w, g, memo)
             else:
                 for row in range(len(next(iter(w.values())))):
-                    rule.adjust(_part(w, row), _part(g, row), {key: _part(each, row) for key, each in own.items()})
+                    rule.adjust(_part(w, row), _part(g, row), {key: _part(each, row) for key, each in memo.items()})
         if optimizer.clip is not None:
             _clip([*g.values()], optimizer.clip)
         group = optimizer.torch.param_groups[0]

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, seeding
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key
-from fedbn_flwr.client.training import TRAINER, Kept, Trained, Trainer, Training
+from fedbn_flwr.client.training import TRAINER, Memo, Trained, Trainer, Training
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -726,10 +726,10 @@ def test_a_model_that_computes_with_its_counters_is_not_shared() -> None:
 def by_hand(rounds: Sequence[Training]) -> list[Trained]:
     """A trainer of its own, from what a `Training` has; it takes a step of each round in turn."""
     begun = [seeded_batches(each) for each in rounds]
-    kept: list[list[Kept]] = [[] for _ in rounds]
+    memos: list[list[Memo]] = [[] for _ in rounds]
     ends: list[list[Tensor]] = [[] for _ in rounds]
     for number in range(max(map(len, begun))):
-        for training, batches, own, losses in zip(rounds, begun, kept, ends, strict=True):
+        for training, batches, own, losses in zip(rounds, begun, memos, ends, strict=True):
             inputs, targets = batches[number]
             training.optimizer.zero_grad()
             losses.append(training.gradient(training.model, inputs, targets, training.loss))
@@ -740,7 +740,7 @@ def by_hand(rounds: Sequence[Training]) -> list[Trained]:
                     rule.adjust(w, {name: p.grad for name, p in w.items()}, each)
             training.optimizer.step()
     return [
-        Trained(float(torch.stack(losses).mean()), 8, len(losses), own) for losses, own in zip(ends, kept, strict=True)
+        Trained(float(torch.stack(losses).mean()), 8, len(losses), own) for losses, own in zip(ends, memos, strict=True)
     ]
 
 

@@ -17,7 +17,7 @@ from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.client.rule import ClientRule, add_, clone, sub
 from fedbn_flwr.client.training import (
     Batch,
-    Kept,
+    Memo,
     Tensors,
     Trained,
     Training,
@@ -120,7 +120,7 @@ def test_train_equals_a_hand_written_loop_bit_for_bit() -> None:
                 weight.sub_(v, alpha=lr)
         total += float(value.detach()) * len(targets)
     assert_same(model, twin)
-    assert (found.first_batch, found.steps, found.kept) == (6, 6, [])
+    assert (found.first_batch, found.steps, found.memos) == (6, 6, [])
     assert found.loss == pytest.approx(total / 32, rel=1e-6)
 
 
@@ -139,11 +139,11 @@ class Proximal(ClientRule):
     def __init__(self, mu: float) -> None:
         self.mu = mu
 
-    def begin(self, w: Tensors) -> Kept:
+    def begin(self, w: Tensors) -> Memo:
         return {"received": clone(w)}
 
-    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
-        add_(g, sub(w, kept["received"]), alpha=self.mu)
+    def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
+        add_(g, sub(w, memo["received"]), alpha=self.mu)
 
 
 def test_the_proximal_term_equals_one_in_the_loss() -> None:
@@ -209,13 +209,13 @@ class Noting(ClientRule):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def begin(self, w: Tensors) -> Kept:
+    def begin(self, w: Tensors) -> Memo:
         self.seen.append(("begin", [*w], float(w["3.bias"].sum())))
         return {"sums": {name: torch.zeros_like(value) for name, value in w.items()}}
 
-    def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+    def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
         self.seen.append(("adjust", [*g]))
-        add_(kept["sums"], g)
+        add_(memo["sums"], g)
 
 
 def test_rules_begin_between_the_first_gradient_and_the_first_step() -> None:
@@ -231,7 +231,7 @@ def test_rules_begin_between_the_first_gradient_and_the_first_step() -> None:
     found = trained(model, data, rule, first_step=first)
     assert rule.seen == ["first gradient", ("begin", names, 6.0), *[("adjust", names)] * 3]
     for name, value in start.named_parameters():
-        moved = model.get_parameter(name) + 0.1 * found.kept[0]["sums"][name]
+        moved = model.get_parameter(name) + 0.1 * found.memos[0]["sums"][name]
         torch.testing.assert_close(moved, value, rtol=1e-12, atol=1e-14)
 
 
@@ -240,7 +240,7 @@ def test_rules_begin_in_a_round_without_a_step_too() -> None:
     found = trained(problem()[0], [], rule)
     assert (found.steps, found.first_batch, found.loss) == (0, 0, 0.0)
     assert [name for name, *_ in rule.seen] == ["begin"]
-    assert found.kept[0]["sums"]["3.bias"].equal(torch.zeros(3))
+    assert found.memos[0]["sums"]["3.bias"].equal(torch.zeros(3))
 
 
 def test_gradients_are_clipped_after_the_rules() -> None:
@@ -250,7 +250,7 @@ def test_gradients_are_clipped_after_the_rules() -> None:
         def __init__(self) -> None:
             pass
 
-        def adjust(self, w: Tensors, g: Tensors, kept: Kept) -> None:
+        def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
             add_(g, g, alpha=999.0)
 
     model, data = problem(torch.float64)
@@ -268,8 +268,8 @@ def test_one_rule_serves_stacked_clients() -> None:
     rule = Proximal(0.5)
 
     def adjusted(start: Tensors, w: Tensors, g: Tensors) -> Tensors:
-        kept, g = rule.begin(start), clone(g)
-        rule.adjust(w, {"b": g["b"]}, kept)  # "a" has no gradient
+        memo, g = rule.begin(start), clone(g)
+        rule.adjust(w, {"b": g["b"]}, memo)  # "a" has no gradient
         return g
 
     def stacked(tensors: Sequence[Tensors]) -> Tensors:
