@@ -23,10 +23,9 @@ from torch import nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Split, split_batch
-from fedbn_flwr.data import Moments
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, no_exchange
-from fedbn_flwr.extensions import declared, part
+from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, negative_variance
 from fedbn_flwr.messages.protocol import Config, Metrics
@@ -38,19 +37,19 @@ from fedbn_flwr.tasks import Task, task_named
 
 from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
-from .node_state import OWN, NodeState, number_of, place_of, run_of
-from .rule import BY_KEY, MODEL, ClientRule, KeepOptimizerState, LocalRound, known_keys, rule_of
+from .node_state import OWN, NodeState, number_of, place_of, round_of, run_of
+from .rule import MODEL, ClientRule, KeepOptimizerState, LocalRound, in_order, rules_for
 from .training import (
     TRAINER,
     Batch,
     Epochs,
-    Gradient,
     Loss,
     OptimizerSpec,
+    Recipe,
+    Trained,
     Training,
-    backpropagate,
+    epoch_of,
     local_batches,
-    make_optimizer,
     size_of,
 )  # fmt: skip
 
@@ -163,33 +162,20 @@ class BNClient(NumPyClient):
         device: torch.device | str | None = None,
         context: Context | None = None,
     ) -> None:
-        if epochs is not None and steps is not None:
-            raise ValueError(f"give epochs ({epochs}) or steps ({steps}), not both")
-        for name, count in (("epochs", epochs), ("steps", steps)):
-            if count is not None and (not isinstance(count, int | np.integer) or count < 0):
-                raise ValueError(f"{name} is {count!r}; expected an integer, zero or more")
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip is {clip!r}; expected a norm above zero, or None")
+        self.recipe = Recipe(
+            lr=lr, epochs=epochs, steps=steps, optimizer=optimizer, momentum=momentum, weight_decay=weight_decay,
+            keep_momentum=keep_momentum, clip=clip, precision=precision, compile=compile,
+        )  # fmt: skip
         self.task = task_named(task) if isinstance(task, str) else task
         check_metrics(self.task, metrics)
-        loss = default_loss(self.task) if loss is None else loss
-        if isinstance(model, nn.Module):
-            model = ModelTensors(model, device)
-        self._tensors = model
+        self.loss = default_loss(self.task) if loss is None else loss
+        self.eval_loss, self.metrics = eval_loss or self.loss, metrics
+        self._tensors = ModelTensors(model, device) if isinstance(model, nn.Module) else model
         self.model, self.roles = self._tensors.model, self._tensors.roles
-        self.train_data, self.eval_data, self.batch, self.lr = train_data, eval_data, batch, lr
-        self.epochs, self.steps = 1 if epochs is None and steps is None else epochs, steps
-        self._optimizer = functools.partial(
-            make_optimizer, optimizer, momentum=momentum, weight_decay=weight_decay, clip=clip
-        )
-        self.keep_momentum, self.compile = keep_momentum, compile
-        self.loss, self.eval_loss, self.metrics = loss, eval_loss or loss, metrics
-        self.precision = precision
         if channels_last:
             lay_out(self.model)
+        self.train_data, self.eval_data, self.batch = train_data, eval_data, batch
         self.seed, self.min_batch = seed, min_batch
-        self.sums: Callable[[], np.ndarray] | None = None  # the answer to query.sums, of experiments
-        self.units: Moments | None = None  # of the numbers to predict, which experiments may scale
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
     def attach(self, context: Context) -> None:
@@ -197,7 +183,15 @@ class BNClient(NumPyClient):
         self.state, self.identity = NodeState(context.state), place_of(context)
         self._number = number_of(context)
 
-    # --- for client_app: the keys of a message, and arrays by name ---
+    @property
+    def num_examples(self) -> int:
+        return size_of(self.train_data, self._pairs)
+
+    def batch_examples(self) -> int:
+        """The number of examples in the client's batches."""
+        return min(getattr(self.train_data, "batch_size", None) or self.num_examples, self.num_examples)
+
+    # --- answers to the messages of client_app, with arrays by name ---
 
     def train_round(
         self,
@@ -212,60 +206,21 @@ class BNClient(NumPyClient):
         to the other clients and returns the result.
         """
         wanted = rules_for(config)
-        if self.keep_momentum and not any(issubclass(rule, KeepOptimizerState) for rule in wanted):
+        if self.recipe.keep_momentum and not any(issubclass(rule, KeepOptimizerState) for rule in wanted):
             wanted.add(KeepOptimizerState)
-        own = self._load(arrays, config)
+        own, sent = self._load(arrays, config), frozenset(arrays)
         # Before the first result the model is the only place of the client's own values.
-        before = {} if own else self._tensors.taken([key for key in self.roles if key not in arrays])
-        sent, records = frozenset(arrays), {} if extras is None else extras
+        before = {} if own else self._values_besides(sent)
         del arrays  # training needs the memory
         try:
             with ExitStack() as resources:
-                return self._round(self._local(config, sent, records, resources, exchange), wanted)
+                local = self._local(config, sent, {} if extras is None else extras, resources, exchange)
+                rules = in_order(wanted, local)
+                trained = TRAINER.get()(self._training(local, rules))
+                return self._update(local, rules, trained)
         except BaseException:
             self._tensors.load(before)
             raise
-
-    def _local(
-        self,
-        config: Config,
-        sent: Collection[str],
-        records: dict[str, Arrays],
-        resources: ExitStack,
-        exchange: Exchange = no_exchange,
-    ) -> LocalRound:
-        """What client rules know of a message."""
-        server_round, partition = int(config.get(protocol.ROUND, 1)), self.identity.get(protocol.PARTITION)
-        step = LayerwiseStep(exchange, examples=self.num_examples, partition=partition, own=self.min_batch)
-        passed = functools.partial(self._pass, server_round)
-        seed = seeding.seed_for(self.seed, "rules", server_round, self._number)
-        return LocalRound(config, sent, records, self.state, self.model, self.roles, step, resources, passed, seed)
-
-    def _round(self, local: LocalRound, wanted: Iterable[type[ClientRule]]) -> Update:
-        """The result of a round that begins with the loaded model."""
-        rules = sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
-        trained = TRAINER.get()(self._training(local, rules))
-        config = local.config
-        sent = local.sent
-        returned = protocol.kept_keys(config, self.roles) if config.get(protocol.RETURN) else set()
-        taken = self._tensors.taken([key for key in self.roles if key in sent or key in returned])
-        metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: trained.loss}
-        if config.get(protocol.REPORT_BATCH):
-            metrics[protocol.BATCH_EXAMPLES] = trained.first_batch
-        own = self._tensors.taken([key for key in self.roles if key not in sent])
-        problem = arrays_problem(taken, taken) or arrays_problem(own, own)
-        if not math.isfinite(trained.loss):
-            problem = f"its {protocol.TRAIN_LOSS} is {trained.loss} (the client diverged?)"
-        if problem:
-            raise MessageError(f"{problem}; the client keeps its state from before this round")
-        # Save state only after everything that can fail: a replay of the round must begin with the same state.
-        self.state.save(OWN, own)
-        records: dict[str, Arrays] = {MODEL: taken}
-        if rules:
-            with self._seeded("finish", int(config.get(protocol.ROUND, 1)), self.train_data):
-                for rule, memo in zip(rules, trained.memos, strict=True):
-                    rule.finish(memo, trained.steps, metrics, records)
-        return Update(records.pop(MODEL), metrics, records)
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
         """Loss and accuracy on the client's test data of the model made of `arrays` and the client's own arrays.
@@ -274,42 +229,31 @@ class BNClient(NumPyClient):
         """
         rules = rules_for(config)
         self._load(arrays, config)
-        server_round, model = int(config.get(protocol.ROUND, 0)), self.model
+        model = self.model
         if config.get(protocol.REESTIMATE):
             model = copy.deepcopy(model)  # another client may use the model next
-            model.load_state_dict(self._statistics(server_round, pooled=True)[0], strict=False)
-        with self._seeded("evaluate", server_round):
-            data = self.eval_data() if callable(self.eval_data) else self.eval_data
-        if data is None:
-            raise MessageError("this client has no data to evaluate on (eval_data was not given)")
-        sets = data if isinstance(data, Mapping) else {"": data}
+            model.load_state_dict(self._statistics(config, pooled=True)[0], strict=False)
+        sets = self._test_sets(config)
         first = next(iter(sets), "")
-        found: Metrics = {}
         measured: dict[int, Metrics] = {}  # a set may have several names
+        found: Metrics = {}
         for name, batches in sets.items():
             if id(batches) not in measured:
-                with ExitStack() as resources, self._seeded("evaluate", server_round, batches):
+                with ExitStack() as resources, self._seeded("evaluate", config, batches):
                     pairs: Iterable[Batch] = self._pairs(batches)
                     for rule in rules:
                         pairs = rule.tested(self._local(config, arrays.keys(), {}, resources), pairs)
-                    measured[id(batches)] = evaluate(
-                        model,
-                        pairs,
-                        self.eval_loss,
-                        self._tensors.device,
-                        self.metrics,
-                        task=self.task,
-                        units=self.units,
-                    )
-            values = measured[id(batches)]
-            found |= {key if name == first else f"{name}-{key}": value for key, value in values.items()}
+                    device = self._tensors.device
+                    measured[id(batches)] = evaluate(model, pairs, self.eval_loss, device, self.metrics, task=self.task)
+            prefix = "" if name == first else f"{name}-"
+            found |= {f"{prefix}{key}": value for key, value in measured[id(batches)].items()}
         return found
 
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:
         """The mean batch statistics of the client's training data; `num-examples` is the number of batches."""
         rules_for(config)
         self._load(arrays, config)
-        statistics, batches = self._statistics(int(config.get(protocol.ROUND, 0)))
+        statistics, batches = self._statistics(config)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
     def measure_round(self, config: Config) -> Update:
@@ -320,20 +264,14 @@ class BNClient(NumPyClient):
                 f"would reveal them; use more examples, or allow it by min-batch={examples} in this node's config"
             )
         self.state = NodeState(self.state.records, run_of(config))
-        with ExitStack() as resources, self._seeded("measure", int(config.get(protocol.ROUND, 1)), self.train_data):
+        with ExitStack() as resources, self._seeded("measure", config, self.train_data):
             local = self._local(config, (), {}, resources)
             found = {key: value for rule in rules_for(config) for key, value in rule.measure(local).items()}
         return Update(found, {protocol.NUM_EXAMPLES: examples}, {})
 
-    def _statistics(self, server_round: int, *, pooled: bool = False) -> tuple[dict[str, torch.Tensor], int]:
-        """The statistics of the client's training inputs under the loaded model, and the number of batches."""
-        epoch = local_batches(self.train_data, server_round, epochs=1, steps=None)
-        with self._seeded("statistics", server_round, self.train_data):
-            return reestimate(self.model, self._pairs(epoch), self._tensors.device, pooled=pooled)
-
-    def batch_examples(self) -> int:
-        """The number of examples in the client's batches."""
-        return min(getattr(self.train_data, "batch_size", None) or self.num_examples, self.num_examples)
+    def sums(self) -> np.ndarray:
+        """The answer to `query.sums`."""
+        raise MessageError("it has no sums of its columns; the client of an experiment has them")
 
     # --- arrays by position, for Flower's NumPyClient ---
 
@@ -351,53 +289,69 @@ class BNClient(NumPyClient):
         metrics = self.evaluate_round(self._named(parameters), config) | self.identity
         return metrics.pop("loss"), int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
 
-    # --- internal ---
+    def _named(self, parameters: list[np.ndarray]) -> Arrays:
+        keys = list(self.roles) if len(parameters) == len(self.roles) else self._sent()
+        if len(parameters) != len(keys):
+            raise MessageError(f"received {len(parameters)} arrays, the model has {len(keys)}: {keys[0]!r}, ...")
+        return dict(zip(keys, parameters, strict=True))
 
-    @property
-    def num_examples(self) -> int:
-        return size_of(self.train_data, self._pairs)
+    def _sent(self) -> list[str]:
+        return [key for key, role in self.roles.items() if role is not Role.COUNTER]
 
-    def _pass(self, server_round: int, number: int) -> Iterator[Batch]:
-        """One pass over the training data; the numbers of the round's own passes begin at 0."""
-        data = self.train_data
-        return self._pairs(data.epoch(server_round, number) if hasattr(data, "epoch") else data)
+    # --- the parts of a round, in their order ---
 
-    def _pairs(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        return (split_batch(batch, self.batch) for batch in batches)
+    def _load(self, arrays: Arrays, config: Config) -> Arrays:
+        """Load the received arrays, and the client's own values of all other arrays, which are returned."""
+        if negative := negative_variance(arrays):
+            raise MessageError(
+                f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
+                "not update statistics: wrap it as MeanStatistics(FedAdam(...))"
+            )
+        run = run_of(config)
+        self.state = NodeState(self.state.records, run)
+        own, stays = self.state.load(OWN), protocol.kept_keys(config, self.roles)
+        if stays and (problem := self._tensors.kept_problem(stays, arrays)):
+            raise MessageError(problem)
+        # A strategy of another project may keep batch norm on the clients without a word.
+        ours = not {protocol.RUN, protocol.KEPT}.isdisjoint(config)
+        roles = {*Role} - {Role.COUNTER} if ours else {Role.WEIGHTS}
+        needed = {key for key, role in self.roles.items() if role in roles and key not in stays}
+        self._tensors.load_all(arrays, own, self._number, run, needed)
+        return own
 
-    def _seeded(self, purpose: str, server_round: int, loader: object = None) -> AbstractContextManager[None]:
-        """Random numbers as functions of purpose, round and client, also those of a DataLoader's own generator."""
-        return seeding.streams(self._seed(purpose, server_round, loader), self._tensors.device)
+    def _values_besides(self, sent: Collection[str]) -> Arrays:
+        """The values of the arrays that the server has not sent, which stay on the client."""
+        return self._tensors.taken([key for key in self.roles if key not in sent])
 
-    def _seed(self, purpose: str, server_round: int, loader: object) -> int:
-        seed = seeding.seed_for(self.seed, purpose, server_round, self._number)
-        batches = getattr(loader, "batch_sampler", None)
-        for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
-            if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
-                generator.manual_seed(seed)
-        return seed
+    def _local(
+        self,
+        config: Config,
+        sent: Collection[str],
+        records: dict[str, Arrays],
+        resources: ExitStack,
+        exchange: Exchange = no_exchange,
+    ) -> LocalRound:
+        """What client rules know of a message."""
+        partition = self.identity.get(protocol.PARTITION)
+        step = LayerwiseStep(exchange, examples=self.num_examples, partition=partition, own=self.min_batch)
+        epoch, seed = functools.partial(self._epoch, round_of(config)), self._seed("rules", config)
+        return LocalRound(config, sent, records, self.state, self.model, self.roles, step, resources, epoch, seed)
 
     def _training(self, local: LocalRound, rules: Sequence[ClientRule]) -> Training:
         """The round of the model that is loaded."""
-        server_round = int(local.config.get(protocol.ROUND, 1))
-        # The server scales the rate after the round in which its strategy switched.
-        factor = float(local.config.get(protocol.LR_FACTOR, 1.0))
-        lr = (self.lr(server_round) if callable(self.lr) else self.lr) * factor
-        frozen = frozenset[Role]().union(*(rule.frozen for rule in rules))
-        trained = {name: each for name, each in self._tensors.trained.items() if self.roles.get(name) not in frozen}
-        gradient: Gradient = functools.partial(backpropagate, precision=self.precision)
-        if self.compile and not any(rule.alone for rule in rules):
-            gradient = part("passes", "compiled")(gradient, getattr(self.train_data, "batch_size", None))
-        pairs: Iterable[Batch] = self._pairs(
-            local_batches(self.train_data, server_round, epochs=self.epochs, steps=self.steps)
-        )
+        config, number = local.config, round_of(local.config)
+        pairs: Iterable[Batch] = self._pairs(self.recipe.batches(self.train_data, number))
         for rule in rules:
             pairs = rule.batches(pairs)
+        frozen = frozenset[Role]().union(*(rule.frozen for rule in rules))
+        trained = {name: each for name, each in self._tensors.trained.items() if self.roles.get(name) not in frozen}
         self._tensors.train()
-        local.optimizer = self._optimizer(trained, lr)
+        # The server scales the rate after the round in which its strategy switched.
+        factor = float(config.get(protocol.LR_FACTOR, 1.0))
+        local.optimizer = self.recipe.optimizer_of(trained, number, factor)
         first_gradients = (rule.first_gradient() for rule in rules)
         first_step = next((gradient for gradient in first_gradients if gradient is not None), None)
-        if first_step is not None and not (self.epochs or self.steps):
+        if first_step is not None and not self.recipe.makes_steps:
             raise MessageError(
                 "the strategy computes the gradient of a round's first step with exchanges, and this client makes no "
                 "step; expected epochs or steps above zero"
@@ -410,52 +364,62 @@ class BNClient(NumPyClient):
             self._tensors.device,
             rules,
             frozen,
-            gradient,
+            self.recipe.gradient(getattr(self.train_data, "batch_size", None), plain=any(r.alone for r in rules)),
             first_step,
-            self._seed("model", server_round, self.train_data),
+            self._seed("model", config, self.train_data),
         )
 
-    def _sent(self) -> list[str]:
-        return [key for key, role in self.roles.items() if role is not Role.COUNTER]
+    def _update(self, local: LocalRound, rules: Sequence[ClientRule], trained: Trained) -> Update:
+        """The result of a round. The client's state is saved only after everything that can fail."""
+        config = local.config
+        returned = protocol.kept_keys(config, self.roles) if config.get(protocol.RETURN) else set()
+        taken = self._tensors.taken([key for key in self.roles if key in local.sent or key in returned])
+        own = self._values_besides(local.sent)
+        problem = arrays_problem(taken, taken) or arrays_problem(own, own)
+        if not math.isfinite(trained.loss):
+            problem = f"its {protocol.TRAIN_LOSS} is {trained.loss} (the client diverged?)"
+        if problem:
+            raise MessageError(f"{problem}; the client keeps its state from before this round")
+        metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: trained.loss}
+        if config.get(protocol.REPORT_BATCH):
+            metrics[protocol.BATCH_EXAMPLES] = trained.first_batch
+        records: dict[str, Arrays] = {MODEL: taken}
+        self.state.save(OWN, own)  # a replay of a round that has failed must begin with the same state
+        if rules:
+            with self._seeded("finish", config, self.train_data):
+                for rule, memo in zip(rules, trained.memos, strict=True):
+                    rule.finish(memo, trained.steps, metrics, records)
+        return Update(records.pop(MODEL), metrics, records)
 
-    def _named(self, parameters: list[np.ndarray]) -> Arrays:
-        keys = list(self.roles) if len(parameters) == len(self.roles) else self._sent()
-        if len(parameters) != len(keys):
-            raise MessageError(f"received {len(parameters)} arrays, the model has {len(keys)}: {keys[0]!r}, ...")
-        return dict(zip(keys, parameters, strict=True))
+    # --- data and random numbers ---
 
-    def _needed(self, config: Config) -> set[str]:
-        """The keys of the arrays that a message must have, unless they stay on the client."""
-        # A strategy of another project may keep batch norm on the clients without a word.
-        ours = not {protocol.RUN, protocol.KEPT}.isdisjoint(config)
-        needed = {*Role} - {Role.COUNTER} if ours else {Role.WEIGHTS}
-        return {key for key, role in self.roles.items() if role in needed}
+    def _pairs(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        return (split_batch(batch, self.batch) for batch in batches)
 
-    def _load(self, arrays: Arrays, config: Config) -> Arrays:
-        """Load the received arrays, and the client's own values of all other arrays, which are returned."""
-        if negative := negative_variance(arrays):
-            raise MessageError(
-                f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
-                "not update statistics: wrap it as MeanStatistics(FedAdam(...))"
-            )
-        run = run_of(config)
-        self.state = NodeState(self.state.records, run)
-        own = self.state.load(OWN)
-        kept = protocol.kept_keys(config, self.roles)
-        if kept and (problem := self._tensors.kept_problem(kept, arrays)):
-            raise MessageError(problem)
-        self._tensors.load_all(arrays, own, self._number, run, self._needed(config) - kept)
-        return own
+    def _epoch(self, server_round: int, number: int) -> Iterator[Batch]:
+        return self._pairs(epoch_of(self.train_data, server_round, number))
 
+    def _test_sets(self, config: Config) -> Mapping[str, Iterable[Batch]]:
+        with self._seeded("evaluate", config):
+            data = self.eval_data() if callable(self.eval_data) else self.eval_data
+        if data is None:
+            raise MessageError("this client has no data to evaluate on (eval_data was not given)")
+        return data if isinstance(data, Mapping) else {"": data}
 
-def rules_for(config: Config) -> set[type[ClientRule]]:
-    """The client rules that a message selects. A key with the prefix `fedbn.` that no rule declares is refused."""
-    if not all(map(is_known, config)):
-        protocol.check_known(config, known_keys())
-    return {rule_of(key) for key, value in config.items() if key in BY_KEY and value}
+    def _statistics(self, config: Config, *, pooled: bool = False) -> tuple[dict[str, torch.Tensor], int]:
+        """The statistics of the client's training inputs under the loaded model, and the number of batches."""
+        epoch = local_batches(self.train_data, round_of(config), epochs=1, steps=None)
+        with self._seeded("statistics", config, self.train_data):
+            return reestimate(self.model, self._pairs(epoch), self._tensors.device, pooled=pooled)
 
+    def _seeded(self, purpose: str, config: Config, loader: object = None) -> AbstractContextManager[None]:
+        """Random numbers as functions of purpose, round and client, also those of a DataLoader's own generator."""
+        return seeding.streams(self._seed(purpose, config, loader), self._tensors.device)
 
-def is_known(key: str) -> bool:
-    """Whether the modules that are imported support a config key, or one that `BY_KEY` lists."""
-    known = {*protocol.RUN_KEYS, *BY_KEY, *declared("client_mods")}
-    return not key.startswith(protocol.PREFIX) or key in known
+    def _seed(self, purpose: str, config: Config, loader: object = None) -> int:
+        seed = seeding.seed_for(self.seed, purpose, round_of(config), self._number)
+        batches = getattr(loader, "batch_sampler", None)
+        for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+            if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+        return seed

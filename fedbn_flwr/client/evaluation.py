@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -278,7 +278,6 @@ def evaluate(
     *,
     task: Task | None = None,
     threads: int = 1,
-    units: Moments | None = None,
 ) -> dict[str, float | int]:
     """The `loss` in evaluation mode over `num-examples` examples, the metrics of the task, and the `metrics`.
 
@@ -286,7 +285,7 @@ def evaluate(
     of the user are reported. Of a segmentation model, whose logits are [N, C, H, W], the loss is a mean over the pixels
     whose label is not 255. A metric that the examples do not define is left out, and so are the task's if outputs or
     targets have another form (a tuple, one logit); a name among `metrics` then raises SettingsError. The result does
-    not depend on the number of threads, each of which has a batch in memory. `units` are those of `InUnits`.
+    not depend on the number of threads, each of which has a batch in memory.
     """
     batches = iter(batches)
     if (first := next(batches, None)) is None:
@@ -300,20 +299,23 @@ def evaluate(
         return model(inputs), targets
 
     was_training = model.training
-    hook = nullcontext() if units is None else model.register_forward_hook(InUnits(units))
     model.eval()
     total, numbers, examples = torch.zeros((), dtype=torch.float64, device=device), 0, 0
-    with hook:
-        for outputs, targets in map_batches(outputs_of, model, itertools.chain([first], batches), threads):
-            counts = measurement.add(outputs, targets)
-            number = count(targets) if counts is None or own.form != "classes" else counts[0]
-            total += loss_fn(outputs, targets).double() * number
-            numbers, examples = numbers + number, examples + count(targets)
+    for outputs, targets in map_batches(outputs_of, model, itertools.chain([first], batches), threads):
+        counts = measurement.add(outputs, targets)
+        number = count(targets) if counts is None or own.form != "classes" else counts[0]
+        total += loss_fn(outputs, targets).double() * number
+        numbers, examples = numbers + number, examples + count(targets)
     model.train(was_training)
     if not numbers:
         ignored = f"all pixels of the examples have the label {IGNORED}, which is left out"
         raise ValueError(ignored if examples else "there are no examples to evaluate on")
     return {"loss": float(total) / numbers, "num-examples": examples} | measurement.values()
+
+
+def in_units(model: nn.Module, units: Moments | None) -> AbstractContextManager[object]:
+    """Until the end of the block, the model returns numbers in these units, if there are any (see `InUnits`)."""
+    return nullcontext() if units is None else model.register_forward_hook(InUnits(units))
 
 
 class InUnits:

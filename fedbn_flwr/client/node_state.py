@@ -42,6 +42,11 @@ def run_of(config: Config) -> str | None:
     return " ".join(names) or None
 
 
+def round_of(config: Config) -> int:
+    """The round of a message; 1 if the server does not number its rounds."""
+    return int(config.get(protocol.ROUND, 1))
+
+
 def place_of(context: Context) -> Metrics:
     """The node's partition if it has one; the server sorts replies by it, since node ids are random."""
     return {protocol.PARTITION: number_of(context)} if "partition-id" in context.node_config else {}

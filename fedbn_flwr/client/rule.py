@@ -185,6 +185,24 @@ def known_keys() -> dict[str, Key]:
     return protocol.RUN_KEYS | {key: rule_of(key).keys[key] for key in BY_KEY} | of_mods
 
 
+def rules_for(config: Config) -> set[type[ClientRule]]:
+    """The client rules that a message selects. A key with the prefix `fedbn.` that no rule declares is refused."""
+    if not all(map(is_known, config)):
+        protocol.check_known(config, known_keys())
+    return {rule_of(key) for key, value in config.items() if key in BY_KEY and value}
+
+
+def is_known(key: str) -> bool:
+    """Whether the modules that are imported support a config key, or one that `BY_KEY` lists."""
+    known = {*protocol.RUN_KEYS, *BY_KEY, *extensions.declared("client_mods")}
+    return not key.startswith(protocol.PREFIX) or key in known
+
+
+def in_order(wanted: Iterable[type[ClientRule]], local: LocalRound) -> list[ClientRule]:
+    """The client rules of a round, in the order in which their hooks are called."""
+    return sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
+
+
 class KeepOptimizerState(ClientRule):
     """Begins with the state of the optimiser at the end of the client's last round (`BNClient.keep_momentum`)."""
 

@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Value, count, each, first
 from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.extensions import part
 from fedbn_flwr.messages.aggregate import Array
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
@@ -59,8 +61,8 @@ def size_of(data: Epochs | Iterable[Batch], pairs: Callable[[Iterable[Batch]], I
     places = [(batches, "sampler")] if batches is not None else [(data, "sampler"), (data, "dataset")]
     if batches is None and getattr(data, "batch_size", 1) is None:  # a data set of batches
         places = []
-    for owner, part in places:
-        if isinstance(sized := getattr(owner, part, None), Sized):
+    for owner, attribute in places:
+        if isinstance(sized := getattr(owner, attribute, None), Sized):
             return len(sized)
     if isinstance(data, Sequence):  # batches in a list
         return sum(count(inputs) for inputs, _ in pairs(data))
@@ -71,6 +73,11 @@ def size_of(data: Epochs | Iterable[Batch], pairs: Callable[[Iterable[Batch]], I
     )
 
 
+def epoch_of(data: Epochs | Iterable[Batch], server_round: int, epoch: int) -> Iterable[Batch]:
+    """One pass over the data; the numbers of a round's passes begin at 0."""
+    return data.epoch(server_round, epoch) if hasattr(data, "epoch") else data
+
+
 def local_batches(
     data: Epochs | Iterable[Batch], server_round: int, *, epochs: int | None, steps: int | None
 ) -> Iterator[Batch]:
@@ -79,7 +86,7 @@ def local_batches(
     def batches() -> Iterator[Batch]:
         for epoch in itertools.count() if epochs is None else range(epochs):
             batch = None
-            for batch in data.epoch(server_round, epoch) if hasattr(data, "epoch") else data:
+            for batch in epoch_of(data, server_round, epoch):
                 yield batch
             if batch is None:
                 raise ValueError("the training data yielded no batch")
@@ -365,6 +372,59 @@ def check_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter],
         optimizer.step()
     except (Exception, SystemExit) as error:
         raise SettingsError(f"optimizer {spec!r} cannot take a step: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How a client trains in each of its rounds: the arguments of `BNClient` with these names."""
+
+    lr: float | Callable[[int], float]
+    epochs: int | None
+    steps: int | None
+    optimizer: OptimizerSpec
+    momentum: float
+    weight_decay: float | None
+    keep_momentum: bool
+    clip: float | None
+    precision: torch.dtype | None
+    compile: bool
+
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(f"give epochs ({self.epochs}) or steps ({self.steps}), not both")
+        for name, given in (("epochs", self.epochs), ("steps", self.steps)):
+            if given is not None and (not isinstance(given, int | np.integer) or given < 0):
+                raise ValueError(f"{name} is {given!r}; expected an integer, zero or more")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip is {self.clip!r}; expected a norm above zero, or None")
+
+    @property
+    def makes_steps(self) -> bool:
+        return 0 not in (self.epochs, self.steps)
+
+    def batches(self, data: Epochs | Iterable[Batch], server_round: int) -> Iterator[Batch]:
+        """The batches of a round; one epoch by default."""
+        epochs = 1 if self.epochs is None and self.steps is None else self.epochs
+        return local_batches(data, server_round, epochs=epochs, steps=self.steps)
+
+    def optimizer_of(
+        self, parameters: Mapping[str, nn.Parameter], server_round: int, factor: float = 1.0
+    ) -> LocalOptimizer:
+        """The optimiser of a round; `factor` scales its learning rate."""
+        lr = self.lr(server_round) if callable(self.lr) else self.lr
+        return make_optimizer(
+            self.optimizer,
+            parameters,
+            lr * factor,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            clip=self.clip,
+        )
+
+    def gradient(self, batch_size: int | None, *, plain: bool) -> Gradient:
+        """How passes compute gradients, compiled if the recipe says so and they need not be `plain`."""
+        gradient = functools.partial(backpropagate, precision=self.precision)
+        return part("passes", "compiled")(gradient, batch_size) if self.compile and not plain else gradient
 
 
 def _by_name(name: str) -> MakeOptimizer:

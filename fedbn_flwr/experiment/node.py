@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from fedbn_flwr import named
 from fedbn_flwr.batch import Value
-from fedbn_flwr.client.client import BNClient, is_known
+from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.client.evaluation import in_units
+from fedbn_flwr.client.rule import is_known
 from fedbn_flwr.client.training import Loss
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise, TestBatches
@@ -25,7 +27,8 @@ from fedbn_flwr.data.moments import Sums, sums_of
 from fedbn_flwr.data.partitions import KINDS, hold_out
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean, log_once
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.protocol import Config
+from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.models.layout import suits_channels_last
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.trees import Tree
@@ -182,7 +185,9 @@ class ClientParts(RunParts):
             tensors.use["client"] = None  # the values stay until the next client loads its own or reads them
         except IndexError:
             tensors = _new_model(run, dataset, self.device)
-        made = BNClient(
+        made = ExperimentClient(
+            self,
+            units,
             tensors,
             client_batches(run, dataset, self.split[0], self.number, normalise, units),
             functools.partial(self.tests, normalise, only_own=protocol.OWN_TESTS in config),
@@ -206,7 +211,6 @@ class ClientParts(RunParts):
             device=self.device,
             context=context,
         )
-        made.sums, made.units = self.sums, units
         if not _is_own(run):
             weakref.finalize(made, free.append, tensors).atexit = False
         return made
@@ -246,6 +250,21 @@ class ClientParts(RunParts):
         used = train if len(rows) == len(train) else train.select(rows)  # a copy may be large
         of_targets = [sums_of(used.numbers)] if self.run.data.targets else []
         return np.concatenate([sums_of(used.inputs), *of_targets], axis=1)
+
+
+class ExperimentClient(BNClient):
+    """A node's client in an experiment: it also sends the sums of its columns, and evaluates numbers in their units."""
+
+    def __init__(self, parts: ClientParts, units: Moments | None, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._parts, self._units = parts, units
+
+    def sums(self) -> Sums:
+        return self._parts.sums()
+
+    def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
+        with in_units(self.model, self._units):
+            return super().evaluate_round(arrays, config)
 
 
 def min_batch_of(node: Tree) -> int:

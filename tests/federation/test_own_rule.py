@@ -211,7 +211,7 @@ def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(nam
 def rules_of(text: str, folder: Path, *configs: str) -> subprocess.CompletedProcess[str]:
     """The client rules that messages select in a new process, one message after the other."""
     script = (
-        "from flwr.app import Context, RecordDict\nfrom fedbn_flwr.client.client import rules_for\n"
+        "from flwr.app import Context, RecordDict\nfrom fedbn_flwr.client.rule import rules_for\n"
         "from fedbn_flwr.experiment.node import make_client\n"
         f"context = Context(0, 1, {{'partition-id': 0}}, RecordDict(), {{'experiment': {text!r}, 'set': ''}})\n"
         f"for config in ({', '.join(configs)},):\n"
@@ -258,7 +258,7 @@ def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> 
 
     command = "from fedbn_flwr.cli import main; main()"
     assert "FedAvg of each client's change per local step" in stdout(command, "list", "strategies", "PerStep")
-    client = "from fedbn_flwr.client.client import rules_for; print(rules_for({'fedbn.steps': True}))"
+    client = "from fedbn_flwr.client.rule import rules_for; print(rules_for({'fedbn.steps': True}))"
     assert stdout(client) == "{<class 'fedbn_flwr.strategies.perstep.PerStepClient'>}\n"
 
 

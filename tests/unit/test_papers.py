@@ -30,7 +30,7 @@ def test_a_listed_key_selects_the_class_that_declares_it() -> None:
 
 CLIENT = """
 import sys
-from fedbn_flwr.client.client import rules_for
+from fedbn_flwr.client.rule import rules_for
 print([rule.__name__ for rule in rules_for({"server-round": 1, "fedbn.run": "a", KEY: "statistics"})])
 print(*sorted(name.rpartition(".")[2] for name in sys.modules if name.startswith("fedbn_flwr.strategies.")))
 """

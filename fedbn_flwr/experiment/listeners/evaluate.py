@@ -135,9 +135,10 @@ class Evaluate(Listener):
 
     def _measure(self, examples: TestBatches) -> Draft:
         of = self.prepared
-        measured = evaluation.evaluate(
-            of.model, examples, self.loss, of.device, of.metrics, task=of.task, threads=self.threads, units=of.units
-        )
+        with evaluation.in_units(of.model, of.units):
+            measured = evaluation.evaluate(
+                of.model, examples, self.loss, of.device, of.metrics, task=of.task, threads=self.threads
+            )
         return {key.replace("-", "_"): value for key, value in measured.items() if key != protocol.NUM_EXAMPLES}
 
 
