@@ -310,7 +310,7 @@ class BNClient(NumPyClient):
         run = run_of(config)
         self.state = NodeState(self.state.records, run)
         own, stays = self.state.load(OWN), protocol.kept_keys(config, self.roles)
-        if stays and (problem := self._tensors.kept_problem(stays, arrays)):
+        if stays and (problem := self._tensors.form.kept_problem(stays, arrays)):
             raise MessageError(problem)
         # A strategy of another project may keep batch norm on the clients without a word.
         ours = not {protocol.RUN, protocol.KEPT}.isdisjoint(config)

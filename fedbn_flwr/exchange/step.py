@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -282,15 +283,20 @@ def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], T
             layer.__dict__.pop("forward", None)
 
 
+# What `count_calls` has found for a model, and for which inputs and layers.
+_calls: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
+
+
 @torch.no_grad()
 def count_calls(model: nn.Module, inputs: Value) -> int:
-    """The number of calls of training batch norms in a forward pass. The model remembers it, and nothing else changes.
+    """The number of calls of training batch norms in a forward pass, which is remembered; the model does not change.
 
     The pass needs the whole batch, since the first nodes of a graph alone are not an input.
     """
     case = each(lambda tensor: tensor.shape[1:], inputs), [*exchanged_layers(model)]
-    if (known := getattr(model, "_batch_norm_calls", None)) is not None and known[0] == case:
-        return int(known[1])
+    known, calls = _calls.get(model, (None, 0))
+    if known == case:
+        return calls
     calls = 0
     # The pass may change any buffer, for instance in a spectral norm.
     tables = [module._buffers for module in model.modules()]
@@ -305,7 +311,7 @@ def count_calls(model: nn.Module, inputs: Value) -> int:
         model(inputs)
     for table, name, buffer, before in buffers:
         table[name] = buffer.copy_(before)
-    model._batch_norm_calls = case, calls  # type: ignore[assignment]
+    _calls[model] = case, calls
     return calls
 
 

@@ -182,7 +182,7 @@ class ClientParts(RunParts):
         free = free_models(kind, str(self.device))
         try:
             tensors = free.pop()  # clients of a FedTAN round are made concurrently
-            tensors.use["client"] = None  # the values stay until the next client loads its own or reads them
+            tensors.release()
         except IndexError:
             tensors = _new_model(run, dataset, self.device)
         made = ExperimentClient(

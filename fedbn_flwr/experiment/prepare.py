@@ -84,7 +84,7 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
     finally:
         logging.disable(logging.NOTSET)
     stays = rule.traits.stays(parts.model.state_dict())
-    if stays and (problem := ModelTensors(parts.model).kept_problem(stays)):
+    if stays and (problem := ModelTensors(parts.model).form.kept_problem(stays)):
         raise SettingsError(f"strategy {strategy_name(run.strategy)}: {problem}")
     return parts
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import NoneType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import FlatArrays, blocks, layout_of
 from fedbn_flwr.norms.roles import Role, key_of, roles
 from fedbn_flwr.norms.variants import BatchRenorm
+
+from .form import Form
 
 _SENT = {
     torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8,
@@ -80,8 +83,23 @@ def check_tensors(model: nn.Module) -> None:
         )
 
 
+# The client that used a model last, and its run. The values of a model without an entry belong to no present client.
+_users: WeakKeyDictionary[nn.Module, tuple[int, str | None]] = WeakKeyDictionary()
+
+
+def places_of(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """For each tensor's key, the module's dict that holds it, and its name there: code may assign another tensor."""
+    return {
+        key_of(prefix, name): (table, name)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for table in (module._parameters, module._buffers)
+        for name in table
+        if table[name] is not None
+    }
+
+
 class ModelTensors:
-    """The tensors of a model by state dict key, with their `roles`.
+    """The tensors of a model by state dict key, with their `roles`; several clients may use it, one after another.
 
     It remembers where they are in the modules, since traversing the tree takes longer than loading the weights.
     """
@@ -97,35 +115,21 @@ class ModelTensors:
         model.train()  # a user's model may return nothing
         self.model = model if device is None else model.to(device)
         self.roles, self._build = roles(model), build
-        # Which client used the model last, and in which run; None if the values in it belong to no present client.
-        self.use: dict[str, Any] = vars(model).setdefault("_fedbn_use", {"client": None})
         state: dict[str, Any] = model.state_dict()
-        # The dict that holds a tensor, and its name there: a pass may assign another one, and the owner may move it.
-        self._places: dict[str, tuple[dict[str, Any], str]] = {key: (state, key) for key in state} | {
-            key_of(prefix, name): (table, name)
-            for prefix, module in model.named_modules(remove_duplicate=False)
-            for table in (module._parameters, module._buffers)
-            for name in table
-            if table[name] is not None
-        }
+        self._places = {**{key: (state, key) for key in state}, **places_of(model)}
         self._parameters = [name for name, _ in model.named_parameters()]
-        tied: dict[int, list[str]] = {}
-        for key in state:
-            table, name = self._places[key]
-            tied.setdefault(id(table[name]), []).append(key)
-        self._tied = [keys for keys in tied.values() if len(keys) > 1]  # each list names one tensor
         self._modules = list(model.modules())
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.form = Form(self.roles, dict(zip(state, self._now(state), strict=True)))
         # Whether a norm computes with its counter: a cumulative mean, or the warm-up of a BatchRenorm.
         self._counts = any(
             isinstance(module, BatchRenorm) or getattr(module, "momentum", 0) is None for module in self._modules
         )
-        self._shapes = {key: tuple(value.shape) for key, value in state.items()}
         # Buffers that are not in the state dict, which a network may change in its passes.
         self._hidden = [key for key in self._places if key not in state]
-        # The initial values without the weights: nearly all messages contain weights, so keeping them wastes memory.
-        kept = [key for key in self._places if build and self.roles.get(key) is not Role.WEIGHTS]
-        self._initial = {key: value.detach().clone() for key, value in zip(kept, self._now(kept), strict=True)}
+        # The initial values without the weights: nearly all messages contain weights, so storing them wastes memory.
+        stored = [key for key in self._places if build and self.roles.get(key) is not Role.WEIGHTS]
+        self._initial = {key: value.detach().clone() for key, value in zip(stored, self._now(stored), strict=True)}
 
     @property
     def device(self) -> torch.device:
@@ -153,6 +157,12 @@ class ModelTensors:
                     table[name] = buffer.copy_(now)
         return [table[name] for table, name in map(self._places.__getitem__, keys)]
 
+    # --- for one client after another ---
+
+    def release(self) -> None:
+        """Say that the client is done. The values stay until the next client loads its own or reads them."""
+        _users.pop(self.model, None)
+
     def load_all(
         self,
         arrays: Arrays,
@@ -167,65 +177,19 @@ class ModelTensors:
         """
         given = {*arrays, *own}
         absent = [key for key in self.roles if key not in given]
-        self._check(arrays, own, [key for key in absent if key in needed])
-        kept = [key for key in absent if self._counts or self.roles[key] is not Role.COUNTER]
-        last = self.use["client"]
-        if kept and self._build is None and last not in (None, (client, run)):
+        self.form.check(arrays, own, [key for key in absent if key in needed])
+        unsent = [key for key in absent if self._counts or self.roles[key] is not Role.COUNTER]
+        last = _users.get(self.model, (client, run))
+        if unsent and self._build is None and last != (client, run):
             raise MessageError(
-                f"the server does not send {kept[0]!r}, which stays on the client, and this client's model has that of "
-                f"{'an earlier run' if last[0] == client else f'client {last[0]}'}; give each client a new model in "
+                f"the server does not send {unsent[0]!r}, which stays on the client, and this client's model has that "
+                f"of {'an earlier run' if last[0] == client else f'client {last[0]}'}; give each client a new model in "
                 "each run, or share one as ModelTensors(model, build=build)"
             )
-        self.use["client"] = client, run
+        _users[self.model] = client, run
         self._restore(absent)
         self.load(own)
         self.load(arrays)
-
-    def kept_problem(self, kept: Collection[str], arrays: Collection[str] = ()) -> str | None:
-        """Why these keys cannot be what stays on the client: they have half a tensor, or are among those received."""
-        if sent := [key for key in arrays if key in kept]:
-            return (
-                f"the server sent {sent[0]!r}, which stays on the client ({len(kept)} arrays do). Server and clients "
-                "must build the same model, whose batch norms all track statistics, or none does"
-            )
-        for keys in self._tied:
-            inside, outside = ([key for key in keys if (key in kept) is stays] for stays in (True, False))
-            if inside and outside:
-                return (
-                    f"{inside[0]!r} stays on the client and {outside[0]!r} does not, and they are one tensor in this "
-                    "model; keep both or none"
-                )
-        return None
-
-    def _check(self, arrays: Arrays, own: Arrays, lacking: Sequence[str]) -> None:
-        """Raise MessageError unless the received arrays and the client's own ones fit its model."""
-        if unknown := [key for key in arrays if key not in self.roles]:
-            raise MessageError(
-                f"the server sent {unknown[0]!r}, which this client's model does not have; its first keys are "
-                f"{list(self.roles)[:3]}. Server and clients must build the same model"
-            )
-        # Standalone sends no arrays at all. A message that lacks only some is for another model.
-        if arrays and lacking:
-            kind = self.roles[lacking[0]]
-            norms = ", whose batch norms all track statistics, or none does" if kind is not Role.WEIGHTS else ""
-            raise MessageError(
-                f"the server did not send {lacking[0]!r} ({len(lacking)} keys of {kind} are missing), and the "
-                f"client's state does not have it. Server and clients must build the same model{norms}"
-            )
-        for keys in self._tied:
-            first, *others = [key for key in keys if key in arrays] or keys[:1]
-            if different := [key for key in others if not np.array_equal(arrays[key], arrays[first])]:
-                raise MessageError(
-                    f"the server sent different values for {first!r} and {different[0]!r}, which are one tensor in "
-                    "this model (Private adds noise to each); untie them"
-                )
-        for where, given in (("the message", arrays), ("the client's state", own)):
-            sent = given.layout.shapes if isinstance(given, FlatArrays) else {key: given[key].shape for key in given}
-            if wrong := [key for key in sent if sent[key] != self._shapes[key]]:
-                raise MessageError(
-                    f"{wrong[0]!r} has shape {sent[wrong[0]]} in {where} and {self._shapes[wrong[0]]} in this client's "
-                    "model"
-                )
 
     @torch.no_grad()
     def _restore(self, keys: Sequence[str]) -> None:
@@ -234,6 +198,8 @@ class ModelTensors:
             return
         values = self._initial if self._initial.keys() >= {*keys} else self._initial | self._build().state_dict()
         torch._foreach_copy_(self._now(keys), [values[key] for key in keys])
+
+    # --- values ---
 
     @torch.no_grad()
     def load(self, arrays: Arrays) -> None:
@@ -250,7 +216,7 @@ class ModelTensors:
 
     def taken(self, keys: Collection[str]) -> Arrays:
         """Copies of the current values of the tensors with these keys."""
-        if self.use["client"] is None:
+        if self.model not in _users:
             self._restore([*self.roles])
         return copied(dict(zip(keys, self._now(keys), strict=True)))
 

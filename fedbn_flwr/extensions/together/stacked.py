@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.training import Tensors
+from fedbn_flwr.models.tensors import places_of
 
 # Takes a module, its tensors by their names in it, as made by `Network.shaped`, and an input [clients, examples, ...].
 Layer = Callable[[Any, Tensors, Tensor], Tensor]
@@ -138,13 +139,7 @@ class Network:
         self._matrices = {f"{name}.weight" for name, layer in self._layers.items() if isinstance(layer, nn.Linear)}
         # Networks with equal descriptions compute the same.
         self.description = tuple(described)
-        self._places: dict[str, tuple[dict[str, Any], str]] = {  # of the model's tensors, as in ModelTensors
-            f"{prefix}.{name}".removeprefix("."): (table, name)
-            for prefix, module in modules.items()
-            for table in (module._parameters, module._buffers)
-            for name in table
-            if table[name] is not None
-        }
+        self._places = places_of(model)
 
     def bound(self, of: Tensors, layers: Layers = LAYERS) -> Callable[[Tensor], Tensor]:
         """The computation with these tensors, which `shaped` has returned."""

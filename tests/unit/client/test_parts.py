@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import FlatArrays
 from fedbn_flwr.models.tensors import ModelTensors, copied, initial_arrays
 
@@ -71,3 +72,24 @@ def test_initial_values_keep_no_autograd_graph() -> None:
     for parameter in parts.model.parameters():
         get_gradient_edge(parameter).node.metadata["used before"] = True
         assert len(get_gradient_edge(parameter).node.metadata) == 0
+
+
+def test_a_model_of_several_clients_gets_no_attributes() -> None:
+    model, arrays = net(), {key: value for key, value in initial_arrays(net()).items() if not key.startswith("1.")}
+    before = [*vars(model)]
+    ModelTensors(model).load_all(arrays, {}, client=0)
+    assert [*vars(model)] == before
+    with pytest.raises(MessageError, match=r"does not send '1\.weight'.* has that of client 0"):
+        ModelTensors(model).load_all(arrays, {}, client=1)
+    shared = ModelTensors(model)
+    shared.release()
+    shared.load_all(arrays, {}, client=1)
+
+
+def test_a_tensor_with_two_keys_is_kept_or_sent_as_a_whole() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    form = ModelTensors(model).form
+    assert form.kept_problem({"0.weight", "1.weight"}) is None
+    assert "'0.weight' stays on the client and '1.weight' does not" in str(form.kept_problem({"0.weight"}))
+    assert "the server sent '0.bias', which stays" in str(form.kept_problem({"0.bias"}, ["0.bias"]))
