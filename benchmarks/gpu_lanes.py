@@ -9,7 +9,8 @@ import time
 import torch
 from torch.nn import functional as F
 
-from fedbn_flwr.client.training import Training, backpropagate, make_optimizer, train
+from fedbn_flwr.client.optimizers import make_optimizer
+from fedbn_flwr.client.training import Training, backpropagate, train
 from fedbn_flwr.extensions.compiled.passes import compiled_gradient, uncompiled
 from fedbn_flwr.extensions.together.lanes import lane_of, train_lanes
 from fedbn_flwr.models.build import build_model

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from fedbn_flwr.client.training import SGD, backpropagate
+from fedbn_flwr.client.optimizers import SGD
+from fedbn_flwr.client.training import backpropagate
 from fedbn_flwr.extensions.compiled.graphs import recorded
 from fedbn_flwr.extensions.compiled.passes import compiler
 from fedbn_flwr.models.build import build_model

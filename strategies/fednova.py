@@ -27,8 +27,7 @@ import numpy as np
 import torch
 from annotated_types import Ge
 
-from fedbn_flwr.client.rule import ClientRule, Key
-from fedbn_flwr.client.training import Memo, Tensors
+from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, cast
 from fedbn_flwr.messages.arrays import unpack

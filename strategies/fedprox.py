@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from fedbn_flwr.client.rule import ClientRule, Key, add_, clone, sub
-from fedbn_flwr.client.training import Memo, Tensors
+from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors, add_, clone, sub
 
 from ._hooks import Config, Round
 from .fedavg import FedAvg

@@ -33,8 +33,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rule import ClientRule, Key, LocalRound
-from fedbn_flwr.client.training import Batch
+from fedbn_flwr.client.rule import Batch, ClientRule, Key, LocalRound
 from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol

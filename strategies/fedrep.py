@@ -21,8 +21,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 from torch import nn
 
-from fedbn_flwr.client.rule import ClientRule, Key
-from fedbn_flwr.client.training import Batch
+from fedbn_flwr.client.rule import Batch, ClientRule, Key
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import LAST, split

@@ -24,8 +24,7 @@ from annotated_types import Ge, Gt
 from flwr.app import ArrayRecord, Message
 from torch.optim import SGD
 
-from fedbn_flwr.client.rule import ClientRule
-from fedbn_flwr.client.training import Gradient
+from fedbn_flwr.client.rule import ClientRule, Gradient
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.carriers import ByMessages, Carrier, ExchangesDone, judged, service

@@ -16,8 +16,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from fedbn_flwr.client.rule import ClientRule, Key
-from fedbn_flwr.client.training import Memo, Tensors
+from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors
 
 from ._hooks import Config, Round
 from .fedavg import FedAvg

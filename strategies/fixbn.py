@@ -31,8 +31,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.client.node_state import OWN
-from fedbn_flwr.client.rule import MODEL, ClientRule, Key, LocalRound
-from fedbn_flwr.client.training import Memo
+from fedbn_flwr.client.rule import MODEL, ClientRule, Key, LocalRound, Memo
 from fedbn_flwr.errors import LOG, MessageError, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, pooled_mean

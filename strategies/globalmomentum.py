@@ -17,8 +17,7 @@ import torch
 from flwr.serverapp.strategy import Strategy
 from torch.optim import SGD
 
-from fedbn_flwr.client.rule import KeepOptimizerState, Key
-from fedbn_flwr.client.training import Memo, Tensors
+from fedbn_flwr.client.rule import KeepOptimizerState, Key, Memo, Tensors
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.protocol import Metrics

@@ -29,8 +29,7 @@ import torch
 from annotated_types import Gt, Le
 from flwr.app import ArrayRecord
 
-from fedbn_flwr.client.rule import MODEL, ClientRule, Key, LocalRound
-from fedbn_flwr.client.training import Memo, Tensors
+from fedbn_flwr.client.rule import MODEL, ClientRule, Key, LocalRound, Memo, Tensors
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_mean

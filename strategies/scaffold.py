@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from flwr.app import Message
 
-from fedbn_flwr.client.rule import ClientRule, Key, add_
-from fedbn_flwr.client.training import Memo, Tensors
+from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors, add_
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.client.training import SGD, backpropagate
+from fedbn_flwr.client.optimizers import SGD
+from fedbn_flwr.client.training import backpropagate
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.models.layout import lay_out, suits_channels_last
 

@@ -118,27 +118,28 @@ class _App(ClientApp):
 
     def _handled(self, handle: Handler, message: Message, context: Context) -> Message:
         config = _config(message)
-        make_client: Callable[..., NumPyClient] = self._given[0]
-
-        def make() -> BNClient | _Other:
-            client = make_client(*(context, config)[: self._wants])
-            if not isinstance(client, NumPyClient):
-                raise MessageError(
-                    f"make_client() returned {'None' if client is None else f'a {type(client).__name__}'}; expected a "
-                    "BNClient or another NumPyClient, without .to_client()"
-                )
-            if not isinstance(client, BNClient):
-                return _Other(client)
-            for name, called in (("fit", "train_round"), ("evaluate", "evaluate_round")):
-                if getattr(type(client), name) is not getattr(BNClient, name):
-                    raise MessageError(
-                        f"{type(client).__name__} overrides {name}(), which client_app does not call; override "
-                        f"{called}() instead"
-                    )
-            client.attach(context)
-            return client
-
+        make = functools.partial(self._made, context, config)
         return Message(handle(make, message, config, context), reply_to=message)
+
+    def _made(self, context: Context, config: Config) -> BNClient | _Other:
+        """The client that answers a message."""
+        make_client: Callable[..., NumPyClient] = self._given[0]
+        client = make_client(*(context, config)[: self._wants])
+        if not isinstance(client, NumPyClient):
+            raise MessageError(
+                f"make_client() returned {'None' if client is None else f'a {type(client).__name__}'}; expected a "
+                "BNClient or another NumPyClient, without .to_client()"
+            )
+        if not isinstance(client, BNClient):
+            return _Other(client)
+        for name, called in (("fit", "train_round"), ("evaluate", "evaluate_round")):
+            if getattr(type(client), name) is not getattr(BNClient, name):
+                raise MessageError(
+                    f"{type(client).__name__} overrides {name}(), which client_app does not call; override "
+                    f"{called}() instead"
+                )
+        client.attach(context)
+        return client
 
 
 def _failed(context: Context, task: str, error: BaseException, note: str = "") -> ClientFailed:

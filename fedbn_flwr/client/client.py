@@ -38,20 +38,9 @@ from fedbn_flwr.tasks import Task, task_named
 from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
 from .node_state import OWN, NodeState, number_of, place_of, round_of, run_of
-from .rule import MODEL, ClientRule, KeepOptimizerState, LocalRound, in_order, rules_for
-from .training import (
-    TRAINER,
-    Batch,
-    Epochs,
-    Loss,
-    OptimizerSpec,
-    Recipe,
-    Trained,
-    Training,
-    epoch_of,
-    local_batches,
-    size_of,
-)  # fmt: skip
+from .optimizers import OptimizerSpec
+from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, in_order, rules_for
+from .training import TRAINER, Epochs, Recipe, Trained, Training, epoch_of, local_batches, size_of
 
 TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
 
@@ -351,7 +340,7 @@ class BNClient(NumPyClient):
         local.optimizer = self.recipe.optimizer_of(trained, number, factor)
         first_gradients = (rule.first_gradient() for rule in rules)
         first_step = next((gradient for gradient in first_gradients if gradient is not None), None)
-        if first_step is not None and not self.recipe.makes_steps:
+        if first_step is not None and 0 in (self.recipe.epochs, self.recipe.steps):
             raise MessageError(
                 "the strategy computes the gradient of a round's first step with exchanges, and this client makes no "
                 "step; expected epochs or steps above zero"

@@ -21,7 +21,7 @@ from fedbn_flwr.named import in_a_line
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, SEGMENTATION, SEVERAL, Task
 
 from .losses import aligned, fit, logits_of, without_channel
-from .training import Batch, Loss
+from .rule import Batch, Loss
 
 # A name, or a function of the model's outputs and the targets of all examples, on the CPU.
 Metric = str | Callable[[Any, Any], float]

@@ -14,7 +14,7 @@ from fedbn_flwr.data import IGNORED
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.tasks import Task
 
-from .training import Loss
+from .rule import Loss
 
 
 def logits_of(outputs: Any) -> Any:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import extensions
+from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
@@ -34,7 +35,14 @@ from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import Role
 
 from .node_state import NodeState
-from .training import Batch, Gradient, LocalOptimizer, Memo, Tensors
+from .optimizers import LocalOptimizer
+
+Batch = Any  # what the loader yields: (inputs, targets), see fedbn_flwr.batch
+Loss = Callable[[Any, Any], Tensor]  # of what the model returns, and the targets
+# Of (model, inputs, targets, loss): sets the gradients of the parameters, and returns the detached loss.
+Gradient = Callable[[nn.Module, Value, Value, Loss], Tensor]
+Tensors = Mapping[str, Tensor]  # by the names of parameters
+Memo = Mapping[str, Tensors]  # what a client rule remembers from its `begin` to its `finish`, by name
 
 MODEL = "arrays"  # the record with the model, in messages as in replies
 

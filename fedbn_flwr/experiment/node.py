@@ -18,8 +18,7 @@ from fedbn_flwr import named
 from fedbn_flwr.batch import Value
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.evaluation import in_units
-from fedbn_flwr.client.rule import is_known
-from fedbn_flwr.client.training import Loss
+from fedbn_flwr.client.rule import Loss, is_known
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet

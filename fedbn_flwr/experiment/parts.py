@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import first
 from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.losses import balanced_weights, make_loss
-from fedbn_flwr.client.training import Loss, cosine_rate, step_rate
+from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.partitions import hold_out
@@ -192,6 +193,18 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> Tree:
 
 
 # --- schedule and loss ---
+
+
+def step_rate(now: int, rounds: int, lr: float, milestones: Sequence[float], gamma: float) -> float:
+    """`lr`, multiplied by `gamma` after each milestone, which is a round or, below 1, a fraction of all rounds."""
+    # 0.29 * 100 is 28.999999999999996; without the correction round 29 would come after the milestone.
+    ends = [end * rounds + 1e-9 if end < 1 else end for end in milestones]
+    return lr * float(gamma ** sum(now > end for end in ends))
+
+
+def cosine_rate(now: int, rounds: int, lr: float) -> float:
+    """Half a cosine from `lr` in the first round to zero in the round after the last."""
+    return lr * 0.5 * (1 + math.cos(math.pi * (now - 1) / rounds))
 
 
 def learning_rate(run: Settings, server_round: int) -> float:

@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Value, each
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
-from fedbn_flwr.client.training import ONE_VALUE, check_optimizer
+from fedbn_flwr.client.optimizers import check_optimizer
+from fedbn_flwr.client.training import ONE_VALUE
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.data.partitions import hold_out

@@ -11,7 +11,8 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from fedbn_flwr.client.training import Training, backpropagate, make_optimizer
+from fedbn_flwr.client.optimizers import make_optimizer
+from fedbn_flwr.client.training import Training, backpropagate
 from fedbn_flwr.data.partitions import Options
 from fedbn_flwr.exchange.step import LayerwiseStep, no_exchange
 from fedbn_flwr.extensions import part

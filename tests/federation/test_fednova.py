@@ -13,7 +13,7 @@ from flwr.app import Context
 from torch import nn
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
-from fedbn_flwr.client.training import SGD
+from fedbn_flwr.client.optimizers import SGD
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, LocalGrid, build_model, client_app
 from fedbn_flwr.client.layerwise import ParkedRounds
 from fedbn_flwr.client.losses import make_loss
-from fedbn_flwr.client.training import Loss
+from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.exchange.carriers import Answers
 from fedbn_flwr.exchange.step import LayerwiseStep

@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.client.training import Batch, Training, make_optimizer, train
+from fedbn_flwr.client.optimizers import make_optimizer
+from fedbn_flwr.client.rule import Batch
+from fedbn_flwr.client.training import Training, train
 from fedbn_flwr.data.batches import ClientBatches, Normaliser
 from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.experiment.file.layers import load_experiment

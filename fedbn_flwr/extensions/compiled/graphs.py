@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, each, tensors
-from fedbn_flwr.client.training import Gradient, Loss
+from fedbn_flwr.client.rule import Gradient, Loss
 from fedbn_flwr.models.tensors import plain_attributes
 
 _MOST = 8  # recordings per model, since each needs its own memory

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, count, first, tensors
-from fedbn_flwr.client.training import Forward, Gradient, Loss, loss_of
+from fedbn_flwr.client.rule import Gradient, Loss
+from fedbn_flwr.client.training import Forward, loss_of
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.norms.variants import HybridBatchNorm, MaskedBatchNorm1d
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from fedbn_flwr.client.training import Loss, Tensors
+from fedbn_flwr.client.rule import Loss, Tensors
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.models.tensors import as_array

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from fedbn_flwr import seeding
 from fedbn_flwr.client.losses import cross_entropy
-from fedbn_flwr.client.rule import ClientRule
-from fedbn_flwr.client.training import SGD, Loss, Memo, Tensors, Trained, Training, backpropagate, train
+from fedbn_flwr.client.optimizers import SGD
+from fedbn_flwr.client.rule import Loss, Memo, Tensors
+from fedbn_flwr.client.training import Trained, Training, backpropagate, train
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, no_exchange
 from fedbn_flwr.norms.roles import Role
@@ -63,7 +64,7 @@ class Row:
         options = tuple((name, group[name]) for name in ("lr", "momentum", "weight_decay", "nesterov"))
         rules = tuple(
             (type(rule), *((key, str(rule.local.config.get(key))) for key in rule.keys if key not in rule.may_differ))
-            for rule in cast(Sequence[ClientRule], training.rules)
+            for rule in training.rules
         )
         first = next(iter(self.tensors.values()))
         exchanges = (

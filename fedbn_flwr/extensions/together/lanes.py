@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import each
-from fedbn_flwr.client.rule import ClientRule
 from fedbn_flwr.client.training import Trained, Training, steps, train
 from fedbn_flwr.models.tensors import plain_attributes
 
@@ -71,7 +70,7 @@ class Lane:
 
     def _use(self, training: Training) -> None:
         """Let the client rules see the optimiser of this training."""
-        for rule in cast(Sequence[ClientRule], training.rules):
+        for rule in training.rules:
             rule.local.optimizer = training.optimizer
 
     def finished(self) -> Trained:

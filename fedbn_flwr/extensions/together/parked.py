@@ -15,7 +15,6 @@ from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client.layerwise import Session
-from fedbn_flwr.client.rule import ClientRule
 from fedbn_flwr.engines.base import OnReply
 from fedbn_flwr.engines.pool import Nodes
 from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records, contribution_to_records
@@ -198,7 +197,7 @@ def _reply(message: Message, reply: Message) -> Message:
 
 def _add_records(row: Row, message: Message) -> None:
     """Give the round the records of arrays that its last message has, besides the agreement."""
-    records = cast(dict[str, Arrays], cast(ClientRule, row.training.rules[0]).local.records)
+    records = cast(dict[str, Arrays], row.training.rules[0].local.records)
     agreed = sent_model(message.content)
     records.update(
         {name: unpack(record) for name, record in arrays_in(message.content).items() if record is not agreed}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.client.training import Tensors
+from fedbn_flwr.client.rule import Tensors
 from fedbn_flwr.models.tensors import places_of
 
 # Takes a module, its tensors by their names in it, as made by `Network.shaped`, and an input [clients, examples, ...].

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, seeding
-from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key
-from fedbn_flwr.client.training import TRAINER, Memo, Trained, Trainer, Training
+from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, Memo
+from fedbn_flwr.client.training import TRAINER, Trained, Trainer, Training
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.messages.arrays import pack, unpack

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import BNClient
-from fedbn_flwr.client.training import LocalOptimizer, OptimizerSpec, check_optimizer, make_optimizer
+from fedbn_flwr.client.optimizers import LocalOptimizer, OptimizerSpec, check_optimizer, make_optimizer
 from fedbn_flwr.errors import SettingsError
 from tests.support.command import ROOT, python
 

@@ -14,20 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.evaluation import evaluate
-from fedbn_flwr.client.rule import ClientRule, add_, clone, sub
-from fedbn_flwr.client.training import (
-    Batch,
-    Memo,
-    Tensors,
-    Trained,
-    Training,
-    backpropagate,
-    cosine_rate,
-    local_batches,
-    make_optimizer,
-    step_rate,
-    train,
-)  # fmt: skip
+from fedbn_flwr.client.optimizers import make_optimizer
+from fedbn_flwr.client.rule import Batch, ClientRule, Memo, Tensors, add_, clone, sub
+from fedbn_flwr.client.training import Trained, Training, backpropagate, local_batches, train
+from fedbn_flwr.experiment.parts import cosine_rate, step_rate
 
 CPU = torch.device("cpu")
 Data = list[tuple[Tensor, Tensor]]

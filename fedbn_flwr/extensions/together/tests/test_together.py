@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from fedbn_flwr import client_app, run
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.losses import make_loss
-from fedbn_flwr.client.training import Trained, Training, make_optimizer, train
+from fedbn_flwr.client.optimizers import make_optimizer
+from fedbn_flwr.client.training import Trained, Training, train
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.extensions.together import nested
 from fedbn_flwr.extensions.together.groups import Row, row_of, train_rows
