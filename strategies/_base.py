@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
 
+from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, absurd, are_alike, initial_problem, is_finite
-from fedbn_flwr.messages.arrays import metrics_in, unpack
+from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.reply import Reply, number_problem, read_reply
+from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.messages.votes import metric_problems
 from fedbn_flwr.norms.roles import Role, roles, split
 
 from ._hooks import Hooks, Round
-from ._roster import Attendance, Roster
+from ._roster import Attendance, Roster, Screening
 
 
 class BaseStrategy(Hooks):
@@ -39,6 +40,8 @@ class BaseStrategy(Hooks):
     # The error for models that track statistics, with a place for the first key of theirs; None accepts them.
     without_statistics: ClassVar[str | None] = None
     min_train_nodes: int = 1  # usable replies that a round needs
+    min_available_nodes: int = 1  # nodes that must be connected before clients are chosen or queried
+    node_timeout: float = 600  # seconds to wait for them
 
     def __init__(self) -> None:
         self.memory = self.Memory()
@@ -52,6 +55,11 @@ class BaseStrategy(Hooks):
         """The nodes that these messages ask, as yet without replies; `arrays` is the model that they contain."""
         asked = [message.metadata.dst_node_id for message in messages]
         return Attendance(what, self.roster, self.min_train_nodes, arrays, asked)
+
+    def connected(self, grid: Grid, needed: int = 0) -> list[int]:
+        """All connected nodes, as soon as there are `min_available_nodes`, or `needed` if these are more."""
+        hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
+        return wait_for_nodes(grid, max(needed, self.min_available_nodes), self.node_timeout, hint)
 
     def due(self, clients: int) -> int | None:
         """How many clients train in a round when all of these are connected; None if this is not known."""
@@ -134,19 +142,16 @@ class BaseStrategy(Hooks):
         """The metrics of training, over all clients."""
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        messages = gate(replies)
-        answers = [metrics_in(each.content).values() for each in messages if each.has_content()]
+        screening = Screening(gate(replies), records=None)
         # A key of training, such as its loss, is missing here; examples weight then. Most replies decide, not one.
-        known = [any(self.weighted_by_key in record for record in records) for records in answers]
+        known = [self.weighted_by_key in reply.metrics for reply in screening.usable.values()]
         key = self.weighted_by_key if 2 * sum(known) > len(known) else protocol.NUM_EXAMPLES
-
-        def problem(reply: Reply) -> str | None:
-            return number_problem(reply.metrics, key) if self.weighs else None
-
+        if self.weighs:
+            screening.check(lambda reply: number_problem(reply.metrics, key))
+        screening.leave_out(metric_problems(screening.usable))
         # Without messages nobody was asked, so no reply is required: a missing evaluation must not end the run.
         self.evaluation = self.attendance(f"round {server_round}, evaluation")
-        usable = self.evaluation.screen(messages, partial(read_reply, records=None), problem, metric_problems)
-        return self.evaluated(server_round, usable, key)
+        return self.evaluated(server_round, self.evaluation.used_of(screening), key)
 
     def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         """The metrics of an evaluation over all clients, whose replies have the metric `key` as weights."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord, Message
@@ -11,7 +11,7 @@ from fedbn_flwr.errors import LOG, Diverged, MessageError, RunFailed
 from fedbn_flwr.messages.aggregate import large_value
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.quote import one_line
-from fedbn_flwr.messages.reply import Reply, partition_of, reason_of, refused
+from fedbn_flwr.messages.reply import Reply, partition_of, read_reply, reason_of, refused
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,43 @@ class Roster:
         return f"node {node}" if partition is None else f"client {partition} (node {node})"
 
 
+class Screening:
+    """Replies that have passed the gate, as checks leave them out one after another."""
+
+    def __init__(self, messages: Sequence[Message], name: str = "arrays", records: Collection[str] | None = ()) -> None:
+        """Read the replies, see `read_reply`."""
+        self.messages = messages
+        self.usable: dict[int, Reply] = {}  # by node
+        self.partitions: dict[int, int | None] = {}  # that nodes report, by node
+        self.problems: list[tuple[int, str]] = []  # not a dict: all errors for lost nodes have the SuperLink's node id
+        for message in messages:
+            node = message.metadata.src_node_id
+            try:
+                if message.has_error():
+                    raise MessageError(reason_of(message))
+                self.partitions[node] = partition_of(message.content)
+                self.usable[node] = read_reply(message, name, records)
+            except MessageError as error:
+                self.problems.append((node, str(error)))
+
+    def check(self, problem: Callable[[Reply], str | None]) -> None:
+        """Leave out each reply that has a problem by itself."""
+        found: dict[int, str] = {}
+        for node, reply in self.usable.items():
+            try:
+                reason = problem(reply)
+            except MessageError as error:
+                reason = str(error)
+            if reason:
+                found[node] = reason
+        self.leave_out(found)
+
+    def leave_out(self, problems: Mapping[int, str]) -> None:
+        """Leave out the replies of these nodes, with the reasons."""
+        self.problems += problems.items()
+        self.usable = {node: reply for node, reply in self.usable.items() if node not in problems}
+
+
 @dataclass
 class Attendance:
     """The nodes that were asked in a round, an evaluation or a query, and those that were left out."""
@@ -56,42 +93,16 @@ class Attendance:
     left_out: list[str] = field(default_factory=list)  # client and problem
     refused: Sequence[Message] = ()  # the replies that are not used, as errors
 
-    def screen(
-        self,
-        messages: Sequence[Message],
-        read: Callable[[Message], Reply],
-        problem: Callable[[Reply], str | None],
-        compare: Callable[[Mapping[int, Reply]], Mapping[int, str]],
-    ) -> list[Reply]:
-        """The usable ones of these replies, which have passed the gate, in the order of partitions.
-
-        `read` returns a reply's content, `problem` what is wrong with it, and `compare` what is wrong with some of them
-        in comparison, by node. RunFailed if too few are left, see `admit`.
-        """
-        usable: dict[int, Reply] = {}
-        answered: dict[int, int | None] = {}
-        problems: list[tuple[int, str]] = []  # not a dict: all errors for lost nodes have the SuperLink's node id
-        for message in messages:
-            node = message.metadata.src_node_id
-            try:
-                if message.has_error():
-                    raise MessageError(reason_of(message))
-                answered[node] = partition_of(message.content)
-                reply = read(message)
-                if reason := problem(reply):
-                    raise MessageError(reason)
-                usable[node] = reply
-            except MessageError as error:
-                problems.append((node, str(error)))
-        problems += compare(usable).items()
-        self.used = self.admit(self.what, answered, problems)
-        reasons = {**dict(problems), **self.roster.learn(answered)}
+    def used_of(self, screening: Screening) -> list[Reply]:
+        """The usable replies, in the order of partitions; RunFailed if they are too few, see `admit`."""
+        self.used = self.admit(self.what, screening.partitions, screening.problems)
+        reasons = {**dict(screening.problems), **self.roster.learn(screening.partitions)}
         self.refused = [
             refused(message, reasons[node]) if message.has_content() else message
-            for message in messages
+            for message in screening.messages
             if (node := message.metadata.src_node_id) not in self.used
         ]
-        return [usable[node] for node in self.used]
+        return [screening.usable[node] for node in self.used]
 
     def admit(
         self, what: str, answered: Mapping[int, int | None], problems: Sequence[tuple[int, str]]

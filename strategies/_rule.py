@@ -22,13 +22,14 @@ from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.reply import Reply, read_reply, with_content
+from fedbn_flwr.messages.reply import Reply, with_content
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.messages.votes import metric_problems, record_problems
 from fedbn_flwr.norms.roles import Role
 
 from ._base import BaseStrategy
 from ._hooks import Hooks, Round
+from ._roster import Screening
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -119,21 +120,16 @@ class Rule(Hooks):
         base, sent, names = self.base, unpack(round.arrays), self.traits.records
         for rule in self.chain:
             messages = rule.incoming(round, messages)
-
-        def problem(reply: Reply) -> str | None:
-            problems = (rule.problem(round, reply) for rule in self.chain)
-            return base.form_problem(round, reply, sent) or next(filter(None, problems), None)
-
-        def compare(replies: Mapping[int, Reply]) -> Mapping[int, str]:
-            if any("compared" in rule.breaks for rule in self.chain):
-                return {}
-            problems = {**metric_problems(replies), **base.compare(replies, sent)}
+        screening = Screening(messages, base.arrayrecord_key, names)
+        screening.check(lambda reply: base.form_problem(round, reply, sent))
+        for rule in self.chain:
+            screening.check(partial(rule.problem, round))
+        if not any("compared" in rule.breaks for rule in self.chain):
+            problems = {**metric_problems(screening.usable), **base.compare(screening.usable, sent)}
             for name in names:
-                problems |= record_problems(replies, name, sent)
-            return problems
-
-        read = partial(read_reply, name=base.arrayrecord_key, records=names)
-        replies = base.within_bounds(round, base.training.screen(messages, read, problem, compare))
+                problems |= record_problems(screening.usable, name, sent)
+            screening.leave_out(problems)
+        replies = base.within_bounds(round, base.training.used_of(screening))
         for rule in reversed(self.chain):
             replies = rule.accepted(round, replies)
         return replies

@@ -23,7 +23,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import seeding
-from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import LOG, SettingsError, did_you_mean, few
 from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
@@ -170,7 +169,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         if fraction == 0.0:
             return []
         roster = self.roster
-        nodes = self._connected(round.grid, max(self.min_available_nodes, least))
+        nodes = self.connected(round.grid, least)
         for node in sorted(roster.partitions.keys() - set(nodes), key=roster.position):
             LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, roster.name(node))
         count = _share(len(nodes), fraction, least)
@@ -183,10 +182,6 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
 
     def due(self, clients: int) -> int:
         return min(clients, _share(clients, self.fraction_train, self.min_train_nodes))
-
-    def _connected(self, grid: Grid, needed: int) -> list[int]:
-        hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
-        return wait_for_nodes(grid, needed, self.node_timeout, hint)
 
     def _ask_for_partitions(self, round: Round, nodes: Sequence[int]) -> None:
         """Ask these nodes for their partitions, since node ids are random in every run."""

@@ -20,9 +20,8 @@ Choices where neither says what to do, or where this differs:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -34,15 +33,15 @@ from torch import Tensor
 
 from fedbn_flwr import seeding
 from fedbn_flwr.client.rule import Batch, ClientRule, Key, LocalRound
-from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.reply import Reply, number_of, read_reply
+from fedbn_flwr.messages.reply import number_of
 from fedbn_flwr.messages.votes import arrays_problems
 
 from ._hooks import Config, Round, Traits
+from ._roster import Screening
 from ._wrapper import Wrapper
 
 DRAWN = "fedbn.inputs-drawn"
@@ -86,28 +85,18 @@ class FedRDN(Wrapper):
 
     def _ask(self, round: Round) -> None:
         """Ask the nodes that have not answered yet for their pairs."""
-        given: Any = self.base
-        hint = "start more SuperNodes, or ask for fewer by min_available_nodes"
-        needed, patience = getattr(given, "min_available_nodes", 1), getattr(given, "node_timeout", 600)
-        nodes = wait_for_nodes(round.grid, needed, patience, hint)
-        config = ConfigRecord({**protocol.run_keys(round.config), OWN: True, protocol.ROUND: round.number})
-        content = RecordDict({"config": config})
-        queries = [Message(content, node, protocol.MEASURE_QUERY) for node in nodes if node not in self.memory.asked]
-        if not queries:
+        nodes = [node for node in self.base.connected(round.grid) if node not in self.memory.asked]
+        if not nodes:
             return
         known = next(iter(self.memory.pairs.values()), {})
-
-        def compare(found: Mapping[int, Reply]) -> Mapping[int, str]:
-            return arrays_problems(found, known)
-
+        config = ConfigRecord({**protocol.run_keys(round.config), OWN: True, protocol.ROUND: round.number})
+        content = RecordDict({"config": config})
+        queries = [Message(content, node, protocol.MEASURE_QUERY) for node in nodes]
+        screening = Screening(gate(round.grid.send_and_receive(queries, timeout=3600)))
+        screening.check(lambda reply: _problem(reply.arrays, known))
+        screening.leave_out(arrays_problems(screening.usable, known))
         attendance = self.base.attendance(f"round {round.number}, inputs")  # none is required: others may answer later
-        replies = attendance.screen(
-            gate(round.grid.send_and_receive(queries, timeout=3600)),
-            partial(read_reply, name="arrays"),
-            lambda reply: _problem(reply.arrays, known),
-            compare,
-        )
-        for reply in replies:
+        for reply in attendance.used_of(screening):
             self.memory.asked.append(reply.message.metadata.src_node_id)
             self.memory.pairs[number_of(reply.message)] = reply.arrays
         if not self.memory.pairs:

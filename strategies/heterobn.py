@@ -10,8 +10,7 @@ apart ("pooled" adds it). HeteroFL's models of different widths are not implemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from flwr.app import ArrayRecord
@@ -20,11 +19,12 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
 from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.reply import Reply, number_problem, read_reply
+from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.messages.votes import arrays_problems, metric_problems
 from fedbn_flwr.norms.roles import Role, roles
 
 from ._hooks import Round
+from ._roster import Screening
 from .fedavg import FedAvg
 
 
@@ -63,7 +63,7 @@ def with_queried(
     rule: FedAvg, round: Round, mean: Callable[[Iterable[Arrays], Sequence[float]], Arrays]
 ) -> ArrayRecord:
     """The global model with the mean of the statistics that all clients measure on their data under it."""
-    nodes = rule._connected(round.grid, rule.min_available_nodes)
+    nodes = rule.connected(round.grid)
     queries = rule._messages(protocol.STATISTICS_QUERY, round, nodes)
     what = f"round {round.number}, statistics"
     answers = round.grid.send_and_receive(queries, timeout=3600)  # as for a round
@@ -74,12 +74,10 @@ def with_queried(
         other = f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
         return number_problem(reply.metrics, rule.weighted_by_key) or other
 
-    def compare(replies: Mapping[int, Reply]) -> Mapping[int, str]:
-        problems = arrays_problems(replies, {})
-        left = {node: reply for node, reply in replies.items() if node not in problems}
-        return {**metric_problems(replies), **problems, **rule.compare(left, {})}
-
-    attendance = rule.attendance(what, queries, round.arrays)
-    replies = attendance.screen(gate(answers), partial(read_reply, name=rule.arrayrecord_key), problem, compare)
+    screening = Screening(gate(answers), rule.arrayrecord_key)
+    screening.check(problem)
+    screening.leave_out(metric_problems(screening.usable) | arrays_problems(screening.usable, {}))
+    screening.leave_out(rule.compare(screening.usable, {}))
+    replies = rule.attendance(what, queries, round.arrays).used_of(screening)
     weights = rule.bounded(what, rule.weights(round, replies))
     return record_of({**round.arrays, **pack(mean((reply.arrays for reply in replies), weights))})

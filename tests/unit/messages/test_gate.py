@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedbn_flwr.strategies._roster import Attendance, Roster  # type: ignore[import-untyped]
+from fedbn_flwr.strategies._roster import Attendance, Roster, Screening  # type: ignore[import-untyped]
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -22,7 +22,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, read_npy, unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.quote import one_line
-from fedbn_flwr.messages.reply import Reply, read_reply
+from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.messages.votes import metric_problems
 from fedbn_flwr.strategies import FedAvg, Round
 
@@ -301,9 +301,7 @@ def test_a_client_that_is_refused_for_two_reasons_is_counted_once() -> None:
 
 def test_a_reply_with_another_partition_is_an_error_with_the_reason() -> None:
     attendance = Attendance(roster=Roster({1: 0, 2: 1}), asked=[1, 2])
-    replies = attendance.screen(
-        [reply(1), reply(2, **{"partition-id": 7})], read_reply, lambda reply: None, lambda found: {}
-    )
+    replies = attendance.used_of(Screening([reply(1), reply(2, **{"partition-id": 7})]))
     assert [each.message.metadata.src_node_id for each in replies] == attendance.used == [1]
     assert [each.error.reason for each in attendance.refused] == ["its partition-id is 7, and it reported 1 before"]
 
