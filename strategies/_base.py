@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.base import wait_for_nodes
@@ -77,8 +77,8 @@ class BaseStrategy(Hooks):
             raise SettingsError(self.without_statistics.format(tracked[0]))
         self.memory, self._rounds = self.Memory(), num_rounds
 
-    def messages(self, round: Round, config: ConfigRecord) -> list[Message]:
-        """Choose the clients of a round, note them in `training`, and return their messages; may change `config`."""
+    def messages(self, round: Round) -> list[Message]:
+        """Choose the clients of a round, note them in `training`, and return their messages."""
         raise NotImplementedError
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:

@@ -102,12 +102,12 @@ class Foreign(BaseStrategy, Rule):
         seed = None if self.seed is None else seeding.seed_for(self.seed, f"choose-{purpose}", server_round)
         return nullcontext() if seed is None else seeding.streams(seed)
 
-    def messages(self, round: Round, config: ConfigRecord) -> list[Message]:
+    def messages(self, round: Round) -> list[Message]:
         arrays, shown = round.arrays, round.arrays
         if round._hidden:
             shown = record_of(of_roles(arrays, frozenset(Role) - round._hidden))
         with self._drawing("train", round.number):
-            messages = list(self.strategy.configure_train(round.number, shown, config, round.grid))
+            messages = list(self.strategy.configure_train(round.number, shown, round.config, round.grid))
         self.training = self.attendance(f"round {round.number}", messages, arrays)
 
         def whole(sent: ArrayRecord) -> ArrayRecord:

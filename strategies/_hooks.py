@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -39,7 +39,7 @@ class Round:
 
     number: int
     arrays: ArrayRecord  # the global model that the round begins with
-    config: Config  # of the messages to all clients; in `config()` without the keys of the rules inside
+    config: ConfigRecord  # of the messages to all clients; in `config()` without the keys of the rules inside
     grid: Grid
     _hidden: frozenset[Role] = frozenset()  # the roles that a strategy of Flower does not see
 
@@ -122,14 +122,14 @@ class Hooks(Strategy):
     traits: Traits = Traits()
     memory: Memory
     # The guarantees (see `_composition`) that this rule breaks, each with the reason, and those it restores. A class
-    # with a hook that sees the replies of single clients must declare what it breaks.
+    # with a hook that sees the replies of single clients must declare what it breaks. One that restores "statistics"
+    # makes them itself: a strategy of Flower inside it receives neither statistics nor counters.
     breaks: Mapping[str, str] = {}
     restores: frozenset[str] = frozenset()
     # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an
     # experiment they are on the disk before the messages that `configure_train` returns are sent.
     promised: Collection[str] = ()
     _inside: Hooks  # the rule inside this one
-    _hides: frozenset[Role] = frozenset()  # the roles that a strategy of Flower inside this rule does not see
     _rounds: int | None = None  # the number of rounds; None or 0 unless `Rule.start` started the run
 
     # --- the hooks ---

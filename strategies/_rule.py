@@ -25,7 +25,7 @@ from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, with_content
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.messages.votes import metric_problems, record_problems
-from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.norms.roles import NORM_STATE, Role
 
 from ._base import BaseStrategy
 from ._hooks import Hooks, Round
@@ -56,19 +56,21 @@ class Rule(Hooks):
             self._check_outer()
             self.begin(self._rounds or 0, arrays)
             self._name = _drawn_name()
-        hidden = frozenset[Role]().union(*(rule._hides for rule in self.chain))
+        # A rule that makes the statistics itself hides them from a strategy of Flower inside it.
+        hidden = NORM_STATE if any("statistics" in rule.restores for rule in self.chain) else frozenset[Role]()
         round = Round(server_round, arrays, self._named(config), grid, hidden)
         # A user's class with a `configure_train` of its own makes the messages of all rules from there on.
         chain = [self, *takewhile(lambda rule: type(rule).configure_train is Rule.configure_train, self.chain[1:])]
         for rule in chain:
-            round = replace(round, config={**round.config, **rule.config(round)})
-        self._round, passed = round, ConfigRecord({**round.config})
-        own = self.chain[len(chain) :]
-        messages: Sequence[Message] = (
-            [*own[0].configure_train(server_round, arrays, passed, grid)] if own else self.base.messages(round, passed)
-        )
+            round = replace(round, config=ConfigRecord({**round.config, **rule.config(round)}))
+        self._round, before = round, {**round.config}
+        messages: Sequence[Message]
+        if own := self.chain[len(chain) :]:
+            messages = [*own[0].configure_train(server_round, arrays, round.config, grid)]
+        else:
+            messages = self.base.messages(round)
         # They may change the config of this round and all later ones, as in Flower's tutorial: config["lr"] *= 0.5
-        config.update({key: value for key, value in passed.items() if round.config.get(key) != value})
+        config.update({key: value for key, value in round.config.items() if before.get(key) != value})
         for rule in reversed(chain):
             messages = rule.outgoing(round, messages)
         records = {name: pack(values) for rule in chain for name, values in rule.records(round).items() if values}

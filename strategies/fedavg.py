@@ -135,7 +135,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
 
     # --- sending ---
 
-    def messages(self, round: Round, config: ConfigRecord) -> list[Message]:
+    def messages(self, round: Round) -> list[Message]:
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         more = {protocol.RETURN: True} if self.traits.kept and self.traits.returned else {}
         messages = self._messages(MessageType.TRAIN, round, nodes, more)

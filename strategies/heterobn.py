@@ -21,7 +21,7 @@ from fedbn_flwr.messages.arrays import pack, record_of
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.messages.votes import arrays_problems, metric_problems
-from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.norms.roles import NORM_STATE, roles
 
 from ._hooks import Round
 from ._roster import Screening
@@ -70,7 +70,7 @@ def with_queried(
 
     def problem(reply: Reply) -> str | None:
         of = roles({**round.arrays, **reply.arrays})
-        wrong = [key for key in reply.arrays if of[key] not in (Role.STATISTICS, Role.COUNTER)]
+        wrong = [key for key in reply.arrays if of[key] not in NORM_STATE]
         other = f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
         return number_problem(reply.metrics, rule.weighted_by_key) or other
 

@@ -27,12 +27,10 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import Reply
-from fedbn_flwr.norms.roles import Role, of_roles
+from fedbn_flwr.norms.roles import NORM_STATE, Role, of_roles
 
 from ._hooks import Json, Round
 from ._wrapper import Wrapper
-
-NORM_STATE = frozenset({Role.STATISTICS, Role.COUNTER})
 
 
 class MeanStatistics(Wrapper):
@@ -53,7 +51,6 @@ class MeanStatistics(Wrapper):
 
     breaks = {}
     restores = frozenset({"statistics", "pooled"})
-    _hides = NORM_STATE
 
     def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "pooled", "median"] = "mean") -> None:
         super().__init__(strategy)

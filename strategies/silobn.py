@@ -7,7 +7,7 @@ reestimated` evaluates the global model in this way.
 
 from __future__ import annotations
 
-from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.norms.roles import NORM_STATE
 
 from ._hooks import Traits
 from .fedbn import LocalNorm
@@ -26,4 +26,4 @@ class SiloBN(LocalNorm):
         server never sends statistics: a new client begins with the statistics of a newly built model.
     """
 
-    traits = Traits(client_memory="their own batch norm", kept=frozenset({Role.STATISTICS, Role.COUNTER}))
+    traits = Traits(client_memory="their own batch norm", kept=NORM_STATE)

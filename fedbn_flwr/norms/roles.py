@@ -32,6 +32,8 @@ class Role(StrEnum):
     COUNTER = "counter"  # num_batches_tracked, never sent
 
 
+NORM_STATE = frozenset({Role.STATISTICS, Role.COUNTER})  # what batch norm measures, and does not learn
+
 MEAN, VARIANCE = "running_mean", "running_var"
 AFFINE = ("weight", "bias")
 ALPHA = "alpha"  # of a hybrid batch norm

@@ -144,7 +144,7 @@ def test_statistics_is_one_of_three_words(statistics: Any) -> None:
 def test_batch_asks_no_client(federation: Federations) -> None:
     fed = federation(model=static_net)
     grid, arrays = MeteredGrid(fed.grid()), fed.arrays()
-    assert HeteroBN().global_model(Round(1, arrays, {}, grid)) is arrays
+    assert HeteroBN().global_model(Round(1, arrays, ConfigRecord(), grid)) is arrays
     assert grid.take().other_messages == 0
 
 
@@ -160,7 +160,7 @@ def test_query_equals_torch_s_cumulative_statistics_over_all_batches(federation:
     strategy = HeteroBN(statistics="query")
     grid = fed.grid(node_ids=ids)
     trained = strategy.start(grid, fed.arrays(), num_rounds=2).arrays
-    found = FixBN(strategy, freeze_round=2).global_model(Round(2, trained, {}, grid))
+    found = FixBN(strategy, freeze_round=2).global_model(Round(2, trained, ConfigRecord(), grid))
     assert set(found) - set(trained) == STATISTICS
     assert all(found[key].numpy().tobytes() == trained[key].numpy().tobytes() for key in trained)
     twin = tracking_twin(fed, trained).train()
@@ -185,7 +185,7 @@ def test_pooled_adds_the_variance_between_the_clients_means(federation: Federati
     for data, shift in zip(fed.data, (0.0, 3.0, -2.0), strict=True):
         data.batches = [(x + shift, y) for x, y in data.batches][: 2 if data is fed.data[0] else 1]
     mean, pooled = (
-        unpack(HeteroBN(statistics=kind).global_model(Round(1, fed.arrays(), {}, fed.grid())))  # type: ignore[arg-type]
+        unpack(HeteroBN(statistics=kind).global_model(Round(1, fed.arrays(), ConfigRecord(), fed.grid())))  # type: ignore[arg-type]
         for kind in ("query", "pooled")
     )
     own = []
@@ -210,7 +210,7 @@ def test_the_order_of_replies_changes_no_bit(federation: Federations) -> None:
 
     fed = federation((8, 12, 6), model=static_net, dtype=torch.float64)
     found = [
-        HeteroBN(statistics="query").global_model(Round(1, fed.arrays(), {}, grid))
+        HeteroBN(statistics="query").global_model(Round(1, fed.arrays(), ConfigRecord(), grid))
         for grid in (fed.grid(), Backwards(fed.app(), 3))
     ]
     for key in STATISTICS:
@@ -223,7 +223,7 @@ def test_the_query_is_counted_apart_from_training(federation: Federations) -> No
     strategy = HeteroBN(statistics="query", fraction_evaluate=0.0)
     trained = strategy.start(grid, fed.arrays(), num_rounds=1).arrays
     before = grid.take()
-    strategy.global_model(Round(1, trained, {}, grid))
+    strategy.global_model(Round(1, trained, ConfigRecord(), grid))
     after = grid.take()
     assert (after.communication_rounds, after.messages_down, after.bytes_down, after.broadcast_bytes) == (0, 0, 0, 0)
     assert after.other_messages == 4
@@ -243,7 +243,7 @@ def test_the_query_keeps_the_clients_states_and_names_the_run(federation: Federa
     strategy.start(grid, fed.arrays(), num_rounds=1, train_config=ConfigRecord({"fedbn.run": "a"}))
     state = grid.contexts()[1].state
     before = unpack(state["fedbn.arrays.fedbn.momentum"])
-    strategy.global_model(Round(1, fed.arrays(), {"fedbn.run": "a"}, grid))
+    strategy.global_model(Round(1, fed.arrays(), ConfigRecord({"fedbn.run": "a"}), grid))
     assert seen == [("a", 1)] * 4
     for key, value in unpack(state["fedbn.arrays.fedbn.momentum"]).items():
         assert value.tobytes() == before[key].tobytes()
@@ -298,7 +298,7 @@ def test_a_client_whose_statistics_do_not_fit_is_left_out_by_name(
             arrays["1.running_mean"] = Array(np.full(4, np.nan, np.float32))
 
     strategy = HeteroBN(statistics="query", min_train_nodes=1)
-    found = strategy.global_model(Round(4, fed.arrays(), {}, fed.grid(answering(fed, change))))
+    found = strategy.global_model(Round(4, fed.arrays(), ConfigRecord(), fed.grid(answering(fed, change))))
     assert "round 4, statistics: left out" in flower_log.text
     assert "client 1 (node 2): '1.running_mean' has 4 of 4 values that are not finite" in flower_log.text
     assert "the disk is gone" in flower_log.text
@@ -332,7 +332,7 @@ def test_the_query_leaves_the_training_s_clients_as_they_are(federation: Federat
     assert before[0] == [1, 2]
     assert ["its memory is full" in reason for reason in before[1]] == [True]
     trains = False
-    assert "1.running_mean" in strategy.global_model(Round(1, arrays, {}, grid))
+    assert "1.running_mean" in strategy.global_model(Round(1, arrays, ConfigRecord(), grid))
     assert strategy.training is training
     assert ([*training.used], [*training.left_out], [*training.refused]) == before
 
@@ -347,4 +347,6 @@ def test_too_few_answers_end_the_run(federation: Federations) -> None:
     with pytest.raises(
         RunFailed, match=r"round 4, statistics: 1 of 2 clients sent a usable reply, 2 are needed:(.|\n)*disk is gone"
     ):
-        HeteroBN(statistics="query").global_model(Round(4, fed.arrays(), {}, fed.grid(answering(fed, change))))
+        HeteroBN(statistics="query").global_model(
+            Round(4, fed.arrays(), ConfigRecord(), fed.grid(answering(fed, change)))
+        )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fedbn_flwr.strategies._roster import Attendance  # type: ignore[import-untyped]
 from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-untyped]
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord
 
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.exchange.carriers import ExchangesDone, problem
@@ -41,7 +41,7 @@ def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[Exch
     carrier, strategy = Scripted(script), FedTAN(exchange="paper", min_train_nodes=1)
     strategy.training = Attendance(roster=strategy.roster, asked=list(script))
     grid: Any = None  # of an engine without capabilities
-    done = strategy.exchanges(Round(3, ArrayRecord(), {}, grid), carrier)  # type: ignore[arg-type]
+    done = strategy.exchanges(Round(3, ArrayRecord(), ConfigRecord(), grid), carrier)  # type: ignore[arg-type]
     return done, carrier, strategy.training.left_out
 
 

@@ -248,7 +248,7 @@ def test_the_keys_of_replies_do_not_stay_in_memory() -> None:
         for number in numbers:
             rule.begin(1, arrays)
             rule.training = Attendance(asked=[1, 2])
-            rule._round = Round(number, arrays, {}, LocalGrid(ClientApp(), 1))
+            rule._round = Round(number, arrays, ConfigRecord(), LocalGrid(ClientApp(), 1))
             rule.aggregate_train(number, [reply(1), other_keys(number)])
             (left_out,) = rule.training.left_out
             assert "which the server did not request" in left_out

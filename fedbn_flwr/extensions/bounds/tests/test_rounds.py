@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedbn_flwr import client_app, convert_norm
 from fedbn_flwr.errors import SettingsError
@@ -233,7 +233,7 @@ def test_one_client_cannot_set_the_statistics_that_heterobn_queries(federation: 
     grid = fed.grid(client_app(fed.make_client, mods=[mod]))
     for bounds, large in ((None, True), ({"plausible": 10}, False)):
         rule = HeteroBN(statistics="query", bounds=bounds)
-        found = unpack(rule.global_model(Round(1, fed.arrays(), {}, grid)))
+        found = unpack(rule.global_model(Round(1, fed.arrays(), ConfigRecord(), grid)))
         assert (float(found["1.running_var"].max()) > 1e7) == large
 
 
