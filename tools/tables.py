@@ -249,7 +249,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "experiments": experiments,
     "keys": keys,
     "names": names,
-    "hooks of the server": hooks(Rule, "when", "default"),
+    "hooks of the server": hooks(Rule, "what it does", "default", "for instance"),
     "hooks of the client": hooks(ClientRule, "when", "for instance"),
     "local round": local_round,
     **{
