@@ -98,7 +98,7 @@ class BaseStrategy(Hooks):
             problems |= self.bounds.outliers(cohort, keys)
         return {nodes[i]: problem for i, problem in problems.items()}
 
-    def within_bounds(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
+    def clipped(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
         """The replies, with updates that are larger than the bounds allow shortened."""
         if self.bounds is None:
             return replies
@@ -106,7 +106,7 @@ class BaseStrategy(Hooks):
         sent = unpack(round.arrays)
         # What stays on the clients is apart: its distance from the clients' mean is not an update.
         for some in filter(None, split(sent, self.traits.stays(sent))):
-            arrays = self.bounds.updated(arrays, some, f"round {round.number}")
+            arrays = self.bounds.clipped(arrays, some, f"round {round.number}")
         return [replace(reply, arrays=values) for reply, values in zip(replies, arrays, strict=True)]
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -80,15 +81,14 @@ class Rule(Hooks):
 
     def _check_outer(self) -> None:
         """Raise SettingsError if a strategy of Flower for privacy around this one would clip records of the rule."""
-        frame = inspect.currentframe() if self.traits.records else None
-        while frame is not None:  # no strategy knows the one around it
+        outside = traceback.walk_stack(inspect.currentframe())  # no strategy knows the one around it
+        for frame, _ in outside if self.traits.records else ():
             if isinstance(outer := frame.f_locals.get("self"), NOISED):
                 kind = type(outer).__name__
                 raise SettingsError(
                     f"{kind} clips each record of a reply as if it were the model, and {self} inside it also sends "
                     f"{self.traits.besides[0]}; use {self} without {kind}, or a strategy that sends only the model"
                 )
-            frame = frame.f_back
 
     def _named(self, config: ConfigRecord) -> ConfigRecord:
         """The config with the name of the run, by which clients know their state of it."""
@@ -131,7 +131,7 @@ class Rule(Hooks):
             for name in names:
                 problems |= record_problems(screening.usable, name, sent)
             screening.leave_out(problems)
-        replies = base.within_bounds(round, base.training.used_of(screening))
+        replies = base.clipped(round, base.training.used_of(screening))
         for rule in reversed(self.chain):
             replies = rule.accepted(round, replies)
         return replies

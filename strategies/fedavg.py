@@ -197,7 +197,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         return number_problem(reply.metrics, self.weighted_by_key) or arrays_problem(reply.arrays, sent, expected)
 
     def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
-        """Also finds problems that Flower's strategies can cause: another dtype, and negative variances."""
+        """Also another dtype, or a negative variance, which only strategies of Flower may make."""
         return super().model_problem(model, sent) or arrays_problem(model, sent, model)
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
