@@ -16,7 +16,7 @@ from pathlib import Path
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.dynamics import Dynamics
-from fedbn_flwr.experiment.listeners.listener import Round, Running
+from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import train_round
@@ -38,7 +38,7 @@ ROUNDS = 10
 class Timed(Dynamics):
     seconds = 0.0
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         start = time.perf_counter()
         at = super().on_round(running, at)
         self.seconds = time.perf_counter() - start
@@ -57,7 +57,7 @@ def percentages(text: str, folder: Path) -> list[float]:
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32}
         running = Running(prepared, MeteredGrid(grid), RunFolder(folder), identity)
         listener = Timed()
-        at = Round(0, arrays, arrays)
+        at = FinishedRound(0, arrays, arrays)
         listener.on_start(running, at)
         shares = []
         for _ in range(ROUNDS):

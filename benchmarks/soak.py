@@ -32,7 +32,7 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.listener import Round, Running
+from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
@@ -130,7 +130,7 @@ class Watch(Reporter):
         self.rows: list[tuple[int, ...]] = []
         self.digest = ""
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         if at.number % self.every == 0:
             self.rows.append((at.number, *measured(self.temporary)))
         self.digest = hashlib.sha256(b"".join(v.tobytes() for v in unpack(at.arrays).values())).hexdigest()

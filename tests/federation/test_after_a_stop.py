@@ -16,7 +16,7 @@ import pytest
 
 from fedbn_flwr import cli, named
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.listener import Round, Running
+from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.recording import History
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.results.folder import RunFolder
@@ -108,7 +108,7 @@ def test_ctrl_c_prints_the_round_and_the_command(tmp_path: Path) -> None:
 def test_a_stop_before_the_first_round_has_no_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(self: History, running: Running, at: Round) -> Round:
+    def interrupt(self: History, running: Running, at: FinishedRound) -> FinishedRound:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(History, "on_start", interrupt)

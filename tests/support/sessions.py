@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.listener import Round, Running
+from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
@@ -92,7 +92,7 @@ class Stopping(Reporter):
         super().__init__()
         self.last = last
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         stop = KeyboardInterrupt() if at.number == self.last else None
         return dataclasses.replace(super().on_round(running, at), stop=stop)
 

@@ -34,7 +34,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import number_of, read_reply
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers
 
-from .listener import Listener, Round, Running
+from .listener import FinishedRound, Listener, Running
 
 Arrays = Mapping[str, NDArray[Any]]
 Statistics = dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]  # running mean and variance of each layer
@@ -46,7 +46,7 @@ EPS = 1e-5  # PyTorch's default; the arrays don't contain the layer's value
 
 
 class Dynamics(Listener):
-    def on_start(self, running: Running, at: Round) -> None:
+    def on_start(self, running: Running, at: FinishedRound) -> None:
         self._before: Statistics = {}  # of the previous round; empty if nothing is recorded
         self._windows: dict[str, Window] = {}  # of each client, the rounds since the last line
         self._is_whole = not at.number % running.run.evaluate.every  # resumed in between, the window lacks rounds
@@ -56,7 +56,7 @@ class Dynamics(Listener):
             text = "%s: evaluate.dynamics records nothing: with these settings, clients send no running statistics"
             LOG.warning(text, running.prepared.name)
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         if before := self._before:
             self._before = now = statistics_in(unpack(at.arrays))
             records = running.prepared.rule.traits.records

@@ -32,7 +32,7 @@ from fedbn_flwr.trees import Draft, Tree
 
 from ..data import rows_by_domain
 from ..parts import Parts, plain_loss
-from .listener import Listener, Round, Running
+from .listener import FinishedRound, Listener, Running
 
 ByClient = dict[int, dict[str, float]]  # metrics by the number of the client
 
@@ -54,7 +54,7 @@ class Evaluate(Listener):
         self.loss = plain_loss(run, prepared.task)
         self.names = (*prepared.task.reported, *map(evaluation.name_of, prepared.metrics))
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         if not at.is_evaluated:
             return at
         try:
@@ -64,12 +64,12 @@ class Evaluate(Listener):
         except (ValueError, RuntimeError) as error:
             raise RunFailed(f"round {at.number}: the model cannot be evaluated: {in_a_line(error)}") from error
 
-    def _evaluate(self, running: Running, at: Round) -> Round:
+    def _evaluate(self, running: Running, at: FinishedRound) -> FinishedRound:
         clients, line = self._on_clients(running, at) if self.asks_clients else ({}, {})
         model = at.model
         if self.rule.traits.has_global_model:
-            asked = strategies.Round(at.number, at.arrays, running.identity, running.grid)
-            model = self.rule.global_model(asked)
+            config = ConfigRecord({**running.identity})
+            model = self.rule.global_model(strategies.Round(at.number, at.arrays, config, running.grid))
         if self.rule.traits.has_global_model and (dataset := self.prepared.dataset) is not None:
             line |= self._on_server(dataset, model, queried=bool(set(model) - set(at.arrays)))
         else:
@@ -99,7 +99,7 @@ class Evaluate(Listener):
             return_freed_memory()
         return line
 
-    def _on_clients(self, running: Running, at: Round) -> tuple[ByClient, Draft]:
+    def _on_clients(self, running: Running, at: FinishedRound) -> tuple[ByClient, Draft]:
         """The values of each client, and the metrics over all of them."""
         asked = {protocol.OWN_TESTS: True} if self.only_own else {}
         config = ConfigRecord({**running.identity, **asked})
@@ -148,11 +148,11 @@ class Best(Listener):
     It follows from the history, so a resumed run finds the same round.
     """
 
-    def on_start(self, running: Running, at: Round) -> None:
+    def on_start(self, running: Running, at: FinishedRound) -> None:
         self.main = running.prepared.task.main
         self.best = max(map(self._goodness, running.folder.history()), default=-math.inf)
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         if (found := self._goodness(at.line)) > self.best:
             self.best = found
             at = at.with_metrics({"best_round": at.number}, {}, is_best=running.prepared.rule.traits.has_global_model)

@@ -35,7 +35,7 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Round:
+class FinishedRound:
     """A finished round, or 0 before the first one. A listener returns it with what it adds."""
 
     number: int
@@ -51,7 +51,7 @@ class Round:
     stop: BaseException | None = None  # ends the run after this round: the user asked to stop, or its time is over
     kept_round: int = 0  # the round of the last checkpoint
 
-    def with_metrics(self, line: Tree, clients: Mapping[int, Mapping[str, float]], **more: Any) -> Round:
+    def with_metrics(self, line: Tree, clients: Mapping[int, Mapping[str, float]], **more: Any) -> FinishedRound:
         """With more metrics in the history, and more values of clients."""
         both = {client: {**self.clients.get(client, {}), **values} for client, values in clients.items()}
         return replace(self, line={**self.line, **line}, clients={**self.clients, **both}, **more)
@@ -60,13 +60,13 @@ class Round:
 class Listener:
     """Hooks that are called during a run; by default they do nothing."""
 
-    def on_start(self, running: Running, at: Round) -> None:
+    def on_start(self, running: Running, at: FinishedRound) -> None:
         """Before the first round, or the first one after resuming."""
 
     def on_messages(self, running: Running) -> None:
         """Before the messages of a round are sent."""
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         """After a round, in the order of the listeners."""
         return at
 

@@ -35,7 +35,7 @@ from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
 from fedbn_flwr.trees import Tree
 
-from .listener import Listener, Round, Running
+from .listener import FinishedRound, Listener, Running
 
 _LINES, _DRAWN = 5.0, 0.2  # seconds between lines, and between reports of a run
 _BAR = 12  # characters
@@ -62,7 +62,7 @@ class Reporter(Listener):
         self._latest = News()
         self._sent = 0.0
 
-    def on_start(self, running: Running, at: Round) -> None:
+    def on_start(self, running: Running, at: FinishedRound) -> None:
         self._latest = News(at.number)
         self.message(in_rounds(running.run.rounds) + (f", continuing after round {at.number}" if at.number else ""))
 
@@ -72,7 +72,7 @@ class Reporter(Listener):
             self._sent = time.monotonic()
             self.send(replace(self._latest, within=f"{what}: {done} of {total}"))
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         self._latest = News(at.number, metrics_in_words(at.line, running.prepared.task.main))
         self.send(self._latest)
         for note in running.prepared.rule.notes().values() if at.is_last else ():

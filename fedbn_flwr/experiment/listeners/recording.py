@@ -20,11 +20,11 @@ from fedbn_flwr.tasks import CLASSIFICATION
 from ..file.expansion import PAPER
 from ..parts import Parts
 from ..settings import Settings, strategy_name
-from .listener import Listener, Round, Running
+from .listener import FinishedRound, Listener, Running
 
 
 class History(Listener):
-    def on_start(self, running: Running, at: Round) -> None:
+    def on_start(self, running: Running, at: FinishedRound) -> None:
         self.mark = time.monotonic()
         self.summary = begin_summary(running.prepared)
         if (before := running.folder.readable_summary()) is not None:
@@ -41,7 +41,7 @@ class History(Listener):
             self.summary.notes = dict(rule.notes())  # in case this process is killed
             running.folder.write_summary(self.summary)
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         now = time.monotonic()
         at = at.with_metrics({**vars(running.grid.take()), "seconds": now - self.mark}, {})
         self.mark = now
@@ -96,11 +96,11 @@ class Saving(Listener):
     latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last round, with the model, until they are written
     best: tuple[ArrayRecord, int] | None = None  # model and number of the best round, until it is in the run folder
 
-    def on_start(self, running: Running, at: Round) -> None:
+    def on_start(self, running: Running, at: FinishedRound) -> None:
         # Not in each round: pydantic hides the KeyboardInterrupt of a signal.
         self.settings = deciding(running.run.model_dump(mode="json"))
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         run = running.run
         self.latest = self._snapshot(running, at), at.model
         self.best = (at.model, at.number) if at.is_best else self.best
@@ -117,7 +117,7 @@ class Saving(Listener):
         elif self.latest is not None:  # the engine's nodes may be in the middle of a round
             self._write_models(running.folder, *self.latest)
 
-    def _snapshot(self, running: Running, at: Round) -> Snapshot:
+    def _snapshot(self, running: Running, at: FinishedRound) -> Snapshot:
         strategy, unsaved = None, None
         try:
             strategy = state_of(running.prepared.rule)

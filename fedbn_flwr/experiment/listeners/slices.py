@@ -16,7 +16,7 @@ from fedbn_flwr.errors import FedbnError, OutOfTime, SettingsError
 from fedbn_flwr.results.folder import RunFolder
 
 from ..settings import Settings
-from .listener import Listener, Round, Running
+from .listener import FinishedRound, Listener, Running
 from .recording import checkpoint_every
 
 _LAST = 10  # rounds that are looked at, and as many as it takes to see one with an evaluation and one with a checkpoint
@@ -62,10 +62,10 @@ class InTime(Listener):
     def __init__(self, ends: float) -> None:
         self.ends = ends
 
-    def on_start(self, running: Running, at: Round) -> None:
+    def on_start(self, running: Running, at: FinishedRound) -> None:
         self.seconds = last_rounds(running.run, running.folder)
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         self.seconds.append(at.line["seconds"])
         is_late = monotonic() + max(self.seconds) > self.ends
         return replace(at, stop=at.stop or (OutOfTime() if is_late else None))

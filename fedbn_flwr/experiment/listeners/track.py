@@ -23,7 +23,7 @@ from fedbn_flwr.results.folder import RunFolder, flat_settings
 from fedbn_flwr.trees import Tree
 
 from ..file.types import name_in, options_in, tracker_of
-from .listener import Listener, Round, Running
+from .listener import FinishedRound, Listener, Running
 
 LAST_METRICS = 30  # seconds that a run waits for its tracker at the end
 
@@ -45,7 +45,7 @@ class Track(Listener):
         self.part, self.folder = part, folder
         self._calls: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
 
-    def on_start(self, running: Running, at: Round) -> None:
+    def on_start(self, running: Running, at: FinishedRound) -> None:
         prepared, settings = running.prepared, running.run.model_dump(mode="json", exclude={"name", "track"})
         flat = {key: value for key, value in flat_settings(settings).items() if value is not None}
         run = TrackedRun(
@@ -60,7 +60,7 @@ class Track(Listener):
         self._thread = threading.Thread(target=self._work, args=(run,), daemon=True, name="track")
         self._thread.start()
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         metrics = {
             key: float(value)
             for key, value in at.line.items()

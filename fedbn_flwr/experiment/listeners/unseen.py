@@ -24,7 +24,7 @@ from fedbn_flwr.norms.roles import split
 
 from ..settings import Settings
 from .evaluate import ByClient, values_of
-from .listener import Listener, Round, Running
+from .listener import FinishedRound, Listener, Running
 
 
 def unseen_nodes(run: Settings, nodes: Mapping[int, int]) -> dict[int, int]:
@@ -37,7 +37,7 @@ def unseen_nodes(run: Settings, nodes: Mapping[int, int]) -> dict[int, int]:
 class Unseen(Listener):
     """Adds each newcomer's metrics on its own test examples, and their means over the newcomers."""
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         for way in running.run.evaluate.unseen.statistics if at.is_evaluated else ():
             values = self._newcomers(running, at, way)
             names = dict.fromkeys(name for each in values.values() for name in each)
@@ -47,7 +47,7 @@ class Unseen(Listener):
             )
         return at
 
-    def _newcomers(self, running: Running, at: Round, way: str) -> ByClient:
+    def _newcomers(self, running: Running, at: FinishedRound, way: str) -> ByClient:
         """The metrics of each newcomer with statistics of this kind."""
         prepared = running.prepared
         config = {**running.identity, protocol.ROUND: at.number}

@@ -56,7 +56,7 @@ from ..data import examples_of
 from ..file.layers import from_run_config
 from ..listeners.dynamics import Dynamics
 from ..listeners.evaluate import Best, Evaluate, renamed, values_of
-from ..listeners.listener import Listener, Round, Running
+from ..listeners.listener import FinishedRound, Listener, Running
 from ..listeners.progress import Progress, Reporter, WatchedGrid
 from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.slices import InTime, Slice, longest_round
@@ -83,7 +83,7 @@ def run_one(
     running = Running(prepared, ledger, folder, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
-    at = Round(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
+    at = FinishedRound(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
     del arrays  # later rounds have others, and need the memory
     listeners = listeners_of(running, progress, ends)
     begun: list[Listener] = []
@@ -143,7 +143,7 @@ def listeners_of(running: Running, progress: Reporter, ends: float) -> list[List
     return [*dynamics, evaluate, *unseen, *best, progress, History(), InTime(ends), Saving(), *trackers]
 
 
-def train_round(running: Running, before: Round, listeners: Sequence[Listener] = ()) -> Round:
+def train_round(running: Running, before: FinishedRound, listeners: Sequence[Listener] = ()) -> FinishedRound:
     run, rule, number = running.run, running.prepared.rule, before.number + 1
     config = ConfigRecord({**running.identity, protocol.KEPT_ROUND: before.kept_round})
     switched = any(number >= (each.memory.switch_round or math.inf) for each in rule.chain)
@@ -165,7 +165,7 @@ def train_round(running: Running, before: Round, listeners: Sequence[Listener] =
     line: dict[str, object] = {"round": number, "clients": len(trained)}
     line |= renamed(numbers, named)
     is_last = number == run.rounds
-    return Round(
+    return FinishedRound(
         number,
         arrays,
         arrays,

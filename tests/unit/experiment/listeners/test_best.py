@@ -11,7 +11,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.experiment.listeners.evaluate import Best
-from fedbn_flwr.experiment.listeners.listener import Round
+from fedbn_flwr.experiment.listeners.listener import FinishedRound
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.tasks import CLASSIFICATION, REGRESSION, Task
 
@@ -30,9 +30,9 @@ def test_the_best_round_is_the_first_of_equal_ones(
     best, found = Best(), []
     rule = SimpleNamespace(traits=SimpleNamespace(has_global_model=False))
     running: Any = SimpleNamespace(prepared=SimpleNamespace(rule=rule, task=task), folder=RunFolder(tmp_path))
-    best.on_start(running, Round(0, ArrayRecord(), ArrayRecord()))
+    best.on_start(running, FinishedRound(0, ArrayRecord(), ArrayRecord()))
     for number, value in enumerate(values, start=1):
         line: dict[str, Any] = {"round": number, f"validation_{task.main}": value}
-        at = best.on_round(running, Round(number, ArrayRecord(), ArrayRecord(), line=line))
+        at = best.on_round(running, FinishedRound(number, ArrayRecord(), ArrayRecord(), line=line))
         found += [at.line["best_round"]] if "best_round" in at.line else []
     assert found == expected

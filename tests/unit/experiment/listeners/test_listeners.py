@@ -19,7 +19,7 @@ from fedbn_flwr.errors import RunFailed, StorageError
 from fedbn_flwr.experiment.file.content import merge
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides
 from fedbn_flwr.experiment.listeners.evaluate import Evaluate
-from fedbn_flwr.experiment.listeners.listener import Round, Running
+from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.progress import Progress
 from fedbn_flwr.experiment.listeners.recording import History, Saving
 from fedbn_flwr.experiment.node import Clients
@@ -62,10 +62,10 @@ def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]
         yield Running(prepared, request.param(grid), RunFolder(tmp_path), identity)
 
 
-def start(running: Running) -> Round:
+def start(running: Running) -> FinishedRound:
     """Before the first round."""
     arrays = pack(initial_arrays(running.prepared.model))
-    return Round(0, arrays, arrays)
+    return FinishedRound(0, arrays, arrays)
 
 
 def test_models_are_evaluated_every_other_round_and_after_the_last(running: Running) -> None:
@@ -105,7 +105,7 @@ def run_of(*words: str, out: Path) -> Result:
 
 
 def test_a_listener_that_cannot_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Saving, running: Running, at: Round) -> None:
+    def full(self: Saving, running: Running, at: FinishedRound) -> None:
         raise StorageError("the disk is full")
 
     monkeypatch.setattr(Saving, "on_start", full)

@@ -16,7 +16,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.experiment.listeners import progress as module
-from fedbn_flwr.experiment.listeners.listener import Round
+from fedbn_flwr.experiment.listeners.listener import FinishedRound
 from fedbn_flwr.experiment.listeners.progress import Progress, metrics_in_words
 from fedbn_flwr.tasks import CLASSIFICATION
 from tests.support.command import PATIENCE, PROGRAM, environment
@@ -86,10 +86,10 @@ RUNNING: Any = SimpleNamespace(
 )
 
 
-def at(number: int, rounds: int = 4) -> Round:
+def at(number: int, rounds: int = 4) -> FinishedRound:
     arrays = ArrayRecord()
     line = {"round": number, "accuracy": 0.5, "loss": 2.0, "train_loss": 1.5}
-    return Round(number, arrays, arrays, is_last=number == rounds, line=line)
+    return FinishedRound(number, arrays, arrays, is_last=number == rounds, line=line)
 
 
 def test_a_log_has_a_line_in_five_seconds(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

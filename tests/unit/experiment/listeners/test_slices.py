@@ -12,7 +12,7 @@ import pytest
 from fedbn_flwr.errors import OutOfTime, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners import slices
-from fedbn_flwr.experiment.listeners.listener import Round
+from fedbn_flwr.experiment.listeners.listener import FinishedRound
 from fedbn_flwr.experiment.listeners.slices import InTime, Slice, end_of
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.runs import write_run
@@ -76,10 +76,10 @@ def stops(folder: Path, seconds: list[float], ends: float, clock: SimpleNamespac
     """The round after which a run stops whose rounds take so long; 0 if it does not stop."""
     run = load_experiment("{model: {name: mlp}, rounds: 100}", settings).runs[0]
     listener, running = InTime(ends), SimpleNamespace(run=run, folder=RunFolder(folder))
-    listener.on_start(running, Round(0, NOTHING, NOTHING))  # type: ignore[arg-type]
+    listener.on_start(running, FinishedRound(0, NOTHING, NOTHING))  # type: ignore[arg-type]
     for number, took in enumerate(seconds, start=1):
         clock.now += took
-        at = Round(number, NOTHING, NOTHING, line={"seconds": took})
+        at = FinishedRound(number, NOTHING, NOTHING, line={"seconds": took})
         at = listener.on_round(running, at)  # type: ignore[arg-type]
         if isinstance(at.stop, OutOfTime):
             return number
