@@ -5,7 +5,7 @@ import logging
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedbn_flwr.experiment.run.loop import OneLine, serve
+from fedbn_flwr.experiment.run.launch import OneLine, serve
 
 app = ServerApp()
 

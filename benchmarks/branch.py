@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import make_rule
-from fedbn_flwr.experiment.run.loop import run_folders
+from fedbn_flwr.experiment.run.launch import run_folders
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.results.yaml_text import dump_yaml

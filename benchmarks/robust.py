@@ -35,7 +35,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from fedbn_flwr import LocalGrid, client_app, seeding
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.run.loop import serve
+from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 

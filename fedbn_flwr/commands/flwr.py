@@ -108,7 +108,7 @@ def _of_experiment(run_config: Tree, federation: Tree, defaults: Tree) -> tuple[
     """The run config of this project's app with its output folder, a node for each client, and the run folders."""
     from fedbn_flwr.experiment.file.layers import from_run_config
     from fedbn_flwr.experiment.prepare import prepare
-    from fedbn_flwr.experiment.run.loop import open_folders
+    from fedbn_flwr.experiment.run.launch import open_folders
     from fedbn_flwr.results.folder import out_folder
 
     from .simulation import check_federation, federation_config

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
         from fedbn_flwr.engines.worker import keep_freed_memory
         from fedbn_flwr.experiment.file.layers import load_experiment
         from fedbn_flwr.experiment.listeners.slices import end_of
-        from fedbn_flwr.experiment.run.loop import carry_out, is_begun
+        from fedbn_flwr.experiment.run.launch import carry_out, is_begun
         from fedbn_flwr.results.folder import from_here, out_folder
 
     ends = end_of(arguments.minutes, began)

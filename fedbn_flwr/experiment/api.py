@@ -28,7 +28,7 @@ from .file.layers import changes_of, read_experiment
 from .file.problems import naming
 from .listeners.slices import end_of
 from .node import free_models
-from .run.loop import carry_out, check_failures, is_begun, run_folders
+from .run.launch import carry_out, check_failures, is_begun, run_folders
 from .settings import Experiment, Settings
 
 Source = str | Path | Tree | Settings

@@ -23,7 +23,7 @@ from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError, UserError
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.run.loop import serve
+from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.results.result import Result
 from tests.support.command import ROOT
 from tests.support.images import numbered, write_parquet

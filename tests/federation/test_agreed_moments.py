@@ -16,7 +16,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, UserError
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.run.loop import serve
+from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.reply import arrays_of

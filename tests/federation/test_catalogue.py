@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.experiment.file.content import shipped_experiments
-from fedbn_flwr.experiment.run.loop import carry_out
+from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.experiment.settings import Experiment
 from fedbn_flwr.messages import aggregate
 from tests.support.hostile import kept_log

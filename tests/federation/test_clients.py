@@ -20,7 +20,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.data import shares_of
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run.loop import carry_out
+from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.result import Results

@@ -22,7 +22,7 @@ from fedbn_flwr.client.training import Training, train
 from fedbn_flwr.data.batches import ClientBatches, Normaliser
 from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.run.loop import carry_out
+from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.extensions.compiled import graphs
 from fedbn_flwr.extensions.compiled.graphs import Recording
 from fedbn_flwr.extensions.compiled.passes import uncompiled

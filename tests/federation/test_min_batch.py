@@ -15,7 +15,7 @@ from fedbn_flwr.experiment.data import shares_of
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.preview import explain
-from fedbn_flwr.experiment.run.loop import carry_out
+from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.strategies import FedAvgGlobalStats, FedTAN, FedTANII, FixBN
 from tests.support.federations import last_model, same

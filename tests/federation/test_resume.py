@@ -25,7 +25,7 @@ from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.data import forget_data
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.run.loop import serve
+from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.checkpoint import CheckpointFile

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fedbn_flwr import LocalGrid, Result, client_app, run
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.run.loop import serve
+from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.results.folder import RunFolder
 
 Table = NDArray[np.float64]

@@ -16,7 +16,7 @@ from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.api import run_all
 from fedbn_flwr.experiment.file.layers import parse_overrides, parse_yaml, read_experiment
-from fedbn_flwr.experiment.run import loop as run_module
+from fedbn_flwr.experiment.run import launch as run_module
 from fedbn_flwr.experiment.run.side_by_side import jobs_of
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import PATIENCE, PROGRAM, ROOT, environment, python

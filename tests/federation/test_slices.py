@@ -13,7 +13,7 @@ from fedbn_flwr.errors import Diverged, OutOfTime, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners import recording, slices
 from fedbn_flwr.experiment.run import loop
-from fedbn_flwr.experiment.run.loop import Outcome, carry_out
+from fedbn_flwr.experiment.run.launch import Outcome, carry_out, is_begun
 from fedbn_flwr.results.folder import RunFolder
 from tests.support.command import FEDBN, python
 from tests.support.runs import is_finished, saved_round
@@ -61,7 +61,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def a_slice(out: Path, minutes: float, clock: SimpleNamespace, jobs: int = 1) -> Outcome:
     clock.now = 0.0
     experiment = load_experiment(EXPERIMENT)
-    return carry_out(experiment, out, resume=loop.is_begun(experiment, out), jobs=jobs, quiet=True, ends=minutes * 60)
+    return carry_out(experiment, out, resume=is_begun(experiment, out), jobs=jobs, quiet=True, ends=minutes * 60)
 
 
 def rounds(out: Path) -> list[int]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fedbn_flwr import BNClient
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.run.loop import carry_out
+from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.tasks import title_of
 from tests.support.command import ROOT, python_blocks
 

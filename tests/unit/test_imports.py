@@ -92,7 +92,7 @@ def folder(name: str) -> int:
 def test_imports_are_found() -> None:
     assert {"fedbn_flwr.seeding", "fedbn_flwr.messages.protocol"} <= imports("fedbn_flwr.client.client")
     assert "fedbn_flwr.errors" in imports("fedbn_flwr.norms.convert")
-    assert "fedbn_flwr.experiment.run.loop" in imports("fedbn_flwr.commands.run")
+    assert "fedbn_flwr.experiment.run.launch" in imports("fedbn_flwr.commands.run")
     assert "fedbn_flwr.messages.aggregate" in imports("strategies.fedavg")
 
 

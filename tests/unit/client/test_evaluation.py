@@ -26,7 +26,7 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.evaluate import own_means, values_of
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
-from fedbn_flwr.experiment.run.loop import carry_out
+from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.rows import group

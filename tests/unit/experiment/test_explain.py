@@ -11,7 +11,7 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.layers import load_experiment, settings_of
 from fedbn_flwr.experiment.preview import explain
-from fedbn_flwr.experiment.run.loop import carry_out
+from fedbn_flwr.experiment.run.launch import carry_out
 
 SMALL = """
 rounds: 5

@@ -14,7 +14,7 @@ import torch
 import fedbn_flwr
 import fedbn_flwr.experiment.file.content as experiment_content
 import fedbn_flwr.experiment.prepare as experiment_prepare
-import fedbn_flwr.experiment.run.loop as experiment_run
+import fedbn_flwr.experiment.run.launch as experiment_run
 import fedbn_flwr.experiment.run.side_by_side as side_by_side
 from fedbn_flwr import cli
 from fedbn_flwr.errors import MissingPackage, SettingsError

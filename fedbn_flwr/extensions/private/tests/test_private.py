@@ -26,7 +26,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.registry import build_strategy
-from fedbn_flwr.experiment.run.loop import carry_out
+from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.extensions.private.noise import change_of, epsilon_of, parts_of
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles

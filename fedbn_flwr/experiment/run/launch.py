@@ -1,0 +1,237 @@
+"""Carries out all runs of an experiment, one after another or side by side, each by the loop of `run.loop`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from flwr.serverapp import Grid
+
+from fedbn_flwr.client.app import client_app
+from fedbn_flwr.engines.local import LocalGrid, UserConfig
+from fedbn_flwr.engines.network import poll_often
+from fedbn_flwr.engines.pool import ForkPool
+from fedbn_flwr.errors import (
+    OF_RUN_CONFIG,
+    Diverged,
+    FedbnError,
+    MissingPackage,
+    OutOfTime,
+    RunFailed,
+    SettingsError,
+    StorageError,
+    UserError,
+    few,
+    needs,
+    options_as,
+)
+from fedbn_flwr.experiment.ray_settings import set_ray_defaults
+from fedbn_flwr.extensions import declared, part
+from fedbn_flwr.results.folder import RunFolder, from_here, out_folder
+from fedbn_flwr.results.report.write import write_report
+from fedbn_flwr.trees import Tree
+
+from ..data import examples_of
+from ..file.layers import from_run_config
+from ..listeners.progress import Progress, Reporter
+from ..listeners.slices import Slice, longest_round
+from ..node import Clients
+from ..parts import Parts
+from ..prepare import prepare
+from ..settings import Experiment
+from .loop import run_one
+from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    report: str
+    failures: Sequence[str]  # failed runs, each with its reason
+    unfinished: str = ""  # how many runs did not have enough time
+
+    def announce(self) -> None:
+        print(f"\n{self.report}", flush=True)
+        self.check_time()
+        check_failures(self.failures)
+
+    def check_time(self) -> None:
+        if self.unfinished:
+            raise OutOfTime("\n".join([self.unfinished, *(f"failed: {failure}" for failure in self.failures)]))
+
+
+def check_failures(failures: Sequence[str]) -> None:
+    if failures:
+        raise RunFailed(f"{len(failures)} of the runs failed:\n" + "\n".join(failures))
+
+
+def run_folders(experiment: Experiment, out: Path) -> list[RunFolder]:
+    return [RunFolder(out / name) for name in experiment.named]
+
+
+def is_begun(experiment: Experiment, out: Path) -> bool:
+    return any(folder.config() for folder in run_folders(experiment, out))  # some runs may not have begun
+
+
+def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[RunFolder]:
+    """The folder of each run. All are checked before the first run trains."""
+    folders = run_folders(experiment, out)
+    if resume and not is_begun(experiment, out):
+        names = few((folder.path.name for folder in folders), 3)
+        raise SettingsError(
+            f"{str(out)!r} has no run to resume; expected one of the folders {names} in it; give the --out of the "
+            "runs, or start them without resuming"
+        )
+    for run, folder in zip(experiment.runs, folders, strict=True):
+        folder.check(run.model_dump(mode="json"), resume=resume)
+    return folders
+
+
+def run_experiment(
+    experiment: Experiment,
+    make_grid: Callable[[Parts], AbstractContextManager[Grid]],
+    out: Path,
+    *,
+    resume: bool = False,
+    jobs: int | None = 1,
+    plain: bool = False,
+    quiet: bool = False,
+    own_data: bool = False,
+    ends: float = math.inf,
+) -> Outcome:
+    """Carry out all runs, each on the grid of the context manager `make_grid(parts)`.
+
+    They follow one another, or `jobs` of them run side by side (None: as many as suits them, see `jobs_of`).
+    `own_data`: nodes may have data of their own. `ends`: when the runs must end, finished or not (`time.monotonic`).
+    """
+    folders = open_folders(experiment, out, resume=resume)
+    ended = {place: folder.end() for place, folder in enumerate(folders)} if resume else {}
+    todo = [place for place in range(len(folders)) if not ended.get(place)]
+    failed = {place: end.error or "" for place, end in ended.items() if end and end.status == "failed"}
+    if failed and len(folders) == 1:
+        raise Diverged(failed[0])
+    jobs = jobs_of(experiment.runs, len(todo), jobs)
+    with Progress(
+        list(experiment.named), [run.rounds for run in experiment.runs], plain=plain, quiet=quiet
+    ) as progress:
+        progress.status("loading data")
+        prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
+        checksums = {
+            examples_of(item.run.data): item.dataset.checksum for item in prepared.values() if item.dataset is not None
+        }
+        for run, folder in zip(experiment.runs, folders, strict=True):  # finished runs too: other seeds join their rows
+            folder.check_data(checksums.get(examples_of(run.data)))
+        progress.message(f"run folders: {from_here(out)}")
+
+        def run_at(place: int, listener: Reporter, ends: float) -> None:
+            folder = folders[place]
+            item = prepared.pop(place)  # otherwise it would keep the model of the last round
+            given = experiment.runs[place].model_dump(mode="json")
+            about = {
+                "data_commit": item.dataset and item.dataset.commit,
+                "data_checksum": item.dataset and item.dataset.checksum,
+                "runs_at_the_same_time": jobs,
+            }
+            with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
+                # Another process may have begun this run while this one was loading data.
+                folder.check(given, resume=resume)
+                run_one(item, grid, folder, listener, folder.begin(given, about), ends)
+
+        time = Slice(ends, lambda place: longest_round(experiment.runs[place], folders[place]))
+        progress.skip([place for place in range(len(folders)) if place not in todo], failed)
+        if jobs > 1:
+            try:
+                failed |= side_by_side(todo, run_at, jobs, progress, time)
+            finally:
+                for place in todo:  # its process may have been killed
+                    folders[place].mark_interrupted()
+        else:
+            failed |= one_after_another(todo, run_at, progress, time, is_single=len(folders) == 1)
+        failures = [f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items())]
+        progress.status("writing the report")
+        try:
+            report = write_report([out], out)
+        except (UserError, StorageError) as error:
+            check_failures(failures)  # no run wrote anything
+            raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
+    late = len(time.unfinished)
+    return Outcome(report, failures, f"unfinished runs: {late} of {len(folders)}" if late else "")
+
+
+def carry_out(
+    experiment: Experiment,
+    out: Path,
+    *,
+    resume: bool,
+    jobs: int | None = None,
+    quiet: bool = False,
+    node_config: UserConfig | Sequence[UserConfig] | None = None,
+    ends: float = math.inf,
+) -> Outcome:
+    """Carry out all runs on the engine of the first one.
+
+    `jobs` (see `run_experiment`) and `node_config` (see `LocalGrid`) are for the local engine. `ends`: see
+    `run_experiment`.
+    """
+    if experiment.runs[0].engine.name == "local":
+
+        def local_grid(parts: Parts) -> LocalGrid:
+            together = parts.run.engine.together
+            return LocalGrid(
+                client_app(Clients(experiment)),
+                parts.run.clients,
+                workers=together if together > 1 else workers_of(parts.run),
+                pool=part("pools", "together") if together > 1 else ForkPool,
+                work=parts.work(),
+                threads=parts.run.engine.threads,
+                node_config=node_config,
+            )
+
+        own_data = node_config is not None
+        return run_experiment(
+            experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data, ends=ends
+        )
+    if jobs not in (None, 1):
+        raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
+    set_ray_defaults(os.environ, experiment.runs[0].engine.node_timeout)  # before Ray is imported
+    if "ray" not in declared("engines"):
+        raise MissingPackage("engine.name is 'ray', which needs the folder fedbn_flwr/extensions/ray")
+    with needs("run", "engine.name='ray'"):
+        ray_grids = part("engines", "ray")
+    with ray_grids(experiment) as make_grid:
+        return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet, ends=ends)
+
+
+class OneLine(logging.Filter):
+    """Replaces the traceback of a FedbnError by its message, unless FEDBN_DEBUG is set.
+
+    Flower's next record, which calls the error an unhandled exception and refers to a web page, is left out.
+    """
+
+    has_failed = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, FedbnError) and not os.environ.get("FEDBN_DEBUG"):
+            record.msg, record.args, record.exc_info = "%s", (str(error),), None
+            self.has_failed = True
+        return not (self.has_failed and record.getMessage().startswith("Exit Code: "))
+
+
+def serve(grid: Grid, run_config: Tree) -> Outcome:
+    """Carry out the experiment of a Flower run on the grid of its ServerApp."""
+    experiment = from_run_config(run_config)
+    counts = {run.clients for run in experiment.runs}
+    if len(counts) > 1:
+        raise SettingsError(f"the runs have {sorted(counts)} clients; under flwr run all must have the same number")
+    grid = poll_often(grid)
+    resume = bool(run_config.get("resume"))
+    with options_as(*OF_RUN_CONFIG):
+        out = out_folder(experiment.name, str(run_config.get("out") or ""), resume=resume)
+        return run_experiment(
+            experiment, lambda parts: nullcontext(grid), out, resume=resume, plain=True, own_data=True
+        )
