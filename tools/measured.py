@@ -53,9 +53,13 @@ def runs_for(item: Mapping[str, Any]) -> list[Run]:
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by key, with the defaults of the strategy's arguments."""
-    arguments = {f"strategy.{each.name}": each.default for each in describe(settings["strategy"]["name"]).arguments}
+    own = ":" in (name := settings["strategy"]["name"])  # a strategy of a results page
+    arguments = {} if own else {f"strategy.{each.name}": each.default for each in describe(name).arguments}
     values = {**GONE, **arguments, **flat_settings(settings)}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    found = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    if augment := found.get("data.augment"):
+        found["data.augment"] = sorted(augment, key=str)  # a flip and a crop are the same in any order
+    return found
 
 
 def differing(paper: Settings, run: Mapping[str, Any]) -> set[str]:

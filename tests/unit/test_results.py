@@ -69,18 +69,6 @@ def test_the_baseline_of_the_demo_sees_as_many_images_as_the_clients() -> None:
         assert run.settings["clients"] * train["steps"] * train["batch_size"] == 800
 
 
-@pytest.mark.parametrize(
-    ("experiment", "name"),
-    [("demo", "demo/demo"), ("ours/clients", "clients/number"), ("ours/participation", "clients/participation"),
-     ("ours/heart", "heart/protocol")],
-)  # fmt: skip
-def test_a_page_s_command_carries_out_its_runs(experiment: str, name: str) -> None:
-    """The table of the papers says where a paper's experiment differs from its runs; these have no such table."""
-    runs = {run.label: run for run in load_experiment(experiment).runs}
-    for run in results.read(name):
-        assert measured.differing(runs[run.label], run.settings) == set()
-
-
 # --- what the table of the papers may claim ------------------------------------------
 
 
