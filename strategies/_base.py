@@ -51,6 +51,10 @@ class BaseStrategy(Hooks):
     def roster(self) -> Roster:
         return Roster(self.memory.partitions)
 
+    def client_of(self, node: int) -> int:
+        """The number of a node's client: the partition that it has reported or, without one, the node."""
+        return self.memory.partitions.get(node, node)
+
     def attendance(self, what: str, messages: Iterable[Message] = (), arrays: ArrayRecord | None = None) -> Attendance:
         """The nodes that these messages ask, as yet without replies; `arrays` is the model that they contain."""
         asked = [message.metadata.dst_node_id for message in messages]

@@ -64,6 +64,8 @@ class Traits:
     records: Mapping[str, bool] = field(default_factory=dict)
     pooled: bool = False  # whether variances have the part between the clients (`aggregate.pooled_mean`)
     own_inputs: bool = False  # whether each client normalises its inputs in its own way when it is tested
+    own_models: bool = False  # whether the server sends each client a model of its own
+    measured: tuple[str, ...] = ()  # what each client measures on its data and sends once, in words
 
     def __or__(self, other: Traits) -> Traits:
         return Traits(
@@ -75,12 +77,14 @@ class Traits:
             records={**self.records, **other.records},
             pooled=self.pooled or other.pooled,
             own_inputs=self.own_inputs or other.own_inputs,
+            own_models=self.own_models or other.own_models,
+            measured=self.measured + other.measured,
         )
 
     @property
     def personalises(self) -> bool:
         """Whether clients keep a part of the model or of what leads to it, so that each is tested on its own."""
-        return bool(self.kept) or self.own_inputs
+        return bool(self.kept) or self.own_inputs or self.own_models
 
     @property
     def unsent(self) -> frozenset[str]:
@@ -95,9 +99,8 @@ class Traits:
     def besides(self) -> list[str]:
         """What travels along with the model's arrays, in words."""
         exchanged = ["statistics of batches, in each batch norm of a round's first step"] if self.min_batch else []
-        exchanged += ["mean and deviation of its inputs, once, for all clients"] if self.own_inputs else []
         size = "as large as the parameters: up in each round, down from round 2 on"
-        return [f"record `{name}`, {size}" for name in self.records] + exchanged
+        return [*(f"record `{name}`, {size}" for name in self.records), *exchanged, *self.measured]
 
     @property
     def has_global_model(self) -> bool:

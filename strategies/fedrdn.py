@@ -22,26 +22,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from fedbn_flwr import seeding
 from fedbn_flwr.client.rule import Batch, ClientRule, Key, LocalRound
-from fedbn_flwr.errors import MessageError, RunFailed
-from fedbn_flwr.messages import protocol
+from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
-from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.reply import number_of
-from fedbn_flwr.messages.votes import arrays_problems
 
 from ._hooks import Config, Round, Traits
-from ._roster import Screening
+from ._measured import ask
 from ._wrapper import Wrapper
 
 DRAWN = "fedbn.inputs-drawn"
@@ -62,7 +59,11 @@ class FedRDN(Wrapper):
         another draw, a deviation ("batch"), as in the authors' code.
     """
 
-    traits = Traits(client_memory="mean and deviation of their inputs", own_inputs=True)
+    traits = Traits(
+        client_memory="mean and deviation of their inputs",
+        own_inputs=True,
+        measured=("mean and deviation of its inputs, once, for all clients",),
+    )
     breaks = {"mean": "sends the statistics of each client's inputs to all clients"}
 
     @dataclass
@@ -85,23 +86,9 @@ class FedRDN(Wrapper):
 
     def _ask(self, round: Round) -> None:
         """Ask the nodes that have not answered yet for their pairs."""
-        nodes = [node for node in self.base.connected(round.grid) if node not in self.memory.asked]
-        if not nodes:
-            return
-        known = next(iter(self.memory.pairs.values()), {})
-        config = ConfigRecord({**protocol.run_keys(round.config), OWN: True, protocol.ROUND: round.number})
-        content = RecordDict({"config": config})
-        queries = [Message(content, node, protocol.MEASURE_QUERY) for node in nodes]
-        screening = Screening(gate(round.grid.send_and_receive(queries, timeout=3600)))
-        screening.check(lambda reply: _problem(reply.arrays, known))
-        screening.leave_out(arrays_problems(screening.usable, known))
-        attendance = self.base.attendance(f"round {round.number}, inputs")  # none is required: others may answer later
-        for reply in attendance.used_of(screening):
-            self.memory.asked.append(reply.message.metadata.src_node_id)
-            self.memory.pairs[number_of(reply.message)] = reply.arrays
-        if not self.memory.pairs:
-            listed = "".join(f"\n  - {reason}" for reason in attendance.left_out)
-            raise RunFailed(f"{attendance.what}: no client sent mean and deviation of its inputs:{listed}")
+        left, known = [n for n in self.base.connected(round.grid) if n not in self.memory.asked], self.memory.pairs
+        problem = partial(_problem, known=next(iter(known.values()), {}))
+        self.memory.asked += ask(self.base, round, left, OWN, "mean and deviation of its inputs", problem, known)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

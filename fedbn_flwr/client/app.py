@@ -238,7 +238,8 @@ def _statistics(make: Make, message: Message, config: Config, context: Context) 
 
 
 def _measure(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    return _reply(make().measure_round(config), context)
+    records = {name: unpack(record) for name, record in arrays_in(message.content).items()}
+    return _reply(make().measure_round(config, records), context)
 
 
 def _sums(make: Make, message: Message, config: Config, context: Context) -> RecordDict:

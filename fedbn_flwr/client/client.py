@@ -245,8 +245,8 @@ class BNClient(NumPyClient):
         statistics, batches = self._statistics(config)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
-    def measure_round(self, config: Config) -> Update:
-        """What the client rule that `config` selects measures on the client's data."""
+    def measure_round(self, config: Config, extras: dict[str, Arrays] | None = None) -> Update:
+        """What the client rule that `config` selects measures on the client's data; `extras` as in `train_round`."""
         if (examples := self.num_examples) < self.min_batch:
             raise MessageError(
                 f"it has {examples} training examples and sends no statistics of fewer than {self.min_batch}, which "
@@ -254,7 +254,7 @@ class BNClient(NumPyClient):
             )
         self.state = NodeState(self.state.records, run_of(config))
         with ExitStack() as resources, self._seeded("measure", config, self.train_data):
-            local = self._local(config, (), {}, resources)
+            local = self._local(config, (), extras or {}, resources)
             found = {key: value for rule in rules_for(config) for key, value in rule.measure(local).items()}
         return Update(found, {protocol.NUM_EXAMPLES: examples}, {})
 

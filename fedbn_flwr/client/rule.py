@@ -125,7 +125,10 @@ class ClientRule:
 
     @classmethod
     def measure(cls, local: LocalRound) -> Arrays:
-        """What the client measures on its data before it trains, in reply to `query.measure`, without a model."""
+        """What the client measures on its data before it trains, in reply to `query.measure`.
+
+        The client's model is not that of a round; a model that the message has is in `local.records`.
+        """
         raise MessageError(f"{cls.__name__} measures nothing; expected the key of a client rule that does")
 
     @classmethod

@@ -175,8 +175,8 @@ def test_a_few_examples_tokens_and_false_pairs_are_refused(federation: Federatio
 
 
 class Wrong(BNClient):
-    def measure_round(self, config: Any) -> Any:
-        found = super().measure_round(config)
+    def measure_round(self, config: Any, *rest: Any) -> Any:
+        found = super().measure_round(config, *rest)
         if self.identity["partition-id"] == 0:
             found.arrays["deviation"] = np.zeros_like(found.arrays["deviation"])
         return found
@@ -188,6 +188,55 @@ def test_a_deviation_of_zero_is_left_out(federation: Federations) -> None:
     rule = FedRDN(FedAvg(fraction_evaluate=0.0))
     rule.start(LocalGrid(app, 3), fed.arrays(), num_rounds=1)
     assert sorted(rule.memory.pairs) == [1, 2]
+
+
+class Far(BNClient):
+    """Client 2 sends a pair that is finite and well formed, and 1,000 times too large; or values that are absurd."""
+
+    factor = 1e3
+
+    def measure_round(self, config: Any, *rest: Any) -> Any:
+        found = super().measure_round(config, *rest)
+        if self.identity["partition-id"] == 2:
+            found.arrays["mean"] = found.arrays["mean"] * self.factor
+        return found
+
+
+class Absurd(Far):
+    factor = 1e20
+
+
+@pytest.mark.parametrize(
+    ("client", "bounds", "left"),
+    [
+        (Far, None, [0, 1, 2]),
+        (Far, {"plausible": 10}, [0, 1]),
+        (Absurd, None, [0, 1]),
+        (Absurd, {"plausible": 10}, [0, 1]),
+    ],
+)
+def test_a_far_pair_is_left_out_by_plausible_and_an_absurd_one_always(
+    federation: Federations, client: Any, bounds: Any, left: list[int]
+) -> None:
+    fed = federation(SIZES)
+    app = client_app(lambda context: client(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context))
+    rule = FedRDN(FedAvg(fraction_evaluate=0.0, bounds=bounds))
+    rule.start(LocalGrid(app, 3), fed.arrays(), num_rounds=1)
+    assert sorted(rule.memory.pairs) == left
+
+
+def test_an_answer_that_comes_later_is_compared_with_the_earlier_ones(federation: Federations) -> None:
+    """Client 2 is alone in its round."""
+    fed = federation(SIZES)
+
+    def make(context: Any, config: Any) -> BNClient:
+        if context.node_config["partition-id"] == 2 and config.get("server-round") == 1:
+            raise OSError("not there yet")
+        return Absurd(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context)
+
+    rule = FedRDN(FedAvg(fraction_evaluate=0.0))
+    rule.start(LocalGrid(client_app(make), 3), fed.arrays(), num_rounds=2)
+    assert sorted(rule.memory.pairs) == [0, 1]
 
 
 def test_an_experiment_tests_the_clients_of_all_its_runs(tmp_path: Path) -> None:
