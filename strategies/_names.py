@@ -14,6 +14,7 @@ from ._rule import state_of as state_of
 from ._wrapper import Wrapper as Wrapper
 
 # One line for each strategy: from these names an experiment can choose, and from those of extensions.
+from .fedap import FedAP as FedAP
 from .fedavg import FedAvg as FedAvg
 from .fedbn import FedBN as FedBN
 from .fedbs import FedBS as FedBS

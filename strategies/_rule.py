@@ -217,6 +217,9 @@ def refuse_bounds(rule: Rule) -> None:
         return
     refused = bounds.of_updates() if rule.traits.records else {}
     reason = f"{rule} averages more than the model, which one client could set to any value"
+    if rule.traits.own_models:
+        refused = {key: value for key, value in bounds.notes().items() if key != "plausible"}
+        reason = f"{rule} sends each client a model of its own, in which it does not limit the share of another one"
     if not rule.traits.has_global_model:
         refused, reason = bounds.notes(), f"{rule} has no model of all clients, on which one could have influence"
     for key, value in refused.items():

@@ -106,11 +106,14 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
             kept=frozenset({*self.kept, Role.COUNTER} if self.kept else ()),
             returned=global_kept == "average",
             client_memory="their own arrays" if self.kept else None,
+            own_models=type(self).sent_to is not FedAvg.sent_to,
         )
         is_made = bounds is None or hasattr(bounds, "outliers")
         self.bounds = bounds if is_made else part("bounds", "from_settings")(bounds)
         if self.bounds is not None:
             self.breaks = {**self.breaks, "mean": "compares the replies of single clients (bounds)"}
+        if self.traits.own_models:
+            self.breaks = {**self.breaks, "mean": "sends each client a model of its own"}
         refuse_bounds(self)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
@@ -153,6 +156,14 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         """The arrays of the global model that clients receive: all except those that stay on the client."""
         return record_of(split(arrays, self.traits.stays(arrays))[1]) if self.traits.kept else arrays
 
+    def sent_to(self, client: int, arrays: ArrayRecord) -> ArrayRecord:
+        """What one client receives, to train and to be evaluated; by default `arrays`, what `sent` returns.
+
+        A class that overrides this gives clients models of their own. A client is known by its partition or, if it
+        reports none, by its node.
+        """
+        return arrays
+
     def _messages(
         self, kind: str, round: Round, nodes: Iterable[int], more: Config = MappingProxyType({})
     ) -> list[Message]:
@@ -161,8 +172,14 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
             more = {protocol.KEPT: protocol.join(kept - lacking), **more}
         # A new record, since Flower passes the same object in every round.
         config = ConfigRecord({**round.config, **more, protocol.ROUND: round.number})
-        content = RecordDict({self.arrayrecord_key: self.sent(round.arrays), self.configrecord_key: config})
-        return [Message(content, node, kind) for node in nodes]
+        sent = self.sent(round.arrays)
+        content = RecordDict({self.arrayrecord_key: sent, self.configrecord_key: config})
+
+        def content_for(node: int) -> RecordDict:
+            own = self.sent_to(self.client_of(node), sent)
+            return content if own is sent else RecordDict({**content, self.arrayrecord_key: own})
+
+        return [Message(content_for(node), node, kind) for node in nodes]
 
     def _choose(self, round: Round, fraction: float, least: int, purpose: str) -> list[int]:
         """The nodes of this round; the choice depends only on the seed, the round and the partitions."""
@@ -173,10 +190,11 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         for node in sorted(roster.partitions.keys() - set(nodes), key=roster.position):
             LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, roster.name(node))
         count = _share(len(nodes), fraction, least)
+        if count < len(nodes) or self.traits.own_models:
+            self._ask_for_partitions(round, [node for node in nodes if node not in roster.partitions])
+        nodes = sorted(nodes, key=roster.position)
         if count >= len(nodes):
-            return sorted(nodes, key=roster.position)
-        self._ask_for_partitions(round, [node for node in nodes if node not in roster.partitions])
-        nodes.sort(key=roster.position)
+            return nodes
         random = np.random.default_rng(seeding.seed_for(self.seed, f"choose-{purpose}", round.number))
         return [nodes[i] for i in sorted(random.choice(len(nodes), size=count, replace=False))]
 

@@ -29,7 +29,7 @@ FAMILIES = (
     ("FedAvg", "Standalone"),  # to compare with
     ("FixBN", "HBN", "FedTAN", "FedTANII", "FedAvgGlobalStats"),  # one model, of the same statistics on all clients
     ("FedWon", "HeteroBN"),  # no running statistics
-    ("FedBN", "SiloBN", "FedRep"),  # a model for each client
+    ("FedBN", "SiloBN", "FedAP", "FedRep"),  # a model for each client
     ("FedProx", "FedNova", "Scaffold", "GlobalMomentum", "FedBS"),  # drift and weights
     ("FedRDN", "MeanStatistics", "Secure", "Private"),  # around others
 )

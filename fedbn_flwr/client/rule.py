@@ -164,6 +164,7 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     "proximal-mu": "fedbn_flwr.strategies.fedprox:FedProxClient",
     "fedbn.freeze": "fedbn_flwr.strategies.fixbn:FixBNClient",
     "fedbn.moments": "fedbn_flwr.strategies.fixbn:FixBNClient",
+    "fedbn.norm-inputs": "fedbn_flwr.strategies.fedap:FedAPClient",
     "fedbn.inputs-drawn": "fedbn_flwr.strategies.fedrdn:FedRDNClient",
     "fedbn.inputs-mean": "fedbn_flwr.strategies.fedrdn:FedRDNClient",
     "fedbn.inputs-deviation": "fedbn_flwr.strategies.fedrdn:FedRDNClient",

@@ -141,6 +141,7 @@ class Parts(RunParts):
             "targets": self.units and dict(zip(("mean", "std"), self.units, strict=True)),
             "classes": self.run.data.class_names or None if self.dataset is None else self.dataset.class_names,
             "global": self.rule.traits.has_global_model,
+            **({"own_models": True} if self.rule.traits.own_models else {}),
         }
 
 

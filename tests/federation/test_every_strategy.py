@@ -37,6 +37,7 @@ EVERY = sorted({*STRATEGIES, *SPECS})
 # Rules that look for norm layers among the modules, with the settings that make them do so in the first round. The
 # others have the clients of FedAvg, or combine these.
 SEARCHING: dict[str, dict[str, Any]] = {
+    "FedAP": {"warmup_rounds": 0},
     "FedAvgGlobalStats": {},
     "FedBN": {},
     "FedTAN": {},

@@ -154,7 +154,7 @@ def test_the_cases_reach_the_rules_switches(straight: Callable[[str], Path]) -> 
         assert any(map(np.any, safetensors.numpy.load(read.strategy).values()))
 
 
-SERVERS = ["FedBS", "FedAdam", "GlobalMomentum"]  # their state is the server's
+SERVERS = ["FedBS", "FedAdam", "GlobalMomentum", "FedAP"]  # their state is the server's
 
 
 @pytest.mark.parametrize("case", ["FedBN", "Scaffold", "keep_momentum", "adamw", "brn", *SERVERS])
@@ -286,7 +286,10 @@ def write_table(folder: Path, rows: int) -> Path:
 # --- nodes that keep their states on their own disks -------------------------
 
 
-NEED_CLIENTS = ["FedBN", "SiloBN", "Standalone", "Scaffold", "keep_momentum", "brn", "FixBN of FedBN", "some clients"]
+NEED_CLIENTS = [
+    "FedBN", "SiloBN", "FedAP", "FedAP, some clients", "Standalone", "Scaffold", "keep_momentum", "brn",
+    "FixBN of FedBN", "some clients",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*NEED_CLIENTS, "FedTAN", "FedBS"])

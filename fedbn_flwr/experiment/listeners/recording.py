@@ -10,11 +10,11 @@ from flwr.app import ArrayRecord, RecordDict
 from fedbn_flwr.client.evaluation import name_of
 from fedbn_flwr.errors import Diverged, OutOfTime, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.results.folder import RunFolder, deciding
+from fedbn_flwr.messages.arrays import arrays_in, unpack
+from fedbn_flwr.results.folder import RunFolder, deciding, file_of
 from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary, time_stamp
-from fedbn_flwr.strategies import Rule, state_of
+from fedbn_flwr.strategies import FedAvg, Rule, state_of
 from fedbn_flwr.tasks import CLASSIFICATION
 
 from ..file.expansion import PAPER
@@ -115,7 +115,7 @@ class Saving(Listener):
         if self.latest is not None and running.grid.contexts() is None:  # the nodes store their state themselves
             self._write(running, *self.latest)
         elif self.latest is not None:  # the engine's nodes may be in the middle of a round
-            self._write_models(running.folder, *self.latest)
+            self._write_models(running, *self.latest)
 
     def _snapshot(self, running: Running, at: FinishedRound) -> Snapshot:
         strategy, unsaved = None, None
@@ -134,15 +134,20 @@ class Saving(Listener):
             history=running.folder.digest,
         )
 
-    def _write_models(self, folder: RunFolder, snapshot: Snapshot, model: ArrayRecord) -> None:
+    def _write_models(self, running: Running, snapshot: Snapshot, model: ArrayRecord) -> None:
+        folder, base = running.folder, running.prepared.rule.base
         folder.write_model(unpack(model), snapshot.round)
+        if isinstance(base, FedAvg) and base.traits.own_models:
+            sent = base.sent(arrays_in(snapshot.model)["arrays"])
+            for client in snapshot.trained:
+                folder.write_model(unpack(base.sent_to(client, sent)), snapshot.round, file_of(client))
         if self.best is not None:
             best, number = self.best
             folder.write_model(unpack(best), number, "model-best.safetensors")
             self.best = None
 
     def _write(self, running: Running, snapshot: Snapshot, model: ArrayRecord) -> None:
-        self._write_models(running.folder, snapshot, model)
+        self._write_models(running, snapshot, model)
         contexts = running.grid.contexts() or {}
         running.folder.write_checkpoint(snapshot, ((node, context.state) for node, context in contexts.items()))
 

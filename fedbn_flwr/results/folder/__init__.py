@@ -76,6 +76,11 @@ def from_here(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+def file_of(client: int) -> str:
+    """The file of what the server has made for this client alone, in a run whose clients have models of their own."""
+    return f"model-client-{client}.safetensors"
+
+
 _locks: set[int] = set()  # the descriptors that lock this process's run folders
 
 

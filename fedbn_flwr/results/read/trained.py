@@ -23,7 +23,7 @@ from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.trees import Draft, Json
 
-from ..folder import RunFolder
+from ..folder import RunFolder, file_of
 from ..folder.files import damaged
 
 
@@ -65,16 +65,17 @@ class SiteModel:
 
 
 def site_model(folder: RunFolder, state: Path, client: int | None = None) -> SiteModel:
-    """The model of a site: the global arrays of model.safetensors, and the arrays in the site's state folder."""
+    """The model of a site: the server's arrays, and those in the site's state folder."""
     arrays, server_round = _read(folder, "model.safetensors")
     number, state_round, records = kept_state(state.expanduser(), folder.token(), server_round, client)
+    arrays |= _own_mix(folder, number, server_round)
     own = NodeState(records).load(OWN)
     network = _personal(folder.model_description(), arrays, own, number, folder.path / "model.safetensors")
     return SiteModel(number, server_round, state_round, tuple(own), network)
 
 
 def personal_model(folder: RunFolder, client: int) -> nn.Module:
-    """The model of a client: the global arrays of the last checkpoint, and the arrays that the client keeps."""
+    """The model of a client: the server's arrays of the last checkpoint, and the arrays that the client keeps."""
     description = folder.model_description()
     saved = folder.checkpoint.clients() if folder.checkpoint.path.exists() else ()
     states = [state for _, state in sorted(saved, key=lambda pair: pair[0])]
@@ -85,9 +86,23 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
         )
     if not 0 <= client < len(states):  # the local engine numbers its nodes by their partitions
         raise UserError(f"there is no client {client}; the run has the clients 0 to {len(states) - 1}")
-    arrays = _tensors(unpack(arrays_in(folder.checkpoint.read().model)["arrays"]))
+    read = folder.checkpoint.read()
+    arrays = _tensors(unpack(arrays_in(read.model)["arrays"])) | _own_mix(folder, client, read.round)
     own = NodeState(states[client]).load(OWN)
     return _personal(description, arrays, own, client, folder.checkpoint.path)
+
+
+def _own_mix(folder: RunFolder, client: int, server_round: int) -> dict[str, Tensor]:
+    """The arrays that the server has made for this client alone; empty if all clients receive the same."""
+    if not folder.model_description().get("own_models"):
+        return {}
+    arrays, written = _read(folder, file_of(client))
+    if written != server_round:
+        raise UserError(
+            f"{str(folder.path / file_of(client))!r} is of round {written}, and the other arrays are of round "
+            f"{server_round}; finish the run with --resume, or copy its folder again"
+        )
+    return arrays
 
 
 def _personal(description: Json, arrays: Mapping[str, Tensor], own: Arrays, client: int, file: Path) -> nn.Module:

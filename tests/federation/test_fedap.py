@@ -1,0 +1,287 @@
+"""FedAP against a twin in float64: what clients measure, the weights of their mixes, and who gets which mix."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fedbn_flwr.strategies.fedap import mix  # type: ignore[import-untyped]
+from flwr.app import MetricRecord, RecordDict
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr import BNClient, client_app, run
+from fedbn_flwr.errors import RunFailed, SettingsError, UserError
+from fedbn_flwr.messages.serialization import parse
+from fedbn_flwr.strategies import FedAP, FedBN, FedRDN, FixBN, Private, Secure
+from tests.support.federations import Arrays, models_of, replaced, same
+from tests.support.localnorm import by_hand, share
+
+Federations = Callable[..., Any]
+SIZES = (6, 9, 14)
+LR = 0.2
+OWN = {"1.running_mean", "1.running_var", "1.weight", "1.bias", "5.running_mean", "5.running_var", "5.weight", "5.bias"}
+
+
+def two_norms() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm1d(5), nn.ReLU(),
+        nn.Linear(5, 3),
+    )  # fmt: skip
+
+
+# --- the twin ---
+
+
+def inputs_of_norms(state: dict[str, NDArray[Any]], images: NDArray[Any]) -> list[NDArray[Any]]:
+    """What the two batch norms normalise in evaluation mode, [values, channels] each."""
+    patches = np.lib.stride_tricks.sliding_window_view(images, (3, 3), axis=(2, 3))  # [N, 2, 2, 2, 3, 3]
+    first = np.einsum("ncxyij,ocij->nxyo", patches, state["0.weight"]) + state["0.bias"]
+    scaled = (first - state["1.running_mean"]) / np.sqrt(state["1.running_var"] + 1e-5)
+    hidden = np.maximum(scaled * state["1.weight"] + state["1.bias"], 0).transpose(0, 3, 1, 2).reshape(len(images), -1)
+    return [first.reshape(-1, 4), hidden @ state["4.weight"].T + state["4.bias"]]
+
+
+def weights_by_hand(fed: Any, state: dict[str, NDArray[Any]], own_share: float) -> NDArray[Any]:
+    """W of the paper and its rows of weights, from the moments of all values of each client."""
+    moments = []
+    for data in fed.data:
+        images = np.concatenate([inputs.numpy() for inputs, _ in data.batches])
+        moments.append([(values.mean(0), values.std(0)) for values in inputs_of_norms(state, images)])
+    count = len(moments)
+    w = np.zeros((count, count))
+    for i in range(count):
+        for j in range(count):
+            for (mu_i, s_i), (mu_j, s_j) in zip(moments[i], moments[j], strict=True):
+                w[i, j] += np.sqrt(sum((mu_i - mu_j) ** 2) + sum((s_i - s_j) ** 2))
+    rows = np.zeros_like(w)
+    for i in range(count):
+        rest = [j for j in range(count) if j != i]
+        for j in rest:
+            rows[i, j] = (1 - own_share) / w[i, j] / sum(1 / w[i, k] for k in rest)
+        rows[i, i] = own_share
+    return rows
+
+
+def as_numpy(state: Any) -> dict[str, NDArray[Any]]:
+    return {key: value.detach().numpy().copy() for key, value in state.items()}
+
+
+def twin(fed: Any, rounds: int, warmup: int, own_share: float) -> tuple[list[Any], list[nn.Module]]:
+    """The global model after each round, and each client's model at the end."""
+    models = [copy.deepcopy(fed.model).train() for _ in fed.data]
+    sizes, means = [data.num_examples for data in fed.data], [as_numpy(fed.model.state_dict())]
+    rows = None
+    for number in range(1, rounds + 1):
+        if number > warmup and rows is None:
+            rows = weights_by_hand(fed, means[-1], own_share)
+        for model, data in zip(models, fed.data, strict=True):
+            optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+            for inputs, labels in data.batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+        sent = [as_numpy(model.state_dict()) for model in models]
+        means.append(as_numpy(share(models, sizes, OWN)))
+        for i, model in enumerate(models if rows is not None else []):
+            assert rows is not None
+            mixed = {key: sum(rows[i, j] * each[key] for j, each in enumerate(sent)) for key in sent[0]}
+            model.load_state_dict(
+                {key: torch.from_numpy(np.asarray(value)) for key, value in mixed.items()
+                 if key not in OWN and "num_batches" not in key}, strict=False,
+            )  # fmt: skip
+    return means, models
+
+
+@pytest.mark.parametrize(("warmup", "own_share"), [(0, 0.5), (1, 0.5), (2, 0.2)])
+def test_rounds_and_evaluations_equal_the_method_by_hand(
+    federation: Federations, warmup: int, own_share: float
+) -> None:
+    fed = federation(SIZES, model=two_norms, dtype=torch.float64, lr=LR)
+    losses: list[float] = []
+
+    def mean(contents: list[RecordDict], key: str) -> MetricRecord:
+        losses[:] = [float(record["loss"]) for each in contents for record in each.metric_records.values()]  # type: ignore[arg-type]
+        return MetricRecord()
+
+    rule = FedAP(own_share=own_share, warmup_rounds=warmup, evaluate_metrics_aggr_fn=mean)
+    found = models_of(fed, rule, 4)
+    means, models = twin(fed, 4, warmup, own_share)
+    for ours, theirs in zip(found, means, strict=True):
+        for key, value in ours.items():
+            np.testing.assert_allclose(value, theirs[key], rtol=1e-10, atol=1e-11, err_msg=key)
+    for loss, model, data in zip(losses, models, fed.data, strict=True):
+        inputs, labels = (torch.cat([batch[i] for batch in data.batches]) for i in (0, 1))
+        np.testing.assert_allclose(loss, F.cross_entropy(model.eval()(inputs), labels).item(), rtol=1e-10)
+
+
+def test_before_the_warm_up_has_ended_it_is_fedbn(federation: Federations) -> None:
+    fed = federation(SIZES, model=two_norms, lr=LR)
+    assert same(models_of(fed, FedAP(warmup_rounds=3), 3)[-1], models_of(fed, FedBN(), 3)[-1])
+    assert not same(models_of(fed, FedAP(warmup_rounds=1), 3)[-1], models_of(fed, FedBN(), 3)[-1])
+    assert by_hand(fed, 1, OWN)[0].keys() == fed.model.state_dict().keys()
+
+
+# --- the weights ---
+
+
+def at(mean: float, variance: float = 1.0) -> Arrays:
+    return {"n.running_mean": np.array([mean]), "n.running_var": np.array([variance])}
+
+
+def test_weights_that_a_person_can_verify() -> None:
+    """Distances of 1 and 3 from client 0: shares of 3 to 1 in the half that is not its own."""
+    statistics = {0: at(0), 1: at(1), 2: at(0, 16)}
+    assert mix(0, statistics, [0, 1, 2], 0.5) == pytest.approx({1: 0.375, 2: 0.125, 0: 0.5})
+    assert mix(0, statistics, [1, 2], 0.5) == pytest.approx({1: 0.375, 2: 0.125}), "its own model is not known"
+    assert mix(0, statistics, [0, 2], 0.9) == pytest.approx({2: 0.1, 0: 0.9})
+    assert mix(0, statistics, [0], 0.5) == {0: 0.5}, "alone"
+    assert mix(0, {1: at(1), 2: at(3)}, [0, 1, 2], 0.5) == {}, "its statistics are not known"
+    assert mix(0, {0: at(0), 1: at(1)}, [0, 1, 2], 0.5) == pytest.approx({1: 0.5, 0: 0.5}), "those of 2 are not known"
+
+
+def test_equal_clients_share_equally_and_no_distance_gives_nan() -> None:
+    alike = mix(0, {0: at(0), 1: at(0), 2: at(0), 3: at(1)}, range(4), 0.5)
+    assert alike == pytest.approx({1: 0.25, 2: 0.25, 3: 0, 0: 0.5}, abs=1e-13)
+    for far in (1e200, -1e279):
+        found = mix(0, {0: at(0), 1: at(far)}, [0, 1], 0.5)
+        assert found == {1: 0.5, 0: 0.5}
+        assert mix(0, {0: at(0), 1: at(far), 2: at(1)}, [0, 1, 2], 0.5) == pytest.approx({1: 0, 2: 0.5, 0: 0.5})
+
+
+# --- who gets what ---
+
+
+def watched(fed: Any, absent: Callable[[int, int], bool]) -> tuple[Any, dict[tuple[int, int], Arrays]]:
+    """An app whose clients fail where `absent(client, round)`, and the conv weights with which they begin rounds."""
+    begun: dict[tuple[int, int], Arrays] = {}
+
+    class Watched(BNClient):
+        def train_round(self, arrays: Any, config: Any, *rest: Any) -> Any:
+            begun[self.identity["partition-id"], config["server-round"]] = {k: v.copy() for k, v in arrays.items()}
+            return super().train_round(arrays, config, *rest)
+
+    def make(context: Any, config: Any) -> BNClient:
+        if absent(context.node_config["partition-id"], config.get("server-round", 0)):
+            raise OSError("not there")
+        plain = fed.make_client(context)
+        return Watched(plain.model, plain.train_data, lr=LR, context=context)
+
+    return client_app(make), begun
+
+
+def mean_of(some: Sequence[Arrays], weights: Sequence[float], key: str) -> NDArray[Any]:
+    total = sum(w * each[key] for w, each in zip(weights, some, strict=True))
+    return np.asarray(total / sum(weights))
+
+
+def test_newcomers_get_the_mix_of_the_others_and_lost_clients_stay_in_the_mixes(federation: Federations) -> None:
+    """Client 2 comes in round 3, client 0 is lost from round 4 on."""
+    fed = federation(SIZES, model=two_norms, dtype=torch.float64, lr=LR)
+    app, begun = watched(fed, lambda client, number: (client == 2 and number < 3) or (client == 0 and number > 3))
+    rule = FedAP(warmup_rounds=0, min_train_nodes=1, fraction_evaluate=0.0)
+    sent: list[dict[int, Arrays]] = []
+    after_round = rule.after_round
+
+    def keep(*arguments: Any) -> None:
+        after_round(*arguments)
+        sent.append({client: {**arrays} for client, arrays in rule.memory.models.items()})
+
+    rule.after_round = keep
+    models_of(fed, rule, 5, app)
+    rows = weights_by_hand(fed, as_numpy(fed.model.state_dict()), 0.5)
+    key = "0.weight"
+    np.testing.assert_allclose(
+        begun[0, 2][key], mean_of([sent[0][0], sent[0][1]], [0.5, 0.5], key), rtol=1e-12, err_msg="two clients"
+    )
+    np.testing.assert_allclose(
+        begun[2, 3][key], mean_of([sent[1][0], sent[1][1]], [rows[2, 0], rows[2, 1]], key), rtol=1e-12
+    )
+    assert sent[4][0] is not sent[2][0]
+    np.testing.assert_array_equal(sent[4][0][key], sent[2][0][key])
+    expected = mean_of([sent[3][j] for j in range(3)], [*rows[1]], key)
+    np.testing.assert_allclose(begun[1, 5][key], expected, rtol=1e-12)
+    assert OWN.isdisjoint(begun[1, 5])
+
+
+def test_a_client_without_measured_statistics_trains_as_in_fedbn(federation: Federations) -> None:
+    """Client 0 has 6 examples and measures none of fewer than 8; it is in no mix."""
+    fed = federation(SIZES, model=two_norms, dtype=torch.float64, lr=LR, min_batch=8)
+    rule = FedAP(warmup_rounds=0, fraction_evaluate=0.0)
+    models = models_of(fed, rule, 2)
+    assert sorted(rule.memory.statistics) == [1, 2]
+    assert sorted(rule.memory.models) == [0, 1, 2]
+    sent = rule.sent(fed.arrays())
+    assert rule.sent_to(0, sent) is sent
+    assert rule.sent_to(1, sent) is not sent
+    assert not same(models[-1], models[0])
+    with pytest.raises(RunFailed, match=r"no client sent mean and variance .*(.|\n)*fewer than 20"):
+        FedAP(warmup_rounds=0).start(federation(SIZES, min_batch=20).grid(), fed.arrays(), num_rounds=1)
+
+
+def test_a_measurement_leaves_the_client_as_it_was(federation: Federations) -> None:
+    """The clients' own batch norm begins with other values than the server's; FedBN has no measurement."""
+    fed = federation(SIZES, model=two_norms, dtype=torch.float64, lr=LR)
+    app, begun = replaced(fed)
+    models_of(fed, FedAP(warmup_rounds=0, fraction_evaluate=0.0), 1, app)
+    ours = {node: as_numpy(client.model.state_dict()) for node, client in begun.items()}
+    app, begun = replaced(fed)
+    models_of(fed, FedBN(fraction_evaluate=0.0), 1, app)
+    for node, client in begun.items():
+        assert same(ours[node], as_numpy(client.model.state_dict()))
+
+
+# --- errors and composition ---
+
+
+def test_what_does_not_compose_is_an_error_before_training() -> None:
+    for outer in (Secure, Private):
+        with pytest.raises(SettingsError, match="FedAP sends each client a model of its own"):
+            outer(FedAP())
+    for bounds in ({"max_share": 0.5}, {"clip_norm": 1.0}, {"clip_factor": 2.0}):
+        with pytest.raises(SettingsError, match=f"bounds.{next(iter(bounds))} is .*a model of its own"):
+            FedAP(bounds=bounds)
+    with pytest.raises(SettingsError, match="global_norm is 'initial' and warmup_rounds 1"):
+        FedAP(global_norm="initial")
+    for share_ in (0.0, 1.0):
+        with pytest.raises(SettingsError, match="own_share"):
+            FedAP(own_share=share_)
+
+
+@pytest.mark.parametrize("around", [FedRDN, lambda rule: FixBN(rule, freeze_round=1)])
+def test_it_may_be_inside_others_and_send_no_batch_norm(federation: Federations, around: Any) -> None:
+    fed = federation(SIZES, model=two_norms, lr=LR)
+    rule = FedAP(global_norm="initial", warmup_rounds=0)
+    last = models_of(fed, around(rule), 2)[-1]
+    assert all(np.isfinite(value).all() for value in last.values())
+    assert sorted(rule.memory.models) == [0, 1, 2]
+    assert OWN.isdisjoint(rule.memory.models[0])
+
+
+def test_a_client_s_model_of_an_experiment_is_its_own_mix(tmp_path: Path) -> None:
+    result = run("quick", strategy={"name": "FedAP"}, rounds=2, out=tmp_path)
+    assert result.summary.personal
+    assert result.summary.to_json()["clients_own_accuracy"] > 0.5
+    state = parse(result.files.checkpoint.read().strategy or b"", list)[0]["FedAP"]
+    key = next(iter(state["models"][0]))
+    of_clients = [result.model(client=client).state_dict()[key].numpy() for client in range(3)]
+    for client, found in enumerate(of_clients):
+        weights = mix(client, state["statistics"], state["models"], 0.5)
+        expected = mean_of([state["models"][j] for j in weights], [*weights.values()], key)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    assert not np.allclose(of_clients[0], of_clients[1])
+    path = result.files.path / "model-client-1.safetensors"
+    path.write_bytes(
+        (result.files.path / "model-client-0.safetensors").read_bytes().replace(b'"round":"2"', b'"round":"1"')
+    )
+    with pytest.raises(UserError, match="is of round 1, and the other arrays are of round 2"):
+        result.model(client=1)
+    path.unlink()
+    with pytest.raises(UserError, match="has no 'model-client-1"):
+        result.model(client=1)
