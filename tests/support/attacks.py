@@ -28,6 +28,8 @@ from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, 
 REFUSED, HARMLESS, EITHER, LIE = "refused", "harmless", "either", "lie"
 BAD = 2  # the partition of the hostile client
 
+QUERIES = (protocol.STATISTICS_QUERY, protocol.MEASURE_QUERY)
+
 Spoil = Callable[[RecordDict], None]
 
 
@@ -44,7 +46,7 @@ class Attack:
     name: str
     spoil: Spoil
     verdict: str = REFUSED
-    kinds: tuple[str, ...] = ("train", "evaluate", protocol.EXCHANGE_QUERY, protocol.STATISTICS_QUERY)
+    kinds: tuple[str, ...] = ("train", "evaluate", protocol.EXCHANGE_QUERY, *QUERIES)
 
 
 # --- arrays ------------------------------------------------------------------
@@ -180,7 +182,7 @@ def chosen(content: RecordDict, where: str) -> tuple[ArrayRecord, str]:
         key = next(iter(record), None)
     else:
         record = records.get("arrays", ArrayRecord())
-        ends = ("running_var", "var") if where == "variance" else ("",)
+        ends = ("running_var", "var", "deviation") if where == "variance" else ("",)
         key = next((key for key in record if key.endswith(ends)), None)
     if key is None:
         raise Unfit
@@ -234,8 +236,8 @@ def with_arrays(where: str, attack: Attack) -> tuple[str, ...]:
     if where == "additional":
         return ("train",)
     if attack.name == "array, negative variance":  # a gradient with respect to a variance may be negative
-        return ("train", "moments")
-    return ("train", protocol.EXCHANGE_QUERY, protocol.STATISTICS_QUERY)
+        return ("train", "moments", protocol.MEASURE_QUERY)
+    return ("train", protocol.EXCHANGE_QUERY, *QUERIES)
 
 
 # --- records -----------------------------------------------------------------
