@@ -223,20 +223,16 @@ class BNClient(NumPyClient):
             model = copy.deepcopy(model)  # another client may use the model next
             model.load_state_dict(self._statistics(config, pooled=True)[0], strict=False)
         sets = self._test_sets(config)
+        different = {id(batches): batches for batches in sets.values()}  # a set may have several names
+        measured = {
+            key: self._measured(model, batches, rules, arrays.keys(), config) for key, batches in different.items()
+        }
         first = next(iter(sets), "")
-        measured: dict[int, Metrics] = {}  # a set may have several names
-        found: Metrics = {}
-        for name, batches in sets.items():
-            if id(batches) not in measured:
-                with ExitStack() as resources, self._seeded("evaluate", config, batches):
-                    pairs: Iterable[Batch] = self._pairs(batches)
-                    for rule in rules:
-                        pairs = rule.tested(self._local(config, arrays.keys(), {}, resources), pairs)
-                    device = self._tensors.device
-                    measured[id(batches)] = evaluate(model, pairs, self.eval_loss, device, self.metrics, task=self.task)
-            prefix = "" if name == first else f"{name}-"
-            found |= {f"{prefix}{key}": value for key, value in measured[id(batches)].items()}
-        return found
+        return {
+            key if name == first else f"{name}-{key}": value
+            for name, batches in sets.items()
+            for key, value in measured[id(batches)].items()
+        }
 
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:
         """The mean batch statistics of the client's training data; `num-examples` is the number of batches."""
@@ -345,17 +341,18 @@ class BNClient(NumPyClient):
                 "the strategy computes the gradient of a round's first step with exchanges, and this client makes no "
                 "step; expected epochs or steps above zero"
             )
+        batch_size = getattr(self.train_data, "batch_size", None)
         return Training(
-            self.model,
-            pairs,
-            local.optimizer,
-            self.loss,
-            self._tensors.device,
-            rules,
-            frozen,
-            self.recipe.gradient(getattr(self.train_data, "batch_size", None), plain=any(r.alone for r in rules)),
-            first_step,
-            self._seed("model", config, self.train_data),
+            model=self.model,
+            batches=pairs,
+            optimizer=local.optimizer,
+            loss=self.loss,
+            device=self._tensors.device,
+            rules=rules,
+            frozen=frozen,
+            gradient=self.recipe.gradient(batch_size, plain=any(rule.alone for rule in rules)),
+            first_step=first_step,
+            seed=self._seed("model", config, self.train_data),
         )
 
     def _update(self, local: LocalRound, rules: Sequence[ClientRule], trained: Trained) -> Update:
@@ -380,13 +377,7 @@ class BNClient(NumPyClient):
                     rule.finish(memo, trained.steps, metrics, records)
         return Update(records.pop(MODEL), metrics, records)
 
-    # --- data and random numbers ---
-
-    def _pairs(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        return (split_batch(batch, self.batch) for batch in batches)
-
-    def _epoch(self, server_round: int, number: int) -> Iterator[Batch]:
-        return self._pairs(epoch_of(self.train_data, server_round, number))
+    # --- the parts of an evaluation ---
 
     def _test_sets(self, config: Config) -> Mapping[str, Iterable[Batch]]:
         with self._seeded("evaluate", config):
@@ -394,6 +385,29 @@ class BNClient(NumPyClient):
         if data is None:
             raise MessageError("this client has no data to evaluate on (eval_data was not given)")
         return data if isinstance(data, Mapping) else {"": data}
+
+    def _measured(
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch],
+        rules: Iterable[type[ClientRule]],
+        sent: Collection[str],
+        config: Config,
+    ) -> Metrics:
+        """The metrics on one test set, whose batches the client rules may change."""
+        with ExitStack() as resources, self._seeded("evaluate", config, batches):
+            pairs: Iterable[Batch] = self._pairs(batches)
+            for rule in rules:
+                pairs = rule.tested(self._local(config, sent, {}, resources), pairs)
+            return evaluate(model, pairs, self.eval_loss, self._tensors.device, self.metrics, task=self.task)
+
+    # --- data and random numbers ---
+
+    def _pairs(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        return (split_batch(batch, self.batch) for batch in batches)
+
+    def _epoch(self, server_round: int, number: int) -> Iterator[Batch]:
+        return self._pairs(epoch_of(self.train_data, server_round, number))
 
     def _statistics(self, config: Config, *, pooled: bool = False) -> tuple[dict[str, torch.Tensor], int]:
         """The statistics of the client's training inputs under the loaded model, and the number of batches."""
