@@ -24,7 +24,6 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records
-from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Config
@@ -67,9 +66,6 @@ class Session(Generic[Sent]):
         The round; called once, in another thread.
     agreed
         Answers to the first exchanges, from an earlier session of the same round.
-    client, number, extras
-        The client, the number of the round, which is random and in the client's state too, and the records of arrays
-        that its messages had.
     patience
         Seconds that a parked round waits for its next message.
     """
@@ -81,13 +77,9 @@ class Session(Generic[Sent]):
         work: Callable[[Callable[[Sent], Agreement]], object],
         agreed: Sequence[Agreement] = (),
         *,
-        client: Any = None,
-        number: str = "",
-        extras: Any = None,
         patience: float = 3600,
     ) -> None:
         self._work, self._agreed = work, iter(agreed)
-        self.client, self.number, self.extras = client, number, extras
         self.step = len(agreed)  # of exchanges whose result it has
         self.result: Future[Any] = Future()  # of `work`
         self._answers: queue.SimpleQueue[Agreement | None] = queue.SimpleQueue()
@@ -138,13 +130,32 @@ class Session(Generic[Sent]):
         raise SystemExit("the parked round received no more messages")  # the user's code catches other exceptions
 
 
+class ParkedRound(Session[Contribution]):
+    """A client's round, with the agreements that its state has.
+
+    `number` is random and in the client's state too; `extras` are the records of arrays that its messages had.
+    """
+
+    def __init__(
+        self,
+        client: BNClient,
+        received: Arrays,
+        config: Config,
+        extras: dict[str, Arrays],
+        agreed: Sequence[Agreement],
+        number: str,
+    ) -> None:
+        super().__init__(functools.partial(client.train_round, received, config, extras), agreed)
+        self.client, self.extras, self.number = client, extras, number
+
+
 Place = tuple[str, int, int]  # a node in a process: training run, Flower's run, node
 
 
-class ParkedRounds(dict[Place, Session[Contribution]]):
+class ParkedRounds(dict[Place, ParkedRound]):
     """The parked rounds of a process."""
 
-    def take(self, place: Place, number: str = "", step: int | None = None) -> Session[Contribution] | None:
+    def take(self, place: Place, number: str = "", step: int | None = None) -> ParkedRound | None:
         """Remove and return the node's parked round if it waits for the result of exchange `step`; end any other."""
         parked = self.pop(place, None)
         if parked is None or (parked.number == number and step in (None, parked.step + 1)):
@@ -253,16 +264,12 @@ def without_parked(make: MakeClient, config: Config, context: Context) -> Any:
 
 def _replayed(
     make: MakeClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str
-) -> Session[Contribution]:
-    """The round with the agreements that the client's state has, not begun."""
+) -> ParkedRound:
+    """The round as the client's state has it, not begun."""
     client, step = make(), int(config[protocol.EXCHANGE_STEP])
     received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]
     if missing := [each for each, arrays in enumerate(received) if not arrays]:
         raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")
     numbers: list[Any] = [state.records[_ROUND][str(each)] for each in range(1, step + 1)]
     agreed = [Agreement(arrays, int(of[0]), of[1]) for arrays, of in zip(received[1:], numbers, strict=True)]
-
-    def work(exchange: Exchange) -> Update:
-        return client.train_round(received[0], config, extras, exchange)
-
-    return Session(work, agreed, client=client, number=number, extras=extras)
+    return ParkedRound(client, received[0], config, extras, agreed, number)
