@@ -92,12 +92,12 @@ def fields_of(kind: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(kind) if not field.name.startswith("_")]
 
 
-Way = tuple[set[str], set[str], int]
+Way = tuple[set[str], list[str], int]
 
 
 def way(run: Callable[[], object]) -> Way:
-    """Modules and functions of this project that a call enters, and the number of calls."""
-    modules, functions, calls = set(), set(), 0
+    """Modules and functions of this project that a call enters, the latter in their order, and the number of calls."""
+    modules, functions, calls = set[str](), dict[str, None](), 0
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         nonlocal calls
@@ -105,7 +105,7 @@ def way(run: Callable[[], object]) -> Way:
         if event == "call" and file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] in OURS:
             module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
             modules.add(module)
-            functions.add(f"{module}:{frame.f_code.co_qualname}")
+            functions[f"{module}:{frame.f_code.co_qualname}"] = None
             calls += 1
 
     before = sys.getprofile()
@@ -114,7 +114,7 @@ def way(run: Callable[[], object]) -> Way:
         run()
     finally:
         sys.setprofile(before)
-    return modules, functions, calls
+    return modules, [*functions], calls
 
 
 def way_of_a_round(strategy: Any, layers: int = 1) -> Way:
