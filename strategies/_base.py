@@ -47,6 +47,8 @@ class BaseStrategy(Hooks):
         self.memory = self.Memory()
         self.training, self.evaluation = Attendance(), Attendance()  # in the last round and the last evaluation
 
+    # --- the clients ---
+
     @property
     def roster(self) -> Roster:
         return Roster(self.memory.partitions)
@@ -68,6 +70,8 @@ class BaseStrategy(Hooks):
     def due(self, clients: int) -> int | None:
         """How many clients train in a round when all of these are connected; None if this is not known."""
         return None
+
+    # --- a round of training, in the order in which `Rule` calls these ---
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         if not isinstance(arrays, ArrayRecord):
@@ -139,11 +143,13 @@ class BaseStrategy(Hooks):
                 return f"{key!r} is not finite; bound the replies, or use another strategy"
         return None
 
-    def global_model(self, round: Round) -> ArrayRecord:
-        return round.arrays
-
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         """The metrics of training, over all clients."""
+
+    # --- an evaluation ---
+
+    def global_model(self, round: Round) -> ArrayRecord:
+        return round.arrays
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         screening = Screening(gate(replies), records=None)

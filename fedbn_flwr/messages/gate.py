@@ -41,7 +41,7 @@ def gate(replies: Iterable[Message]) -> Gated:
     return replies if isinstance(replies, Gated) else Gated(map(_passed, replies))
 
 
-def checked(content: RecordDict) -> RecordDict:
+def checked_content(content: RecordDict) -> RecordDict:
     """The content with its arrays in memory; MessageError names the first record or key that must not pass."""
     read: dict[str, ArrayRecord] = {}
     for name, record in content.items():
@@ -66,7 +66,7 @@ def _passed(reply: Message) -> Message:
         reason = one_line(str(reply.error.reason or "")) or f"error code {reply.error.code}"
         return reply if reason == reply.error.reason else refused(reply, reason, reply.error.code)
     try:
-        content = checked(reply.content)
+        content = checked_content(reply.content)
     except MessageError as error:  # names the client, as the errors that clients send do
         partition = partition_of(reply.content)
         return refused(reply, str(error) if partition is None else f"client {partition}: {error}")

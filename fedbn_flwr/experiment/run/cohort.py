@@ -35,7 +35,9 @@ from ..settings import Settings, strategy_name
 
 
 @dataclass(frozen=True)
-class Nodes:
+class Cohort:
+    """The nodes of a run, as they answered before its first round."""
+
     ids: dict[int, int]  # the node of each client
     folders: dict[int, int]  # the round of the stored state, for each partition whose node has a state folder
     own_data: bool  # at least one node has data of its own, or a domain
@@ -71,7 +73,7 @@ def _is_away(reply: Message) -> bool:
     return reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE
 
 
-def check_nodes(grid: Grid, run: Settings, config: Config) -> Nodes:
+def check_nodes(grid: Grid, run: Settings, config: Config) -> Cohort:
     """Check that exactly one node holds each partition. `config` identifies the run and its last round."""
     nodes, replies = _ask(grid, run, RecordDict({"config": ConfigRecord({**config, protocol.READY: True})}))
     holders: dict[int | None, list[int]] = {}  # None: nodes with their own data and no partition
@@ -87,7 +89,7 @@ def check_nodes(grid: Grid, run: Settings, config: Config) -> Nodes:
             folders[number_of(reply)] = kept
     refuse_nodes(failures(run, len(nodes), replies) or _wrong_numbers(holders, run.clients))
     ids = {number_of(reply): reply.metadata.src_node_id for reply in replies}
-    return Nodes(ids, folders, own_data or None in holders, sites)
+    return Cohort(ids, folders, own_data or None in holders, sites)
 
 
 def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> list[str]:
@@ -119,7 +121,7 @@ def refuse_nodes(problems: Iterable[str]) -> None:
 # --- the moments of all sites' data ---
 
 
-def agree(grid: Grid, parts: Parts, nodes: Nodes, identity: Config) -> Moments:
+def agree(grid: Grid, parts: Parts, nodes: Cohort, identity: Config) -> Moments:
     """The moments of all clients' training examples; RunFailed names clients whose sums are missing or wrong."""
     run = parts.run
     check_moments(run, parts.rule)

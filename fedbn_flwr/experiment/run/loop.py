@@ -15,7 +15,7 @@ from functools import partial
 from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
-from fedbn_flwr.client.evaluation import name_of as metric_name
+from fedbn_flwr.client import evaluation
 from fedbn_flwr.engines.base import GridWithout, capabilities
 from fedbn_flwr.engines.network import PollingGrid
 from fedbn_flwr.errors import Diverged, RunFailed
@@ -135,7 +135,9 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
     used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.base.training.used]
     trained = [number_of(reply) for reply in used]
     numbers = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
-    named = partial(_in_history, task=running.prepared.task, metrics=[*map(metric_name, running.prepared.metrics)])
+    named = partial(
+        _in_history, task=running.prepared.task, metrics=[*map(evaluation.name_of, running.prepared.metrics)]
+    )
     line: dict[str, object] = {"round": number, "clients": len(trained)}
     line |= renamed(numbers, named)
     is_last = number == run.rounds

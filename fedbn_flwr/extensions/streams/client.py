@@ -22,7 +22,7 @@ from fedbn_flwr.exchange.codec import (
     numbers_of,
 )
 from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.messages.gate import checked
+from fedbn_flwr.messages.gate import checked_content
 from fedbn_flwr.messages.serialization import dump, parse
 
 EXCHANGE = "/fedbn.Exchange/Exchange"  # a contribution, answered by the agreement
@@ -53,7 +53,7 @@ def from_bytes(data: bytes) -> RecordDict:
         content = parse(data)
     except ValueError:
         raise MessageError("its bytes are not records") from None
-    return checked(content)
+    return checked_content(content)
 
 
 DIRECT = "fedbn.direct"
