@@ -23,8 +23,8 @@ usage: deploy/keys.sh [--out FOLDER] [--nodes N] [--add | --force | --check] [HO
                certificates for the previous hosts and the given ones (for more sites, another
                host name, or before the certificates expire)
   --force      replace everything: sites with an old key are locked out
-  --check      create nothing; report whether other users of this machine can read a private key,
-               and until when the certificates are valid (exit code 1 if one has expired)
+  --check      create nothing; exit code 1 if other users of this machine can read a private key,
+               the containers can't read one, or a certificate has expired
 END
 }
 
@@ -79,15 +79,16 @@ if [ "$mode" = check ]; then
     [ -d "$out" ] || fail "$out does not exist"
     refuse_open_keys
     echo "no private key in $out is readable by others"
+    worst=0
     for key in "$out"/superlink/*.key "$out"/exchange/*.key "$out"/site-*/node.key; do
         [ -e "$key" ] || continue
         if [ -z "$(find "$key" -prune \( -uid 49999 -perm -0400 -o -perm -0004 \))" ]; then
             echo "$key: the containers, which run as uid 49999, cannot read it; chown -R 49999:49999 $(dirname "$key")"
+            worst=1
         fi
     done
     # As `fedbn check` does for the certificates that a site uses: a warning in the last 30 days.
     command -v openssl >/dev/null || fail "openssl is not installed; certificates were not checked"
-    worst=0
     for certificate in "$out"/ca.crt "$out"/*/ca.crt "$out"/*/server.pem; do
         [ -r "$certificate" ] || continue
         end=$(openssl x509 -in "$certificate" -noout -enddate) || fail "$certificate is not a certificate"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Sets up a deployment with N sites instead of three: a compose file, and the keys that are missing.
-#   deploy/sites.sh [--gpu] N [HOST ...]       then: docker compose up --build --detach
+#   deploy/sites.sh [--gpu] N [HOST ...]       then the command that it prints
 #
 # HOST is as for keys.sh. The script writes docker-compose.sites.yml, a copy of docker-compose.yml in which the
 # services, networks and volumes of site 0 are repeated for each site, and sets SITES and COMPOSE_FILE in .env, so that
@@ -93,4 +93,5 @@ for key in "$keys"/nodes/node-*.pub; do
 done
 [ -z "$left" ] ||
     echo "nodes with the keys of other sites stay registered:$left (docs/operations.md, \"Add, remove or replace a site\")"
-echo "$sites sites: docker compose up --build --detach --remove-orphans"
+echo "for $sites sites on this machine: docker compose up --build --detach --remove-orphans"
+echo "for sites elsewhere:             docker compose up --build --detach superlink register superexec-serverapp proxy"

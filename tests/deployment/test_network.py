@@ -99,11 +99,12 @@ def test_the_profile_mounts_all_files_of_monitoring() -> None:
     assert all((ROOT / source).exists() for source in sources)
 
 
-def test_only_superlink_exchange_and_dashboard_are_published_on_loopback() -> None:
+def test_only_the_proxy_is_published_beyond_loopback() -> None:
     services = read_compose()["services"]
     assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {
         "superlink": ["127.0.0.1:8000:8000"],
         "superexec-serverapp": ["127.0.0.1:8001:8001"],
+        "proxy": ["0.0.0.0:8443:8443"],
         "grafana": ["127.0.0.1:3000:3000"],
     }
 
@@ -203,14 +204,14 @@ def test_a_site_elsewhere_can_open_its_exchange_network_only() -> None:
 
 @needs_tools
 def test_each_secret_is_one_file_for_the_services_that_name_it() -> None:
-    """The private keys have one reader each."""
+    """The private keys have one reader each, and the SuperLink's also the proxy in front of it."""
     content = read_compose()
     readers: dict[str, list[str]] = {}
     for name, service in content["services"].items():
         for secret in service.get("secrets", []):
             readers.setdefault(secret["source"], []).append(name)
     assert readers.keys() == content["secrets"].keys()
-    own = {"superlink-key": ["superlink"], "exchange-key": ["superexec-serverapp"]}
+    own = {"superlink-key": ["superlink", "proxy"], "exchange-key": ["superexec-serverapp"]}
     own |= {f"site-{i}-key": [f"supernode-{i}", f"check-{i}"] for i in range(3)}
     assert {secret: names for secret, names in readers.items() if secret.endswith("-key")} == own
 
@@ -425,8 +426,9 @@ def test_the_check_of_keys_names_those_that_containers_cannot_read(tmp_path: Pat
     os.chown(copied, os.getuid(), os.getgid())
     copied.chmod(0o600)
     checked = make_keys(keys, "--check")
-    assert checked.returncode == 0
+    assert checked.returncode == 1
     assert checked.stdout.count("chown -R 49999:49999") == 1
+    assert "valid until" in checked.stdout, "certificates are checked too"
     assert f"{copied}: the containers, which run as uid 49999, cannot read it" in checked.stdout
 
 

@@ -14,6 +14,7 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+import yaml
 
 from tests.support.certificates import write_certificate
 from tests.support.command import ROOT
@@ -121,6 +122,15 @@ def test_metrics_are_served_at_ipv6_addresses() -> None:
         pytest.skip(f"no IPv6 here: {error}")
     with served("a 1\n", "::1") as address, urlopen(f"{address}/metrics", timeout=10) as answer:
         assert answer.read() == b"a 1\n"
+
+
+def test_alerts_use_metrics_that_exist() -> None:
+    folder = ROOT / "deploy" / "monitoring"
+    assert yaml.safe_load((folder / "prometheus.yml").read_text())["rule_files"] == ["alerts.yml"]
+    (group,) = yaml.safe_load((folder / "alerts.yml").read_text())["groups"]
+    used = {rule["alert"]: set(re.findall(r"fedbn_\w+", rule["expr"])) for rule in group["rules"]}
+    assert used.keys() == {"SuperLinkDown", "CertificateExpires", "ClientsMissing"}
+    assert all(names and names <= METRICS.keys() for names in used.values())
 
 
 def test_the_dashboard_uses_metrics_that_exist() -> None:
