@@ -98,9 +98,15 @@ def log_once(text: str, level: int = logging.WARNING) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant; upper and lower case do not count."""
+    """The known name that was probably meant: a similar one, or the only one with `name` as a word.
+
+    Upper and lower case do not count.
+    """
     by_lower = {each.lower(): each for each in known}
-    return next((by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=1)), None)
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1) or [
+        each for each in by_lower if name.lower() in each.split("_")
+    ]
+    return by_lower[near[0]] if len(near) == 1 else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 
 from fedbn_flwr.trees import Draft, Tree
 
-from .errors import SettingsError, did_you_mean
+from .errors import MissingPackage, SettingsError, did_you_mean
 
 # The folder where `fedbn` was started, since Flower's processes run in another folder.
 FOLDER = "FEDBN_FOLDER"
@@ -67,6 +67,8 @@ def _imported(key: str, name: str, module: str, path: str) -> Callable[..., Any]
         importlib.invalidate_caches()  # Python's list of the folder may be older than the file
     try:
         loaded = importlib.import_module(module)
+    except MissingPackage:  # it says what to install
+        raise
     except (Exception, SystemExit) as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == top
         hint = f"; expected a module in {str(here)!r}, in a folder of PYTHONPATH, or installed" if is_absent else ""

@@ -36,7 +36,10 @@ def add_command(
 
 def add_experiment(parser: argparse.ArgumentParser, changes: str) -> None:
     parser.add_argument("experiment", metavar="EXPERIMENT", help="name of a shipped experiment, or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"changes to it, such as {changes}")
+    # With a default, argparse doesn't list them among the required arguments.
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help=f"changes to it, such as {changes}"
+    )
     parser.add_argument("--size", metavar="NAME", help="paper, the file as written, or one of its sizes")
 
 

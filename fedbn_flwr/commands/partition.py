@@ -33,5 +33,6 @@ def partition(arguments: argparse.Namespace) -> None:
     if out.is_dir() or not out.suffix:
         raise SettingsError(f"--out is {str(out)!r}; expected a file, such as partition.png")
     counts = count_partitions(load_experiment(arguments.experiment, overrides_of(arguments)))
+    print("\n\n".join(map(partition_table, counts)), flush=True)  # also if there is no matplotlib
     partitions_plot(counts).write(out)
-    print("\n\n".join(map(partition_table, counts)) + f"\n\nplot: {out}")
+    print(f"\nplot: {out}")

@@ -16,7 +16,6 @@ import functools
 import itertools
 import logging
 import os
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from fedbn_flwr.trees import Draft, Tree
 
 from .catalogue import CATALOGUE, Entry
 from .columns import PICTURES, commit_of
+from .paths import check_rights
 from .source import PARTS, Source
 
 _EACH = 5  # of each class of a domain without lists, every fifth image is a test image
@@ -41,12 +41,12 @@ Readers = Mapping[str, Callable[[Path, Sequence[Path]], Rows]]  # of the files o
 Row = tuple[str, ...]  # an image file, and the values of other columns
 
 
-def open_splits(source: Source, entry: Entry | None) -> tuple[Splits, Entry | None]:
-    """The splits of a data set, and its catalogue entry, which may follow from a folder's layout."""
+def open_splits(source: Source, folder: Path | None, entry: Entry | None) -> tuple[Splits, Entry | None]:
+    """The splits of a data set in `folder` or on the hub, and its catalogue entry, which may follow from the layout."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
-    if (folder := _local(source, entry)) is not None:
+    if folder is not None:
         if source.revision is not None:
             raise DataError(
                 f"data.revision is {source.revision!r}, which is for data sets of the hub, but {str(folder)!r} is read"
@@ -65,26 +65,6 @@ def open_splits(source: Source, entry: Entry | None) -> tuple[Splits, Entry | No
             f"FEDBN_DATA), a folder that contains {source.name}/ with {entry.files}"
         )
     return _hub(source, entry), entry
-
-
-def _local(source: Source, entry: Entry | None) -> Path | None:
-    """The folder of the data set on this machine, if it has one."""
-    name, key = source.name, "data.root" if source.root else "FEDBN_DATA"
-    root = source.root or os.environ.get("FEDBN_DATA")
-    if name.startswith((".", "/", "~")):
-        return named.path_of(name)
-    if root:
-        base = named.path_of(root)
-        if (base / name).exists():
-            return base / name
-        if entry is not None or not base.is_dir():
-            present = sorted(folder.name for folder in base.glob("*/"))[:12]
-            hub = f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry and entry.hub else ""
-            raise DataError(
-                f"{key} has no folder {name!r}; put a copy of the data there, as {name}/{hub}",
-                f". {key}={root!r} contains {', '.join(present) or 'none'}",
-            )
-    return named.path_of(name) if entry is None and named.path_of(name).exists() else None
 
 
 def _hub(source: Source, entry: Entry | None) -> Splits:
@@ -111,17 +91,6 @@ def _hub(source: Source, entry: Entry | None) -> Splits:
 
 def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, Entry | None]:
     """A table; tables whose names begin with the split's, here or one level below; or image files in a known layout."""
-    _check_rights(folder)
-    if not folder.exists():
-        where = folder.absolute().parent
-        present = sorted(path.name for path in where.iterdir())[:12] if where.is_dir() else ()
-        raise DataError(
-            f"data.name={str(folder)!r}: there is no such file or folder; give a table (.csv, .parquet, .npz), a "
-            "folder with train*.parquet and test*.parquet, a name that `fedbn list datasets` shows, or the name of a "
-            "data set on the Hugging Face hub",
-            f". {str(where)!r} "
-            + (f"contains {', '.join(present) or 'nothing'}" if where.is_dir() else "is no folder"),
-        )
     # The names of the splits; None stands for the usual ones.
     given: Draft = {"train": source.train, **({} if source.held_out else {"test": source.test})}
     if folder.is_file():
@@ -153,7 +122,7 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
 
 def open_rows(path: Path, label: Sequence[str], blank: str | float) -> tuple[Rows, bool]:
     """All rows of a table, or all images of a folder; and whether they have labels: those without get `blank`."""
-    _check_rights(path)
+    check_rights(path)
     if path.is_dir():
         return _tables({"train": [(file, str(blank)) for file in _pictures(path)]}, "image", "label")["train"], False
     if path.suffix not in _READERS:
@@ -169,23 +138,6 @@ def open_rows(path: Path, label: Sequence[str], blank: str | float) -> tuple[Row
         for column in missing:
             table = table.add_column(column, [blank] * number)
     return table, not missing
-
-
-def _check_rights(name: Path, *below: Path) -> None:
-    """Raise an error for files that this process may not read; a site's server does not see their names.
-
-    Without this, names in a folder without the right x are reported as if they were missing.
-    """
-    above = list(reversed(name.absolute().parents))
-    for path in (*above, name, *below):
-        rights = os.X_OK if path in above else os.R_OK | os.X_OK if path.is_dir() else os.R_OK
-        if path.exists() and not os.access(path, rights, effective_ids=True):
-            status = path.stat()
-            raise DataError(
-                f"data.name={str(name)!r} cannot be read by the user of this process, uid {os.geteuid()}; give this "
-                "user the right to read it and all in it, for instance by chmod -R a+rX or an access control list",
-                f": {str(path)!r} has the rights {stat.filemode(status.st_mode)} and belongs to uid {status.st_uid}",
-            )
 
 
 def _named(folder: Path, source: Source, given: Tree, readers: Readers) -> Splits:
@@ -226,7 +178,7 @@ def _split(folder: Path, name: str, readers: Readers) -> Rows:
             f", found {', '.join(tables[suffix][0].name for suffix in kinds)}",
         )
     if kinds:
-        _check_rights(folder, *tables[kinds[0]])
+        check_rights(folder, *tables[kinds[0]])
         return readers[kinds[0]](folder, tables[kinds[0]])
     if not name:
         return _whole(folder)

@@ -27,6 +27,7 @@ from fedbn_flwr.trees import Tree
 from .catalogue import CATALOGUE, Entry
 from .columns import ARRAYS, read
 from .dataset import DataSet
+from .paths import local
 from .source import PARTS, Source
 
 KEY = "data.name"
@@ -53,10 +54,11 @@ def load(source: Source) -> DataSet:
 def _read(source: Source) -> DataSet:
     is_own = named.is_name(source.name)
     if source.name not in EMBEDDED and not is_own:
+        entry = CATALOGUE.get(source.name)
+        folder = local(source, entry)
         with needs("data", f"{KEY}={source.name!r}"):
             from .folders import open_splits
-        splits, entry = open_splits(source, CATALOGUE.get(source.name))
-        return read(source, splits, entry)
+        return read(source, *open_splits(source, folder, entry))
     if source.revision is not None:
         raise DataError(
             f"data.revision is {source.revision!r}, which is for data sets of the hub, not for {source.name!r}"

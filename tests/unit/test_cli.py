@@ -370,6 +370,12 @@ def test_changes_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> Non
         assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
 
 
+def test_only_the_experiment_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run"])
+    assert "the following arguments are required: EXPERIMENT (see" in capsys.readouterr().err
+
+
 def test_a_cluster_that_does_not_answer_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("fedbn_flwr.extensions.ray")
     with pytest.MonkeyPatch.context() as patch:

@@ -36,6 +36,16 @@ def test_a_missing_package(package: str, arguments: tuple[str, ...], extra: str,
     assert done.returncode == 2, done.stdout + done.stderr
     reason = f"needs the package '{package}[a-z.]*', which is not installed: {re.escape(install(extra))}"
     assert re.fullmatch(f"fedbn: error: [^(]+ {reason}\n", done.stderr), done.stderr
+    assert done.stdout.startswith("client  examples" if package == "matplotlib" else "")
+
+
+def test_a_folder_that_does_not_exist_is_reported_before_a_missing_package(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / ".git").mkdir()
+    done = fedbn_without("datasets", "explain", "quick", "data.name=./pictures", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "data.name='pictures': there is no such file or folder" in done.stderr
+    assert done.stderr.endswith(" contains photos\n")
 
 
 # As PROGRAM, for every package that `fedbn-flwr[EXTRAS]` does not install.

@@ -136,6 +136,8 @@ WHOLE = {
     "track": "name",
 }
 
+_INSTEAD = {"seed": "seeds", "steps": "epochs", "epochs": "steps"}  # keys that replace another one
+
 # Parts for which a file may give only the value of this key, by the section that they are in.
 _NAMED = {
     "": {"data": "name", "model": "name", "strategy": "name", "engine": "name"},
@@ -170,9 +172,9 @@ def without(settings: Tree, *keys: str) -> Draft:
 def merge(base: Tree, changes: Tree) -> Draft:
     """Apply `changes` to `base`, recursively; another strategy or kind of partition replaces the old one as a whole.
 
-    A `seed` selects that seed, even if the base has `seeds`.
+    A `seed` selects that seed, even if the base has `seeds`; and `steps` count instead of the base's `epochs`.
     """
-    result = without(base, *(["seeds"] if "seed" in changes else []))
+    result = without(base, *(_INSTEAD[key] for key, value in changes.items() if key in _INSTEAD and value is not None))
     for key, value in changes.items():
         old, name = result.get(key), WHOLE.get(key)
         if isinstance(value, Mapping) and isinstance(old, Mapping):

@@ -42,6 +42,12 @@ _EXPECTED = {
     "dict_type": "a mapping",
     "model_type": "a mapping",
     "string_pattern_mismatch": "one line without control characters",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "at most {le:g}",
 }
 
 
@@ -63,7 +69,8 @@ def _explain(details: ErrorDetails) -> str:
     if kind == "value_error":
         error = details["ctx"]["error"]
         return f"{key + ': ' if key and not isinstance(error, SettingsError) else ''}{error}"
-    return f"{key} is {value}: expected {_EXPECTED.get(kind) or details['msg'].removeprefix('Input should be ')}"
+    expected = _EXPECTED.get(kind, "").format(**details.get("ctx", {}))
+    return f"{key} is {value}: expected {expected or details['msg'].removeprefix('Input should be ')}"
 
 
 def _section(path: Sequence[str]) -> list[str]:

@@ -156,7 +156,7 @@ def test_a_folder_without_classes_says_what_it_should_hold(folder: Path) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{memory: 0}", r"data\.memory is 0: expected greater than 0"),
+        ("{memory: 0}", r"data\.memory is 0: expected a number above 0"),
         ("{size: [32]}", r"data\.size: found \[32\]; expected pixels per side, or \[height, width\]"),
         ("{fit: middle}", r"data\.fit is 'middle': expected 'stretch' or 'crop'"),
         ("{crop: 7}", r"data\.crop is 7, but 'digits' has one label per example"),

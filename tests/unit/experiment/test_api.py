@@ -163,7 +163,7 @@ def test_a_run_of_a_class_inside_a_function_is_resumed_with_the_same_class_alone
     [
         ({"rouns": 3}, "unknown key 'rouns'"),
         ({"train": {"lrr": 3}}, "unknown key 'train.lrr'"),
-        ({"train": {"lr": "0.1"}}, "train.lr is '0.1': expected a valid number"),
+        ({"train": {"lr": "0.1"}}, "train.lr is '0.1': expected a number"),
         ({"model": Net(10)}, r"model has a Net (?s:.*); expected numbers.* functions and classes$"),
         ({"model": {"name": object()}}, "model has a object .*; expected numbers"),
         ({"seeds": [0, 1]}, r"has 2 runs \(labels: FedAvg; seeds: 0, 1\); run_all\(\) carries out all"),

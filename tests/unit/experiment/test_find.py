@@ -245,6 +245,21 @@ def test_an_override_changes_one_argument_of_a_strategy() -> None:
     assert run.strategy == {"name": "FixBN", "freeze_round": 3}
 
 
+def test_steps_count_instead_of_the_epochs_of_an_earlier_place_and_epochs_instead_of_steps() -> None:
+    text = "{train: {epochs: 2}, runs: {A: {rounds: 2}, B: {train: {steps: 20}}}}"
+
+    def trained(*changes: str) -> list[tuple[int | None, int | None]]:
+        runs = read_experiment(parse_yaml(text), parse_overrides(changes)).runs
+        return [(run.train.epochs, run.train.steps) for run in runs]
+
+    assert trained() == [(2, None), (None, 20)]
+    assert trained("train.steps=5") == [(None, 5), (None, 5)]
+    assert trained("train.epochs=3") == [(3, None), (3, None)]
+    assert trained("train.steps=null") == [(2, None), (None, None)]
+    with pytest.raises(SettingsError, match="epochs \\(1\\) and steps \\(5\\) exclude each other"):
+        trained("train.steps=5", "train.epochs=1")
+
+
 # --- runs and seeds ----------------------------------------------------------
 
 

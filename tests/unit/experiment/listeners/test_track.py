@@ -222,8 +222,8 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(
     (tmp_path / "tracked.yaml").write_text(EXPERIMENT)
     assert cli.main(["run", str(tmp_path / "tracked.yaml"), "track=tensorboard", "--out", str(tmp_path / "out")]) == 2
     advice = "which is not installed: pip install 'PATH/TO/CLONE[tensorboard]', with the path of your clone"
-    expected = f"track=tensorboard needs the package 'tensorboard', {advice}"
-    assert expected in capsys.readouterr().err
+    expected = f"fedbn: error: track=tensorboard needs the package 'tensorboard', {advice}"
+    assert capsys.readouterr().err.startswith(expected)
     assert not (tmp_path / "out").exists()
 
 
