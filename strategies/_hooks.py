@@ -17,15 +17,19 @@ A rule overrides only the hooks whose behaviour it changes. Subclass `FedAvg`, o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import SettingsError, log_once
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Config as Config
 from fedbn_flwr.messages.reply import Reply
@@ -195,8 +199,11 @@ class Hooks(Strategy):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if not isinstance(cls.traits, Traits):
+            raise TypeError(f"{cls.__name__}.traits is a {type(cls.traits).__name__}; expected Traits(...)")
         if "__init__" in vars(cls):
-            cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = _calling_super(cls, checked(cls.__init__))  # type: ignore[method-assign]
+        _warn_of_misspelt_hooks(cls)
         own = [hook for hook in _OF_SINGLE_REPLIES if _is_own(cls, hook)]
         if own and "breaks" not in vars(cls):
             reason = f"has {own[0]}() of its own, which may use the replies of single clients"
@@ -213,6 +220,32 @@ class Hooks(Strategy):
 _OF_SINGLE_REPLIES = ("problem", "weights", "combine", "after_round", "incoming", "accepted")
 
 
+def _calling_super(cls: type, init: Callable[..., None]) -> Callable[..., None]:
+    """An `__init__` that raises an error unless it has called the one of the base class."""
+
+    @functools.wraps(init)
+    def call(self: Hooks, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        if "memory" not in vars(self):
+            raise TypeError(f"{cls.__name__}.__init__ doesn't call super().__init__(**options)")
+
+    return call
+
+
+def _warn_of_misspelt_hooks(cls: type) -> None:
+    """Warn of methods with the parameters of a hook and nearly its name, which nobody calls."""
+    hooks = {name: each for name, each in vars(Hooks).items() if inspect.isfunction(each) and name[0] != "_"}
+    for name, method in vars(cls).items():
+        for meant in difflib.get_close_matches(name, hooks.keys() - vars(cls), 1, 0.85):
+            inherited = any(hasattr(base, name) for base in cls.__bases__)
+            if not inherited and inspect.isfunction(method) and _parameters(method) == _parameters(hooks[meant]):
+                log_once(f"{cls.__name__}.{name} isn't a hook; did you mean {meant}?")
+
+
+def _parameters(function: Callable[..., object]) -> list[str]:
+    return [*inspect.signature(function).parameters]
+
+
 def _is_own(cls: type, hook: str) -> bool:
     """Whether a class defines a hook, or inherits it from a class that is not a rule."""
     others = [getattr(base, hook) for base in cls.__bases__ if issubclass(base, Hooks)]
@@ -224,6 +257,6 @@ def require_norm(rule: Hooks, needed: Collection[Role], arrays: ArrayRecord, use
     if set(needed).isdisjoint(roles(arrays).values()):
         missing = " or ".join(sorted(role.value for role in set(needed) - {Role.COUNTER}))
         raise SettingsError(
-            f"{rule} {use}, and the model has none (no array is a batch norm's {missing}); use {instead}, or a model "
-            "with model.norm=bn"
+            f"{rule} {use}, and no array of the model is a batch norm's {missing}. In a Flower app, send the whole "
+            f"state dict: ArrayRecord(model.state_dict()). In an experiment, set model.norm=bn. Or use {instead}"
         )

@@ -19,10 +19,11 @@ from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Result
 
-from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError
+from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError, few, log_once
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import Reply, with_content
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.messages.votes import metric_problems, record_problems
@@ -105,13 +106,20 @@ class Rule(Hooks):
             usable = self._usable(round, gate(replies))
         except RoundSkipped:
             return round.arrays, MetricRecord({"skipped": 1})
-        weights = base.bounded(f"round {server_round}", self.weights(round, usable))
+        names = "(".join(map(str, self.chain)) + ")" * (len(self.chain) - 1)
+        given = self.weights(round, usable)
+        if len(given) != len(usable):
+            raise RunFailed(f"{names}.weights returned {len(given)} for {len(usable)} replies; expected one for each")
+        weights = base.bounded(f"round {server_round}", given)
         combined = self.combine(round, usable, weights)
+        if not isinstance(combined, Mapping):
+            raise RunFailed(f"{names}.combine returned {shown(combined)}; expected the new model, a dict of arrays")
         if problem := base.model_problem(combined, unpack(round.arrays)):
-            names = "(".join(map(str, self.chain)) + ")" * (len(self.chain) - 1)
             raise RunFailed(f"round {server_round}: {names} made a model that cannot be used: {problem}")
         model = pack(combined)
         if list(model) != list(round.arrays):  # arrays that clients do not send back do not change
+            if missing := [key for key in usable[0].arrays if key not in model]:
+                log_once(f"{names}.combine doesn't return {few(missing, 3)}: what was sent stays")
             model = record_of({**round.arrays, **model})
         for rule in reversed(self.chain):
             rule.after_round(round, usable, weights)

@@ -133,7 +133,7 @@ class FixBN(Wrapper):
         if self.refresh and not last and is_initial(unpack(arrays)):
             LOG.warning("the statistics are 0 and 1 in round 1: nothing is normalised before they are refreshed")
         if last < num_rounds:
-            require_norm(self, self.freeze, arrays, "freezes batch norm", instead="its base strategy")
+            require_norm(self, self.freeze, arrays, "freezes batch norm", instead="the base strategy alone")
 
     def config(self, round: Round) -> Config:
         if self._is_free(round):

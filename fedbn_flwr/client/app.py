@@ -299,11 +299,18 @@ def _reply(update: Update, context: Context) -> RecordDict:
 
 
 def _numbers(metrics: Metrics) -> MetricRecord:
-    """The numbers among the metrics, and lists of them, as Python's types, which a MetricRecord needs."""
+    """The numbers among the metrics, and lists of them, as Python's types, which a MetricRecord needs.
+
+    Others are dropped with a warning.
+    """
     found = {}
     for key, value in metrics.items():
         with suppress(TypeError, ValueError, RuntimeError):  # no numbers
             array = np.asarray(value.tolist() if hasattr(value, "tolist") else value)
             if array.dtype.kind in "biuf" and array.ndim < 2:
                 found[key] = (array * 1).tolist()  # true and false are no numbers of a MetricRecord
+        if key not in found:
+            log_once(
+                f"the metric {key!r} is a {type(value).__name__} and isn't sent; expected a number or a list of them"
+            )
     return MetricRecord(found)

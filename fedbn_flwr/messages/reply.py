@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.errors import MessageError
+from fedbn_flwr.errors import MessageError, log_once
 
 from . import protocol
 from .aggregate import Arrays
@@ -61,6 +61,8 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
     if records is None:
         return Reply({}, metrics_of(content), {}, message)
     extras = {key: unpack(record) for key, record in arrays_in(content).items() if key in records}
+    if name in content and (others := [key for key in arrays_in(content) if key not in {*records, name}]):
+        log_once(f"the clients' record {shown(others[0])} is dropped: the strategy's traits.records don't declare it")
     arrays = arrays_of({key: record for key, record in content.items() if key not in extras}, name)
     return Reply(unpack(arrays), metrics_of(content), extras, message)
 

@@ -11,7 +11,7 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional as F
@@ -250,8 +250,14 @@ def test_a_model_without_batch_norm_is_refused(federation: Federations) -> None:
         layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
         return convert_norm(layers, "gn")
 
-    with pytest.raises(SettingsError, match="FixBN freezes batch norm, and the model has none"):
+    with pytest.raises(SettingsError, match="FixBN freezes batch norm, and no array of the model is"):
         models_of(federation(model=net), FixBN(FedAvg(), freeze_round=1), 2)
+
+
+def test_parameters_without_statistics_are_not_the_whole_model(federation: Federations) -> None:
+    parameters = {key: value.detach() for key, value in federation().model.named_parameters()}
+    with pytest.raises(SettingsError, match=r"send the whole state dict: ArrayRecord\(model.state_dict\(\)\)"):
+        FixBN(FedAvg(), freeze_round=1).begin(2, ArrayRecord(parameters))
 
 
 def test_around_flower_s_own_fedavg(federation: Federations) -> None:

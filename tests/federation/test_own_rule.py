@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -343,6 +343,83 @@ def test_weights_of_its_own_are_refused_around_what_does_not_use_them(inside: Ca
     FirstOnly(FedAvg())
     with pytest.raises(SettingsError, match="does not report the weights of its mean, and FirstOnly has others"):
         FirstOnly(inside())
+
+
+# --- mistakes of a strategy's author ---
+
+
+class Forgets(FedAvg):
+    def __init__(self, *, mu: float = 0.01) -> None:
+        self.mu = mu
+
+
+class ForgetsAround(Wrapper):
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+
+def test_a_constructor_that_forgets_its_base_is_named() -> None:
+    with pytest.raises(TypeError, match=r"^Forgets.__init__ doesn't call super\(\).__init__\(\*\*options\)$"):
+        Forgets()
+    with pytest.raises(TypeError, match=r"^ForgetsAround.__init__ doesn't call super"):
+        ForgetsAround(FedAvg())
+
+
+def test_traits_must_be_traits() -> None:
+    with pytest.raises(TypeError, match=r"^Bad.traits is a dict; expected Traits\(\.\.\.\)$"):
+        type("Bad", (FedAvg,), {"traits": {"kept": "last"}})
+
+
+def test_what_weights_and_combine_return_is_checked(federation: Federations) -> None:
+    fed = federation((8, 12))
+    of_one = type("OfOne", (FedAvg,), {"weights": lambda self, round, replies: [1.0]})
+    with pytest.raises(RunFailed, match=r"^FixBN\(OfOne\).weights returned 1 for 2 replies; expected one for each$"):
+        after(fed, FixBN(of_one(), freeze_round=1))
+    nothing = type("Nothing", (FedAvg,), {"combine": lambda self, round, replies, weights: None})
+    with pytest.raises(RunFailed, match=r"^Nothing.combine returned None; expected the new model, a dict of arrays$"):
+        after(fed, nothing())
+
+
+def test_a_key_that_combine_leaves_out_keeps_its_value_with_a_warning(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    class WithoutBias(FedAvg):
+        def combine(self, round: Any, replies: Any, weights: Any) -> Any:
+            return {key: value for key, value in super().combine(round, replies, weights).items() if key != "1.bias"}
+
+    fed = federation((8, 12))
+    found = after(fed, WithoutBias(), 2)
+    np.testing.assert_array_equal(found["1.bias"], unpack(fed.arrays())["1.bias"])
+    text = "WithoutBias.combine doesn't return 1.bias: what was sent stays"
+    assert [each.message for each in flower_log.records].count(text) == 1
+
+
+def test_a_misspelt_hook_is_a_warning(flower_log: pytest.LogCaptureFixture) -> None:
+    type("Misspelt", (FedAvg,), {"after_rounds": lambda self, round, replies, weights: None})
+    assert "Misspelt.after_rounds isn't a hook; did you mean after_round?" in flower_log.text
+    flower_log.clear()
+    type("Helper", (FedAvg,), {"weight": lambda self, reply: 1.0})
+    assert flower_log.text == ""
+
+
+class SaysMore(ClientRule):
+    keys: ClassVar[Any] = {"fedbn.says-more": Key("true", "reply with what the strategy does not expect")}
+
+    def finish(self, memo: Any, steps: int, metrics: Any, records: Any) -> None:
+        metrics |= {"tau": 3, "optimizer": "sgd"}
+        records["forgotten"] = {"0.bias": np.zeros(3)}
+
+
+def test_a_metric_that_is_no_number_and_a_record_that_is_not_declared_are_dropped_with_a_warning(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    rule = type("AsksForMore", (FedAvg,), {"config": lambda self, round: {"fedbn.says-more": True}})()
+    result = rule.start((fed := federation((8, 12))).grid(), fed.arrays(), num_rounds=2)
+    assert result.train_metrics_clientapp[2]["tau"] == 3
+    lines = [each.message for each in flower_log.records]
+    assert lines.count("the metric 'optimizer' is a str and isn't sent; expected a number or a list of them") == 1
+    dropped = "the clients' record 'forgotten' is dropped: the strategy's traits.records don't declare it"
+    assert lines.count(dropped) == 1
 
 
 class Fades(FedAvg):

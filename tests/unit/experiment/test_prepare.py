@@ -192,7 +192,7 @@ def test_other_batches_of_one_example_are_not_refused(text: str) -> None:
 
 def test_a_model_unsuited_to_the_strategy_is_refused_before_training() -> None:
     experiment = read_experiment({"strategy": {"name": "FixBN"}, "model": {"norm": "gn"}})
-    with pytest.raises(SettingsError, match=r"^FixBN freezes batch norm, and the model has none"):
+    with pytest.raises(SettingsError, match=r"^FixBN freezes batch norm, and no array of the model is"):
         prepare(experiment)
 
 
