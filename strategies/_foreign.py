@@ -1,4 +1,4 @@
-"""Strategies that are not rules: Flower's own, or those of another project."""
+"""Strategies without this library's hooks: Flower's, or another project's."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of a rule that do not change during a run. Those of a rule around another add to the other's."""
+    """The properties of a strategy that do not change during a run. Those of one around another add to the other's."""
 
     # What the clients' steps must be: "linear", so that the mean of their first steps is the step along the mean of
     # their gradients (SGD without clipping), "momentum" (SGD with momentum), or "sgd".
@@ -113,13 +113,13 @@ class Traits:
 
 
 class Hooks(Strategy):
-    """The hooks of a rule, with their defaults, which pass on to the rule inside or change nothing."""
+    """The hooks of a strategy, with their defaults, which pass on to the strategy inside or change nothing."""
 
     @dataclass
     class Memory:
-        """The state of the rule: `begin` resets it, a checkpoint saves it, and a resumed run restores it.
+        """The state of the strategy: `begin` resets it, a checkpoint saves it, and a resumed run restores it.
 
-        A rule with state declares a dataclass of this name, derived from its base's. All fields have defaults; they
+        A strategy with state declares a dataclass of this name, derived from its base's. All fields have defaults; they
         are numbers, strings, arrays, and lists and dicts of these.
         """
 
@@ -142,9 +142,9 @@ class Hooks(Strategy):
     # --- the hooks ---
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        """Prepare for a run that begins with this model; raise SettingsError if the rule cannot train it.
+        """Prepare for a run that begins with this model; raise SettingsError if the strategy cannot train it.
 
-        `num_rounds` is 0 if a strategy that is not a rule has started the run: then it is not known.
+        `num_rounds` is 0, for unknown, if a strategy without hooks has started the run, as Flower's do.
         """
         self.memory, self._rounds = self.Memory(), num_rounds
         self._inside.begin(num_rounds, arrays)
@@ -173,7 +173,7 @@ class Hooks(Strategy):
         return None
 
     def accepted(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
-        """What the hooks that follow, and the rules around this one, see of the usable replies."""
+        """What the hooks that follow, and the strategies around this one, see of the usable replies."""
         return replies
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
@@ -192,7 +192,7 @@ class Hooks(Strategy):
         return self._inside.global_model(round)
 
     def notes(self) -> Json:
-        """The entries in the run's summary, for instance the round in which the rule froze batch norm."""
+        """The entries in the run's summary, for instance the round in which the strategy froze batch norm."""
         return self._inside.notes()
 
     # --- what a subclass gets without writing it ---

@@ -52,7 +52,7 @@ class Rule(Hooks):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The messages of the whole chain; this rule is the outermost one."""
+        """The messages of the whole chain, whose outermost strategy this one is."""
         if server_round == 1 and protocol.RUN not in config:
             # A strategy around this one has started the run, as Flower's for privacy do, or a `start` of the user.
             self._check_outer()
@@ -98,7 +98,7 @@ class Rule(Hooks):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The new model, by the hooks of the whole chain; this rule is the outermost one."""
+        """The new model, by the hooks of the whole chain, whose outermost strategy this one is."""
         base, round = self.base, self._round
         if round is None or not base.training.asked:
             return None, None

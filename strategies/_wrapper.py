@@ -18,7 +18,7 @@ from ._rule import Rule
 
 
 class Wrapper(Rule):
-    """A rule around another strategy, which it extends.
+    """A strategy around another one, which it extends.
 
     Its hooks are called along with those of the strategies inside, see `Rule`. Evaluation and summary are those of the
     wrapped strategy. `needs` are the guarantees that the strategies inside must give (`check_composition`), each with

@@ -110,7 +110,7 @@ class FedRDNClient(ClientRule):
 
     keys = {
         DRAWN: Key("`image` or `batch`", "normalise each image, or each batch, with statistics of a client drawn"),
-        MEAN: Key("floats", "the means of the channels of inputs, client by client"),
+        MEAN: Key("floats", "the input channels' means, one client after another"),
         DEVIATION: Key("floats", f"the standard deviations for `{MEAN}`"),
         OWN: Key("true", "measure the inputs' own mean and deviation (`query.measure`), and normalise tests with them"),
     }

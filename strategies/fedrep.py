@@ -40,7 +40,7 @@ class FedRep(FedAvg):
     Parameters
     ----------
     kept : sequence of str (default: ["last"])
-        The head: names as of FedAvg's `kept`, by default the last layer.
+        The head: named as in FedAvg's `kept`, by default the last layer.
     head_epochs : int (default: 10)
         Passes over a client's data that train the head, before the epochs or steps of the round, which train the body.
     """

@@ -138,7 +138,7 @@ class FixBN(Wrapper):
     def config(self, round: Round) -> Config:
         if self._is_free(round):
             return {}
-        frozen = protocol.join(self.freeze | frozen_roles(round.config))  # a rule around it may freeze others
+        frozen = protocol.join(self.freeze | frozen_roles(round.config))  # a strategy around it may freeze others
         return {FREEZE: frozen, **({MOMENTS: True} if self.refresh else {})}
 
     def problem(self, round: Round, reply: Reply) -> str | None:

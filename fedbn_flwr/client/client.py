@@ -117,11 +117,13 @@ class BNClient(NumPyClient):
         The seed for random numbers of the model (dropout) and of a shuffling DataLoader, which become functions of
         (seed, round, client).
     min_batch
-        Refuse to exchange the statistics of a batch of fewer examples, even if the strategy (FedTAN) allows them.
+        Refuse to exchange the statistics of a batch of fewer examples, even if the strategy (FedTAN) allows them. The
+        larger limit counts.
     device
         The device for training; by default that of the model's parameters.
     context
-        The node's Flower context, which has the client's `partition-id` and state; `client_app` sets it.
+        The node's Flower context, which has the client's `partition-id` and state. `client_app` sets it, so pass it
+        only if you call the client yourself.
     """
 
     def __init__(
@@ -261,9 +263,11 @@ class BNClient(NumPyClient):
     # --- arrays by position, for Flower's NumPyClient ---
 
     def get_parameters(self, config: Config) -> list[np.ndarray]:
+        """The model's arrays in the order of its state dict, without counters."""
         return [value.copy() for value in self._tensors.taken(self._sent()).values()]
 
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Metrics]:
+        """Train a round from these arrays; returns the trained ones, the number of examples and metrics."""
         if key := next((key for key in declared("client_mods") if key in config), None):
             raise MessageError(f"{key!r} needs a ClientApp made by fedbn_flwr.client_app")  # which has the mod
         update = self.train_round(self._named(parameters), config)
@@ -271,6 +275,7 @@ class BNClient(NumPyClient):
         return [value.copy() for value in update.arrays.values()], int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
 
     def evaluate(self, parameters: list[np.ndarray], config: Config) -> tuple[float, int, Metrics]:
+        """The loss of these arrays on the client's test data, the number of examples and metrics."""
         metrics = self.evaluate_round(self._named(parameters), config) | self.identity
         return metrics.pop("loss"), int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
 
@@ -416,7 +421,7 @@ class BNClient(NumPyClient):
             return reestimate(self.model, self._pairs(epoch), self._tensors.device, pooled=pooled)
 
     def _seeded(self, purpose: str, config: Config, loader: object = None) -> AbstractContextManager[None]:
-        """Random numbers as functions of purpose, round and client, also those of a DataLoader's own generator."""
+        """Make random numbers, including a DataLoader's, depend only on purpose, round and client."""
         return seeding.streams(self._seed(purpose, config, loader), self._tensors.device)
 
     def _seed(self, purpose: str, config: Config, loader: object = None) -> int:

@@ -34,7 +34,7 @@ ONE_VALUE = "more than 1 value per channel"  # PyTorch's words on batch norm of 
 
 
 class Epochs(Protocol):
-    """Training data whose order is a function of round and epoch; a plain iterable (a DataLoader) works too."""
+    """Training data whose order is a function of round and epoch; any iterable, such as a DataLoader, works too."""
 
     num_examples: int
 

@@ -156,8 +156,8 @@ def classes(rows: Rows, clients: int, seed: int, *, classes_per_client: Positive
 def shards(rows: Rows, clients: int, seed: int, *, shards_per_client: Positive) -> Parts:
     """`shards_per_client` equal-sized shards of the examples sorted by class (McMahan et al. 2017).
 
-    With ten classes, five clients with two shards each have 20 % of the classes (FixBN); with MNIST, 100 clients have
-    two shards of 300 examples (FedBS).
+    With ten classes and five clients, two shards each give a client 20 % of the classes (FixBN). On MNIST, 100 clients
+    get two shards of 300 examples each (FedBS).
     """
     labels = rows.labels
     wanted = clients * shards_per_client

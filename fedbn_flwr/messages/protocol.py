@@ -24,7 +24,7 @@ Metrics = dict[str, Any]  # of a reply: numbers, and lists of them
 
 @dataclass(frozen=True)
 class Key:
-    """The documentation of a config key: the type of its value, and what it asks of the client."""
+    """The documentation of a config key: the type of its value, which isn't checked, and what it asks of the client."""
 
     value: str
     asks: str
@@ -47,7 +47,11 @@ RUN_KEYS = {
     RUN: Key("text", "keep the client's state separate from that of other runs"),
     TOKEN: Key("32 hexadecimal digits", "distinguish runs of one name; a resumed run has the same token"),
     KEPT_ROUND: Key("int", "keep the state after this round in the state folder, if there is one"),
-    LR_FACTOR: Key("float", "multiply the round's learning rate by this factor, from a freeze or switch on"),
+    LR_FACTOR: Key(
+        "float",
+        "multiply the round's learning rate by this factor; experiments send it after a freeze or switch, a Flower app "
+        "doesn't",
+    ),
     KEPT: Key("names, comma separated", "keep its own arrays of these roles, layers or patterns, which are not sent"),
     RETURN: Key("true", f"send the arrays of `{KEPT}` back in addition to the received ones"),
     MEANS: Key("floats", f"normalise inputs with these means of all clients' columns, along with `{DEVIATIONS}`"),

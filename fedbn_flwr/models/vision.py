@@ -43,7 +43,7 @@ def densenet121(
 def mobilenet_v2(
     num_classes: int, in_channels: int = 3, image_size: Size | None = None, stem: Stem = "auto"
 ) -> nn.Module:
-    """torchvision's MobileNetV2; up to 64 pixels without the first two strides."""
+    """torchvision's MobileNetV2; for images of up to 64 pixels, the first two strides are dropped."""
     small = is_small(stem, image_size)
     # Expansion, channels, blocks and stride of each stage (Sandler et al. 2018, table 2), stride 1 in the second.
     stages = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2], [6, 320, 1, 1]]

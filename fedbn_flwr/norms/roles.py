@@ -26,6 +26,8 @@ V = TypeVar("V")
 
 
 class Role(StrEnum):
+    """What an array of a model is: weights, affine (gamma and beta), statistics or counter."""
+
     WEIGHTS = "weights"  # everything else
     AFFINE = "affine"  # gamma and beta of batch norm
     STATISTICS = "statistics"  # running mean and variance

@@ -65,7 +65,7 @@ class Result(Run):
         file
             The file of the run folder with the global model.
         state
-            The state folder of a site, for its personal model; `client` only if the folder has the states of several.
+            A site's state folder, to make its personal model. Give `client` too if it holds several clients' states.
         """
         from .read.trained import global_model, personal_model, site_model
 

@@ -1,1 +1,1 @@
-"""From a file and its layers (defaults, catalogue, extends, run, sweep, size, command line) to runs."""
+"""Turn a file and its layers (defaults, catalogue, extends, run, sweep, size, command line) into runs."""

@@ -1,4 +1,4 @@
-"""A finished run, or one so far, read from its folder; and the state of runs, for `fedbn status`."""
+"""Read a run, finished or not, from its folder, and the state of runs for `fedbn status`."""
 
 from __future__ import annotations
 
