@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -219,6 +220,18 @@ def local_round() -> Table:
     return ("name", "what it is"), [(f"`{name}`", None) for name in weight.names()["LocalRound"]]
 
 
+def api() -> Table:
+    """The names whose docstrings the page of the API shows, each with the first line of its docstring."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    paths = re.findall(r"^::: (\S+)$", page.partition("## Messages")[0], re.MULTILINE)
+    rows: list[Row] = [(f"`{path.rpartition('.')[2]}`", _summary(pkgutil.resolve_name(path))) for path in paths]
+    return ("name", "what it is"), rows
+
+
+def _summary(named: object) -> str:
+    return " ".join((inspect.getdoc(named) or "").partition("\n\n")[0].split())
+
+
 def command(name: str) -> Callable[[], Table]:
     def table() -> Table:
         (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
@@ -249,6 +262,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "experiments": experiments,
     "keys": keys,
     "names": names,
+    "api": api,
     "hooks of the server": hooks(Rule, "what it does", "default", "for instance"),
     "hooks of the client": hooks(ClientRule, "when", "for instance"),
     "local round": local_round,
