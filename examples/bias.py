@@ -114,7 +114,7 @@ def after_rounds(strategy, model, clients, rounds, loss=F.cross_entropy, lr=1.0)
 
     def make_client(context):
         own = clients[context.node_config["partition-id"]]
-        return BNClient(copy.deepcopy(model), [own], loss=loss, lr=lr, context=context)
+        return BNClient(copy.deepcopy(model), [own], loss=loss, lr=lr)
 
     states = []
     strategy.start(

@@ -121,8 +121,9 @@ def norm(sent: dict[str, np.ndarray], reply: dict[str, np.ndarray], keys: list[s
 
 
 def documented(fed: Any) -> dict[str, Any]:
-    """What the page of Flower's strategies defines."""
-    codes = [code for code in python_blocks((ROOT / "docs" / "flower.md").read_text()) if "mods=" in code]
+    """What the pages on mods define."""
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("flower.md", "privacy.md"))
+    codes = [code for code in python_blocks(pages) if "mods=" in code]
     names: dict[str, Any] = {"make_client": fed.make_client}
     for code in codes:
         exec(code, names)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -15,10 +17,11 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedMedian
 
-from fedbn_flwr import client_app
+from fedbn_flwr import BNClient, client_app
 from fedbn_flwr.client.layerwise import ParkedRounds
-from fedbn_flwr.strategies import MeanStatistics
+from fedbn_flwr.strategies import FedBN, MeanStatistics, Scaffold
 from tests.support.command import ROOT, fedbn, python_blocks
+from tests.support.federations import last_model, same
 from tests.support.packages import CLEAN, UV, needs_uv, run
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, RecordingGrid, copied, imported
 
@@ -209,6 +212,18 @@ def test_the_readme_s_lines_work() -> None:
         names["strategy"].start(grid, ArrayRecord(project.task.Net().state_dict()), num_rounds=2)
     assert grid.errors() == []
     assert grid.count("train") == 2 * CLIENTS
+
+
+@pytest.mark.parametrize("strategy", [FedBN, Scaffold])
+def test_clients_made_without_a_context_have_their_node_s_state(federation: Callable[..., Any], strategy: Any) -> None:
+    fed = federation((8, 12), steps=2)
+
+    def make_client(context: Context) -> BNClient:
+        data = fed.data[int(context.node_config["partition-id"])]
+        return BNClient(copy.deepcopy(fed.model), data, data, **fed.options)
+
+    expected, found = (last_model(fed, strategy(), 3, fed.grid(app)) for app in (None, client_app(make_client)))
+    assert same(found, expected)
 
 
 # --- on Flower's own runtime -------------------------------------------------
