@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import torch
 from fedbn_flwr.strategies.fedap import mix  # type: ignore[import-untyped]
-from flwr.app import MetricRecord, RecordDict
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr import BNClient, client_app, run
+from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.errors import RunFailed, SettingsError, UserError
+from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.serialization import parse
-from fedbn_flwr.strategies import FedAP, FedBN, FedRDN, FixBN, Private, Secure
+from fedbn_flwr.strategies import FedAP, FedAvg, FedBN, FedRDN, FixBN, Private, Secure
 from tests.support.federations import Arrays, models_of, replaced, same
 from tests.support.localnorm import by_hand, share
 
@@ -159,7 +160,7 @@ def test_equal_clients_share_equally_and_no_distance_gives_nan() -> None:
 
 
 def watched(fed: Any, absent: Callable[[int, int], bool]) -> tuple[Any, dict[tuple[int, int], Arrays]]:
-    """An app whose clients fail where `absent(client, round)`, and the conv weights with which they begin rounds."""
+    """An app whose clients fail where `absent(client, round)`, and the arrays with which they begin rounds."""
     begun: dict[tuple[int, int], Arrays] = {}
 
     class Watched(BNClient):
@@ -171,7 +172,7 @@ def watched(fed: Any, absent: Callable[[int, int], bool]) -> tuple[Any, dict[tup
         if absent(context.node_config["partition-id"], config.get("server-round", 0)):
             raise OSError("not there")
         plain = fed.make_client(context)
-        return Watched(plain.model, plain.train_data, lr=LR, context=context)
+        return Watched(plain.model, plain.train_data, plain.eval_data, lr=plain.lr, context=context)
 
     return client_app(make), begun
 
@@ -285,3 +286,53 @@ def test_a_client_s_model_of_an_experiment_is_its_own_mix(tmp_path: Path) -> Non
     path.unlink()
     with pytest.raises(UserError, match="has no 'model-client-1"):
         result.model(client=1)
+
+
+class Halved(FedAvg):
+    """Client 1 receives half of every value."""
+
+    def sent_to(self, client: int, arrays: ArrayRecord) -> ArrayRecord:
+        return pack({key: value / 2 for key, value in unpack(arrays).items()}) if client == 1 else arrays
+
+
+def test_a_class_with_a_model_for_each_client(federation: Federations) -> None:
+    """With node ids that are not partitions; both train and are evaluated with what they received."""
+    fed = federation((6, 9), model=two_norms, lr=0.0)
+    losses: list[float] = []
+
+    def mean(contents: list[RecordDict], key: str) -> MetricRecord:
+        losses[:] = [float(record["loss"]) for each in contents for record in each.metric_records.values()]  # type: ignore[arg-type]
+        return MetricRecord()
+
+    rule = Halved(evaluate_metrics_aggr_fn=mean)
+    app, begun = watched(fed, lambda client, number: False)
+    models = models_of(fed, rule, 1, grid=LocalGrid(app, 2, node_ids=[70, 5]))
+    for key, value in models[0].items():
+        np.testing.assert_array_equal(begun[0, 1][key], value)
+        np.testing.assert_array_equal(begun[1, 1][key], value / 2)
+    model = copy.deepcopy(fed.model).eval()
+    for client, share_ in enumerate((1, 2)):
+        model.load_state_dict({k: torch.from_numpy(v / share_) for k, v in models[1].items()}, strict=False)
+        inputs, labels = (torch.cat([batch[i] for batch in fed.data[client].batches]) for i in (0, 1))
+        np.testing.assert_allclose(losses[client], F.cross_entropy(model(inputs), labels).item(), rtol=1e-5)
+    assert rule.traits.personalises
+    with pytest.raises(SettingsError, match="Halved sends each client a model of its own"):
+        Secure(Halved())
+
+
+def test_statistics_that_are_not_plausible_are_left_out(federation: Federations) -> None:
+    class Far(BNClient):
+        def measure_round(self, config: Any, *rest: Any) -> Any:
+            found = super().measure_round(config, *rest)
+            far = self.identity["partition-id"] == 2
+            found.arrays = {key: value * 1000 if far else value for key, value in found.arrays.items()}
+            return found
+
+    fed = federation(SIZES, model=two_norms, lr=LR)
+    app = client_app(lambda context: Far(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context))
+    for bounds, left in (({"plausible": 10}, [0, 1]), (None, [0, 1, 2])):
+        rule = FedAP(warmup_rounds=0, bounds=bounds, fraction_evaluate=0.0)
+        models_of(fed, rule, 2, app)
+        assert sorted(rule.memory.statistics) == left
+        sent = fed.arrays()
+        assert (rule.sent_to(2, sent) is sent) == (bounds is not None)
