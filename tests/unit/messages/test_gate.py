@@ -306,6 +306,25 @@ def test_a_reply_with_another_partition_is_an_error_with_the_reason() -> None:
     assert [each.error.reason for each in attendance.refused] == ["its partition-id is 7, and it reported 1 before"]
 
 
+def test_a_check_sees_the_replies_that_earlier_ones_have_left() -> None:
+    screening, seen = Screening([reply(1), reply(2), reply(3)]), list[int]()
+
+    def odd_node(each: Reply) -> str | None:
+        seen.append(each.message.metadata.src_node_id)
+        return "it is odd" if seen[-1] == 2 else None
+
+    def unreadable(each: Reply) -> str | None:
+        raise MessageError("it cannot be read")
+
+    screening.check(odd_node)
+    screening.leave_out({3: "it is far from the others"})
+    screening.check(odd_node)
+    assert seen == [1, 2, 3, 1]
+    screening.check(unreadable)
+    assert not screening.usable
+    assert screening.problems == [(2, "it is odd"), (3, "it is far from the others"), (1, "it cannot be read")]
+
+
 def test_a_node_cannot_exclude_another_one_by_its_partition() -> None:
     """Which of them it belongs to is not known; it may also be one node that has returned under another id."""
     roster = Roster()
