@@ -44,7 +44,7 @@ _TOO_SLOW = (
 )
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _WATCH = 2  # seconds between checks that the parent lives
-_IDLE = 1  # seconds without a job until a worker returns freed memory to the system
+_IDLE = 0.05  # seconds without a job until a worker returns freed memory to the system
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 Then = Callable[[Any, str], object]  # gets a job's result, or the reason why there is none

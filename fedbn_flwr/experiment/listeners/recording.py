@@ -8,6 +8,7 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, RecordDict
 
 from fedbn_flwr.client.evaluation import name_of
+from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import Diverged, OutOfTime, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, unpack
@@ -150,6 +151,7 @@ class Saving(Listener):
         self._write_models(running, snapshot, model)
         contexts = running.grid.contexts() or {}
         running.folder.write_checkpoint(snapshot, ((node, context.state) for node, context in contexts.items()))
+        return_freed_memory()  # of the files' content, to make room for the replies of the next round
 
 
 def checkpoint_every(run: Settings) -> int:

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.client import evaluation
 from fedbn_flwr.engines.base import GridWithout, capabilities
 from fedbn_flwr.engines.network import PollingGrid
+from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import Diverged, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
@@ -89,6 +90,8 @@ def run_one(
             restore(rule, snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
         keep_promises(rule, folder, done)
+        prepared.release()  # until it evaluates
+        return_freed_memory()
         while not at.is_last:
             at = train_round(running, at, listeners)
             for listener in listeners:

@@ -19,6 +19,7 @@ import fedbn_flwr.experiment.run.side_by_side as side_by_side
 from fedbn_flwr import cli
 from fedbn_flwr.errors import MissingPackage, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.parts import Parts
 from fedbn_flwr.strategies import Rule
 
@@ -78,6 +79,22 @@ def test_nothing_of_a_finished_run_stays_in_memory(tmp_path: Path, monkeypatch: 
     experiment = load_experiment(EXPERIMENT + "  Scaffold: {strategy: {name: Scaffold}}\n")
     experiment_run.carry_out(experiment, tmp_path, resume=False)
     assert left == [0, 0, 0]
+
+
+def test_the_server_has_no_model_while_clients_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs one only to evaluate, and workers need the memory."""
+    left: list[torch.nn.Module | None] = []
+    train_round = experiment_run.train_round
+
+    def watched(running: Running, *arguments: Any) -> FinishedRound:
+        left.append(running.prepared._model)
+        return train_round(running, *arguments)
+
+    monkeypatch.setattr(experiment_run, "train_round", watched)
+    engine = {"workers": 2, "device": "cpu"}
+    changes: dict[str, Any] = {"rounds": 2, "clients": 2, "train": {"steps": 1}, "engine": engine}
+    assert fedbn_flwr.run(changes, out=tmp_path / "out", progress=False).history["accuracy"].notna().all()
+    assert left == [None, None]
 
 
 @pytest.mark.parametrize("statistics", ["model", "reestimated"])
