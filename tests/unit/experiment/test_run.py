@@ -15,6 +15,7 @@ import fedbn_flwr
 import fedbn_flwr.experiment.file.content as experiment_content
 import fedbn_flwr.experiment.prepare as experiment_prepare
 import fedbn_flwr.experiment.run.launch as experiment_run
+import fedbn_flwr.experiment.run.loop as experiment_loop
 import fedbn_flwr.experiment.run.side_by_side as side_by_side
 from fedbn_flwr import cli
 from fedbn_flwr.errors import MissingPackage, SettingsError
@@ -84,13 +85,13 @@ def test_nothing_of_a_finished_run_stays_in_memory(tmp_path: Path, monkeypatch: 
 def test_the_server_has_no_model_while_clients_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs one only to evaluate, and workers need the memory."""
     left: list[torch.nn.Module | None] = []
-    train_round = experiment_run.train_round
+    train_round = experiment_loop.train_round
 
     def watched(running: Running, *arguments: Any) -> FinishedRound:
         left.append(running.prepared._model)
         return train_round(running, *arguments)
 
-    monkeypatch.setattr(experiment_run, "train_round", watched)
+    monkeypatch.setattr(experiment_loop, "train_round", watched)
     engine = {"workers": 2, "device": "cpu"}
     changes: dict[str, Any] = {"rounds": 2, "clients": 2, "train": {"steps": 1}, "engine": engine}
     assert fedbn_flwr.run(changes, out=tmp_path / "out", progress=False).history["accuracy"].notna().all()
