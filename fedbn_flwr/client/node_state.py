@@ -126,7 +126,7 @@ def return_to_round(config: Config, context: Context) -> dict[str, int]:
     return {protocol.STATE_ROUND: max(_rounds(folder), default=0)}
 
 
-def kept_state(folder: Path, token: str, last: int, client: int | None = None) -> tuple[int, int, RecordDict]:
+def latest_state(folder: Path, token: str, last: int, client: int | None = None) -> tuple[int, int, RecordDict]:
     """A client's number, and the round and the content of its state with which it evaluates round `last` of a run.
 
     `folder` is the state folder of a site, which has one client unless several sites share it.

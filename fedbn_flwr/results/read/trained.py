@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value
 from fedbn_flwr.client.evaluation import InUnits
-from fedbn_flwr.client.node_state import OWN, NodeState, kept_state
+from fedbn_flwr.client.node_state import OWN, NodeState, latest_state
 from fedbn_flwr.data.batches import Normaliser
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.errors import UserError
@@ -67,7 +67,7 @@ class SiteModel:
 def site_model(folder: RunFolder, state: Path, client: int | None = None) -> SiteModel:
     """The model of a site: the server's arrays, and those in the site's state folder."""
     arrays, server_round = _read(folder, "model.safetensors")
-    number, state_round, records = kept_state(state.expanduser(), folder.token(), server_round, client)
+    number, state_round, records = latest_state(state.expanduser(), folder.token(), server_round, client)
     arrays |= _own_mix(folder, number, server_round)
     own = NodeState(records).load(OWN)
     network = _personal(folder.model_description(), arrays, own, number, folder.path / "model.safetensors")
