@@ -89,6 +89,8 @@ def table(rows: Sequence[Row], form: Form = DEFAULT) -> Lines:
 
 # --- the paired test ---
 
+FEWEST = 3  # pairs for a test
+
 
 @dataclass(frozen=True)
 class Paired:
@@ -102,12 +104,12 @@ class Paired:
 
 
 def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Paired:
-    """`values` minus `base`, both by seed. A single pair, and differences that are all equal, have no p value."""
+    """`values` minus `base`, both by seed. Too few pairs, and differences that are all equal, have no p value."""
     found = [value - base[seed] for seed, value in values.items() if seed in base]
     count = len(found)
     if not found or not all(map(math.isfinite, found)):
         return Paired(count)
-    if math.isclose(min(found), max(found), abs_tol=1e-12):  # equal but for rounding
+    if count < FEWEST or math.isclose(min(found), max(found), abs_tol=1e-12):  # equal but for rounding
         return Paired(count, mean(found))
     error = statistics.stdev(found) / math.sqrt(count)
     from scipy.special import stdtr, stdtrit  # distribution of t, and its inverse

@@ -63,7 +63,7 @@ def test_the_paired_test_is_student_s() -> None:
     assert [found.difference, found.low, found.high] == pytest.approx([1.58, 0.7001142, 2.4598858], rel=1e-7)
     assert (found.pairs, round(found.p, 6)) == (10, 0.002833)
     draws = np.random.default_rng(0)
-    for count in range(2, 22):
+    for count in range(3, 22):
         one, two = draws.normal(size=count), draws.normal(0.3, size=count)
         found = paired(dict(enumerate(one.tolist())), {**dict(enumerate(two.tolist())), 99: 5.0})
         expected = stats.ttest_rel(one, two)
@@ -77,6 +77,13 @@ def test_without_a_spread_there_is_no_p_value(values: dict[int, float]) -> None:
     found = paired(values, {0: 0.4, 1: 0.5})
     assert all(map(math.isnan, (found.p, found.low, found.high)))
     assert found.pairs == len(values.keys() & {0, 1})
+
+
+def test_two_pairs_have_a_difference_and_no_test() -> None:
+    """Student's t with one degree of freedom gives intervals of hundreds of points, and p values that say nothing."""
+    found = paired({0: 0.75, 1: 0.5, 2: 0.25}, {0: 0.5, 1: 0.375})
+    assert (found.pairs, found.difference) == (2, 0.1875)
+    assert all(map(math.isnan, (found.p, found.low, found.high)))
 
 
 def test_differences_that_are_equal_but_for_rounding_have_no_p_value() -> None:
