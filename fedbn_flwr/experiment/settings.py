@@ -280,9 +280,8 @@ class Evaluate(Section):
     )
     clients: Annotated[bool | Literal["own"] | None, expects("true, false or 'own'")] = setting(
         None,
-        "`true`: clients evaluate their models, on all test examples and on their own; `own`: only on their own, "
-        "if the server evaluates the global model on all. By default `true` for a strategy that personalises "
-        "(`FedBN`, `kept`, and so on), `own` for the other runs of its experiment, and elsewhere `false` "
+        "clients evaluate their models: `true` on all test examples and on their own, `own` only on their own; by "
+        "default `true` if the strategy personalises, `own` for the other runs of its experiment, else `false` "
         "unless the server doesn't evaluate, see [Clients](clients.md#own-accuracy)",
     )
     domains: bool = setting(
