@@ -207,7 +207,13 @@ def secure() -> Table:
 
 def private() -> Table:
     _, _, head, *text = (RESULTS / "private" / "digits.txt").read_text(encoding="utf-8").splitlines()
-    names = {"epsilon": "epsilon", "noise": "`noise`", "keep": "`keep`", "freeze": "frozen", "group norm": "group norm"}
+    names = {
+        "epsilon": "epsilon",
+        "noise": "noisy statistics",
+        "keep": "kept",
+        "freeze": "frozen",
+        "group norm": "group norm",
+    }
     columns = tuple(names[name] for name in re.split(r" {2,}", head.strip()))
     rows: list[Row] = [tuple(line.replace("inf", "no noise", 1).strip().rsplit(maxsplit=4)) for line in text]
     return columns, rows

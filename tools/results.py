@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from fedbn_flwr.results.folder import flat_settings
-from fedbn_flwr.results.report.tables import Paired, paired
+from fedbn_flwr.results.report.tables import FEWEST, Paired, paired
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -102,9 +102,11 @@ def span(numbers: Iterable[float]) -> str:
 
 
 def mean(values: Sequence[float], digits: int = 1) -> str:
-    text = f"{round(statistics.mean(values), digits) + 0.0:,.{digits}f}"  # no -0.0
+    """With the deviation; two values as they are, since a deviation of two says little."""
+    shown = values if len(values) == 2 else [statistics.mean(values)]
+    text = " / ".join(f"{round(each, digits) + 0.0:,.{digits}f}" for each in shown)  # no -0.0
     off = f"{statistics.stdev(values):.{digits}f}" if len({*values}) > 1 else "0"
-    return text + (f" ± {off}" if len(values) > 1 else "")
+    return text + (f" ± {off}" if len(values) > 2 else "")
 
 
 def figure(published: Sequence[Any], names: Mapping[str, Any], label: str) -> Any:
@@ -184,8 +186,6 @@ def evidence() -> Table:
 
 
 # --- differences -----------------------------------------------------------------
-
-FEWEST = 3  # seeds for a test
 
 
 class Difference(NamedTuple):
@@ -304,7 +304,8 @@ def costs() -> Table:
         bits = f"{paper['Gibit']:.4f}", f"{8 * sent / 2**30:.4f}"
         more = f"{paper['more bits']:.4f}", f"{100 * (1 - plain / sent):.4f}"
         rows.append((label, cell({"key": "accuracy", "digits": 2}, runs), f"{trips:,}", *rounds, *bits, *more))
-    pairs = ("more rounds, %, paper", "ours", "Gibit, paper", "ours", "more bits, %, paper", "ours")
+    kinds = ("more rounds, %", "Gibit", "more bits, %")
+    pairs = [f"{kind}, {whose}" for kind in kinds for whose in ("paper", "ours")]
     return ("run", "accuracy, %", "communication rounds", *pairs), rows
 
 
