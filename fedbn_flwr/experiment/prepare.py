@@ -130,7 +130,9 @@ def check_moments(run: Settings, rule: Rule) -> None:
     """Raise an error if sites would be asked for sums of columns that the strategy hides or must limit."""
     name, hides = strategy_name(run.strategy), rule.breaks.get("inside")
     asks = "data.normalise is 'moments', for which each site sends the sums of its columns to the server,"
-    instead = "use unit or official, without data.missing"
+    instead = (
+        "for images use unit or official; for other data own with partition: {kind: natural}; data.missing may be drop"
+    )
     if hides is not None:
         raise SettingsError(f"{asks} but {name} {hides}; {instead}")
     if rule.base.bounds is not None:

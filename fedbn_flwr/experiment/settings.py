@@ -51,7 +51,8 @@ class Data(Source):
         None,
         "`official`: the published mean and standard deviation of a listed data set; `moments`: mean zero"
         " and standard deviation one per channel over the training set; `own`: likewise over each site's own "
-        "training examples; `unit`: pixel values from 0 to 1",
+        "training examples; needs `partition: {kind: natural}`, and not `missing: mean`; "
+        "`unit`: pixel values from 0 to 1",
     )
     targets: Literal["scale"] | None = setting(
         None,

@@ -258,6 +258,17 @@ def test_sites_with_tables_train_the_model_of_a_simulation_with_all_rows(tables:
     assert summary["status"] == "finished"
 
 
+def test_sites_with_tables_train_with_bounds_as_the_error_says(tables: list[Path], tmp_path: Path) -> None:
+    bounded = TABLE | {"strategy": {"name": "FedAvg", "bounds": {"clip_factor": 2, "plausible": 10}}}
+    with pytest.raises(SettingsError) as found:
+        run_tables(tables, tmp_path / "out", bounded)
+    assert "own with partition: {kind: natural}; data.missing may be drop" in str(found.value)
+    cure = TABLE["data"] | {"normalise": "own", "partition": {"kind": "natural"}, "missing": "drop"}
+    summary, described, _ = run_tables(tables, tmp_path / "cured", bounded | {"data": cure})
+    assert summary["status"] == "finished"
+    assert described["normalise"]["mean"] == [0.0] * 4, "each site's own"
+
+
 class Leaves(ClientApp):
     """The app of a site, client 2, that is gone in some rounds."""
 

@@ -102,13 +102,13 @@ def test_the_readme_configures_the_superlink_that_it_names() -> None:
 
 def test_the_ports_on_the_page_for_sites_are_those_of_docker_compose() -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
-    server = {name: each.get("ports", []) for name, each in services.items() if "profiles" not in each}
+    server = {name: each.get("ports", []) for name, each in services.items() if each.get("profiles", ["proxy"]) == ["proxy"]}
     published = {port.rsplit(":", 1)[1] for ports in server.values() for port in ports}
     inside = {word.removeprefix("--port=") for word in services["supernode-0"]["entrypoint"] if "--port=" in word}
     page = (ROOT / "docs" / "sites.md").read_text(encoding="utf-8")
     picture = (ROOT / "docs" / "images" / "sites.svg").read_text(encoding="utf-8")
     assert {*re.findall(r"\| (\d{4}) \|", page)} == {*re.findall(r">port (\d{4})", picture)} == published | inside
-    assert {name for name, ports in server.items() if ports} == {"superlink", "superexec-serverapp"}, (
+    assert {name for name, ports in server.items() if ports} == {"superlink", "superexec-serverapp", "proxy"}, (
         "no site opens one"
     )
 
