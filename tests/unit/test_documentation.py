@@ -102,7 +102,9 @@ def test_the_readme_configures_the_superlink_that_it_names() -> None:
 
 def test_the_ports_on_the_page_for_sites_are_those_of_docker_compose() -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
-    server = {name: each.get("ports", []) for name, each in services.items() if each.get("profiles", ["proxy"]) == ["proxy"]}
+    server = {
+        name: each.get("ports", []) for name, each in services.items() if each.get("profiles", ["proxy"]) == ["proxy"]
+    }
     published = {port.rsplit(":", 1)[1] for ports in server.values() for port in ports}
     inside = {word.removeprefix("--port=") for word in services["supernode-0"]["entrypoint"] if "--port=" in word}
     page = (ROOT / "docs" / "sites.md").read_text(encoding="utf-8")
