@@ -116,7 +116,7 @@ def test_the_ports_on_the_page_for_sites_are_those_of_docker_compose() -> None:
 
 
 def test_an_error_that_the_faq_explains_has_the_text_of_its_heading() -> None:
-    headings = re.findall(r"^## (.*)", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(r"^### (.*)", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
     (heading,) = (each for each in headings if "refuses to exchange" in each)
     with pytest.raises(MessageError, match=heading):
         check_batch(16, allowed=32, own=32)
@@ -125,7 +125,7 @@ def test_an_error_that_the_faq_explains_has_the_text_of_its_heading() -> None:
 def test_the_faq_explains_the_error_that_the_tutorial_shows() -> None:
     """`test_tutorial.py` runs the command that prints it."""
     faq, tutorial = ((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("faq", "tutorial"))
-    (heading,) = re.findall(r"^## (train-loss is nan .*)", faq, re.MULTILINE)
+    (heading,) = re.findall(r"^### (train-loss is nan .*)", faq, re.MULTILINE)
     assert f"its {heading}" in tutorial
 
 
