@@ -17,7 +17,7 @@ from results import Row, Table
 from torch import nn
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
+from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy, in_a_line
 from fedbn_flwr.norms.convert import convert_norm
 from fedbn_flwr.norms.roles import LAST, Role
 from fedbn_flwr.strategies import Round, Rule, Traits, Wrapper, as_rule
@@ -26,15 +26,15 @@ ROOT = Path(__file__).parents[1]
 
 # The strategies in the order of the page: what they are for.
 FAMILIES = (
-    ("FedAvg", "Standalone"),  # to compare with
-    ("FixBN", "HBN", "FedTAN", "FedTANII", "FedAvgGlobalStats"),  # one model, of the same statistics on all clients
-    ("FedWon", "HeteroBN"),  # no running statistics
-    ("FedBN", "SiloBN", "FedAP", "FedRep"),  # a model for each client
+    ("FedAvg",),  # to compare with
+    ("FixBN", "FedTAN", "FedTANII", "FedAvgGlobalStats", "HBN", "FedWon", "HeteroBN"),  # one model for all
+    ("FedBN", "SiloBN", "FedAP", "FedRep", "Standalone"),  # a model for each client
     ("FedProx", "FedNova", "Scaffold", "GlobalMomentum", "FedBS"),  # drift and weights
     ("FedRDN", "MeanStatistics", "Secure", "Private"),  # around others
 )
 WORDS = {Role.WEIGHTS: "weights", Role.AFFINE: "gamma, beta", Role.STATISTICS: "statistics", LAST: "the last layer"}
 STEPS = {"linear": "SGD without clipping", "momentum": "SGD with momentum", "sgd": "SGD"}
+STORED = {"own alpha": "alpha, the learnt mix of batch and running statistics"}
 OTHERS = {"FedBS": "the metric `train-loss`", "Secure": "`client_app`", "FedRDN": "`BNClient`"}
 
 
@@ -84,18 +84,15 @@ def compared() -> Table:
     for name in names:
         rule = as_rule(build_strategy({"name": name}, client_learning_rate=0.1))
         takes_base = isinstance(rule, Wrapper) and rule.inner is None
-        model = ("as inside", "as inside") if takes_base else (averaged(rule.traits), kept(rule.traits))
-        rows.append((f"[{name}](strategies/{page_of(name)}.md)", *model, more(rule), needs(rule), None))
-    return ("strategy", "averaged", "stays on the client", "extra messages", "needs", "avoid it if"), rows
-
-
-def averaged(traits: Traits) -> str:
-    without = local(traits)
-    return "nothing" if without == "the model" else f"the model without {without}" if without else "the model"
+        stays = "as inside" if takes_base else kept(rule.traits)
+        link = f"[{name}](strategies/{page_of(name)}.md)"
+        rows.append((link, in_a_line(name), stays, more(rule), needs(rule), None))
+    return ("strategy", "what it does", "stays on the client", "extra messages", "needs", "avoid it if"), rows
 
 
 def kept(traits: Traits) -> str:
-    return local(traits) or (traits.client_memory or "nothing").removeprefix("their ")
+    stored = (traits.client_memory or "nothing").removeprefix("their ")
+    return local(traits) or STORED.get(stored, stored)
 
 
 def local(traits: Traits) -> str:
@@ -131,7 +128,7 @@ def needs(rule: Rule) -> str:
         found.append("`BNClient`")
     found += [STEPS[kind] for kind in sorted(traits.steps)]
     found += [f"batches of {traits.min_batch} or more"] if traits.min_batch else []
-    found += ["a state from round to round"] if traits.client_memory else []
+    found += ["a state"] if traits.client_memory else []
     found += [OTHERS[str(rule)]] if str(rule) in OTHERS else []
     return ", ".join(found) or "nothing"
 
