@@ -1,4 +1,4 @@
-"""The code of docs/python.md, run in order as a reader would."""
+"""The code of docs/python.md and the rehearsal of docs/deployment.md, run in order as a reader would."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from torchvision.models import resnet18
 from fedbn_flwr import run
 from tests.support.command import ROOT, python_blocks
 from tests.support.images import write_parquet
-from tests.support.plugin import imported
 
-BLOCKS = python_blocks((ROOT / "docs" / "python.md").read_text())
+BLOCKS = [
+    code for page in ("python", "deployment") for code in python_blocks((ROOT / "docs" / f"{page}.md").read_text())
+]
 
 
 def test_the_page_s_code_runs(
@@ -36,9 +37,8 @@ def test_the_page_s_code_runs(
             folder = tmp_path / site / ("train" if number % 5 else "test") / str(label)
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray((image * brightness).astype("uint8").reshape(8, 8)).save(folder / f"{number}.png")
-    with imported():
-        for code in BLOCKS:
-            exec(code, page)
+    for code in BLOCKS:
+        exec(code, page)
     assert page["mine"].config["model"]["name"] == "script_of_the_page:Net"
     right = (page["predicted"] == page["torch"].tensor(page["labels"])).float().mean()
     assert right == pytest.approx(page["result"].summary.accuracy, abs=0.05)
