@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_the_commands_of_a_guide_are_understood(guide: str, line: str) -> None:
         return
     assert experiment in shipped_experiments() or "\n" in experiment
     assert load_experiment(experiment, arguments.overrides).runs
+
+
+def test_sweeps_counts_the_trainings_of_its_experiment() -> None:
+    (text,) = (text for guide, kind, text in BLOCKS if (guide, kind) == ("sweeps", "yaml"))
+    runs = Counter(run.cell.row for run in load_experiment(text).runs)
+    page = " ".join((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8").split())
+    counted = "{} times FedAvg+BN, {} times FixBN and {} times Centralised, so {} trainings"
+    assert counted.format(*(runs[row] for row in ("FedAvg+BN", "FixBN", "Centralised")), runs.total()) in page
 
 
 def test_experiments_shows_the_error_of_a_misspelt_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
