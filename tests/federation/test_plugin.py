@@ -192,6 +192,7 @@ def test_the_guide_s_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
                 strategies += [page["strategy"]] if part.startswith("strategy = ") else []
         printed = capsys.readouterr().out
         assert re.search(r"^{'loss': \d+\.\d+, 'accuracy': 0\.\d+}$", printed, re.MULTILINE)
+        assert "round 2" in printed, "the project's own ServerApp"
         assert [type(each).__name__ for each in strategies] == ["FixBN", "FedBN", "FedTAN", "MeanStatistics", "FixBN"]
         strategies.append(MeanStatistics(FedMedian(), statistics="median"))
         grid = RecordingGrid(client_app(page["make_client"]), CLIENTS)

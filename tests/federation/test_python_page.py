@@ -23,9 +23,7 @@ BLOCKS = [
 ]
 
 
-def test_the_page_s_code_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_s_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDBN_OUT", raising=False)
     script = ModuleType("script_of_the_page")  # the reader's own script, whose classes are found by name
@@ -46,7 +44,6 @@ def test_the_page_s_code_runs(
     assert page["best"].summary.accuracy == page["results"].summaries["accuracy"].max()
     assert page["rehearsal"].summary.status == "finished"
     assert "FedAvg" not in page["results"].table()
-    assert "round 2" in capsys.readouterr().out
 
 
 def test_torchvision_loads_a_model_as_the_page_says(tmp_path: Path) -> None:
