@@ -188,7 +188,12 @@ def time_to_accuracy() -> Table:
 
     rounds = re.findall(r"^ {4}(\S+(?: M=\d+)?) +(\d+|never) +", ninety[0] + " ", re.MULTILINE)
     rows: list[Row] = [(name, number, *(limit(part, name) for part in ninety)) for name, number in rounds]
-    return ("strategy", "rounds to 90 %", "faster than FedTAN above, 2 exchanges", "38 exchanges"), rows
+    return (
+        "strategy",
+        "rounds to 90 %",
+        "faster than FedTAN if a round trip exceeds, 2 exchanges",
+        "with 38 exchanges",
+    ), rows
 
 
 # --- secure aggregation, noise, malicious clients -----------------------------------

@@ -203,7 +203,11 @@ def test_the_verdict_on_a_claim() -> None:
 def test_the_page_of_claims_counts_them() -> None:
     counts = [sum(row[-1] == kind for row in results.claims()[1]) for kind in results.VERDICTS]
     text = "Of {4} claims {0} are supported, {1} is contradicted, {2} are not settled and {3} not measured"
-    assert text.format(*counts, sum(counts)) in " ".join(PAGES["claims.md"].split())
+    page = " ".join(PAGES["claims.md"].split())
+    assert text.format(*counts, sum(counts)) in page
+    of_fedtan = [row for row in results.claims()[1] if row[-1] == "supported" and str(row[1]).startswith("FedTAN,")]
+    assert f"Of the supported ones {len(of_fedtan)} are FedTAN's on MNIST or its costs." in page
+    assert all("CIFAR" not in str(row[0]) for row in of_fedtan)
 
 
 def test_the_costs_of_fedtan_ii_are_the_papers() -> None:
