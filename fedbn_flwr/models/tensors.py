@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import NoneType
@@ -207,7 +208,7 @@ class ModelTensors:
         for block in blocks(arrays):  # with one copy to the device
             if not (into := [tensor for tensor in self._now(block) if tensor.numel()]):
                 continue
-            flat = torch.from_numpy(np.array(block.flat)).to(self.device)
+            flat = _readable(block.flat).to(self.device)
             values = _unflatten_dense_tensors(flat, into)
             if block.flat.dtype.kind == "f":  # Flower's mean of integer counters has a rounding error
                 pairs = zip(into, values, strict=True)
@@ -219,6 +220,12 @@ class ModelTensors:
         if self.model not in _users:
             self._restore([*self.roles])
         return copied(dict(zip(keys, self._now(keys), strict=True)))
+
+
+def _readable(flat: np.ndarray) -> Tensor:
+    """A tensor in the memory of a flat array, which must live longer; PyTorch would warn of a read-only one."""
+    memory = (ctypes.c_byte * flat.nbytes).from_address(flat.ctypes.data)
+    return torch.from_numpy(np.frombuffer(memoryview(memory), flat.dtype))
 
 
 def initial_arrays(model: nn.Module) -> Arrays:

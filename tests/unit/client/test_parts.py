@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -93,3 +95,16 @@ def test_a_tensor_with_two_keys_is_kept_or_sent_as_a_whole() -> None:
     assert form.kept_problem({"0.weight", "1.weight"}) is None
     assert "'0.weight' stays on the client and '1.weight' does not" in str(form.kept_problem({"0.weight"}))
     assert "the server sent '0.bias', which stays" in str(form.kept_problem({"0.bias"}, ["0.bias"]))
+
+
+def test_loading_does_not_copy_the_received_block_before_it_copies_the_tensors() -> None:
+    model = nn.Sequential(nn.Linear(300, 100), nn.BatchNorm1d(100))
+    parts, sent = ModelTensors(model), initial_arrays(model)
+    assert isinstance(sent, FlatArrays)
+    tracemalloc.start()
+    try:
+        parts.load(sent)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < sent.flat.nbytes / 2, "NumPy reports its arrays to tracemalloc"
