@@ -98,7 +98,8 @@ class FedRDN(Wrapper):
 
 def _problem(arrays: Arrays, known: Arrays) -> str | None:
     """Why these cannot be mean and deviation of a client's inputs, or None."""
-    if arrays.keys() != {"mean", "deviation"} or {value.ndim for value in arrays.values()} != {1}:
+    forms = {(value.ndim, value.dtype.kind) for value in arrays.values()}
+    if arrays.keys() != {"mean", "deviation"} or forms != {(1, "f")}:
         return f"it sent {sorted(arrays)}; expected mean and deviation of each channel of its inputs"
     if problem := arrays_problem(arrays, known or dict.fromkeys(arrays, arrays["mean"])):
         return problem

@@ -70,8 +70,9 @@ def test_a_hostile_client_is_as_good_as_absent(rule: str) -> None:
 
 
 MEASURED = (
-    "first: array, shorter", "first: array, all NaN", "first: array, 1e18", "variance: array, negative variance",
-    "variance: array, 3e38", "variance: array, a million times", "keys, one missing", "num-examples, missing",
+    "first: array, shorter", "first: array, complex", "first: array, all NaN", "first: array, 1e18",
+    "variance: array, negative variance", "variance: array, 3e38", "variance: array, a million times",
+    "keys, one missing", "num-examples, missing",
 )  # fmt: skip
 
 

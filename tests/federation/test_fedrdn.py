@@ -190,6 +190,22 @@ def test_a_deviation_of_zero_is_left_out(federation: Federations) -> None:
     assert sorted(rule.memory.pairs) == [1, 2]
 
 
+@pytest.mark.parametrize("dtype", [np.complex64, np.int64])
+def test_a_pair_that_is_not_of_floats_is_refused_also_from_the_first_client(
+    federation: Federations, dtype: Any
+) -> None:
+    class Other(BNClient):
+        def measure_round(self, config: Any, *rest: Any) -> Any:
+            found = super().measure_round(config, *rest)
+            found.arrays = {key: np.ones_like(value, dtype) for key, value in found.arrays.items()}
+            return found
+
+    fed = federation(SIZES)
+    app = client_app(lambda context: Other(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context))
+    with pytest.raises(RunFailed, match="no client sent mean and deviation of its inputs"):
+        FedRDN(FedAvg()).start(LocalGrid(app, 3), fed.arrays(), num_rounds=1)
+
+
 class Far(BNClient):
     """Client 2 sends a pair that is finite and well formed, and 1,000 times too large; or values that are absurd."""
 
