@@ -29,12 +29,14 @@ def test_the_page_has_all_parts_and_a_valid_experiment(page: str, tmp_path: Path
     text = PAGES[page]
     headings = re.findall("^## (.*)$", text, re.MULTILINE)
     assert headings == ["Idea", "Equation", "Settings", "Cost", "When it fails"]
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert yaml.safe_load(block)["strategy"]["name"] in text.splitlines()[0]
-    file = tmp_path / "page.yaml"
-    file.write_text("model: {name: cnn}\n" * ("model:" not in block) + block)
-    (prepared,) = prepare(load_experiment(str(file), []))
-    assert type(prepared.rule).__name__ in text.splitlines()[0]
+    blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        assert yaml.safe_load(block)["strategy"]["name"] in text.splitlines()[0]
+        file = tmp_path / "page.yaml"
+        file.write_text("model: {name: cnn}\n" * ("model:" not in block) + block)
+        (prepared,) = prepare(load_experiment(str(file), []))
+        assert type(prepared.rule).__name__ in text.splitlines()[0]
 
 
 def test_the_comparison_combines_the_same_strategies_in_python_and_in_a_file(tmp_path: Path) -> None:
