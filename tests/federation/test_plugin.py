@@ -180,8 +180,11 @@ def test_fedtan_draws_the_same_in_any_process(
         assert len(exchanges) == 2 * CLIENTS, "both caches served exchanges of each client"
 
 
-def test_the_guide_s_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guide_s_code_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """docs/flower.md in the order of the page, as a reader of Flower's template would; and each of its strategies."""
+    monkeypatch.chdir(tmp_path)  # the project's ServerApp writes a file
     blocks = python_blocks(textwrap.dedent((ROOT / "docs" / "flower.md").read_text()))
     page: dict[str, Any] = {}
     strategies = []
