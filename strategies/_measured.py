@@ -40,7 +40,6 @@ def ask(
     config = ConfigRecord({**protocol.run_keys(round.config), key: True, protocol.ROUND: round.number})
     content = RecordDict({**({} if model is None else {"arrays": pack(model)}), "config": config})
     queries = [Message(content, node, protocol.MEASURE_QUERY) for node in nodes]
-
     before = [*known.values()]
     screening = Screening(gate(round.grid.send_and_receive(queries, timeout=3600)))
     screening.check(lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or problem(reply.arrays))

@@ -135,7 +135,7 @@ def test_a_resumed_run_has_the_same_best_round_and_files(workers: int, tmp_path:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("evaluate: {validation: 0.6}", "evaluate.validation is 0.6: expected less than or equal to 0.5"),
+        ("evaluate: {validation: 0.6}", "evaluate.validation is 0.6: expected at most 0.5"),
     ],
 )
 def test_settings_without_effect_are_refused(text: str, words: str) -> None:

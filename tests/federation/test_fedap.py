@@ -172,7 +172,7 @@ def watched(fed: Any, absent: Callable[[int, int], bool]) -> tuple[Any, dict[tup
         if absent(context.node_config["partition-id"], config.get("server-round", 0)):
             raise OSError("not there")
         plain = fed.make_client(context)
-        return Watched(plain.model, plain.train_data, plain.eval_data, lr=plain.lr, context=context)
+        return Watched(plain.model, plain.train_data, plain.eval_data, lr=plain.recipe.lr, context=context)
 
     return client_app(make), begun
 
