@@ -44,10 +44,10 @@ _EXPECTED = {
     "string_pattern_mismatch": "one line without control characters",
     "float_type": "a number",
     "int_type": "a whole number",
-    "greater_than": "a number above {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "a number below {lt:g}",
-    "less_than_equal": "at most {le:g}",
+    "greater_than": "a number above {gt:.10g}",
+    "greater_than_equal": "at least {ge:.10g}",
+    "less_than": "a number below {lt:.10g}",
+    "less_than_equal": "at most {le:.10g}",
 }
 
 
