@@ -403,7 +403,7 @@ def test_a_misspelt_hook_is_a_warning(flower_log: pytest.LogCaptureFixture) -> N
 
 
 class SaysMore(ClientRule):
-    keys: ClassVar[Any] = {"fedbn.says-more": Key("true", "reply with what the strategy does not expect")}
+    keys: ClassVar[Any] = {"says-more": Key("true", "reply with what the strategy does not expect")}
 
     def finish(self, memo: Any, steps: int, metrics: Any, records: Any) -> None:
         metrics |= {"tau": 3, "optimizer": "sgd"}
@@ -413,7 +413,7 @@ class SaysMore(ClientRule):
 def test_a_metric_that_is_no_number_and_a_record_that_is_not_declared_are_dropped_with_a_warning(
     federation: Federations, flower_log: pytest.LogCaptureFixture
 ) -> None:
-    rule = type("AsksForMore", (FedAvg,), {"config": lambda self, round: {"fedbn.says-more": True}})()
+    rule = type("AsksForMore", (FedAvg,), {"config": lambda self, round: {"says-more": True}})()
     result = rule.start((fed := federation((8, 12))).grid(), fed.arrays(), num_rounds=2)
     assert result.train_metrics_clientapp[2]["tau"] == 3
     lines = [each.message for each in flower_log.records]
