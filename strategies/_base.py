@@ -42,6 +42,7 @@ class BaseStrategy(Hooks):
     min_train_nodes: int = 1  # usable replies that a round needs
     min_available_nodes: int = 1  # nodes that must be connected before clients are chosen or queried
     node_timeout: float = 600  # seconds to wait for them
+    reply_timeout: float = 3600  # seconds that clients have for an answer; those of a run, which sets it
 
     def __init__(self) -> None:
         self.memory = self.Memory()

@@ -41,7 +41,7 @@ def ask(
     content = RecordDict({**({} if model is None else {"arrays": pack(model)}), "config": config})
     queries = [Message(content, node, protocol.MEASURE_QUERY) for node in nodes]
     before = [*known.values()]
-    screening = Screening(gate(round.grid.send_and_receive(queries, timeout=3600)))
+    screening = Screening(gate(round.grid.send_and_receive(queries, timeout=base.reply_timeout)))
     screening.check(lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or problem(reply.arrays))
     screening.leave_out(metric_problems(screening.usable))
     screening.leave_out(arrays_problems(screening.usable, before[0] if before else {}))

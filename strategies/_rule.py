@@ -157,6 +157,7 @@ class Rule(Hooks):
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         """Run the federation by Flower's `start`, or by that of a wrapped strategy, which may be the user's own."""
+        self.base.reply_timeout = timeout
         self.begin(num_rounds, initial_arrays)
         train, evaluate, evaluate_model = self._run_arguments(grid, train_config, evaluate_config, evaluate_fn)
         return self._start()(

@@ -254,14 +254,16 @@ class FixBNClient(ClientRule):
                 f"{missing[role]!r}, while {shared[0]!r} is frozen; keep all {role} on the clients, or none"
             )
         self.frozen = frozen - missing.keys()
-        self.alone = bool(local.config.get(MOMENTS))  # compiled passes may leave out the hooks that measure
-        self.moments = local.resources.enter_context(Moments(local.model)) if self.alone else None
+        refreshed = bool(local.config.get(MOMENTS))
+        self.own_passes |= refreshed  # compiled passes may leave out the hooks that measure
+        self.moments = local.resources.enter_context(Moments(local.model)) if refreshed else None
 
     def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         if self.moments is not None:
             measured = copied(self.moments.statistics())
             model = records[MODEL]
-            records[MODEL] = {**model, **{key: cast(value, model[key].dtype) for key, value in measured.items()}}
+            sent = {key: cast(value, model[key].dtype) for key, value in measured.items() if key in model}
+            records[MODEL] = {**model, **sent}
 
 
 def frozen_roles(config: Config) -> frozenset[Role]:

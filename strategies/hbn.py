@@ -37,7 +37,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.models.tensors import copied
-from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, key_of, of_roles, roles
+from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, key_of, of_roles, roles, split
 from fedbn_flwr.norms.statistics import Moments
 from fedbn_flwr.norms.variants import HybridBatchNorm
 
@@ -98,7 +98,8 @@ class HBN(FedAvg):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         model = dict(super().combine(round, replies, weights))
-        sent = of_roles(unpack(round.arrays), {Role.STATISTICS})
+        shared = split(unpack(round.arrays), self.traits.stays(round.arrays))[1]
+        sent = of_roles(shared, {Role.STATISTICS})
         sizes = [float(reply.metrics[protocol.BATCH_EXAMPLES]) for reply in replies]  # N_k
         n = sum(sizes)
         if not n:
@@ -124,7 +125,7 @@ class HBNClient(ClientRule):
     keys = {
         HYBRID: Key("`hybrid` or `batch`", "send these statistics of the first batch, and keep alpha on the client")
     }
-    alone = True  # compiled passes may leave out the hooks that measure
+    own_passes = True  # compiled passes may leave out the hooks that measure
     stored = "fedbn.alpha"  # the name of its alphas in the client's state
 
     def __init__(self, local: LocalRound) -> None:
@@ -153,5 +154,7 @@ class HBNClient(ClientRule):
 
     def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         model = records[MODEL]
-        records[MODEL] = {**model, **{key: cast(value, model[key].dtype) for key, value in self.measured.items()}}
-        self.local.state.save(self.stored, {key: model[key] for key in (key_of(name, ALPHA) for name in self.layers)})
+        measured = {key: cast(value, model[key].dtype) for key, value in self.measured.items() if key in model}
+        records[MODEL] = {**model, **measured}
+        alphas = {key_of(name, ALPHA): layer.alpha.detach() for name, layer in self.layers.items()}
+        self.local.state.save(self.stored, copied(alphas))

@@ -66,7 +66,7 @@ def with_queried(
     nodes = rule.connected(round.grid)
     queries = rule._messages(protocol.STATISTICS_QUERY, round, nodes)
     what = f"round {round.number}, statistics"
-    answers = round.grid.send_and_receive(queries, timeout=3600)  # as for a round
+    answers = round.grid.send_and_receive(queries, timeout=rule.reply_timeout)
 
     def problem(reply: Reply) -> str | None:
         of = roles({**round.arrays, **reply.arrays})

@@ -26,7 +26,7 @@ from fedbn_flwr.messages.reply import OwnContent, sent_model
 from fedbn_flwr.named import path_of
 
 from .client import BNClient, Update
-from .layerwise import continue_parked, parked_rounds, train_by_messages, without_parked
+from .layerwise import continue_parked, train_by_messages, without_parked
 from .node_state import place_of, return_to_round, stored_state
 from .training import ONE_VALUE
 
@@ -202,7 +202,7 @@ Handler = Callable[[Make, Message, Config, Context], RecordDict]
 def _train(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     if protocol.EXCHANGE_STEP in config:
         return _train_by_messages(make, message, config, context)
-    client, extras = without_parked(make, config, context) if parked_rounds else make(), _extras(message)
+    client, extras = without_parked(make, config, context), _extras(message)
     return _reply(client.train_round(_taken_from(message.content), config, extras), context)
 
 

@@ -39,7 +39,7 @@ from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
 from .node_state import OWN, NodeState, number_of, place_of, round_of, run_of
 from .optimizers import OptimizerSpec
-from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, in_order, rules_for
+from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, rules_for
 from .training import TRAINER, Epochs, Recipe, Trained, Training, epoch_of, local_batches, size_of
 
 TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
@@ -198,7 +198,7 @@ class BNClient(NumPyClient):
         """
         wanted = rules_for(config)
         if self.recipe.keep_momentum and not any(issubclass(rule, KeepOptimizerState) for rule in wanted):
-            wanted.add(KeepOptimizerState)
+            wanted.append(KeepOptimizerState)
         own, sent = self._load(arrays, config), frozenset(arrays)
         # Before the first result the model is the only place of the client's own values.
         before = {} if own else self._values_besides(sent)
@@ -206,7 +206,7 @@ class BNClient(NumPyClient):
         try:
             with ExitStack() as resources:
                 local = self._local(config, sent, {} if extras is None else extras, resources, exchange)
-                rules = in_order(wanted, local)
+                rules = [rule(local) for rule in wanted]
                 trained = TRAINER.get()(self._training(local, rules))
                 return self._update(local, rules, trained)
         except BaseException:
@@ -218,17 +218,14 @@ class BNClient(NumPyClient):
 
         If there are several test sets, the names of the metrics of the second and later ones begin with the set's name.
         """
-        rules = rules_for(config)
         self._load(arrays, config)
         model = self.model
         if config.get(protocol.REESTIMATE):
             model = copy.deepcopy(model)  # another client may use the model next
-            model.load_state_dict(self._statistics(config, pooled=True)[0], strict=False)
+            model.load_state_dict(self._statistics(arrays.keys(), config, pooled=True)[0], strict=False)
         sets = self._test_sets(config)
         different = {id(batches): batches for batches in sets.values()}  # a set may have several names
-        measured = {
-            key: self._measured(model, batches, rules, arrays.keys(), config) for key, batches in different.items()
-        }
+        measured = {key: self._measured(model, batches, arrays.keys(), config) for key, batches in different.items()}
         first = next(iter(sets), "")
         return {
             key if name == first else f"{name}-{key}": value
@@ -238,9 +235,8 @@ class BNClient(NumPyClient):
 
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:
         """The mean batch statistics of the client's training data; `num-examples` is the number of batches."""
-        rules_for(config)
         self._load(arrays, config)
-        statistics, batches = self._statistics(config)
+        statistics, batches = self._statistics(arrays.keys(), config)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
     def measure_round(self, config: Config, extras: dict[str, Arrays] | None = None) -> Update:
@@ -292,6 +288,7 @@ class BNClient(NumPyClient):
 
     def _load(self, arrays: Arrays, config: Config) -> Arrays:
         """Load the received arrays, and the client's own values of all other arrays, which are returned."""
+        rules_for(config)  # raises an error for an unknown key before anything changes
         if negative := negative_variance(arrays):
             raise MessageError(
                 f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
@@ -355,7 +352,7 @@ class BNClient(NumPyClient):
             device=self._tensors.device,
             rules=rules,
             frozen=frozen,
-            gradient=self.recipe.gradient(batch_size, plain=any(rule.alone for rule in rules)),
+            gradient=self.recipe.gradient(batch_size, plain=any(rule.own_passes for rule in rules)),
             first_step=first_step,
             seed=self._seed("model", config, self.train_data),
         )
@@ -395,15 +392,12 @@ class BNClient(NumPyClient):
         self,
         model: nn.Module,
         batches: Iterable[Batch],
-        rules: Iterable[type[ClientRule]],
         sent: Collection[str],
         config: Config,
     ) -> Metrics:
-        """The metrics on one test set, whose batches the client rules may change."""
+        """The metrics on one test set."""
         with ExitStack() as resources, self._seeded("evaluate", config, batches):
-            pairs: Iterable[Batch] = self._pairs(batches)
-            for rule in rules:
-                pairs = rule.tested(self._local(config, sent, {}, resources), pairs)
+            pairs = self._tested(batches, sent, config, resources)
             return evaluate(model, pairs, self.eval_loss, self._tensors.device, self.metrics, task=self.task)
 
     # --- data and random numbers ---
@@ -414,11 +408,23 @@ class BNClient(NumPyClient):
     def _epoch(self, server_round: int, number: int) -> Iterator[Batch]:
         return self._pairs(epoch_of(self.train_data, server_round, number))
 
-    def _statistics(self, config: Config, *, pooled: bool = False) -> tuple[dict[str, torch.Tensor], int]:
+    def _statistics(
+        self, sent: Collection[str], config: Config, *, pooled: bool = False
+    ) -> tuple[dict[str, torch.Tensor], int]:
         """The statistics of the client's training inputs under the loaded model, and the number of batches."""
         epoch = local_batches(self.train_data, round_of(config), epochs=1, steps=None)
-        with self._seeded("statistics", config, self.train_data):
-            return reestimate(self.model, self._pairs(epoch), self._tensors.device, pooled=pooled)
+        with ExitStack() as resources, self._seeded("statistics", config, self.train_data):
+            pairs = self._tested(epoch, sent, config, resources)
+            return reestimate(self.model, pairs, self._tensors.device, pooled=pooled)
+
+    def _tested(
+        self, batches: Iterable[Batch], sent: Collection[str], config: Config, resources: ExitStack
+    ) -> Iterable[Batch]:
+        """Batches without training, as the client rules change them."""
+        pairs: Iterable[Batch] = self._pairs(batches)
+        for rule in rules_for(config):
+            pairs = rule.tested(self._local(config, sent, {}, resources), pairs)
+        return pairs
 
     def _seeded(self, purpose: str, config: Config, loader: object = None) -> AbstractContextManager[None]:
         """Make random numbers, including a DataLoader's, depend only on purpose, round and client."""

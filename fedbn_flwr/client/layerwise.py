@@ -255,7 +255,11 @@ def without_parked(make: MakeClient, config: Config, context: Context) -> Any:
     The node's parked round in this process is ended, since the server has continued without the client, and so are
     those with this client's model, which an earlier run has left behind.
     """
-    parked_rounds.take((run_of(config) or "", context.run_id, context.node_id))
+    run = run_of(config)
+    parked_rounds.take((run or "", context.run_id, context.node_id))
+    if _ROUND in context.state:
+        del context.state[_ROUND]
+        NodeState(context.state, run).forget(_EXCHANGES)
     client = make()
     for place in [place for place, parked in parked_rounds.items() if parked.client.model is vars(client).get("model")]:
         parked_rounds.take(place)

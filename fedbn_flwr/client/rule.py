@@ -103,12 +103,13 @@ class ClientRule:
     may_differ: ClassVar[Collection[str]] = ()
     order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
     elementwise: ClassVar[bool] = True  # whether `adjust` treats each element of the gradients alone
-    # Whether a round with this rule trains apart from others and uncompiled: it has a `loss`, or changes the model.
-    alone: bool = False
+    # Whether a round with this rule is neither compiled nor trained at once with others: it has a `loss`, or changes
+    # the model.
+    own_passes: bool = False
     frozen: frozenset[Role] = frozenset()  # roles of batch norm's arrays that keep the received values
 
     def __init_subclass__(cls) -> None:
-        cls.alone = cls.alone or cls.loss is not ClientRule.loss
+        cls.own_passes = cls.own_passes or cls.loss is not ClientRule.loss
         own = vars(cls).get("keys", {})
         for key in own:
             ours = _OURS.get(key, "").rpartition(".")[2]  # without the package, which a checkout has twice
@@ -197,11 +198,15 @@ def known_keys() -> dict[str, Key]:
     return protocol.RUN_KEYS | {key: rule_of(key).keys[key] for key in BY_KEY} | of_mods
 
 
-def rules_for(config: Config) -> set[type[ClientRule]]:
-    """The client rules that a message selects. A key with the prefix `fedbn.` that no rule declares is refused."""
+def rules_for(config: Config) -> list[type[ClientRule]]:
+    """The client rules that a message selects, in the order in which their hooks are called.
+
+    A key with the prefix `fedbn.` that no rule declares is refused.
+    """
     if not all(map(is_known, config)):
         protocol.check_known(config, known_keys())
-    return {rule_of(key) for key, value in config.items() if key in BY_KEY and value}
+    selected = {rule_of(key) for key, value in config.items() if key in BY_KEY and value}
+    return sorted(selected, key=_place)
 
 
 def is_known(key: str) -> bool:
@@ -210,9 +215,8 @@ def is_known(key: str) -> bool:
     return not key.startswith(protocol.PREFIX) or key in known
 
 
-def in_order(wanted: Iterable[type[ClientRule]], local: LocalRound) -> list[ClientRule]:
-    """The client rules of a round, in the order in which their hooks are called."""
-    return sorted((rule(local) for rule in wanted), key=lambda rule: (rule.order, type(rule).__name__))
+def _place(rule: type[ClientRule]) -> tuple[int, str]:
+    return rule.order, rule.__name__
 
 
 class KeepOptimizerState(ClientRule):

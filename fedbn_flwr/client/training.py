@@ -216,7 +216,7 @@ def steps(training: Training) -> Generator[None, None, Trained]:
     The caller seeds the global random generators.
     """
     optimizer, gradient = training.optimizer, training.first_step or training.gradient
-    changing = [rule for rule in training.rules if rule.alone]
+    changing = [rule for rule in training.rules if type(rule).loss is not ClientRule.loss]
     frozen = frozen_norm(training.model, training.frozen) if training.frozen else nullcontext()
     # On the device: reading the loss would make the host wait for the device at every step.
     total = torch.zeros((), device=training.device, dtype=torch.float64)

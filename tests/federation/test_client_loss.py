@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fedbn_flwr.strategies.fixbn import FREEZE, FixBNClient
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -206,9 +207,28 @@ def test_a_term_that_calls_batch_norm_raises_an_error_in_fedtan_s_step(federatio
         Calling(min_batch=1).start(fed.grid(), fed.arrays(), num_rounds=1)
 
 
+def test_a_rule_that_adds_a_loss_to_one_that_decides_by_the_message_has_it(federation: Federations) -> None:
+    class Frozen(FixBNClient):
+        keys = {"frozen-and-smooth": Key("true", "freeze nothing, and smooth")}
+
+        def loss(self, inputs: Any, targets: Any, outputs: Tensor, loss: Tensor) -> Tensor:
+            return loss + 0.7 * outputs.square().mean()
+
+    class Ours(FedAvg):
+        def config(self, round: Any) -> dict[str, Any]:
+            return {"frozen-and-smooth": True, FREEZE: "affine"}
+
+    fed = federation((8, 12))
+    plain = FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=0, freeze=["affine"])
+    without = unpack(plain.start(fed.grid(), fed.arrays(), num_rounds=1).arrays)
+    found = unpack(Ours(fraction_evaluate=0.0).start(fed.grid(), fed.arrays(), num_rounds=1).arrays)
+    assert not np.allclose(found["4.weight"], without["4.weight"])
+    np.testing.assert_array_equal(found["1.weight"], without["1.weight"], "both are frozen")
+
+
 def test_only_rules_with_a_loss_train_alone() -> None:
     known_keys()  # imports all
-    alone = {rule_of(key).__name__ for key in BY_KEY if rule_of(key).alone}
+    alone = {rule_of(key).__name__ for key in BY_KEY if rule_of(key).own_passes}
     assert {"SmoothClient", "Twice", "FedRepClient"} <= alone
     assert not {"Doubled", "FedProxClient", "ScaffoldClient", "FixBNClient", "FedTANClient"} & alone
 

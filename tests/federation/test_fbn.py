@@ -9,7 +9,7 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import LocalGrid
@@ -164,3 +164,19 @@ def test_means_that_are_asked_for_around_a_robust_strategy_can_be_refreshed(fede
     expected = twin(fed, 1, 0.1)
     check({key: found[key] for key in found if "running" in key}, {k: expected[k] for k in expected if "running" in k})
     FixBN(MeanStatistics(flower.FedMedian(), statistics="median"), freeze_round=1)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_layer_that_stays_or_has_no_running_statistics_is_not_refreshed(federation: Federations, stays: bool) -> None:
+    def net() -> nn.Module:
+        last = nn.BatchNorm2d(4, track_running_stats=stays)
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), last, nn.Flatten(), nn.Linear(16, 3)
+        )
+
+    fed = federation((8, 12), model=net)
+    base = FedAvg(kept=["3"], global_kept="initial", **OFF) if stays else FedAvg(**OFF)
+    _, one, two = models_of(fed, FixBN(base, freeze_round=1, refresh=0.1), 2)
+    assert not np.array_equal(one["1.running_mean"], two["1.running_mean"])
+    if stays:
+        np.testing.assert_array_equal(two["3.running_mean"], np.zeros(4), "the server never gets it")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import MetricRecord, RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -259,3 +259,34 @@ def test_an_experiment_tests_the_clients_of_all_its_runs(tmp_path: Path) -> None
     result = run("quick", strategy={"name": "FedRDN", "base": {"name": "FedAvg"}}, rounds=2, out=tmp_path)
     assert result.summary.personal
     assert result.summary.to_json()["clients_own_accuracy"] > 0.5
+
+
+def test_statistics_that_are_estimated_again_are_those_of_normalised_inputs(federation: Federations) -> None:
+    """A single client draws its own pair, so FedAvg on its normalised images is the same."""
+    found = []
+    alone: Any = {"min_available_nodes": 1, "min_train_nodes": 1, "min_evaluate_nodes": 1}
+    for strategy in (FedRDN(FedAvg(**alone)), FedAvg(**alone)):
+        fed = federation((8,), dtype=torch.float64, lr=LR)
+        if isinstance(strategy, FedAvg):
+            ((mean, deviation),) = pairs_of(fed)
+            batches = [
+                (torch.stack([normalised(x, mean, deviation) for x in xs]), ys) for xs, ys in fed.data[0].batches
+            ]
+            fed.data = [Batches(batches)]
+        config = ConfigRecord({"fedbn.reestimate": True})
+        result = strategy.start(fed.grid(), fed.arrays(), num_rounds=2, evaluate_config=config)
+        found.append(float(result.evaluate_metrics_clientapp[2]["loss"]))  # type: ignore[arg-type]
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+def test_clients_have_the_time_of_the_run_to_measure(federation: Federations) -> None:
+    fed, seen = federation((8, 12)), list[float]()
+
+    class Timed(LocalGrid):
+        def send_and_receive(self, messages: Any, *, timeout: Any = None) -> Any:
+            messages = [*messages]
+            seen.extend(timeout for each in messages if each.metadata.message_type == protocol.MEASURE_QUERY)
+            return super().send_and_receive(messages, timeout=timeout)
+
+    FedRDN(FedAvg(fraction_evaluate=0.0)).start(Timed(fed.app(), 2), fed.arrays(), num_rounds=1, timeout=60)
+    assert seen == [60, 60]

@@ -20,6 +20,7 @@ from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.exchange.carriers import Answers
 from fedbn_flwr.exchange.step import LayerwiseStep
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg
@@ -226,6 +227,24 @@ def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
     ours = last_model(fed, strategy, 1, Losing(fed.app(), 3))
     assert all(np.isfinite(value).all() for value in ours.values())
     assert used == [[1, 3]]
+
+
+def test_a_round_that_the_server_has_given_up_leaves_nothing_in_the_client_s_state(federation: Federations) -> None:
+    fed = federation((6, 6, 6), batches=1, model=two_norms, lr=0.1, steps=1)
+
+    class Losing(LocalGrid):
+        def send_and_receive(self, messages: Any, *, timeout: Any = None) -> Any:
+            messages = [*messages]
+            configs = [config for message in messages for config in message.content.config_records.values()]
+            exchanging = any(protocol.EXCHANGE_STEP in config for config in configs)
+            replies = super().send_and_receive(messages, timeout=timeout)
+            return [each for each in replies if each.metadata.src_node_id != 2 or not exchanging]
+
+    grid = Losing(fed.app(), 3)
+    FedTANII(fedtan_rounds=1, direct=False, fraction_evaluate=0.0).start(grid, fed.arrays(), num_rounds=2)
+    contexts = grid.contexts()
+    assert contexts is not None
+    assert [key for key in contexts[2].state if "exchange" in key or "layerwise" in key] == []
 
 
 def test_too_few_answers_to_an_exchange_end_the_run_with_reasons(federation: Federations) -> None:

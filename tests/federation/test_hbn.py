@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -197,3 +198,12 @@ def test_other_strategies_train_the_layer_as_a_batch_norm(federation: Federation
     after = models_of(fed, FedAvg(**OFF), 1)[-1]
     assert all((after[key] != before[key]).any() for key in before)
     assert np.isfinite(models_of(fed, GlobalMomentum(HBN(**OFF)), 2)[-1]["1.alpha"]).all()
+
+
+def test_gamma_beta_and_alpha_may_stay_on_the_client(federation: Federations) -> None:
+    fed = federation((8, 12), model=hybrid_net, lr=LR)
+    clients = [fed.make_client(Context(0, node, {"partition-id": node}, RecordDict(), {})) for node in range(2)]
+    app = client_app(lambda context: clients[context.node_config["partition-id"]])
+    HBN(kept=["affine"], global_kept="initial", **OFF).start(fed.grid(app), fed.arrays(), num_rounds=2)
+    one, two = (client.model[1].alpha.detach() for client in clients)
+    assert not torch.equal(one, two), "each has trained its own"

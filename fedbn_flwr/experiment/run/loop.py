@@ -84,6 +84,7 @@ def run_one(
         if prepared.dataset is not None and not nodes.own_data:
             check_partition(prepared)
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
+        rule.base.reply_timeout = run.engine.timeout
         rule.begin(run.rounds, at.arrays)
         if snapshot is not None and snapshot.strategy is not None:
             restore_clients(prepared, ledger, folder, snapshot.trained, nodes.folders)

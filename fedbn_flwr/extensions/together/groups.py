@@ -135,7 +135,7 @@ def problem(training: Training) -> str | None:
     ):
         return "the first step of a round exchanges statistics"
     groups = optimizer.param_groups
-    if any(rule.alone for rule in training.rules):
+    if any(rule.own_passes for rule in training.rules):
         return "a client rule has a loss of its own, or changes the model"
     if type(optimizer) not in (SGD, torch.optim.SGD) or len(groups) > 1:
         return f"the optimiser is {type(optimizer).__name__}"

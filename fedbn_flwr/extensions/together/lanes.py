@@ -87,7 +87,7 @@ def problem(training: Training) -> str | None:
     """Why a round cannot train on a stream of its own, or None."""
     if training.first_step is not None:
         return "the first step of a round exchanges statistics"
-    if any(rule.alone for rule in training.rules):
+    if any(rule.own_passes for rule in training.rules):
         return "a client rule has a loss of its own, or changes the model"
     return "its passes draw random numbers" if training.model in _drawing else None
 

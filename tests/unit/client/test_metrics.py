@@ -245,7 +245,7 @@ def called(name: str) -> Callable[[Tensor, Tensor], float]:
     [
         (
             "f1",
-            "metric 'f1' is unknown; known: accuracy, auc, balanced_accuracy, dice, macro_f1, mae, mean_iou, r2, rmse",
+            "metric 'f1' is unknown; did you mean 'macro_f1'",
         ),
         ("macro f1", "did you mean 'macro_f1'"),
         (lambda logits, labels: 0.0, "has no name to report it by"),

@@ -17,8 +17,8 @@ LOCK = threading.Lock()
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"seed": (number for number in range(2))}, r"seed is \[0, 1\]: expected a valid integer"),
-        ({"seed": {1, 2}}, r"seed is \[1, 2\]: expected a valid integer"),
+        ({"seed": (number for number in range(2))}, r"seed is \[0, 1\]: expected a whole number"),
+        ({"seed": {1, 2}}, r"seed is \[1, 2\]: expected a whole number"),
         ({"strategy": lambda: None}, "'.*<lambda>@.*' returned a NoneType; expected a .*Strategy"),
         (
             {"model": lambda _, lock=LOCK: lock},

@@ -19,7 +19,7 @@ from scipy.stats import norm
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.listener import Round, Running
+from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
@@ -79,7 +79,7 @@ class KilledAtTheEnd(Reporter):
         super().__init__()
         self.at = stop
 
-    def on_round(self, running: Running, at: Round) -> Round:
+    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         if self.at == (at.number, POINTS[2]):
             os._exit(9)
         return super().on_round(running, at)
@@ -157,7 +157,7 @@ def test_a_stop_between_rounds_costs_nothing(tmp_path: Path) -> None:
     config = prepared.run.model_dump(mode="json")
 
     class Stopping(Reporter):
-        def on_round(self, running: Running, at: Round) -> Round:
+        def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
             return replace(super().on_round(running, at), stop=KeyboardInterrupt() if at.number == 2 else None)
 
     for ended in (True, False):
