@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -121,20 +122,23 @@ def norm(sent: dict[str, np.ndarray], reply: dict[str, np.ndarray], keys: list[s
 
 
 def documented(fed: Any) -> dict[str, Any]:
-    """What the pages on mods define."""
-    pages = "".join((ROOT / "docs" / name).read_text() for name in ("flower.md", "privacy.md"))
-    codes = [code for code in python_blocks(pages) if "mods=" in code]
+    """What docs/flower.md defines for mods."""
+    (code,) = [code for code in python_blocks((ROOT / "docs" / "flower.md").read_text()) if "mods=" in code]
     names: dict[str, Any] = {"make_client": fed.make_client}
-    for code in codes:
-        exec(code, names)
+    exec(code, names)
     return names
 
 
-def test_clipping_counts_counters_and_statistics_unless_it_sees_weights_only(federation: Federations) -> None:
+def test_clipping_counts_counters_and_statistics_unless_it_sees_weights_only(
+    federation: Federations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`weights_only` is an example, which docs/privacy.md names."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    weights_only = importlib.import_module("weights_only").weights_only
     fed = federation((8, 12), lr=0.1)
     free = client_app(fed.make_client)
     bare = client_app(fed.make_client, mods={"train": [fixedclipping_mod]})
-    ours = client_app(fed.make_client, mods={"train": [documented(fed)["weights_only"](fixedclipping_mod)]})
+    ours = client_app(fed.make_client, mods={"train": [weights_only(fixedclipping_mod)]})
     sent, trained = change(fed, free)
     of_norms = [key for key, role in roles(fed.model).items() if role in (Role.STATISTICS, Role.COUNTER)]
     weights = [key for key in sent if key not in of_norms]
