@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fedbn_flwr.strategies.fixbn import FREEZE, FixBNClient
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,6 +19,7 @@ from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, known_keys, rule_of
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, restore, state_of
+from strategies.fixbn import FREEZE, FixBNClient
 from tests.support.command import ROOT, python_blocks
 from tests.support.fixtures import Batches
 
