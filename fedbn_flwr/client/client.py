@@ -39,7 +39,7 @@ from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
 from .node_state import OWN, NodeState, number_of, place_of, round_of, run_of
 from .optimizers import OptimizerSpec
-from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, rules_for
+from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, in_order, rules_for
 from .training import TRAINER, Epochs, Recipe, Trained, Training, epoch_of, local_batches, size_of
 
 TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
@@ -198,7 +198,7 @@ class BNClient(NumPyClient):
         """
         wanted = rules_for(config)
         if self.recipe.keep_momentum and not any(issubclass(rule, KeepOptimizerState) for rule in wanted):
-            wanted.append(KeepOptimizerState)
+            wanted = in_order([*wanted, KeepOptimizerState])
         own, sent = self._load(arrays, config), frozenset(arrays)
         # Before the first result the model is the only place of the client's own values.
         before = {} if own else self._values_besides(sent)

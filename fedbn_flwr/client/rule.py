@@ -199,14 +199,10 @@ def known_keys() -> dict[str, Key]:
 
 
 def rules_for(config: Config) -> list[type[ClientRule]]:
-    """The client rules that a message selects, in the order in which their hooks are called.
-
-    A key with the prefix `fedbn.` that no rule declares is refused.
-    """
+    """The client rules that a message selects. A key with the prefix `fedbn.` that no rule declares is refused."""
     if not all(map(is_known, config)):
         protocol.check_known(config, known_keys())
-    selected = {rule_of(key) for key, value in config.items() if key in BY_KEY and value}
-    return sorted(selected, key=_place)
+    return in_order(rule_of(key) for key, value in config.items() if key in BY_KEY and value)
 
 
 def is_known(key: str) -> bool:
@@ -215,8 +211,9 @@ def is_known(key: str) -> bool:
     return not key.startswith(protocol.PREFIX) or key in known
 
 
-def _place(rule: type[ClientRule]) -> tuple[int, str]:
-    return rule.order, rule.__name__
+def in_order(rules: Iterable[type[ClientRule]]) -> list[type[ClientRule]]:
+    """Each rule once, in the order in which their hooks are called."""
+    return sorted({*rules}, key=lambda rule: (rule.order, rule.__name__))
 
 
 class KeepOptimizerState(ClientRule):

@@ -259,7 +259,7 @@ def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> 
     command = "from fedbn_flwr.cli import main; main()"
     assert "FedAvg of each client's change per local step" in stdout(command, "list", "strategies", "PerStep")
     client = "from fedbn_flwr.client.rule import rules_for; print(rules_for({'fedbn.steps': True}))"
-    assert stdout(client) == "{<class 'fedbn_flwr.strategies.perstep.PerStepClient'>}\n"
+    assert stdout(client) == "[<class 'fedbn_flwr.strategies.perstep.PerStepClient'>]\n"
 
 
 # --- what goes wrong without a word in a rule of one's own ---
