@@ -50,7 +50,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of a strategy that do not change during a run. Those of one around another add to the other's."""
+    """The properties of a strategy that do not change during a run. A wrapper adds its own to those inside."""
 
     # What the clients' steps must be: "linear", so that the mean of their first steps is the step along the mean of
     # their gradients (SGD without clipping), "momentum" (SGD with momentum), or "sgd".

@@ -218,14 +218,17 @@ class BNClient(NumPyClient):
 
         If there are several test sets, the names of the metrics of the second and later ones begin with the set's name.
         """
+        rules = rules_for(config)
         self._load(arrays, config)
         model = self.model
         if config.get(protocol.REESTIMATE):
             model = copy.deepcopy(model)  # another client may use the model next
-            model.load_state_dict(self._statistics(arrays.keys(), config, pooled=True)[0], strict=False)
+            model.load_state_dict(self._statistics(rules, arrays.keys(), config, pooled=True)[0], strict=False)
         sets = self._test_sets(config)
         different = {id(batches): batches for batches in sets.values()}  # a set may have several names
-        measured = {key: self._measured(model, batches, arrays.keys(), config) for key, batches in different.items()}
+        measured = {
+            key: self._measured(model, batches, rules, arrays.keys(), config) for key, batches in different.items()
+        }
         first = next(iter(sets), "")
         return {
             key if name == first else f"{name}-{key}": value
@@ -235,8 +238,9 @@ class BNClient(NumPyClient):
 
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:
         """The mean batch statistics of the client's training data; `num-examples` is the number of batches."""
+        rules = rules_for(config)
         self._load(arrays, config)
-        statistics, batches = self._statistics(arrays.keys(), config)
+        statistics, batches = self._statistics(rules, arrays.keys(), config)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
     def measure_round(self, config: Config, extras: dict[str, Arrays] | None = None) -> Update:
@@ -288,7 +292,6 @@ class BNClient(NumPyClient):
 
     def _load(self, arrays: Arrays, config: Config) -> Arrays:
         """Load the received arrays, and the client's own values of all other arrays, which are returned."""
-        rules_for(config)  # raises an error for an unknown key before anything changes
         if negative := negative_variance(arrays):
             raise MessageError(
                 f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
@@ -392,12 +395,13 @@ class BNClient(NumPyClient):
         self,
         model: nn.Module,
         batches: Iterable[Batch],
+        rules: Iterable[type[ClientRule]],
         sent: Collection[str],
         config: Config,
     ) -> Metrics:
         """The metrics on one test set."""
         with ExitStack() as resources, self._seeded("evaluate", config, batches):
-            pairs = self._tested(batches, sent, config, resources)
+            pairs = self._tested(batches, rules, sent, config, resources)
             return evaluate(model, pairs, self.eval_loss, self._tensors.device, self.metrics, task=self.task)
 
     # --- data and random numbers ---
@@ -409,20 +413,25 @@ class BNClient(NumPyClient):
         return self._pairs(epoch_of(self.train_data, server_round, number))
 
     def _statistics(
-        self, sent: Collection[str], config: Config, *, pooled: bool = False
+        self, rules: Iterable[type[ClientRule]], sent: Collection[str], config: Config, *, pooled: bool = False
     ) -> tuple[dict[str, torch.Tensor], int]:
         """The statistics of the client's training inputs under the loaded model, and the number of batches."""
         epoch = local_batches(self.train_data, round_of(config), epochs=1, steps=None)
         with ExitStack() as resources, self._seeded("statistics", config, self.train_data):
-            pairs = self._tested(epoch, sent, config, resources)
+            pairs = self._tested(epoch, rules, sent, config, resources)
             return reestimate(self.model, pairs, self._tensors.device, pooled=pooled)
 
     def _tested(
-        self, batches: Iterable[Batch], sent: Collection[str], config: Config, resources: ExitStack
+        self,
+        batches: Iterable[Batch],
+        rules: Iterable[type[ClientRule]],
+        sent: Collection[str],
+        config: Config,
+        resources: ExitStack,
     ) -> Iterable[Batch]:
         """Batches without training, as the client rules change them."""
         pairs: Iterable[Batch] = self._pairs(batches)
-        for rule in rules_for(config):
+        for rule in rules:
             pairs = rule.tested(self._local(config, sent, {}, resources), pairs)
         return pairs
 
