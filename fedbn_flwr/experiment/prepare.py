@@ -92,7 +92,7 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
 
 def make_rule(run: Settings) -> Rule:
     # By default all clients train, and `evaluate.clients` decides whether they evaluate. A run begins with all clients
-    # (run.cohort.check_nodes) and continues without those that fail.
+    # (run.federation.check_nodes) and continues without those that fail.
     least = min(run.training_clients, 2)
     _check_demands(run.strategy, run.training_clients)
     strategy = build_strategy(

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr import LocalGrid, client_app, run_all
 from fedbn_flwr.cli import main
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
@@ -46,7 +47,13 @@ EXPERIMENTS["a function as the strategy"] = SHORT | {
 MORE = """
 from flwr.serverapp.strategy import FedAdam
 
+from fedbn_flwr.errors import RoundSkipped
 from fedbn_flwr.strategies import FedAvg, MeanStatistics
+
+
+class NeverReady(FedAvg):
+    def incoming(self, round, messages):
+        raise RoundSkipped("it is too early")
 
 
 def slow_adam(eta=0.01):
@@ -102,6 +109,11 @@ def session(settings: dict[str, Any], folder: Path, *, stop: int = 0, workers: i
 def test_an_experiment_of_the_page_runs(name: str, tmp_path: Path) -> None:
     session(EXPERIMENTS[name], tmp_path / "run")
     assert [line["round"] for line in RunFolder(tmp_path / "run").history()] == [1, 2]
+
+
+def test_a_run_whose_strategy_skips_every_round_fails(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="no client trained in any of the 2 rounds"):
+        session({**SHORT, "strategy": {"name": "my_parts:NeverReady"}, "clients": 2}, tmp_path / "run")
 
 
 def test_options_of_a_network_are_swept_and_rebuilt(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from fedbn_flwr.experiment.data import forget_data
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.gate import Gated
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.checkpoint import CheckpointFile
 from fedbn_flwr.results.read.runs import find_runs
@@ -343,7 +344,7 @@ def test_a_node_that_restarts_during_a_run_continues(straight: Callable[[str], P
     """Its context is empty at every message, in training and in evaluation."""
 
     class Forgetful(Elsewhere):
-        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Gated:
             for node in (1, 2, 3):
                 self.local.contexts()[node].state = RecordDict()
             return super().send_and_receive(messages, timeout=timeout)

@@ -22,7 +22,6 @@ from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in, unpack
-from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import number_of
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.statistics import reestimate
@@ -68,7 +67,7 @@ class Evaluate(Listener):
         clients, line = self._on_clients(running, at) if self.asks_clients else ({}, {})
         model = at.model
         if self.rule.traits.has_global_model:
-            config = ConfigRecord({**running.identity})
+            config = ConfigRecord({**running.config})
             model = self.rule.global_model(strategies.Round(at.number, at.arrays, config, running.grid))
         if self.rule.traits.has_global_model and (dataset := self.prepared.dataset) is not None:
             line |= self._on_server(dataset, model, queried=bool(set(model) - set(at.arrays)))
@@ -102,9 +101,9 @@ class Evaluate(Listener):
     def _on_clients(self, running: Running, at: FinishedRound) -> tuple[ByClient, Draft]:
         """The values of each client, and the metrics over all of them."""
         asked = {protocol.OWN_TESTS: True} if self.only_own else {}
-        config = ConfigRecord({**running.identity, **asked})
+        config = ConfigRecord({**running.config, **asked})
         messages = self.rule.configure_evaluate(at.number, at.arrays, config, running.grid)
-        replies = gate(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
+        replies = running.grid.send_and_receive(messages, timeout=running.run.engine.timeout)
         if not replies:
             return {}, {}
         metrics = self.rule.aggregate_evaluate(at.number, replies)

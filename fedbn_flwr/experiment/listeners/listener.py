@@ -8,6 +8,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message
 
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
@@ -18,20 +19,37 @@ from ..settings import Settings
 
 
 @dataclass(frozen=True)
+class Federation:
+    """The nodes of a run, as they answered before its first round."""
+
+    nodes: Mapping[int, int] = field(default_factory=dict)  # by client
+    state_rounds: Mapping[int, int] = field(default_factory=dict)  # by client, of the state in its node's state folder
+    own_data: bool = False  # at least one node has data of its own, or a domain
+    sites: int = 0  # the nodes with data of their own
+    unseen: Mapping[int, int] = field(default_factory=dict)  # the nodes of the clients that never train, by client
+
+
+@dataclass(frozen=True)
 class Running:
     """What all rounds of a run have in common."""
 
     prepared: Parts
     grid: MeteredGrid
     folder: RunFolder
-    # The config keys that name the run to its clients, and the moments on which the sites agreed.
-    identity: Config
-    sites: int = 0  # that train on data of their own
-    unseen: Mapping[int, int] = field(default_factory=dict)  # the nodes of the clients that never train
+    identity: Config  # the config keys that name the run to its clients
+    federation: Federation = Federation()  # empty until the nodes have answered
 
     @property
     def run(self) -> Settings:
         return self.prepared.run
+
+    @property
+    def config(self) -> Config:
+        """The config that the messages of all rounds share: the run, and the moments on which the sites agreed."""
+        if self.prepared.agreed is None:
+            return self.identity
+        means, deviations = map(list, self.prepared.agreed)
+        return {**self.identity, protocol.MEANS: means, protocol.DEVIATIONS: deviations}
 
 
 @dataclass(frozen=True)

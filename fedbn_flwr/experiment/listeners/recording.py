@@ -35,7 +35,7 @@ class History(Listener):
         running.folder.write_summary(self.summary)
 
     def on_messages(self, running: Running) -> None:
-        self.summary.own_data_sites = running.sites or None
+        self.summary.own_data_sites = running.federation.sites or None
         rule = running.prepared.rule
         if promises := promises_of(rule):
             running.folder.write_promises(promises)

@@ -18,7 +18,6 @@ from fedbn_flwr.client.evaluation import name_of
 from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import record_of
-from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import reason_of
 from fedbn_flwr.norms.roles import split
 
@@ -50,16 +49,16 @@ class Unseen(Listener):
     def _newcomers(self, running: Running, at: FinishedRound, way: str) -> ByClient:
         """The metrics of each newcomer with statistics of this kind."""
         prepared = running.prepared
-        config = {**running.identity, protocol.ROUND: at.number}
+        config = {**running.config, protocol.ROUND: at.number}
         config |= {protocol.REESTIMATE: True} if way == "batch" else {}
         arrays, kept = at.arrays, prepared.rule.traits.kept
         if way == "own" and kept:
             arrays = record_of(split(arrays, prepared.rule.traits.stays(arrays))[1])
             config[protocol.KEPT] = protocol.join(kept)
         content = RecordDict({prepared.rule.base.arrayrecord_key: arrays, "config": ConfigRecord(config)})
-        messages = [Message(content, node, MessageType.EVALUATE) for node in running.unseen.values()]
-        replies = gate(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
-        clients = {node: client for client, node in running.unseen.items()}
+        messages = [Message(content, node, MessageType.EVALUATE) for node in running.federation.unseen.values()]
+        replies = running.grid.send_and_receive(messages, timeout=running.run.engine.timeout)
+        clients = {node: client for client, node in running.federation.unseen.items()}
         for reply in replies:
             if reply.has_error():
                 client = clients[reply.metadata.src_node_id]

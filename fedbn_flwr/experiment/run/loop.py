@@ -22,7 +22,6 @@ from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import Diverged, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
-from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import number_of
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
@@ -38,10 +37,10 @@ from ..listeners.progress import Reporter, WatchedGrid
 from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.slices import InTime
 from ..listeners.track import Track
-from ..listeners.unseen import Unseen, unseen_nodes
+from ..listeners.unseen import Unseen
 from ..parts import Parts, counts_of
 from ..prepare import check_partition
-from .cohort import agree, check_nodes, restore_clients
+from .federation import agree, check_nodes, restore_clients
 from .side_by_side import workers_of
 
 
@@ -68,26 +67,22 @@ def run_one(
             listener.on_start(running, at)
             begun.append(listener)
         asked = {protocol.EXCHANGE_MIN_BATCH: least} if (least := rule.traits.min_batch) else {}
-        nodes = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
+        federation = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
+        running, nodes = replace(running, federation=federation), federation.nodes
         if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
-            progress.message(", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.ids.items())))
-        unseen = unseen_nodes(run, nodes.ids)
-        seen.hidden = unseen.values()
-        running = replace(running, sites=nodes.sites, unseen=unseen)
-        if run.data.normalise == "moments" and (prepared.dataset is None or nodes.own_data):
+            progress.message(", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.items())))
+        seen.hidden = federation.unseen.values()
+        if run.data.normalise == "moments" and (prepared.dataset is None or federation.own_data):
             agreed = agree(ledger, prepared, nodes, running.identity) if snapshot is None else folder.agreed()
             prepared.agreed = agreed
-            means, deviations = map(list, agreed)
-            identity = {**running.identity, protocol.MEANS: means, protocol.DEVIATIONS: deviations}
-            running = replace(running, identity=identity)
         folder.write("model.json", prepared.model_description, indent=2)
-        if prepared.dataset is not None and not nodes.own_data:
+        if prepared.dataset is not None and not federation.own_data:
             check_partition(prepared)
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
         rule.base.reply_timeout = run.engine.timeout
         rule.begin(run.rounds, at.arrays)
         if snapshot is not None and snapshot.strategy is not None:
-            restore_clients(prepared, ledger, folder, snapshot.trained, nodes.folders)
+            restore_clients(prepared, ledger, folder, snapshot.trained, federation.state_rounds)
             restore(rule, snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
         keep_promises(rule, folder, done)
@@ -123,14 +118,14 @@ def listeners_of(running: Running, progress: Reporter, ends: float) -> list[List
 
 def train_round(running: Running, before: FinishedRound, listeners: Sequence[Listener] = ()) -> FinishedRound:
     run, rule, number = running.run, running.prepared.rule, before.number + 1
-    config = ConfigRecord({**running.identity, protocol.KEPT_ROUND: before.kept_round})
+    config = ConfigRecord({**running.config, protocol.KEPT_ROUND: before.kept_round})
     switched = any(number >= (each.memory.switch_round or math.inf) for each in rule.chain)
     if (factor := run.train.schedule.switch) is not None and switched:
         config[protocol.LR_FACTOR] = factor
     messages = list(rule.configure_train(number, before.arrays, config, running.grid))
     for listener in listeners:
         listener.on_messages(running)
-    replies = gate(running.grid.send_and_receive(messages, timeout=run.engine.timeout))
+    replies = running.grid.send_and_receive(messages, timeout=run.engine.timeout)
     try:
         found, metrics = rule.aggregate_train(number, replies)
     except Diverged as error:

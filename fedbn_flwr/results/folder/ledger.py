@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
-from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.gate import Gated, gate
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from fedbn_flwr.exchange.carriers import Answers
@@ -50,7 +50,7 @@ class Traffic:
 
 
 class MeteredGrid(GridAround):
-    """A grid that passes messages to another one and counts them."""
+    """A grid that passes messages to another one, checks the replies at the gate and counts both."""
 
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
@@ -102,10 +102,10 @@ class MeteredGrid(GridAround):
         rounds = int(direction == "down" and bool(sizes[True]))
         self._count(rounds, others=sizes[False], **{direction: sizes[True]})
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Gated:
         sent = list(messages)  # Flower's HttpGrid iterates over them twice
         self._note(sent, "down")
-        replies = gate(self.inner.send_and_receive(sent, timeout=timeout)) if sent else []
+        replies = gate(self.inner.send_and_receive(sent, timeout=timeout) if sent else ())
         self._note(replies, "up")
         return replies
 
@@ -114,7 +114,7 @@ class MeteredGrid(GridAround):
         self._note(sent, "down")
         return self.inner.push_messages(sent)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def pull_messages(self, message_ids: Iterable[str]) -> Gated:
         replies = gate(self.inner.pull_messages(message_ids))
         self._note(replies, "up")
         return replies

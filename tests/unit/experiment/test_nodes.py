@@ -12,7 +12,7 @@ from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.run.cohort import check_nodes
+from fedbn_flwr.experiment.run.federation import check_nodes
 from fedbn_flwr.messages import protocol
 from tests.support.experiments import read
 
@@ -42,7 +42,7 @@ class Restarting(GridAround):
 
 def test_a_node_that_restarts_when_a_run_begins_is_asked_again() -> None:
     grid = Restarting(2)
-    assert check_nodes(grid, read(TEXT), CONFIG).ids == {0: 1, 1: 2, 2: 3}
+    assert check_nodes(grid, read(TEXT), CONFIG).nodes == {0: 1, 1: 2, 2: 3}
     assert grid.asked == [1, 2, 3, 2, 2]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
@@ -29,19 +28,11 @@ from fedbn_flwr.messages.reply import arrays_of, number_of, partition_of, reason
 from fedbn_flwr.norms.variants import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
 
+from ..listeners.listener import Federation
+from ..listeners.unseen import unseen_nodes
 from ..parts import Parts
 from ..prepare import check_moments
 from ..settings import Settings, strategy_name
-
-
-@dataclass(frozen=True)
-class Cohort:
-    """The nodes of a run, as they answered before its first round."""
-
-    ids: dict[int, int]  # the node of each client
-    folders: dict[int, int]  # the round of the stored state, for each partition whose node has a state folder
-    own_data: bool  # at least one node has data of its own, or a domain
-    sites: int  # the nodes with data of their own
 
 
 def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], list[Message]]:
@@ -73,11 +64,11 @@ def _is_away(reply: Message) -> bool:
     return reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE
 
 
-def check_nodes(grid: Grid, run: Settings, config: Config) -> Cohort:
+def check_nodes(grid: Grid, run: Settings, config: Config) -> Federation:
     """Check that exactly one node holds each partition. `config` identifies the run and its last round."""
     nodes, replies = _ask(grid, run, RecordDict({"config": ConfigRecord({**config, protocol.READY: True})}))
     holders: dict[int | None, list[int]] = {}  # None: nodes with their own data and no partition
-    folders: dict[int, int] = {}
+    state_rounds: dict[int, int] = {}
     own_data, sites = False, 0
     for reply in filter(Message.has_content, replies):
         node = reply.metadata.src_node_id
@@ -85,11 +76,11 @@ def check_nodes(grid: Grid, run: Settings, config: Config) -> Cohort:
         holders.setdefault(partition_of(reply.content), []).append(node)
         own_data |= protocol.OWN_DATA in answer
         sites += answer.get(protocol.OWN_DATA) == 1
-        if isinstance(kept := answer.get(protocol.STATE_ROUND), int):
-            folders[number_of(reply)] = kept
+        if isinstance(stored := answer.get(protocol.STATE_ROUND), int):
+            state_rounds[number_of(reply)] = stored
     refuse_nodes(failures(run, len(nodes), replies) or _wrong_numbers(holders, run.clients))
-    ids = {number_of(reply): reply.metadata.src_node_id for reply in replies}
-    return Cohort(ids, folders, own_data or None in holders, sites)
+    by_client = {number_of(reply): reply.metadata.src_node_id for reply in replies}
+    return Federation(by_client, state_rounds, own_data or None in holders, sites, unseen_nodes(run, by_client))
 
 
 def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> list[str]:
@@ -121,11 +112,11 @@ def refuse_nodes(problems: Iterable[str]) -> None:
 # --- the moments of all sites' data ---
 
 
-def agree(grid: Grid, parts: Parts, nodes: Cohort, identity: Config) -> Moments:
+def agree(grid: Grid, parts: Parts, nodes: Mapping[int, int], identity: Config) -> Moments:
     """The moments of all clients' training examples; RunFailed names clients whose sums are missing or wrong."""
     run = parts.run
     check_moments(run, parts.rule)
-    clients = {node: client for client, node in nodes.ids.items()}
+    clients = {node: client for client, node in nodes.items()}
     content = RecordDict({"config": ConfigRecord(dict(identity))})
     questions = [Message(content, node, protocol.SUMS_QUERY) for node in clients]
     columns = parts.shape.normalised + (parts.shape.classes if run.data.targets else 0)
@@ -163,11 +154,11 @@ def _sums_in(reply: Message, columns: int) -> Sums:
 
 
 def restore_clients(
-    prepared: Parts, grid: GridAround, folder: RunFolder, trained: Mapping[int, int], folders: Mapping[int, int]
+    prepared: Parts, grid: GridAround, folder: RunFolder, trained: Mapping[int, int], stored: Mapping[int, int]
 ) -> None:
     """Restore the clients' states from the checkpoint, or check that the nodes have them in their state folders.
 
-    `trained` is the last round that each partition trained in, `folders` the round of the state in its node's folder.
+    `trained` has the last round in which each client trained, `stored` the round of the state in its node's folder.
     """
     contexts = grid.contexts() or {}
     saved = dict(folder.checkpoint.clients()) if contexts else {}
@@ -175,11 +166,11 @@ def restore_clients(
         contexts[node].state = records
     if saved or (needed := _needed_client_state(prepared)) is None:
         return
-    lost = [f"client {client} has none" for client in trained if client not in folders]
+    lost = [f"client {client} has none" for client in trained if client not in stored]
     lost += [
-        f"client {client} has the state of round {folders[client]}, but last trained in round {last}"
+        f"client {client} has the state of round {stored[client]}, but last trained in round {last}"
         for client, last in trained.items()
-        if client in folders and folders[client] < last
+        if client in stored and stored[client] < last
     ]
     if lost:
         raise SettingsError(
