@@ -44,7 +44,7 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers, of_roles, split
-from fedbn_flwr.norms.statistics import Moments
+from fedbn_flwr.norms.statistics import MomentRecorder
 
 from ._hooks import Round, Traits
 from ._measured import ask
@@ -162,7 +162,7 @@ class FedAPClient(ClientRule):
         device = next(model.parameters()).device
         found, sizes = [], []
         for inputs, _ in local.epoch(~0):
-            with Moments(model) as moments:
+            with MomentRecorder(model) as moments:
                 model(each(lambda tensor: tensor.to(device), inputs))
             found.append(copied(moments.statistics()))
             sizes.append(float(count(inputs)))

@@ -27,7 +27,7 @@ from torch.optim import SGD
 from fedbn_flwr.client.rule import ClientRule, Gradient
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.carriers import ByMessages, Carrier, ExchangesDone, judged, service
+from fedbn_flwr.exchange.carriers import ByMessages, Carrier, ExchangesDone, judge, service
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.messages import protocol
@@ -121,7 +121,7 @@ class FedTAN(FedAvg):
         while remaining != 0:
             answers = carrier.ask(nodes, steps.total(), agreement)
             exchange = f"round {round.number}, exchange {steps.total() + 1}"
-            contributions, problems = judged(nodes, answers, remaining, self.bounds and self.bounds.outliers)
+            contributions, problems = judge(nodes, answers, remaining, self.bounds and self.bounds.outliers)
             if not steps or problems or len(contributions) < len(nodes):  # otherwise all stay, and are in order
                 partitions = {node: each.partition for node, each in contributions.items()}
                 nodes = self.training.admit(exchange, partitions, problems)

@@ -30,7 +30,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr.client.node_state import OWN
+from fedbn_flwr.client.node_state import LOCAL_ARRAYS
 from fedbn_flwr.client.rule import MODEL, ClientRule, Key, LocalRound, Memo
 from fedbn_flwr.errors import LOG, MessageError, SettingsError
 from fedbn_flwr.messages import protocol
@@ -40,7 +40,7 @@ from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, of_roles, split
-from fedbn_flwr.norms.statistics import Moments
+from fedbn_flwr.norms.statistics import MomentRecorder
 
 from ._hooks import Config, Json, Round, Traits, require_norm
 from ._wrapper import Wrapper
@@ -245,7 +245,7 @@ class FixBNClient(ClientRule):
         frozen = frozen_roles(local.config)
         kept = {key: role for key, role in local.roles.items() if role in frozen and key not in local.sent}
         # Where roles stay on the client (FedBN, SiloBN), one that first trains after the freeze sets its values now.
-        own = local.state.load(OWN) if kept else {}
+        own = local.state.load(LOCAL_ARRAYS) if kept else {}
         missing = {role: key for key, role in reversed(kept.items()) if key not in own}
         if shared := [key for key in local.roles if key in local.sent and local.roles[key] in missing]:
             role = local.roles[shared[0]]
@@ -256,7 +256,7 @@ class FixBNClient(ClientRule):
         self.frozen = frozen - missing.keys()
         refreshed = bool(local.config.get(MOMENTS))
         self.own_passes |= refreshed  # compiled passes may leave out the hooks that measure
-        self.moments = local.resources.enter_context(Moments(local.model)) if refreshed else None
+        self.moments = local.resources.enter_context(MomentRecorder(local.model)) if refreshed else None
 
     def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         if self.moments is not None:

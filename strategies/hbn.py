@@ -38,7 +38,7 @@ from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, key_of, of_roles, roles, split
-from fedbn_flwr.norms.statistics import Moments
+from fedbn_flwr.norms.statistics import MomentRecorder
 from fedbn_flwr.norms.variants import HybridBatchNorm
 
 from ._hooks import Config, Json, Round, Traits
@@ -138,7 +138,7 @@ class HBNClient(ClientRule):
                     layer.alpha.copy_(torch.from_numpy(alpha.copy()))
                 local.resources.callback(setattr, layer, "momentum", layer.momentum)
                 layer.momentum = 0.0  # the server's statistics stay as they are during the round
-        self.moments = local.resources.enter_context(Moments(local.model))
+        self.moments = local.resources.enter_context(MomentRecorder(local.model))
 
     def begin(self, w: Tensors) -> Memo:
         """The statistics of the first batch, whose gradient was computed under the received model."""

@@ -26,7 +26,7 @@ from fedbn_flwr.messages.reply import OwnContent, sent_model
 from fedbn_flwr.named import path_of
 
 from .client import BNClient, Update
-from .layerwise import continue_parked, train_by_messages, without_parked
+from .layerwise import client_without_parked_round, continue_parked, train_by_messages
 from .node_state import place_of, return_to_round, stored_state
 from .training import ONE_VALUE
 
@@ -82,7 +82,7 @@ class _App(ClientApp):
         for kind, (task, handle) in (_HANDLERS | of_extensions).items():
             category, _, action = kind.partition(".")
             register = getattr(self, category)(action or "default", mods=[*around.get(category, ())])
-            register(functools.partial(self._answer, task, handle))
+            register(functools.partial(self._handle, task, handle))
         if not around.get("query"):
             self.exchange = _exchange
 
@@ -101,9 +101,9 @@ class _App(ClientApp):
     def __reduce__(self) -> tuple[Callable[..., ClientApp], tuple[object, ...]]:
         return _App, self._given  # its handlers cannot be pickled
 
-    def _answer(self, task: str, handle: Handler, message: Message, context: Context) -> Message:
+    def _handle(self, task: str, handle: Handler, message: Message, context: Context) -> Message:
         """The reply, with the node's state around it; an exception becomes an error that names client and task."""
-        call: Callable[[Message, Context], Message] = functools.partial(self._handled, handle)
+        call: Callable[[Message, Context], Message] = functools.partial(self._call_handler, handle)
         config, by_key = _config(message), declared("client_mods")
         try:
             if handle is _extension:  # it uses volatile records only, which are never in the state folder
@@ -114,14 +114,14 @@ class _App(ClientApp):
                 return call(message, context)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
             # In experiments the server reports it.
-            raise _failed(context, task, error, "" if protocol.TOKEN in config else _ONLY_LOGGED) from error
+            raise _client_error(context, task, error, "" if protocol.TOKEN in config else _ONLY_LOGGED) from error
 
-    def _handled(self, handle: Handler, message: Message, context: Context) -> Message:
+    def _call_handler(self, handle: Handler, message: Message, context: Context) -> Message:
         config = _config(message)
-        make = functools.partial(self._made, context, config)
+        make = functools.partial(self._make_client, context, config)
         return Message(handle(make, message, config, context), reply_to=message)
 
-    def _made(self, context: Context, config: Config) -> BNClient | _Other:
+    def _make_client(self, context: Context, config: Config) -> BNClient | _Other:
         """The client that answers a message."""
         make_client: Callable[..., NumPyClient] = self._given[0]
         client = make_client(*(context, config)[: self._wants])
@@ -142,7 +142,7 @@ class _App(ClientApp):
         return client
 
 
-def _failed(context: Context, task: str, error: BaseException, note: str = "") -> ClientFailed:
+def _client_error(context: Context, task: str, error: BaseException, note: str = "") -> ClientFailed:
     """The error for the server. The client's log has the whole error, if there is a note or the server sees less."""
     node, whole = context.node_config, described(error)
     sent = described(error, to_server=True, own_data=_has_own_data(context))
@@ -202,11 +202,11 @@ Handler = Callable[[Make, Message, Config, Context], RecordDict]
 def _train(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     if protocol.EXCHANGE_STEP in config:
         return _train_by_messages(make, message, config, context)
-    client, extras = without_parked(make, config, context), _extras(message)
-    return _reply(client.train_round(_taken_from(message.content), config, extras), context)
+    client, extras = client_without_parked_round(make, config, context), _extras(message)
+    return _reply(client.train_round(_take_model(message.content), config, extras), context)
 
 
-def _taken_from(content: RecordDict) -> Arrays:
+def _take_model(content: RecordDict) -> Arrays:
     """The arrays of the model. They are loaded once, so a content of one's own does not keep them while training."""
     record = sent_model(content)
     if isinstance(content, OwnContent):
@@ -260,7 +260,7 @@ def _exchange(context: Context, agreement: Agreement) -> Contribution:
     try:
         return continue_parked(context, agreement)
     except (Exception, SystemExit) as error:
-        raise _failed(context, _LAYERWISE, error) from error
+        raise _client_error(context, _LAYERWISE, error) from error
 
 
 def _train_by_messages(make: Make, message: Message, config: Config, context: Context) -> RecordDict:

@@ -37,10 +37,10 @@ from fedbn_flwr.tasks import Task, task_named
 
 from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
-from .node_state import OWN, NodeState, number_of, place_of, round_of, run_of
+from .node_state import LOCAL_ARRAYS, NodeState, number_of, place_of, round_of, run_of
 from .optimizers import OptimizerSpec
 from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, in_order, rules_for
-from .training import TRAINER, Epochs, Recipe, Trained, Training, epoch_of, local_batches, size_of
+from .training import TRAINER, Epochs, Recipe, Trained, Training, count_examples, epoch_of, local_batches
 
 TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
 
@@ -176,7 +176,7 @@ class BNClient(NumPyClient):
 
     @property
     def num_examples(self) -> int:
-        return size_of(self.train_data, self._pairs)
+        return count_examples(self.train_data, self._pairs)
 
     def batch_examples(self) -> int:
         """The number of examples in the client's batches."""
@@ -227,7 +227,7 @@ class BNClient(NumPyClient):
         sets = self._test_sets(config)
         different = {id(batches): batches for batches in sets.values()}  # a set may have several names
         measured = {
-            key: self._measured(model, batches, rules, arrays.keys(), config) for key, batches in different.items()
+            key: self._evaluate_on(model, batches, rules, arrays.keys(), config) for key, batches in different.items()
         }
         first = next(iter(sets), "")
         return {
@@ -251,7 +251,7 @@ class BNClient(NumPyClient):
                 f"would reveal them; use more examples, or allow it by min-batch={examples} in this node's config"
             )
         self.state = NodeState(self.state.records, run_of(config))
-        with ExitStack() as resources, self._seeded("measure", config, self.train_data):
+        with ExitStack() as resources, self._random_streams("measure", config, self.train_data):
             local = self._local(config, (), extras or {}, resources)
             found = {key: value for rule in rules_for(config) for key, value in rule.measure(local).items()}
         return Update(found, {protocol.NUM_EXAMPLES: examples}, {})
@@ -264,28 +264,28 @@ class BNClient(NumPyClient):
 
     def get_parameters(self, config: Config) -> list[np.ndarray]:
         """The model's arrays in the order of its state dict, without counters."""
-        return [value.copy() for value in self._tensors.taken(self._sent()).values()]
+        return [value.copy() for value in self._tensors.values_of(self._sent_keys()).values()]
 
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Metrics]:
         """Train a round from these arrays; returns the trained ones, the number of examples and metrics."""
         if key := next((key for key in declared("client_mods") if key in config), None):
             raise MessageError(f"{key!r} needs a ClientApp made by fedbn_flwr.client_app")  # which has the mod
-        update = self.train_round(self._named(parameters), config)
+        update = self.train_round(self._by_key(parameters), config)
         metrics = update.metrics | self.identity
         return [value.copy() for value in update.arrays.values()], int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
 
     def evaluate(self, parameters: list[np.ndarray], config: Config) -> tuple[float, int, Metrics]:
         """The loss of these arrays on the client's test data, the number of examples and metrics."""
-        metrics = self.evaluate_round(self._named(parameters), config) | self.identity
+        metrics = self.evaluate_round(self._by_key(parameters), config) | self.identity
         return metrics.pop("loss"), int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
 
-    def _named(self, parameters: list[np.ndarray]) -> Arrays:
-        keys = list(self.roles) if len(parameters) == len(self.roles) else self._sent()
+    def _by_key(self, parameters: list[np.ndarray]) -> Arrays:
+        keys = list(self.roles) if len(parameters) == len(self.roles) else self._sent_keys()
         if len(parameters) != len(keys):
             raise MessageError(f"received {len(parameters)} arrays, the model has {len(keys)}: {keys[0]!r}, ...")
         return dict(zip(keys, parameters, strict=True))
 
-    def _sent(self) -> list[str]:
+    def _sent_keys(self) -> list[str]:
         return [key for key, role in self.roles.items() if role is not Role.COUNTER]
 
     # --- the parts of a round, in their order ---
@@ -299,7 +299,7 @@ class BNClient(NumPyClient):
             )
         run = run_of(config)
         self.state = NodeState(self.state.records, run)
-        own, stays = self.state.load(OWN), protocol.kept_keys(config, self.roles)
+        own, stays = self.state.load(LOCAL_ARRAYS), protocol.kept_keys(config, self.roles)
         if stays and (problem := self._tensors.form.kept_problem(stays, arrays)):
             raise MessageError(problem)
         # A strategy of another project may keep batch norm on the clients without a word.
@@ -311,7 +311,7 @@ class BNClient(NumPyClient):
 
     def _values_besides(self, sent: Collection[str]) -> Arrays:
         """The values of the arrays that the server has not sent, which stay on the client."""
-        return self._tensors.taken([key for key in self.roles if key not in sent])
+        return self._tensors.values_of([key for key in self.roles if key not in sent])
 
     def _local(
         self,
@@ -364,7 +364,7 @@ class BNClient(NumPyClient):
         """The result of a round. The client's state is saved only after everything that can fail."""
         config = local.config
         returned = protocol.kept_keys(config, self.roles) if config.get(protocol.RETURN) else set()
-        taken = self._tensors.taken([key for key in self.roles if key in local.sent or key in returned])
+        taken = self._tensors.values_of([key for key in self.roles if key in local.sent or key in returned])
         own = self._values_besides(local.sent)
         problem = arrays_problem(taken, taken) or arrays_problem(own, own)
         if not math.isfinite(trained.loss):
@@ -375,9 +375,9 @@ class BNClient(NumPyClient):
         if config.get(protocol.REPORT_BATCH):
             metrics[protocol.BATCH_EXAMPLES] = trained.first_batch
         records: dict[str, Arrays] = {MODEL: taken}
-        self.state.save(OWN, own)  # a replay of a round that has failed must begin with the same state
+        self.state.save(LOCAL_ARRAYS, own)  # a replay of a round that has failed must begin with the same state
         if rules:
-            with self._seeded("finish", config, self.train_data):
+            with self._random_streams("finish", config, self.train_data):
                 for rule, memo in zip(rules, trained.memos, strict=True):
                     rule.finish(memo, trained.steps, metrics, records)
         return Update(records.pop(MODEL), metrics, records)
@@ -385,13 +385,13 @@ class BNClient(NumPyClient):
     # --- the parts of an evaluation ---
 
     def _test_sets(self, config: Config) -> Mapping[str, Iterable[Batch]]:
-        with self._seeded("evaluate", config):
+        with self._random_streams("evaluate", config):
             data = self.eval_data() if callable(self.eval_data) else self.eval_data
         if data is None:
             raise MessageError("this client has no data to evaluate on (eval_data was not given)")
         return data if isinstance(data, Mapping) else {"": data}
 
-    def _measured(
+    def _evaluate_on(
         self,
         model: nn.Module,
         batches: Iterable[Batch],
@@ -400,8 +400,8 @@ class BNClient(NumPyClient):
         config: Config,
     ) -> Metrics:
         """The metrics on one test set."""
-        with ExitStack() as resources, self._seeded("evaluate", config, batches):
-            pairs = self._tested(batches, rules, sent, config, resources)
+        with ExitStack() as resources, self._random_streams("evaluate", config, batches):
+            pairs = self._test_batches(batches, rules, sent, config, resources)
             return evaluate(model, pairs, self.eval_loss, self._tensors.device, self.metrics, task=self.task)
 
     # --- data and random numbers ---
@@ -417,11 +417,11 @@ class BNClient(NumPyClient):
     ) -> tuple[dict[str, torch.Tensor], int]:
         """The statistics of the client's training inputs under the loaded model, and the number of batches."""
         epoch = local_batches(self.train_data, round_of(config), epochs=1, steps=None)
-        with ExitStack() as resources, self._seeded("statistics", config, self.train_data):
-            pairs = self._tested(epoch, rules, sent, config, resources)
+        with ExitStack() as resources, self._random_streams("statistics", config, self.train_data):
+            pairs = self._test_batches(epoch, rules, sent, config, resources)
             return reestimate(self.model, pairs, self._tensors.device, pooled=pooled)
 
-    def _tested(
+    def _test_batches(
         self,
         batches: Iterable[Batch],
         rules: Iterable[type[ClientRule]],
@@ -435,7 +435,7 @@ class BNClient(NumPyClient):
             pairs = rule.tested(self._local(config, sent, {}, resources), pairs)
         return pairs
 
-    def _seeded(self, purpose: str, config: Config, loader: object = None) -> AbstractContextManager[None]:
+    def _random_streams(self, purpose: str, config: Config, loader: object = None) -> AbstractContextManager[None]:
         """Make random numbers, including a DataLoader's, depend only on purpose, round and client."""
         return seeding.streams(self._seed(purpose, config, loader), self._tensors.device)
 

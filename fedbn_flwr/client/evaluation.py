@@ -20,14 +20,14 @@ from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, SEGMENTATION, SEVERAL, Task
 
-from .losses import aligned, fit, logits_of, without_channel
+from .losses import aligned, logits_of, one_for_each, without_channel
 from .rule import Batch, Loss
 
 # A name, or a function of the model's outputs and the targets of all examples, on the CPU.
 Metric = str | Callable[[Any, Any], float]
 
 
-def answers(task: Task, outputs: Any, targets: Value) -> tuple[Tensor, Tensor] | None:
+def metric_inputs(task: Task, outputs: Any, targets: Value) -> tuple[Tensor, Tensor] | None:
     """Outputs and targets as the task's metrics need them; None if the user's model and loss have others.
 
     For classes they are logits [N, C, ...] and class numbers [N, ...], which may be given as [N, 1, ...]; one logit z
@@ -40,7 +40,7 @@ def answers(task: Task, outputs: Any, targets: Value) -> tuple[Tensor, Tensor] |
         targets = without_channel(outputs, targets)
         of_classes = outputs.ndim >= 2 and outputs.shape[1] > 1 and not targets.is_floating_point()
         return (outputs, targets) if of_classes and targets.shape == outputs.shape[:1] + outputs.shape[2:] else None
-    if not fit(outputs, targets):
+    if not one_for_each(outputs, targets):
         return None
     outputs, targets = (tensor.reshape(len(tensor), -1) for tensor in aligned(outputs, targets))
     if task.name == "binary":
@@ -75,7 +75,7 @@ Counts = tuple[int, Tensor, Tensor]
 
 
 def counts_of(task: Task, outputs: Tensor, targets: Tensor, *, by_class: bool = True) -> Counts:
-    """The counts of what `answers` returned, perhaps without those by class. Pixels with the label 255 do not count."""
+    """Count predictions as `metric_inputs` returns them, by class too if asked. Pixels with the label 255 are left out."""
     if task.form == "labels":
         predicted, true = outputs > 0, targets > 0.5
         parts = torch.stack([(predicted & true).sum(0), true.sum(0), predicted.sum(0)])
@@ -212,7 +212,7 @@ class Measurement:
 
         The task's metrics are then left out, while a metric that was asked for by name raises an error.
         """
-        found = answers(self.task, outputs, targets)
+        found = metric_inputs(self.task, outputs, targets)
         if found is None and self._named:
             raise SettingsError(
                 f"metric {self._named[0]!r} cannot be computed: the model returned {_found(logits_of(outputs))}, and "
@@ -231,19 +231,19 @@ class Measurement:
         client does not have. With `strict` its error is raised.
         """
         found = {}
-        examples = tuple(map(_joined, zip(*self._examples, strict=True)))
+        examples = tuple(map(_concatenate, zip(*self._examples, strict=True)))
         for key, metric in self.metrics.items():
             try:
-                found[key] = float(metric(*examples)) if callable(metric) else self._of_name(metric, examples)
+                found[key] = float(metric(*examples)) if callable(metric) else self._value_of(metric, examples)
             except Exception as error:
                 if strict:
                     raise
                 log_once(f"metric {key} is left out: {in_a_line(error)}")
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
-    def _of_name(self, name: str, examples: tuple[Any, ...]) -> float:
+    def _value_of(self, name: str, examples: tuple[Any, ...]) -> float:
         if name in _OF_ALL:
-            found = answers(self.task, *examples)
+            found = metric_inputs(self.task, *examples)
             return math.nan if found is None else _OF_ALL[name](*found)
         if None in self._counts:  # outputs or targets of another form
             return math.nan
@@ -257,9 +257,9 @@ def _on_cpu(value: Any) -> Any:
     return tuple(map(_on_cpu, value)) if isinstance(value, list | tuple) else each(Tensor.cpu, value)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _concatenate(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], tuple):
-        return tuple(map(_joined, zip(*parts, strict=True)))
+        return tuple(map(_concatenate, zip(*parts, strict=True)))
     if isinstance(parts[0], Mapping):
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     return torch.cat(list(parts))
@@ -290,7 +290,7 @@ def evaluate(
     batches = iter(batches)
     if (first := next(batches, None)) is None:
         raise ValueError("there are no examples to evaluate on")
-    own = task or _of_whole_numbers(first[1])
+    own = task or _task_from_targets(first[1])
     measurement = Measurement(own, metrics)
 
     @torch.no_grad()  # a setting of the thread
@@ -331,7 +331,7 @@ class InUnits:
         return found * self.deviation.to(found) + self.mean.to(found)
 
 
-def _of_whole_numbers(targets: Value) -> Task:
+def _task_from_targets(targets: Value) -> Task:
     if isinstance(targets, Mapping) or targets.is_floating_point() or targets.dtype is torch.bool:
         return SEVERAL
     return SEGMENTATION if targets.shape[1:].numel() > 1 else CLASSIFICATION

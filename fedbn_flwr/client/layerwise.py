@@ -206,7 +206,7 @@ def train_by_messages(
         context.state[_ROUND][str(step)] = config[protocol.EXCHANGE_VALUES]
     parked = parked_rounds.take(place, number, step)
     if parked is None:
-        parked, agreement = _replayed(make, state, config, extras, number), None
+        parked, agreement = _replay(make, state, config, extras, number), None
         if any(other.client.model is parked.client.model for other in parked_rounds.values()):
             raise MessageError(
                 "another client is in the middle of a round with this very model; the clients of a layer-wise round "
@@ -249,7 +249,7 @@ def _place(context: Context) -> tuple[Place, str]:
     return (str(record["run"]), context.run_id, context.node_id), str(record["number"])
 
 
-def without_parked(make: MakeClient, config: Config, context: Context) -> Any:
+def client_without_parked_round(make: MakeClient, config: Config, context: Context) -> Any:
     """The client for a round of another kind.
 
     The node's parked round in this process is ended, since the server has continued without the client, and so are
@@ -266,9 +266,7 @@ def without_parked(make: MakeClient, config: Config, context: Context) -> Any:
     return client
 
 
-def _replayed(
-    make: MakeClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str
-) -> ParkedRound:
+def _replay(make: MakeClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str) -> ParkedRound:
     """The round as the client's state has it, not begun."""
     client, step = make(), int(config[protocol.EXCHANGE_STEP])
     received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]

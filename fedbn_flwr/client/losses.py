@@ -95,7 +95,7 @@ def aligned(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     PyTorch's losses subtract [N] from [N, 1] to [N, N].
     """
     outputs = logits_of(outputs)
-    if not fit(outputs, targets):
+    if not one_for_each(outputs, targets):
         raise ValueError(
             f"the model returned {list(outputs.shape)} for targets {list(targets.shape)}; expected a number for each "
             "target"
@@ -104,7 +104,7 @@ def aligned(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     return outputs.reshape(targets.shape).to(dtype), targets.to(dtype)
 
 
-def fit(outputs: Tensor, targets: Tensor) -> bool:
+def one_for_each(outputs: Tensor, targets: Tensor) -> bool:
     """Whether there is an output for each target, up to a dimension of size one."""
     one_each = outputs.shape[:1].numel() == outputs.numel() == targets.numel() == targets.shape[:1].numel()
     return outputs.shape == targets.shape or one_each

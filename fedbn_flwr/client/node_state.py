@@ -33,7 +33,9 @@ from fedbn_flwr.storage import read_store, write_store, writing
 
 _RUN = "fedbn.run"  # the record that names the training run, and in a folder the round
 ARRAYS = "fedbn.arrays."
-OWN = "fedbn.local"  # the arrays that stay on the client; names without this prefix are of other projects' rules
+LOCAL_ARRAYS = (
+    "fedbn.local"  # the arrays that stay on the client; names without this prefix are of other projects' rules
+)
 
 
 def run_of(config: Config) -> str | None:

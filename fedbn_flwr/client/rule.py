@@ -45,6 +45,7 @@ Tensors = Mapping[str, Tensor]  # by the names of parameters
 Memo = Mapping[str, Tensors]  # what a client rule remembers from its `begin` to its `finish`, by name
 
 MODEL = "arrays"  # the record with the model, in messages as in replies
+MEASURING = ~0  # the number of a pass that measures the data; 0, 1, ... are those of a round's training
 
 # --- arithmetic on named tensors ---
 
@@ -84,7 +85,8 @@ class LocalRound:
     roles: Mapping[str, Role]  # of the model's tensors, by key
     layerwise: LayerwiseStep  # the first step of a round with exchanges, whose options the client has set
     resources: ExitStack  # is closed when the round ends, with the error if it fails
-    epoch: Callable[[int], Iterator[Batch]]  # one pass over the client's batches (inputs, targets), by a number
+    # One pass over the client's batches (inputs, targets), by a number, on which the order of the examples depends.
+    epoch: Callable[[int], Iterator[Batch]]
     seed: int  # for generators of its own: a function of seed, round and client
     optimizer: LocalOptimizer = field(init=False)  # of the parameters that train; set after the rules are made
 

@@ -41,7 +41,7 @@ class Epochs(Protocol):
     def epoch(self, server_round: int, epoch: int) -> Iterator[Batch]: ...
 
 
-def size_of(data: Epochs | Iterable[Batch], pairs: Callable[[Iterable[Batch]], Iterable[Batch]]) -> int:
+def count_examples(data: Epochs | Iterable[Batch], pairs: Callable[[Iterable[Batch]], Iterable[Batch]]) -> int:
     """The number of examples in training data; `pairs` turns its batches into (inputs, targets)."""
     if hasattr(data, "num_examples"):
         return int(data.num_examples)
@@ -227,7 +227,7 @@ def steps(training: Training) -> Generator[None, None, Trained]:
             inputs, targets = each(to_device, inputs), each(to_device, targets)
             optimizer.zero_grad()
             size = count(inputs)
-            loss = _changed(training.loss, changing, inputs) if changing else training.loss
+            loss = _loss_with_rules(training.loss, changing, inputs) if changing else training.loss
             total += gradient(training.model, inputs, targets, loss) * size
             if not done:
                 memos, first_batch, gradient = _memos(training), size, training.gradient
@@ -240,7 +240,7 @@ def steps(training: Training) -> Generator[None, None, Trained]:
         return Trained(float(total) / max(examples, 1), first_batch, done, memos if done else _memos(training))
 
 
-def _changed(loss_fn: Loss, rules: Sequence[ClientRule], inputs: Value) -> Loss:
+def _loss_with_rules(loss_fn: Loss, rules: Sequence[ClientRule], inputs: Value) -> Loss:
     """The loss of a batch with these inputs, as the rules change it."""
 
     def loss_of(outputs: Any, targets: Value) -> Tensor:

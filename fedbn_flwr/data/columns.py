@@ -26,7 +26,7 @@ from .dataset import DataSet, Groups, fewer
 from .examples import MASK, Examples, main
 from .series import Long
 from .source import Source
-from .values import Parts, Targets, as_rows, check_texts, inputs_of, targets_of
+from .values import BySplit, Targets, as_rows, check_texts, inputs_of, targets_of
 
 Splits = Tree  # "train", and "test" unless a share of "train" is held out
 ARRAYS = {"inputs": "inputs", "label": "labels", "domain": "domains", "group": "groups"}  # their usual names
@@ -215,7 +215,7 @@ def _single(source: Source, split: Any, column: str) -> Any:
     return np.array(names)[rows]
 
 
-def _values(columns: Columns, used: Sequence[str]) -> dict[str, Parts]:
+def _values(columns: Columns, used: Sequence[str]) -> dict[str, BySplit]:
     """The values of columns by split."""
     return {column: {part: split[column].read() for part, split in columns.items()} for column in used}
 

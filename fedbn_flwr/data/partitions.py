@@ -26,7 +26,7 @@ from .dataset import Groups
 
 KEY = "data.partition.kind"
 Labels = np.ndarray  # int64 [N], the class of each example
-Parts = list[np.ndarray]  # the row numbers of each client
+ClientRows = list[np.ndarray]  # the row numbers of each client
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Rows:
 class Options(Section):
     """`data.partition` of an experiment; each kind is a subclass with its settings."""
 
-    assign: ClassVar[Callable[..., Parts]]  # (rows, clients, seed, **options)
+    assign: ClassVar[Callable[..., ClientRows]]  # (rows, clients, seed, **options)
     by_class: ClassVar[bool] = False  # whether each example must have one class
 
     kind: str = ""
@@ -66,10 +66,10 @@ class OwnOptions(Options):
 KINDS: dict[str, type[Options]] = {}
 
 
-def kind(*, by_class: bool = False) -> Callable[[Callable[..., Parts]], type[Options]]:
+def kind(*, by_class: bool = False) -> Callable[[Callable[..., ClientRows]], type[Options]]:
     """Make a kind of a function of (rows, clients, seed, *, options), by the function's name in the settings."""
 
-    def register(assign: Callable[..., Parts]) -> type[Options]:
+    def register(assign: Callable[..., ClientRows]) -> type[Options]:
         name = assign.__name__
         fields: Draft = {"kind": (Literal[name], name)}
         for option in inspect.signature(assign).parameters.values():
@@ -97,7 +97,7 @@ _DRAWS = 11  # Flower's limit, for the same partition or none
 
 
 @kind()
-def iid(rows: Rows, clients: int, seed: int) -> Parts:
+def iid(rows: Rows, clients: int, seed: int) -> ClientRows:
     """An equal-sized random share; the default."""
     return np.array_split(np.random.default_rng(seed).permutation(len(rows.labels)), clients)
 
@@ -110,7 +110,7 @@ def dirichlet(
     *,
     alpha: Annotated[float, Field(gt=0)],
     min_size: Annotated[int, Field(ge=0)] = 1,  # smallest number of examples of a client
-) -> Parts:
+) -> ClientRows:
     """Images of all classes in random proportions, more alike with a larger `alpha`.
 
     As in Flower's `DirichletPartitioner`, the clients' shares of each class are drawn (Yurochkin et al. 2019), so sizes
@@ -131,7 +131,7 @@ def dirichlet(
 
 
 @kind(by_class=True)
-def classes(rows: Rows, clients: int, seed: int, *, classes_per_client: Positive) -> Parts:
+def classes(rows: Rows, clients: int, seed: int, *, classes_per_client: Positive) -> ClientRows:
     """`classes_per_client` classes; the clients that have a class share it equally.
 
     Client i starts at class i * classes / clients and wraps around (FedTAN's setting).
@@ -143,7 +143,7 @@ def classes(rows: Rows, clients: int, seed: int, *, classes_per_client: Positive
     firsts = [client * known // clients for client in range(clients)]
     order = np.random.default_rng(seed).permutation(len(rows.labels))
     shuffled = rows.labels[order]
-    pieces: list[Parts] = [[] for _ in range(clients)]
+    pieces: list[ClientRows] = [[] for _ in range(clients)]
     for label in range(known):
         holders = [client for client, first in enumerate(firsts) if (label - first) % known < classes_per_client]
         shares = np.array_split(order[shuffled == label], max(1, len(holders)))
@@ -153,7 +153,7 @@ def classes(rows: Rows, clients: int, seed: int, *, classes_per_client: Positive
 
 
 @kind(by_class=True)
-def shards(rows: Rows, clients: int, seed: int, *, shards_per_client: Positive) -> Parts:
+def shards(rows: Rows, clients: int, seed: int, *, shards_per_client: Positive) -> ClientRows:
     """`shards_per_client` equal-sized shards of the examples sorted by class (McMahan et al. 2017).
 
     With ten classes and five clients, two shards each give a client 20 % of the classes (FixBN). On MNIST, 100 clients
@@ -172,7 +172,7 @@ def shards(rows: Rows, clients: int, seed: int, *, shards_per_client: Positive) 
     return [np.concatenate([pieces[shard] for shard in some]) for some in dealt]
 
 
-def _shards_of(labels: Labels, size: int) -> Parts:
+def _shards_of(labels: Labels, size: int) -> ClientRows:
     return np.split(np.argsort(labels, kind="stable"), range(size, len(labels), size))
 
 
@@ -185,7 +185,7 @@ def unbalanced_shards(
     shard_size: Positive,  # examples
     min_shards: Positive = 1,  # of a client
     max_shards: Positive = 30,
-) -> Parts:
+) -> ClientRows:
     """A random number of shards of the examples sorted by class; `shard_size: 50` gives 1,200 shards of MNIST (FedBS).
 
     The numbers are drawn uniformly between the bounds and scaled to the number of shards.
@@ -218,7 +218,7 @@ def domain(
     *,
     clients_per_domain: Positive | None = None,
     examples: Positive | None = None,  # of each client; the others are not used
-) -> Parts:
+) -> ClientRows:
     """Examples of one domain; the clients of the first domain have the lowest numbers.
 
     The clients of a domain have equal-sized random shares of it, or `examples` of these. Default: clients / domains.
@@ -231,7 +231,7 @@ def domain(
             f"data.partition (domain): {len(found)} domains ({', '.join(found)}) cannot be assigned equally to "
             f"clients={clients}; for {each} per domain set clients={each * len(found)}"
         )
-    parts: Parts = []
+    parts: ClientRows = []
     for number, (name, group) in enumerate(found.items()):
         if len(group) < each * (examples or 1):
             of_each = f" with examples={examples}" if examples else ""
@@ -242,7 +242,7 @@ def domain(
 
 
 @kind()
-def natural(rows: Rows, clients: int, seed: int) -> Parts:
+def natural(rows: Rows, clients: int, seed: int) -> ClientRows:
     """All examples with one value in the column `data.group`, for instance a site; one client for each value."""
     found = rows.by_group()
     if len(found) != clients:
@@ -284,7 +284,7 @@ def partition(
     return [torch.from_numpy(np.sort(part)) for part in parts]
 
 
-def _own(name: str, rows: Rows, clients: int, seed: int, options: Tree) -> Parts:
+def _own(name: str, rows: Rows, clients: int, seed: int, options: Tree) -> ClientRows:
     """The row numbers of each client that the callable `name` returns for the labels and the number of clients.
 
     Its random draws are functions of `seed`: it is offered a generator and the seed, and Python's, NumPy's and torch's
@@ -300,7 +300,7 @@ def _own(name: str, rows: Rows, clients: int, seed: int, options: Tree) -> Parts
     return first
 
 
-def _called(name: str, rows: Rows, clients: int, seed: int, options: Tree) -> Parts:
+def _called(name: str, rows: Rows, clients: int, seed: int, options: Tree) -> ClientRows:
     """The partition as arrays of row numbers; DataError names the client whose rows are wrong."""
     offered = {
         "generator": np.random.default_rng(seed),

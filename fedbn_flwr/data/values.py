@@ -39,7 +39,7 @@ from .dataset import numbers
 from .examples import MASK, main, main_key
 from .source import Source
 
-Parts = dict[str, np.ndarray]  # the values of all examples by split
+BySplit = dict[str, np.ndarray]  # the values of all examples by split
 Targets = dict[str, Value]  # by split
 
 
@@ -64,7 +64,7 @@ def as_rows(where: str, given: Any) -> np.ndarray:
 # --- inputs -------------------------------------------------------------------
 
 
-def inputs_of(source: Source, columns: Mapping[str, Parts]) -> tuple[dict[str, Value], tuple[str, ...]]:
+def inputs_of(source: Source, columns: Mapping[str, BySplit]) -> tuple[dict[str, Value], tuple[str, ...]]:
     """The inputs of each split, and the names of the features."""
     splits = next(iter(columns.values()))
     names: tuple[str, ...] = ()
@@ -223,7 +223,7 @@ def _images(where: str, array: np.ndarray) -> Tensor:
 
 
 def targets_of(
-    source: Source, label: Mapping[str, Parts], known: Sequence[str], *, numbered: bool
+    source: Source, label: Mapping[str, BySplit], known: Sequence[str], *, numbered: bool
 ) -> tuple[Targets, tuple[str, ...], Task]:
     """The targets of each split, the names of the classes, labels or numbers, and the task.
 
@@ -249,7 +249,7 @@ def targets_of(
     return {part: torch.from_numpy(some.astype(np.float32)) for part, some in parts.items()}, names, task
 
 
-def _task(source: Source, parts: Parts) -> Task:
+def _task(source: Source, parts: BySplit) -> Task:
     if source.task is not None:
         return TASKS[source.task]
     rows = next(iter(parts.values()))
@@ -279,7 +279,7 @@ def _check_rows(source: Source, part: str, column: str, rows: np.ndarray) -> Non
 
 
 def _classes(
-    source: Source, column: str, parts: Parts, known: tuple[str, ...], numbered: bool
+    source: Source, column: str, parts: BySplit, known: tuple[str, ...], numbered: bool
 ) -> tuple[Targets, tuple[str, ...]]:
     """The class number of each example, and the names of the classes."""
     name, rows = repr(source.name), np.concatenate([*parts.values()])
@@ -318,7 +318,7 @@ def _classes(
     return {part: numbers(some, known) for part, some in texts.items()}, known
 
 
-def _dense(source: Source, parts: Parts, known: tuple[str, ...]) -> tuple[Targets, tuple[str, ...]]:
+def _dense(source: Source, parts: BySplit, known: tuple[str, ...]) -> tuple[Targets, tuple[str, ...]]:
     counted = np.concatenate([rows[rows != IGNORED] for rows in parts.values()])
     known = known or tuple(map(str, range(source.classes or int(counted.max(initial=0)) + 1)))
     if counted.dtype.kind not in "iub" or not 0 <= counted.min(initial=0) <= counted.max(initial=0) < len(known):

@@ -55,7 +55,7 @@ class Nodes:
         node = message.metadata.dst_node_id
         context = self.contexts.pop(node) if context is None else context
         message.content = OwnContent({**message.content})
-        reply = self._answer(message, context)
+        reply = self.call_app(message, context)
         if message.metadata.message_type != EXCHANGE_QUERY:  # after one, a layer-wise round is parked here
             return reply, context.state
         self.contexts[node] = context
@@ -75,9 +75,9 @@ class Nodes:
         """The ClientApp's reply, or an error reply."""
         # The messages of a round share their content; a change by one client must not reach the next.
         own = RecordDict({key: record.copy() for key, record in message.content.items()})
-        return self._answer(with_content(message, own), context)
+        return self.call_app(with_content(message, own), context)
 
-    def _answer(self, message: Message, context: Context) -> Message:
+    def call_app(self, message: Message, context: Context) -> Message:
         if self.threads is not None and torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         asked = message.metadata

@@ -125,7 +125,7 @@ def _answer(reply: Message) -> Contribution | str:
 # --- which contributions can be used ---
 
 
-def judged(
+def judge(
     nodes: Sequence[int], answers: Answers, remaining: int | None, outliers: Outliers | None
 ) -> tuple[dict[int, Contribution], list[tuple[int, str]]]:
     """The contributions by node, and the problems of unusable ones; see `problems` for `remaining`."""

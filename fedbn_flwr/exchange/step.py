@@ -17,8 +17,8 @@ The model stays unchanged: only during the step, each batch norm has another `fo
 
     dF/dy = dF_i/dy (direct) + (dF/dvar * 2 (y - mu) + dF/dmu) / (B_i r)
 
-`_CohortNorm` is an autograd function whose backward exchanges: it runs in the thread that called it, on a GPU too, and
-waits there for the other clients.
+`_ExchangingNorm` is an autograd function whose backward exchanges. It runs in the thread that called it, also on a GPU,
+and waits there for the other clients.
 
 The direct gradients that are exchanged follow from those of gamma and beta, which native kernels compute:
 
@@ -152,21 +152,21 @@ class LayerwiseStep:
                 var = self._variance(values, mean)
             else:
                 mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
-            agreed, cohort = self._swap("moments", {"mean": mean, "var": var}, own)
+            agreed, agreement = self._swap("moments", {"mean": mean, "var": var}, own)
             mean, var = agreed["mean"], agreed["var"]
         else:
             mean = self._swap("mean", {"mean": self._mean(values)}, own)[0]["mean"]
-            agreed, cohort = self._swap("variance", {"var": self._variance(values, mean)}, own)
+            agreed, agreement = self._swap("variance", {"var": self._variance(values, mean)}, own)
             var = agreed["var"]
         # Running variances are unbiased over the values of all clients, as they would be over the union.
-        _update_running(layer, mean, var, count=cohort.values)
+        _update_running(layer, mean, var, count=agreement.values)
         gamma = torch.ones_like(mean) if layer.weight is None else layer.weight
         beta = torch.zeros_like(mean) if layer.bias is None else layer.bias
-        moments = _Moments(mean, var, gamma.detach(), layer.eps, own, self._examples(mean) * cohort.per_example)
+        moments = _Moments(mean, var, gamma.detach(), layer.eps, own, self._examples(mean) * agreement.per_example)
         self._open.append(moments)
         # Inputs need no gradient, but backward must reach this function.
         start = y if y.requires_grad else y.detach().requires_grad_()
-        out: Tensor = _CohortNorm.apply(start, gamma, beta, moments, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _ExchangingNorm.apply(start, gamma, beta, moments, self)  # type: ignore[no-untyped-call]
         return out
 
     def _mean(self, values: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class LayerwiseStep:
         return d_mean, d_var
 
 
-class _CohortNorm(torch.autograd.Function):
+class _ExchangingNorm(torch.autograd.Function):
     """Batch norm with given statistics, whose backward exchanges the gradients with respect to them."""
 
     @staticmethod

@@ -224,14 +224,14 @@ class ClientParts(RunParts):
         test = functools.partial(TestBatches, dataset.test, normalise, size)
         everything = test(own if only_own and len(own) else None)
         is_own = only_own or len(own) == len(dataset.test)  # the same set, which is evaluated once
-        tests = {"": everything} | ({protocol.OWN: everything if is_own else test(own)} if len(own) else {})
+        tests = {"": everything} | ({protocol.OWN_TEST_SET: everything if is_own else test(own)} if len(own) else {})
         for domain, rows in rows_by_domain(dataset).items():
             if len(both := own[torch.isin(own, rows)]):
-                tests[f"{protocol.OWN}@{domain}"] = test(both)
+                tests[f"{protocol.OWN_TEST_SET}@{domain}"] = test(both)
             if self.run.evaluate.domains:
                 tests[f"@{domain}"] = test(rows)
         if len(held):
-            tests[protocol.VALIDATION] = TestBatches(dataset.train, normalise, size, held)
+            tests[protocol.VALIDATION_SET] = TestBatches(dataset.train, normalise, size, held)
         return tests
 
     def check_sums(self) -> None:

@@ -67,7 +67,7 @@ def pooled_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
     for reply, weight in zip(given, weights, strict=True):
         for key, value in squared_distance(reply, mean).items() if weight else ():
             between[key] = between.get(key, 0.0) + value * (weight / total)
-    return {**mean, **{key: _bounded(mean[key] + value, mean[key].dtype) for key, value in between.items()}}
+    return {**mean, **{key: _clamp(mean[key] + value, mean[key].dtype) for key, value in between.items()}}
 
 
 def squared_distance(arrays: Arrays, center: Arrays) -> dict[str, Array]:
@@ -79,7 +79,7 @@ def squared_distance(arrays: Arrays, center: Arrays) -> dict[str, Array]:
         }
 
 
-def _bounded(value: Array, dtype: DType) -> Array:
+def _clamp(value: Array, dtype: DType) -> Array:
     return cast(np.minimum(value, min(float(np.finfo(dtype).max), _LARGEST)), dtype)
 
 
@@ -194,7 +194,7 @@ _TIMES = 1000
 _HUGE = float(np.finfo(np.float32).max) ** (1 / 3)  # 7e12
 
 
-def absurd(cohort: Sequence[Arrays], sent: Arrays, squares: Collection[str] | None = None) -> dict[int, str]:
+def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | None = None) -> dict[int, str]:
     """Replies with values that training does not reach, by position, with the reasons.
 
     A reply is absurd if both hold for one of its arrays:
@@ -210,7 +210,7 @@ def absurd(cohort: Sequence[Arrays], sent: Arrays, squares: Collection[str] | No
     With fewer than three replies there is no majority to compare with, so none is absurd.
     """
     found: dict[int, str] = {}
-    for i, arrays in enumerate(cohort) if len(cohort) > 2 else ():
+    for i, arrays in enumerate(replies) if len(replies) > 2 else ():
         if largest_of(arrays) <= _HUGE:
             continue  # the common case
         squares = variance_keys(arrays) if squares is None else squares
@@ -218,7 +218,7 @@ def absurd(cohort: Sequence[Arrays], sent: Arrays, squares: Collection[str] | No
             size = largest_of({key: value})
             if size <= (_HUGE**2 if key in squares else _HUGE):
                 continue
-            changes = [_largest_change(each[key], sent.get(key)) for each in cohort]
+            changes = [_largest_change(each[key], sent.get(key)) for each in replies]
             middle = float(np.median([*changes[:i], *changes[i + 1 :]]))
             if changes[i] > _TIMES * middle:
                 found[i] = (

@@ -239,7 +239,7 @@ def blocks(values: Arrays) -> list[FlatArrays]:
     return found
 
 
-def held(record: FlowerRecord) -> FlowerRecord:
+def in_memory(record: FlowerRecord) -> FlowerRecord:
     """The record with all its arrays in memory; the same record if nothing had to be read."""
     return record if {*map(type, record.values())} <= {Array} else pack(unpack(record))
 

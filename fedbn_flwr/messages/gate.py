@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from fedbn_flwr.errors import MessageError
 
 from . import protocol
-from .arrays import held
+from .arrays import in_memory
 from .quote import one_line, shown
 from .reply import MOST_EXAMPLES, is_partition, metric_name, partition_of, refused, with_content
 
@@ -38,7 +38,7 @@ class Gated(list[Message]):
 
 def gate(replies: Iterable[Message]) -> Gated:
     """The replies, where an error with the reason replaces each one that must not pass."""
-    return replies if isinstance(replies, Gated) else Gated(map(_passed, replies))
+    return replies if isinstance(replies, Gated) else Gated(map(_checked_reply, replies))
 
 
 def checked_content(content: RecordDict) -> RecordDict:
@@ -47,7 +47,7 @@ def checked_content(content: RecordDict) -> RecordDict:
     for name, record in content.items():
         match record:
             case ArrayRecord():
-                if (arrays := held(record)) is not record:
+                if (arrays := in_memory(record)) is not record:
                     read[name] = arrays
             case MetricRecord():
                 _check_metrics(record)
@@ -59,7 +59,7 @@ def checked_content(content: RecordDict) -> RecordDict:
     return RecordDict({**content, **read}) if read else content
 
 
-def _passed(reply: Message) -> Message:
+def _checked_reply(reply: Message) -> Message:
     if not (reply.has_content() or reply.has_error()):
         return refused(reply, "it has neither content nor an error")
     if not reply.has_content():  # Flower's strategies log the reason as it is

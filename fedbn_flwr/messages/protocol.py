@@ -99,8 +99,8 @@ OWN_DATA = "own-data"  # the node has its own data instead of a partition of the
 STATE_ROUND = "state-round"  # the round of the latest state in the state folder, see fedbn_flwr.client.node_state
 BATCH_EXAMPLES = "batch-examples"  # examples in the first batch of the round
 BATCH_VALUES = "batch-values"  # values per channel in a batch norm's input, in an exchange
-VALIDATION = "validation"  # the test set that is a share of the client's training data
-OWN = "own"  # the test set that is the client's own share of all test examples
+VALIDATION_SET = "validation"  # the test set that is a share of the client's training data
+OWN_TEST_SET = "own"  # the test set that is the client's own share of all test examples
 EXCHANGES_LEFT = "exchanges-left"  # how many exchanges of the layer-wise step follow this one
 
 # Message types. The reply to PARTITION_QUERY has the metrics partition-id, own-data (if it is true) and state-round (if

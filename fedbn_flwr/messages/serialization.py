@@ -34,7 +34,7 @@ def dump(value: object) -> bytes:
     from safetensors.numpy import save
 
     tensors: dict[str, np.ndarray] = {}
-    text = json.dumps(_coded(value, "", tensors))
+    text = json.dumps(_encode(value, "", tensors))
     return save(tensors, metadata={"value": text})
 
 
@@ -44,7 +44,7 @@ def parse(data: bytes, kind: type = RecordDict) -> Any:
 
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        value = _value(json.loads(header["__metadata__"]["value"]), load(data))
+        value = _decode(json.loads(header["__metadata__"]["value"]), load(data))
         if type(value) is not kind:
             raise TypeError(f"found a {type(value).__name__}, expected a {kind.__name__}")
     except Exception as error:  # of safetensors, JSON and Flower
@@ -52,7 +52,7 @@ def parse(data: bytes, kind: type = RecordDict) -> Any:
     return value
 
 
-def _coded(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
+def _encode(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
     """The JSON of a value. Its arrays are added to `tensors`, and the JSON contains their keys."""
     kind = type(value)
     if kind in _PLAIN:
@@ -63,12 +63,12 @@ def _coded(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
         tensors[key := str(len(tensors))] = np.asarray(value, order="C")
         return "array" if kind is np.ndarray else "scalar", key
     if kind in _LISTS.values():
-        return kind.__name__, [_coded(each, name, tensors) for each in value]
+        return kind.__name__, [_encode(each, name, tensors) for each in value]
     record = next((name for name, base in _RECORDS.items() if isinstance(value, base)), None)
     if record or kind in (dict, FlatArrays):
         items = (unpack(value) if record == "arrays" else value).items()
         pairs = [
-            (_coded(key, name, tensors), _coded(each, f"{name}.{key}", tensors))
+            (_encode(key, name, tensors), _encode(each, f"{name}.{key}", tensors))
             for key, each in items
             if record != "records" or not key.startswith(protocol.VOLATILE)
         ]
@@ -80,7 +80,7 @@ def _coded(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
     )
 
 
-def _value(coded: Any, tensors: Mapping[str, np.ndarray]) -> Any:
+def _decode(coded: Any, tensors: Mapping[str, np.ndarray]) -> Any:
     if not isinstance(coded, list):
         return coded
     kind, content = coded
@@ -89,5 +89,5 @@ def _value(coded: Any, tensors: Mapping[str, np.ndarray]) -> Any:
     if kind in ("array", "scalar"):
         return tensors[content] if kind == "array" else tensors[content][()]
     if kind in _LISTS:
-        return _LISTS[kind](_value(each, tensors) for each in content)
-    return _MADE_BY[kind]({_value(key, tensors): _value(each, tensors) for key, each in content})
+        return _LISTS[kind](_decode(each, tensors) for each in content)
+    return _MADE_BY[kind]({_decode(key, tensors): _decode(each, tensors) for key, each in content})

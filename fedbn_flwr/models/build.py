@@ -94,7 +94,9 @@ def build_model(
     check_name(name)
     if weights is not None and norm == "fixup":
         raise SettingsError(f"model.weights is {weights!r}, but norm 'fixup' draws its own weights; use another norm")
-    model = _network(name, num_classes, _of_inputs(input_shape, num_tokens), options.pop("stem", "auto"), arguments)
+    model = _network(
+        name, num_classes, _input_arguments(input_shape, num_tokens), options.pop("stem", "auto"), arguments
+    )
     state = {} if weights is None else read_weights(weights)
     has_batch_norm = Role.STATISTICS in roles(state).values()
     if has_batch_norm:  # so that other norms keep the trained gamma and beta
@@ -105,7 +107,7 @@ def build_model(
     return model
 
 
-def _of_inputs(shape: Sequence[int] | None, num_tokens: int | None) -> Tree:
+def _input_arguments(shape: Sequence[int] | None, num_tokens: int | None) -> Tree:
     """What the inputs say about the network, by the names of its arguments."""
     of_shape = {} if shape is None else {"input_shape": tuple(shape), "in_channels": shape[0] if shape else 0}
     of_image = {} if shape is None or len(shape) != 3 else {"image_size": tuple(shape[1:])}

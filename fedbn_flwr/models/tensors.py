@@ -215,7 +215,7 @@ class ModelTensors:
                 values = [each if tensor.is_floating_point() else each.round() for tensor, each in pairs]
             torch._foreach_copy_(into, values)
 
-    def taken(self, keys: Collection[str]) -> Arrays:
+    def values_of(self, keys: Collection[str]) -> Arrays:
         """Copies of the current values of the tensors with these keys."""
         if self.model not in _users:
             self._restore([*self.roles])

@@ -93,7 +93,7 @@ def _moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return var.double(), mean.double()
 
 
-class Moments:
+class MomentRecorder:
     """Inside a `with` block, records the moments of what batch norms normalise, which does not change the passes.
 
     `statistics` are the means over the batches of each batch's mean and biased variance, by state dict key.
@@ -104,7 +104,7 @@ class Moments:
         self._sums: dict[nn.Module, torch.Tensor] = {}  # of each layer: the number of batches, variances, means
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> Moments:
+    def __enter__(self) -> MomentRecorder:
         layers = dict.fromkeys(self._layers.values())  # one that is used twice has two names
         self._hooks = [layer.register_forward_pre_hook(self._record, with_kwargs=True) for layer in layers]
         return self

@@ -22,19 +22,19 @@ _LEAST_VARIANCE = 1e-10  # the smallest variance that counts: batch norm adds 1e
 _MOST = 20.0  # the largest change of the logarithm of a variance that is applied, so that no value becomes infinite
 
 Change = Mapping[str, Array]  # a change of a model: a vector in float64 for each part
-Parts = Mapping[str, Sequence[str]]  # the keys of a model that each part of a change covers
+KeysByPart = Mapping[str, Sequence[str]]  # the keys of a model that each part of a change covers
 
 
 def parts_of(
     arrays: Arrays, of: Mapping[str, Role], roles: Collection[Role] = (Role.WEIGHTS, Role.AFFINE, Role.STATISTICS)
-) -> Parts:
+) -> KeysByPart:
     """The keys of floating-point arrays with these roles, which a change covers."""
     numbers = [key for key, value in arrays.items() if value.dtype.kind == "f" and of[key] in roles]
     statistics = [key for key in numbers if of[key] is Role.STATISTICS]
     return {"weights": [key for key in numbers if of[key] is not Role.STATISTICS], "statistics": statistics}
 
 
-def change_of(parts: Parts, before: Arrays, after: Arrays) -> dict[str, Array]:
+def change_of(parts: KeysByPart, before: Arrays, after: Arrays) -> dict[str, Array]:
     def change(part: str, key: str) -> Array:
         if _is_logarithm(part, key):
             return np.asarray(np.log(_variance(after[key])) - np.log(_variance(before[key])))
@@ -46,7 +46,7 @@ def change_of(parts: Parts, before: Arrays, after: Arrays) -> dict[str, Array]:
     }
 
 
-def applied(parts: Parts, change: Change, before: Arrays) -> dict[str, Array]:
+def applied(parts: KeysByPart, change: Change, before: Arrays) -> dict[str, Array]:
     """The arrays with the parts' keys, after a change."""
     after = {}
     for part, keys in parts.items():

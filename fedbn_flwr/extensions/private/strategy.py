@@ -38,7 +38,7 @@ from fedbn_flwr.strategies import Round, Wrapper
 from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-untyped]
 from fedbn_flwr.trees import Json
 
-from .noise import Change, Parts, applied, change_of, clipped, epsilon_of, gaussian, parts_of
+from .noise import Change, KeysByPart, applied, change_of, clipped, epsilon_of, gaussian, parts_of
 
 # The guarantees that the strategy inside must give (`strategies/_composition.py`).
 _NEEDS = {
@@ -60,7 +60,7 @@ class _Asked:
 
     nodes: tuple[int, ...]
     keys: tuple[str, ...]  # of the arrays that clients send
-    parts: Parts  # what is released
+    parts: KeysByPart  # what is released
     cost: float  # 1 / noise^2, of weights and statistics together
 
 

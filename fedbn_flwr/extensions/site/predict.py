@@ -11,7 +11,7 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import Tensor, nn
 
-from fedbn_flwr.client.evaluation import answers
+from fedbn_flwr.client.evaluation import metric_inputs
 from fedbn_flwr.client.losses import logits_of
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.columns import read
@@ -92,7 +92,7 @@ def _outputs(model: nn.Module, batches: TestBatches, task: Task) -> Iterator[tup
     """The outputs (probabilities of classes or labels, or numbers), and the targets."""
     for inputs, targets in batches:
         outputs = model(inputs)
-        if (found := answers(task, outputs, targets)) is None:
+        if (found := metric_inputs(task, outputs, targets)) is None:
             form = type(logits_of(outputs)).__name__
             raise UserError(f"the model returns a {form}, which cannot be read as predictions for {task.name}")
         scores, true = found

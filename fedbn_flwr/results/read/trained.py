@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value
 from fedbn_flwr.client.evaluation import InUnits
-from fedbn_flwr.client.node_state import OWN, NodeState, latest_state
+from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState, latest_state
 from fedbn_flwr.data.batches import Normaliser
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.errors import UserError
@@ -69,7 +69,7 @@ def site_model(folder: RunFolder, state: Path, client: int | None = None) -> Sit
     arrays, server_round = _read(folder, "model.safetensors")
     number, state_round, records = latest_state(state.expanduser(), folder.token(), server_round, client)
     arrays |= _own_mix(folder, number, server_round)
-    own = NodeState(records).load(OWN)
+    own = NodeState(records).load(LOCAL_ARRAYS)
     network = _personal(folder.model_description(), arrays, own, number, folder.path / "model.safetensors")
     return SiteModel(number, server_round, state_round, tuple(own), network)
 
@@ -88,7 +88,7 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
         raise UserError(f"there is no client {client}; the run has the clients 0 to {len(states) - 1}")
     read = folder.checkpoint.read()
     arrays = _tensors(unpack(arrays_in(read.model)["arrays"])) | _own_mix(folder, client, read.round)
-    own = NodeState(states[client]).load(OWN)
+    own = NodeState(states[client]).load(LOCAL_ARRAYS)
     return _personal(description, arrays, own, client, folder.checkpoint.path)
 
 

@@ -42,7 +42,7 @@ def test_what_is_loaded_is_there_and_comes_back(keys: tuple[str, ...]) -> None:
     for key, value in model.state_dict().items():
         expected = before[key] + 1 if key in sent else before[key]
         assert value.equal(expected), key
-    taken = parts.taken(sent)
+    taken = parts.values_of(sent)
     assert list(taken) == list(sent)
     for key, value in sent.items():
         np.testing.assert_array_equal(taken[key], value)
@@ -53,7 +53,7 @@ def test_what_is_loaded_is_there_and_comes_back(keys: tuple[str, ...]) -> None:
 
 def test_the_values_of_a_single_tensor_are_a_copy() -> None:
     model = nn.Linear(2, 1, bias=False)
-    taken = ModelTensors(model).taken(["weight"])
+    taken = ModelTensors(model).values_of(["weight"])
     before = taken["weight"].copy()
     nn.init.constant_(model.weight, 9)
     np.testing.assert_array_equal(taken["weight"], before)
