@@ -88,7 +88,7 @@ class Attendance:
     roster: Roster = field(default_factory=Roster)
     needed: int = 1  # usable replies, if any node is asked
     arrays: ArrayRecord | None = None  # the model that the nodes receive
-    asked: Sequence[int] = ()  # the nodes, without those that are left out so far
+    present: Sequence[int] = ()  # the nodes that are asked, without those that are left out so far
     used: Sequence[int] = ()  # the nodes whose replies are used, in the order of partitions
     left_out: list[str] = field(default_factory=list)  # client and problem
     refused: Sequence[Message] = ()  # the replies that are not used, as errors
@@ -107,7 +107,7 @@ class Attendance:
     def admit(
         self, what: str, answered: Mapping[int, int | None], problems: Sequence[tuple[int, str]]
     ) -> Sequence[int]:
-        """The nodes that answered without a problem, in the order of partitions; only they are `asked` from now on.
+        """The nodes that answered without a problem, in the order of partitions; only they are `present` from now on.
 
         `what` names the exchange or the round in messages. `answered` has the partition that each node reported, and
         `problems` are pairs of node and text. The log names the clients that are left out; RunFailed lists them if
@@ -123,17 +123,17 @@ class Attendance:
         )
         bad = {node for node, _ in problems}
         usable = sorted(answered.keys() - bad, key=self.roster.position)
-        silent = sorted({*self.asked} - answered.keys() - bad, key=self.roster.position)
-        if (count := len(self.asked) - len(usable) - len(problems)) == len(silent):
+        silent = sorted({*self.present} - answered.keys() - bad, key=self.roster.position)
+        if (count := len(self.present) - len(usable) - len(problems)) == len(silent):
             reasons += [f"{self.roster.name(node)}: it did not answer in time" for node in silent]
         elif count > 0:  # the others have errors that name the SuperLink
-            reasons.append(f"{count} of {len(self.asked)} clients did not answer in time")
+            reasons.append(f"{count} of {len(self.present)} clients did not answer in time")
         self.left_out += reasons
-        if self.asked and len(usable) < (needed := max(1, min(self.needed, len(self.asked)))):
-            raise self._too_few(f"{what}: {len(usable)} of {len(self.asked)} clients sent a usable reply, {needed}")
+        if self.present and len(usable) < (needed := max(1, min(self.needed, len(self.present)))):
+            raise self._too_few(f"{what}: {len(usable)} of {len(self.present)} clients sent a usable reply, {needed}")
         for reason in reasons:
             LOG.warning("%s: left out %s", what, one_line(reason))
-        self.asked = usable
+        self.present = usable
         return usable
 
     def _too_few(self, what: str) -> RunFailed:

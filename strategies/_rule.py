@@ -100,7 +100,7 @@ class Rule(Hooks):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The new model, by the hooks of the whole chain, whose outermost strategy this one is."""
         base, round = self.base, self._round
-        if round is None or not base.training.asked:
+        if round is None or not base.training.present:
             return None, None
         try:
             usable = self._usable(round, gate(replies))

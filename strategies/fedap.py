@@ -37,7 +37,7 @@ from annotated_types import Ge, Gt, Lt
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.batch import count, each
-from fedbn_flwr.client.rule import MODEL, ClientRule, Key, LocalRound
+from fedbn_flwr.client.rule import MEASURING, MODEL, ClientRule, Key, LocalRound
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, cast, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -161,7 +161,7 @@ class FedAPClient(ClientRule):
         model.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in received.items()}, strict=False)
         device = next(model.parameters()).device
         found, sizes = [], []
-        for inputs, _ in local.epoch(~0):
+        for inputs, _ in local.epoch(MEASURING):
             with MomentRecorder(model) as moments:
                 model(each(lambda tensor: tensor.to(device), inputs))
             found.append(copied(moments.statistics()))

@@ -33,7 +33,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.rule import Batch, ClientRule, Key, LocalRound
+from fedbn_flwr.client.rule import MEASURING, Batch, ClientRule, Key, LocalRound
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 
@@ -134,7 +134,7 @@ class FedRDNClient(ClientRule):
     def measure(cls, local: LocalRound) -> Arrays:
         """Mean and deviation of the client's inputs, which it measures once."""
         if not (found := local.state.load(cls.stored)):
-            images = [_numbers(inputs).double().flatten(2) for inputs, _ in local.epoch(~0)]
+            images = [_numbers(inputs).double().flatten(2) for inputs, _ in local.epoch(MEASURING)]
             means = torch.cat([part.mean(2) for part in images])
             deviation = torch.cat([part.std(2) for part in images]).mean(0) if images[0].shape[2] > 1 else means.std(0)
             pair = {"mean": means.mean(0), "deviation": deviation.where(deviation > 0, 1.0)}

@@ -117,7 +117,7 @@ class FedTAN(FedAvg):
     def exchanges(self, round: Round, carrier: Carrier) -> ExchangesDone:
         """All exchanges of a round. A client without a valid contribution is left out of the rest of the round."""
         report, per_layer = capabilities(round.grid).report, (1 if self.exchange == "fused" else 2) + self.backward
-        nodes, agreement, remaining, steps = self.training.asked, None, None, Counter[str]()
+        nodes, agreement, remaining, steps = self.training.present, None, None, Counter[str]()
         while remaining != 0:
             answers = carrier.ask(nodes, steps.total(), agreement)
             exchange = f"round {round.number}, exchange {steps.total() + 1}"

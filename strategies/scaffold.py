@@ -70,7 +70,7 @@ class Scaffold(FedAvg):
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         known, added = self.memory.partitions, self.memory.added
         if added:  # a client may be back under another node id
-            nodes = self.training.asked
+            nodes = self.training.present
             unknown = [node for node in nodes if node not in known and self._number(node) not in added]
             self._ask_for_partitions(round, unknown)
         return [

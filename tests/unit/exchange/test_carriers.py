@@ -39,7 +39,7 @@ def mean(value: float, *, remaining: int, partition: int, **changes: Any) -> Con
 def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[ExchangesDone, Scripted, list[str]]:
     """All exchanges with these nodes, their end, and the clients that were left out."""
     carrier, strategy = Scripted(script), FedTAN(exchange="paper", min_train_nodes=1)
-    strategy.training = Attendance(roster=strategy.roster, asked=list(script))
+    strategy.training = Attendance(roster=strategy.roster, present=list(script))
     grid: Any = None  # of an engine without capabilities
     done = strategy.exchanges(Round(3, ArrayRecord(), ConfigRecord(), grid), carrier)  # type: ignore[arg-type]
     return done, carrier, strategy.training.left_out
