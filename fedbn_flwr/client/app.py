@@ -22,7 +22,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 from fedbn_flwr.messages.protocol import Config, Metrics
-from fedbn_flwr.messages.reply import OwnContent, sent_model
+from fedbn_flwr.messages.reply import OwnContent, other_arrays, sent_model
 from fedbn_flwr.named import path_of
 
 from .client import BNClient, Update
@@ -202,7 +202,7 @@ Handler = Callable[[Make, Message, Config, Context], RecordDict]
 def _train(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     if protocol.EXCHANGE_STEP in config:
         return _train_by_messages(make, message, config, context)
-    client, extras = client_without_parked_round(make, config, context), _extras(message)
+    client, extras = client_without_parked_round(make, config, context), other_arrays(message.content)
     return _reply(client.train_round(_take_model(message.content), config, extras), context)
 
 
@@ -264,7 +264,7 @@ def _exchange(context: Context, agreement: Agreement) -> Contribution:
 
 
 def _train_by_messages(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    extras = _extras(message)
+    extras = other_arrays(message.content)
     outcome = train_by_messages(make, message.content, config, extras, context)
     return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome, context)
 
@@ -285,12 +285,6 @@ _HANDLERS: dict[str, tuple[str, Handler]] = {
 
 def _config(message: Message) -> Config:
     return dict(next(iter(configs_in(message.content).values()), {}))
-
-
-def _extras(message: Message) -> dict[str, Arrays]:
-    """The records of arrays besides the model."""
-    record = sent_model(message.content)
-    return {name: unpack(other) for name, other in arrays_in(message.content).items() if other is not record}
 
 
 def _reply(update: Update, context: Context) -> RecordDict:

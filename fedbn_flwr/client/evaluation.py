@@ -75,7 +75,7 @@ Counts = tuple[int, Tensor, Tensor]
 
 
 def counts_of(task: Task, outputs: Tensor, targets: Tensor, *, by_class: bool = True) -> Counts:
-    """Count predictions as `metric_inputs` returns them, perhaps also by class. Pixels with the label 255 do not count."""
+    """Count predictions as `metric_inputs` returns them, perhaps by class; pixels with the label 255 do not count."""
     if task.form == "labels":
         predicted, true = outputs > 0, targets > 0.5
         parts = torch.stack([(predicted & true).sum(0), true.sum(0), predicted.sum(0)])

@@ -77,9 +77,9 @@ class LocalRound:
 
     config: Config  # of the message
     sent: Collection[str]  # the keys of the model's arrays in the message, which are loaded
-    # The message's other records of arrays. Of a layer-wise round the last message has them, so read them in `begin`
-    # or later.
-    records: Mapping[str, Arrays]
+    # The records of arrays that come with the model. A layer-wise round has them only from its last message on, so read
+    # them in `begin` or later.
+    records: dict[str, Arrays]
     state: NodeState  # arrays that the client keeps between rounds
     model: nn.Module
     roles: Mapping[str, Role]  # of the model's tensors, by key

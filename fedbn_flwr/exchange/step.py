@@ -102,45 +102,47 @@ class LayerwiseStep:
     allowed: int = 1
     own: int = 1
     _open: list[_Moments] = field(default_factory=list, init=False)  # passes whose gradients were not exchanged yet
-    _left: int = field(init=False)
-    _batch: int = field(init=False)
+    exchanges_left: int = field(init=False)
+    batch: int = field(init=False)
 
     def __call__(
         self, model: nn.Module, inputs: Value, targets: Value, loss_fn: Callable[[Any, Any], Tensor]
     ) -> Tensor:
-        self._batch = count(inputs)
-        check_batch(self._batch, allowed=self.allowed, own=self.own)  # before anything is sent
-        self._count(model, inputs)
-        with replaced_forward(model, self._normalise):
+        self.batch = count(inputs)
+        check_batch(self.batch, allowed=self.allowed, own=self.own)  # before anything is sent
+        self.count_exchanges(model, inputs)
+        with replaced_forward(model, self.normalise):
             outputs = model(inputs)
         with replaced_forward(model, _called_by_loss):
             loss = loss_fn(outputs, targets)
         # Otherwise autograd's only thread for a GPU would run the backward passes of all clients there.
         with replaced_forward(model, _computed_again), torch.autograd.set_multithreading_enabled(False):
             loss.backward()
-        self._exchange_rest()
+        self.exchange_rest()
         return loss.detach()
 
-    def _count(self, model: nn.Module, inputs: Value) -> None:
+    def count_exchanges(self, model: nn.Module, inputs: Value) -> None:
         """Set the number of exchanges that follow."""
-        self._left = count_calls(model, inputs) * ((1 if self.fused else 2) + self.backward)
+        self.exchanges_left = count_calls(model, inputs) * ((1 if self.fused else 2) + self.backward)
 
-    def _exchange_rest(self) -> None:
+    def exchange_rest(self) -> None:
         """Exchange the gradients of layers on which the loss does not depend; they are the same on all clients."""
         for moments in reversed(self._open):
-            self._exchange_gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.mean))
+            self.exchange_gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.mean))
 
-    def _swap(self, kind: str, tensors: dict[str, Tensor], values: int) -> tuple[dict[str, Tensor], Agreement]:
+    def swap(self, kind: str, tensors: dict[str, Tensor], values: int) -> tuple[dict[str, Tensor], Agreement]:
         """Exchange tensors; returns their agreed values and the whole agreement."""
-        self._left -= 1
+        self.exchanges_left -= 1
         own = {key: as_array(value) for key, value in tensors.items()}
         agreed = self.exchange(
-            Contribution(kind, own, self._batch, values, self._left, examples=self.examples, partition=self.partition)
+            Contribution(
+                kind, own, self.batch, values, self.exchanges_left, examples=self.examples, partition=self.partition
+            )
         )
         # A copy: PyTorch accepts no read-only array.
         return {k: torch.from_numpy(np.array(agreed.tensors[k])).to(value) for k, value in tensors.items()}, agreed
 
-    def _normalise(self, layer: _BatchNorm, y: Tensor) -> Tensor:
+    def normalise(self, layer: _BatchNorm, y: Tensor) -> Tensor:
         """Batch norm's forward, over all clients: y [N, C, ...]."""
         layer._check_input_dim(y)
         own = y.numel() // y.shape[1]
@@ -148,51 +150,51 @@ class LayerwiseStep:
         values = y.detach() if like is None else y.detach().to(like.dtype)
         if self.fused:
             if y.device.type == "cpu":
-                mean = self._mean(values)
-                var = self._variance(values, mean)
+                mean = self.mean(values)
+                var = self.variance(values, mean)
             else:
                 mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
-            agreed, agreement = self._swap("moments", {"mean": mean, "var": var}, own)
+            agreed, agreement = self.swap("moments", {"mean": mean, "var": var}, own)
             mean, var = agreed["mean"], agreed["var"]
         else:
-            mean = self._swap("mean", {"mean": self._mean(values)}, own)[0]["mean"]
-            agreed, agreement = self._swap("variance", {"var": self._variance(values, mean)}, own)
+            mean = self.swap("mean", {"mean": self.mean(values)}, own)[0]["mean"]
+            agreed, agreement = self.swap("variance", {"var": self.variance(values, mean)}, own)
             var = agreed["var"]
         # Running variances are unbiased over the values of all clients, as they would be over the union.
         _update_running(layer, mean, var, count=agreement.values)
         gamma = torch.ones_like(mean) if layer.weight is None else layer.weight
         beta = torch.zeros_like(mean) if layer.bias is None else layer.bias
-        moments = _Moments(mean, var, gamma.detach(), layer.eps, own, self._examples(mean) * agreement.per_example)
+        moments = _Moments(mean, var, gamma.detach(), layer.eps, own, self.batch_size(mean) * agreement.per_example)
         self._open.append(moments)
         # Inputs need no gradient, but backward must reach this function.
         start = y if y.requires_grad else y.detach().requires_grad_()
         out: Tensor = _ExchangingNorm.apply(start, gamma, beta, moments, self)  # type: ignore[no-untyped-call]
         return out
 
-    def _mean(self, values: Tensor) -> Tensor:
+    def mean(self, values: Tensor) -> Tensor:
         """The mean of each channel."""
         return values.mean([d for d in range(values.ndim) if d != 1])
 
-    def _variance(self, values: Tensor, mean: Tensor) -> Tensor:
+    def variance(self, values: Tensor, mean: Tensor) -> Tensor:
         """The variance of each channel around `mean`.
 
         On a CPU these three operations take a fifth of the time of batch norm's native kernel, which adds up element by
         element, and a tenth of the time of torch.var_mean.
         """
-        return self._mean((values - mean.view([1, -1] + [1] * (values.ndim - 2))).square_())
+        return self.mean((values - mean.view([1, -1] + [1] * (values.ndim - 2))).square_())
 
-    def _examples(self, mean: Tensor) -> float | Tensor:
+    def batch_size(self, mean: Tensor) -> float | Tensor:
         """B_i, for all channels or for each one."""
-        return self._batch
+        return self.batch
 
-    def _exchange_gradients(self, moments: _Moments, d_gamma: Tensor, d_beta: Tensor) -> tuple[Tensor, Tensor]:
+    def exchange_gradients(self, moments: _Moments, d_gamma: Tensor, d_beta: Tensor) -> tuple[Tensor, Tensor]:
         """The loss's gradients with respect to the agreed mean and variance: the clients' mean or this client's."""
         self._open = [other for other in self._open if other is not moments]
         inverse = torch.rsqrt(moments.var + moments.eps)
         d_mean = -moments.gamma * inverse * d_beta
         d_var = -0.5 * moments.gamma * inverse.square() * d_gamma
         if self.backward:
-            agreed, _ = self._swap("gradients", {"mean": d_mean, "var": d_var}, moments.values)
+            agreed, _ = self.swap("gradients", {"mean": d_mean, "var": d_var}, moments.values)
             d_mean, d_var = agreed["mean"], agreed["var"]
         return d_mean, d_var
 
@@ -215,7 +217,7 @@ class _ExchangingNorm(torch.autograd.Function):
         _, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
             d_out, y, moments.gamma, mean, var, unsaved, unsaved, False, eps, [False, True, True]
         )
-        d_mean, d_var = ctx.step._exchange_gradients(moments, d_gamma, d_beta)
+        d_mean, d_var = ctx.step.exchange_gradients(moments, d_gamma, d_beta)
         # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is
         # called directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
         slope = d_var * (2 / moments.size)

@@ -102,6 +102,12 @@ def sent_model(content: RecordDict) -> ArrayRecord:
     return arrays_of(content, next(iter(records)) if is_ours and records and "arrays" not in records else "arrays")
 
 
+def other_arrays(content: RecordDict) -> dict[str, Arrays]:
+    """The records of arrays in a strategy's message besides the model, by name."""
+    model = sent_model(content)
+    return {name: unpack(record) for name, record in arrays_in(content).items() if record is not model}
+
+
 def metrics_of(content: RecordDict) -> MetricRecord:
     """The metrics of a reply; raises MessageError unless it has exactly one MetricRecord."""
     records = list(metrics_in(content).values())

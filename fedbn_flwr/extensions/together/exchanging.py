@@ -36,23 +36,23 @@ class CohortStep(LayerwiseStep):
 
     def __post_init__(self) -> None:
         self._sizes = torch.tensor([len(targets) for _, targets in self.batches])
-        self._batch = int(self._sizes.max())
-        places = torch.arange(self._batch).unsqueeze(1)
+        self.batch = int(self._sizes.max())
+        places = torch.arange(self.batch).unsqueeze(1)
         # [examples, clients]: whether it is an example of the client; None if all are.
-        self._real = None if self._sizes.eq(self._batch).all() else places < self._sizes
+        self._real = None if self._sizes.eq(self.batch).all() else places < self._sizes
 
     def gradients(
         self, model: nn.Module, network: Network, of: Tensors, names: Sequence[str], loss_fn: Loss
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Each client's loss, and the gradients of the (shaped) tensors with these names that have one."""
         inputs, targets = zip(*self.batches, strict=True)
-        self._count(model, inputs[0])
+        self.count_exchanges(model, inputs[0])
         leaves = {name: of[name].detach().requires_grad_() for name in names}
         compute = network.bound({**of, **leaves}, {**LAYERS, nn.BatchNorm1d: self._norm})
         outputs = compute(pad_sequence([*inputs], batch_first=True))
         losses = torch.stack([loss_fn(own[: len(y)], y) for own, y in zip(outputs, targets, strict=True)])
         found = torch.autograd.grad(losses, [*leaves.values()], torch.ones_like(losses), allow_unused=True)
-        self._exchange_rest()
+        self.exchange_rest()
         return losses.detach(), {name: g for name, g in zip(names, found, strict=True) if g is not None}
 
     def _norm(self, module: nn.BatchNorm1d, of: Tensors, x: Tensor) -> Tensor:
@@ -65,30 +65,30 @@ class CohortStep(LayerwiseStep):
         own = {"momentum": module.momentum, "eps": module.eps, "_check_input_dim": module._check_input_dim}
         layer: Any = SimpleNamespace(**{**absent, **own, **of})
         folded = x.transpose(0, 1)
-        return self._normalise(layer, folded.flatten(1, 2)).view(folded.shape).transpose(0, 1)
+        return self.normalise(layer, folded.flatten(1, 2)).view(folded.shape).transpose(0, 1)
 
-    def _mean(self, values: Tensor) -> Tensor:
+    def mean(self, values: Tensor) -> Tensor:
         if self._real is None:
-            return super()._mean(values)
+            return super().mean(values)
         real = self._of_channels(self._real, values.shape[1], 1).view(*values.shape[:2], *[1] * (values.ndim - 2))
         total = (values * real).sum([d for d in range(values.ndim) if d != 1])
-        return total / (self._examples(total) * values[0, 0].numel())
+        return total / (self.batch_size(total) * values[0, 0].numel())
 
-    def _examples(self, mean: Tensor) -> float | Tensor:
-        return super()._examples(mean) if self._real is None else self._of_channels(self._sizes, len(mean), 0).to(mean)
+    def batch_size(self, mean: Tensor) -> float | Tensor:
+        return super().batch_size(mean) if self._real is None else self._of_channels(self._sizes, len(mean), 0).to(mean)
 
     def _of_channels(self, values: Tensor, channels: int, dim: int) -> Tensor:
         """Each client's value for each of its channels; `channels` is the number of those of all clients."""
         return values.repeat_interleave(channels // len(self.steps), dim)
 
-    def _swap(self, kind: str, tensors: dict[str, Tensor], values: int) -> tuple[dict[str, Tensor], Agreement]:
-        self._left -= 1
+    def swap(self, kind: str, tensors: dict[str, Tensor], values: int) -> tuple[dict[str, Tensor], Agreement]:
+        self.exchanges_left -= 1
         own = {key: as_array(value).reshape(len(self.steps), -1) for key, value in tensors.items()}
         agreed = self.ask(
             [
                 Contribution(
-                    kind, {key: value[place] for key, value in own.items()}, size, values // self._batch * size,
-                    self._left, examples=step.examples, partition=step.partition,
+                    kind, {key: value[place] for key, value in own.items()}, size, values // self.batch * size,
+                    self.exchanges_left, examples=step.examples, partition=step.partition,
                 )
                 for place, (step, size) in enumerate(zip(self.steps, self._sizes.tolist(), strict=True))
             ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
@@ -20,9 +20,8 @@ from fedbn_flwr.engines.pool import Nodes
 from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records, contribution_to_records
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, unpack
-from fedbn_flwr.messages.reply import sent_model
+from fedbn_flwr.messages.arrays import configs_in
+from fedbn_flwr.messages.reply import other_arrays
 
 from .groups import Row, train_exchanging
 from .nested import TogetherPool
@@ -101,7 +100,7 @@ class Cohort:
             agreement = exchange({node_of[row]: contribution for row, contribution in found.items()})
             for row, node in node_of.items():
                 if node in self._last:
-                    _add_records(row, self._last[node])
+                    row.training.rules[0].local.records.update(other_arrays(self._last[node].content))
             return agreement
 
         train_exchanging(rows, ask)
@@ -193,12 +192,3 @@ def _answer(message: Message, answer: Contribution | str) -> Message:
 def _reply(message: Message, reply: Message) -> Message:
     """The content of a reply as one to this message."""
     return Message(reply.error if reply.has_error() else reply.content, reply_to=message)
-
-
-def _add_records(row: Row, message: Message) -> None:
-    """Give the round the records of arrays that its last message has, besides the agreement."""
-    records = cast(dict[str, Arrays], row.training.rules[0].local.records)
-    agreed = sent_model(message.content)
-    records.update(
-        {name: unpack(record) for name, record in arrays_in(message.content).items() if record is not agreed}
-    )
