@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as parquet
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 
 from fedbn_flwr import LocalGrid, client_app, seeding
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.launch import serve
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, config_of, pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,8 +99,8 @@ class Attack:
         if partition >= self.clients or reply.has_error() or not arrays_in(reply.content):
             return reply
         arrays = dict(unpack(reply.content["arrays"]))
-        config = next(iter(configs_in(reply.content).values()), ConfigRecord())
-        number = next(iter(configs_in(message.content).values()), ConfigRecord()).get("server-round", 0)
+        config = config_of(reply.content)
+        number = config_of(message.content).get("server-round", 0)
         random = np.random.default_rng(seeding.seed_for(0, "attack", int(number), partition))  # type: ignore[call-overload]
         kind = config.get("what")
         changed = self.model(arrays, partition, random) if kind is None else self.exchange(arrays, str(kind), random)

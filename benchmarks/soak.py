@@ -38,7 +38,7 @@ from fedbn_flwr.experiment.node import Clients
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, pack, unpack
 from fedbn_flwr.results.folder import RunFolder
 
 CLIENTS = 5
@@ -74,8 +74,8 @@ class Failing(ClientApp):
         return kind if step is None or step == at else None
 
     def __call__(self, message: Message, context: Context) -> Message:
-        config = next(iter(configs_in(message.content).values()), None)
-        if config is None or message.metadata.message_type not in ("train", protocol.EXCHANGE_QUERY):
+        config = config_of(message.content)
+        if not config or message.metadata.message_type not in ("train", protocol.EXCHANGE_QUERY):
             return self.inner(message, context)
         step = config.get(protocol.EXCHANGE_STEP)
         kind = self.fault(int(config[protocol.ROUND]), int(context.node_config["partition-id"]), step)  # type: ignore[arg-type]

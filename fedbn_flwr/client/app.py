@@ -20,7 +20,7 @@ from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, config_of, pack, unpack
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import OwnContent, other_arrays, sent_model
 from fedbn_flwr.named import path_of
@@ -284,7 +284,7 @@ _HANDLERS: dict[str, tuple[str, Handler]] = {
 
 
 def _config(message: Message) -> Config:
-    return dict(next(iter(configs_in(message.content).values()), {}))
+    return dict(config_of(message.content))
 
 
 def _reply(update: Update, context: Context) -> RecordDict:

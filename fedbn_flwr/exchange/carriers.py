@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MessageError
@@ -25,7 +25,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, absurd
 from fedbn_flwr.messages.arrays import configs_in, pack
 from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.reply import reason_of, sent_model
+from fedbn_flwr.messages.reply import reason_of, sent_model, with_config
 
 from .codec import Agreement, Contribution, contribution_from_records, numbers_of
 
@@ -79,8 +79,7 @@ def service() -> MakeCarrier | None:
 
 def content_like(message: Message, arrays: ArrayRecord, more: protocol.Config) -> RecordDict:
     """The message's content with these arrays instead of its own, and `more` added to its config."""
-    key, config = next(iter(configs_in(message.content).items()))
-    return RecordDict({"arrays": arrays, key: ConfigRecord({**config, **more})})
+    return RecordDict({"arrays": arrays, **configs_in(with_config(message, more).content)})
 
 
 class ByMessages:

@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import partition_of
 
@@ -87,7 +87,7 @@ def numbers_of(agreement: Agreement) -> protocol.Metrics:
 
 
 def agreement_from_records(content: RecordDict) -> Agreement:
-    numbers: Any = next(iter(configs_in(content).values()), ConfigRecord()).get(protocol.EXCHANGE_VALUES)
+    numbers: Any = config_of(content).get(protocol.EXCHANGE_VALUES)
     if "arrays" not in arrays_in(content) or not isinstance(numbers, list) or len(numbers) != 2:
         raise MessageError(f"an agreement needs the record 'arrays', and two numbers as {protocol.EXCHANGE_VALUES!r}")
     return Agreement(unpack(arrays_in(content)["arrays"]), int(numbers[0]), numbers[1])

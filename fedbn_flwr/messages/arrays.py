@@ -193,6 +193,11 @@ def configs_in(content: RecordDict) -> dict[str, ConfigRecord]:
     return {name: record for name, record in content.items() if isinstance(record, ConfigRecord)}
 
 
+def config_of(content: RecordDict) -> ConfigRecord:
+    """The config of a message; empty if it has none."""
+    return next(iter(configs_in(content).values()), ConfigRecord())
+
+
 def pack(arrays: Arrays) -> FlowerRecord:
     """An ArrayRecord with copies of these arrays; FlatArrays are not copied."""
     found = blocks(arrays)

@@ -16,7 +16,7 @@ from fedbn_flwr.errors import MessageError, log_once
 
 from . import protocol
 from .aggregate import Arrays
-from .arrays import arrays_in, configs_in, metrics_in, unpack
+from .arrays import arrays_in, config_of, configs_in, metrics_in, unpack
 from .quote import one_line, shown
 
 MOST_EXAMPLES = 2**31
@@ -152,10 +152,11 @@ def with_content(message: Message, content: RecordDict) -> Message:
     return changed
 
 
-def with_config(message: Message, more: protocol.Config) -> Message:
-    """A copy of the message with these additional entries in its config."""
-    name, config = next(iter(configs_in(message.content).items()))
-    return with_content(message, RecordDict({**message.content, name: ConfigRecord({**config, **more})}))
+def with_config(message: Message, more: protocol.Config, without: Collection[str] = ()) -> Message:
+    """A copy of the message with these additional entries in its config, and without these keys."""
+    rest = {key: value for key, value in config_of(message.content).items() if key not in without}
+    name = next(iter(configs_in(message.content)))
+    return with_content(message, RecordDict({**message.content, name: ConfigRecord({**rest, **more})}))
 
 
 def with_arrays(message: Message, change: Callable[[ArrayRecord], ArrayRecord]) -> Message:

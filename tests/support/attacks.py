@@ -23,7 +23,7 @@ from flwr.common.constant import ErrorCode
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, metrics_in, pack, unpack
 
 REFUSED, HARMLESS, EITHER, LIE = "refused", "harmless", "either", "lie"
 BAD = 2  # the partition of the hostile client
@@ -518,7 +518,7 @@ class Hostile(ClientApp):
         return Message(content, reply_to=message)
 
     def _is_meant(self, message: Message, reply: Message) -> bool:
-        config = next(iter(configs_in(message.content).values()), ConfigRecord())
+        config = config_of(message.content)
         kind = message.metadata.message_type
         if config.get(protocol.ROUND) not in self.rounds:  # a query before the first round has round 0
             return False

@@ -31,7 +31,7 @@ from fedbn_flwr import seeding
 from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
-from fedbn_flwr.messages.arrays import configs_in, pack, unpack
+from fedbn_flwr.messages.arrays import config_of, configs_in, pack, unpack
 from fedbn_flwr.messages.reply import Reply, arrays_of, with_content
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import Round, Wrapper
@@ -154,7 +154,7 @@ class Private(Wrapper):
         if not messages:
             return messages
         content, arrays = messages[0].content, round.arrays  # the messages of a round are equal
-        asked, of = next(iter(configs_in(content).values())), roles(arrays)
+        asked, of = config_of(content), roles(arrays)
         sent, returned = arrays_of(content), protocol.kept_keys(asked, of) if asked.get(protocol.RETURN) else set()
         keys = tuple(key for key in arrays if key in sent or key in returned)  # that clients send in reply
         parts = parts_of({key: unpack(arrays)[key] for key in keys}, of, frozenset(Role) - frozen_roles(asked))

@@ -24,9 +24,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, negative_variance, squared_distance
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.messages.reply import sent_model, with_content
+from fedbn_flwr.messages.reply import sent_model, with_config
 
 from .masking import (
     CHANNEL,
@@ -71,7 +71,7 @@ class Masks:
     }
 
     def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-        name, config = next(iter(configs_in(message.content).items()))
+        config = config_of(message.content)
         if protocol.EXCHANGE in config:
             raise MessageError(
                 f"the exchanges of {protocol.EXCHANGE!r} are not masked; expected a strategy without them"
@@ -79,8 +79,7 @@ class Masks:
         before = unpack(sent_model(message.content))
         # Remove the keys that this mod handles. A client without the mod does not know them: it raises an error instead
         # of sending values without masks.
-        rest = ConfigRecord({key: value for key, value in config.items() if key not in self.keys})
-        reply = call_next(with_content(message, RecordDict({**message.content, name: rest})), context)
+        reply = call_next(with_config(message, {}, without=self.keys), context)
         return Message(masked(reply.content, before, config, context), reply_to=message)
 
 
@@ -176,7 +175,7 @@ class Session:
 
 def answer(content: RecordDict, context: Context) -> RecordDict:
     """The answer to a stage of a session: bytes, in rows."""
-    config = next(iter(configs_in(content).values()), ConfigRecord())
+    config = config_of(content)
     stages = {"keys": _begin, "shares": _share, "unmask": _unmask}
     if (stage := config.get(STAGE)) not in stages:
         raise MessageError(f"{STAGE} is {stage!r}; expected keys, shares or unmask")

@@ -33,7 +33,7 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr.errors import LOG, RoundSkipped, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, arrays_problem, cast, squared_distance
-from fedbn_flwr.messages.arrays import configs_in, pack, unpack, variance_keys
+from fedbn_flwr.messages.arrays import config_of, configs_in, pack, unpack, variance_keys
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import read_reply, reason_of, refused, sent_model, with_config, with_content
 from fedbn_flwr.strategies import Round, Wrapper
@@ -183,7 +183,7 @@ class MaskedRound:
         self.grid, self.rule = grid, rule
         content, nodes = messages[0].content, [message.metadata.dst_node_id for message in messages]
         self.sent = unpack(sent_model(content))  # the arrays that the clients received
-        config = next(iter(configs_in(content).values()))
+        config = config_of(content)
         session = {client.SESSION: secrets.token_hex(16)}  # random, since a resumed round needs another one
         self._config = protocol.run_keys(config) | {protocol.ROUND: config[protocol.ROUND], **session}
         self._what = f"round {config[protocol.ROUND]!r}"

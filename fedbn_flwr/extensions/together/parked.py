@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
+from flwr.app import Error, Message, MessageType
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client.layerwise import Session
@@ -20,8 +20,8 @@ from fedbn_flwr.engines.pool import Nodes
 from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records, contribution_to_records
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import configs_in
-from fedbn_flwr.messages.reply import other_arrays
+from fedbn_flwr.messages.arrays import config_of
+from fedbn_flwr.messages.reply import other_arrays, with_config
 
 from .groups import Row, train_exchanging
 from .nested import TogetherPool
@@ -118,7 +118,7 @@ class CohortPool(TogetherPool):
         self._cohorts: list[Cohort] = []
 
     def put(self, messages: Sequence[Message]) -> None:
-        step = _config(messages[0]).get(protocol.EXCHANGE_STEP) if messages else None
+        step = config_of(messages[0].content).get(protocol.EXCHANGE_STEP) if messages else None
         if step == 0:
             self._begin(messages)
         elif not step or not self._cohorts:
@@ -167,20 +167,16 @@ class CohortPool(TogetherPool):
         self._cohorts.clear()
 
 
-def _config(message: Message) -> protocol.Config:
-    return dict(next(iter(configs_in(message.content).values()), {}))
-
-
 def _has_mods(nodes: Nodes, message: Message) -> bool:
     """Whether a mod must see each exchange, or the train message at the end of the round."""
-    return not hasattr(nodes.client_app, "exchange") or not declared("client_mods").keys().isdisjoint(_config(message))
+    config = config_of(message.content)
+    return not hasattr(nodes.client_app, "exchange") or not declared("client_mods").keys().isdisjoint(config)
 
 
 def _train_message(query: Message) -> Message:
     """A message to train the round that begins with `query`, which has the model."""
-    key, config = next(iter(configs_in(query.content).items()))
-    own = ConfigRecord({name: value for name, value in config.items() if name != protocol.EXCHANGE_STEP})
-    return Message(RecordDict({**query.content, key: own}), query.metadata.dst_node_id, MessageType.TRAIN)
+    content = with_config(query, {}, without=[protocol.EXCHANGE_STEP]).content
+    return Message(content, query.metadata.dst_node_id, MessageType.TRAIN)
 
 
 def _answer(message: Message, answer: Contribution | str) -> Message:

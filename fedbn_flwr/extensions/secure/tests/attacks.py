@@ -27,7 +27,7 @@ from fedbn_flwr.extensions.secure.masking import (
     seal,
 )
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, config_of, metrics_in, pack, unpack
 
 LATER, UNKNOWN, HONEST = "later", "unknown", "honest"
 KEYS, SHARES, MASKED, UNMASK = "keys", "shares", "masked", "unmask"
@@ -48,13 +48,9 @@ class Attack:
     then: str = ""  # a later stage at which the client sends an error
 
 
-def config_of(message: Message) -> ConfigRecord:
-    return next(iter(configs_in(message.content).values()), ConfigRecord())
-
-
 def stage_of(message: Message) -> str:
     kind = message.metadata.message_type
-    return MASKED if kind == "train" else str(config_of(message).get(secure.STAGE))
+    return MASKED if kind == "train" else str(config_of(message.content).get(secure.STAGE))
 
 
 class Hostile(ClientApp):
@@ -66,7 +62,7 @@ class Hostile(ClientApp):
         self.sent = 0  # hostile replies
 
     def __call__(self, message: Message, context: Context) -> Message:
-        stage, attack = stage_of(message), self.plan.get(config_of(message).get(protocol.ROUND, 0))  # type: ignore[call-overload]
+        stage, attack = stage_of(message), self.plan.get(config_of(message.content).get(protocol.ROUND, 0))  # type: ignore[call-overload]
         if attack is None or context.node_config["partition-id"] not in self.bad:
             return self.inner(message, context)
         reply = self.inner(message, context)

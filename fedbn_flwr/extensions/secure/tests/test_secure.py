@@ -49,7 +49,7 @@ from fedbn_flwr.extensions.secure.tests.attacks import (
     zeros,
 )
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import arrays_in, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.strategies import (
@@ -305,7 +305,7 @@ class Losing(GridAround):
 
 def at_stage(stage: str) -> Callable[[Message], bool]:
     def is_lost(message: Message) -> bool:
-        config = next(iter(configs_in(message.content).values()))
+        config = config_of(message.content)
         kind = message.metadata.message_type
         is_at_stage = kind == "train" if stage == "train" else config.get(secure.STAGE) == stage
         return is_at_stage and config[protocol.ROUND] == 1
@@ -518,7 +518,7 @@ class Asking(GridAround):
 
 
 def unmask_of(message: Message, change: Callable[[dict[str, np.ndarray]], None]) -> list[Message]:
-    config = next(iter(configs_in(message.content).values()))
+    config = config_of(message.content)
     if config.get(secure.STAGE) != "unmask":
         return []
     arrays = dict(unpack(message.content["secure"]))  # type: ignore[arg-type]
