@@ -232,18 +232,17 @@ def _calling_super(cls: type, init: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+_HOOKS = {name: [*inspect.signature(each).parameters] for name, each in vars(Hooks).items() if inspect.isfunction(each)}
+
+
 def _warn_of_misspelt_hooks(cls: type) -> None:
-    """Warn of methods with the parameters of a hook and nearly its name, which nobody calls."""
-    hooks = {name: each for name, each in vars(Hooks).items() if inspect.isfunction(each) and name[0] != "_"}
+    """Warn of methods with the parameters of a hook and nearly its name: training would go on without them."""
     for name, method in vars(cls).items():
-        for meant in difflib.get_close_matches(name, hooks.keys() - vars(cls), 1, 0.85):
-            inherited = any(hasattr(base, name) for base in cls.__bases__)
-            if not inherited and inspect.isfunction(method) and _parameters(method) == _parameters(hooks[meant]):
-                log_once(f"{cls.__name__}.{name} isn't a hook; did you mean {meant}?")
-
-
-def _parameters(function: Callable[..., object]) -> list[str]:
-    return [*inspect.signature(function).parameters]
+        if inspect.isfunction(method) and not any(hasattr(base, name) for base in cls.__bases__):
+            parameters = [*inspect.signature(method).parameters]
+            alike = [hook for hook, its in _HOOKS.items() if its == parameters and hook not in vars(cls)]
+            if meant := difflib.get_close_matches(name, alike, 1, 0.85):
+                log_once(f"{cls.__name__}.{name} isn't a hook; did you mean {meant[0]}?")
 
 
 def _is_own(cls: type, hook: str) -> bool:
