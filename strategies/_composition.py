@@ -18,9 +18,8 @@ from collections.abc import Mapping
 
 from fedbn_flwr.errors import SettingsError
 
-from ._base import BaseStrategy
 from ._foreign import Foreign
-from ._rule import Rule
+from ._rule import BaseStrategy, Rule
 
 
 def broken(rule: Rule) -> Mapping[str, str]:

@@ -22,9 +22,8 @@ from fedbn_flwr.messages.reply import Reply, number_problem, with_arrays, with_c
 from fedbn_flwr.messages.votes import arrays_problems, common_metrics, overflow
 from fedbn_flwr.norms.roles import Role, of_roles, roles
 
-from ._base import BaseStrategy
 from ._hooks import Json, Round
-from ._rule import NOISED, Rule, restore, state_of
+from ._rule import NOISED, BaseStrategy, Rule, restore, state_of
 
 # Strategies whose result depends on the mean of the replies only.
 _MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)
@@ -40,7 +39,7 @@ _BREAKS = (
 _NOT_SAVED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial, Strategy)
 
 
-class Foreign(BaseStrategy, Rule):
+class Foreign(BaseStrategy):
     """A strategy that is not a `Rule`: it chooses the clients and combines their replies.
 
     With a `seed`, its random choices of clients depend on the seed and the round alone. Its attributes are its state,
@@ -53,7 +52,6 @@ class Foreign(BaseStrategy, Rule):
 
     def __init__(self, strategy: Strategy, seed: int | None = None) -> None:
         super().__init__()
-        self.chain, self.base = (self,), self
         self.strategy, self.seed = strategy, seed
         key = self.find_attribute("weighted_by_key")  # of a strategy derived from Flower's FedAvg
         self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES

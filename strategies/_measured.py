@@ -14,9 +14,9 @@ from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import number_problem
 from fedbn_flwr.messages.votes import arrays_problems, metric_problems
 
-from ._base import BaseStrategy
 from ._hooks import Round
 from ._roster import Screening
+from ._rule import BaseStrategy
 
 
 def ask(

@@ -1,6 +1,7 @@
 """The way of a round: how the outermost rule of a chain makes the rounds of a run from the hooks of all.
 
-Flower calls `start`, which calls `configure_train` and `aggregate_train` in each round.
+Flower calls `start`, which calls `configure_train` and `aggregate_train` in each round. The innermost rule, a
+`BaseStrategy`, chooses the clients, and judges their replies.
 """
 
 from __future__ import annotations
@@ -9,29 +10,32 @@ import inspect
 import secrets
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Result
 
+from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError, few, log_once
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays, absurd, are_alike, initial_problem, is_finite
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.quote import shown
-from fedbn_flwr.messages.reply import Reply, with_content
+from fedbn_flwr.messages.reply import Reply, number_problem, with_content
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.messages.votes import metric_problems, record_problems
-from fedbn_flwr.norms.roles import NORM_STATE, Role
+from fedbn_flwr.norms.roles import NORM_STATE, Role, roles, split
 
-from ._base import BaseStrategy
+from ._bounds import InfluenceBounds
 from ._hooks import Hooks, Round
-from ._roster import Screening
+from ._roster import Attendance, Roster, Screening
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -204,6 +208,150 @@ class Rule(Hooks):
         self.memory = self.Memory(**values)
 
 
+class BaseStrategy(Rule):
+    """The innermost rule of a chain: it chooses the clients, and knows them by their partitions."""
+
+    @dataclass
+    class Memory(Hooks.Memory):
+        partitions: dict[int, int] = field(default_factory=dict)  # by node id, for nodes that have reported it
+
+    memory: Memory
+    breaks = {}
+    weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
+    weighs: bool = True  # whether replies must have this metric
+    arrayrecord_key: str = "arrays"
+    bounds: InfluenceBounds | None = None
+    # The error for models that track statistics, with a place for the first key of theirs; None accepts them.
+    without_statistics: ClassVar[str | None] = None
+    min_train_nodes: int = 1  # usable replies that a round needs
+    min_available_nodes: int = 1  # nodes that must be connected before clients are chosen or queried
+    node_timeout: float = 600  # seconds to wait for them
+    reply_timeout: float = 3600  # seconds that clients have for an answer; those of a run, which sets it
+
+    def __init__(self) -> None:
+        self.memory, self.chain, self.base = self.Memory(), (self,), self
+        self.training, self.evaluation = Attendance(), Attendance()  # in the last round and the last evaluation
+
+    # --- the clients ---
+
+    @property
+    def roster(self) -> Roster:
+        return Roster(self.memory.partitions)
+
+    def client_of(self, node: int) -> int:
+        """The number of a node's client: the partition that it has reported or, without one, the node."""
+        return self.memory.partitions.get(node, node)
+
+    def attendance(self, what: str, messages: Iterable[Message] = (), arrays: ArrayRecord | None = None) -> Attendance:
+        """The nodes that these messages ask, as yet without replies; `arrays` is the model that they contain."""
+        asked = [message.metadata.dst_node_id for message in messages]
+        return Attendance(what, self.roster, self.min_train_nodes, arrays, asked)
+
+    def connected(self, grid: Grid, needed: int = 0) -> list[int]:
+        """All connected nodes, as soon as there are `min_available_nodes`, or `needed` if these are more."""
+        hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
+        return wait_for_nodes(grid, max(needed, self.min_available_nodes), self.node_timeout, hint)
+
+    def due(self, clients: int) -> int | None:
+        """How many clients train in a round when all of these are connected; None if this is not known."""
+        return None
+
+    # --- a round of training, in the order in which `Rule` calls these ---
+
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        if not isinstance(arrays, ArrayRecord):
+            raise SettingsError(
+                f"initial_arrays is a {type(arrays).__name__}; expected ArrayRecord(model.state_dict())"
+            )
+        if problem := initial_problem(unpack(arrays)):
+            raise SettingsError(f"the initial model cannot be trained: {problem}")
+        tracked = [key for key, role in roles(arrays).items() if role is Role.STATISTICS]
+        if tracked and self.without_statistics:
+            raise SettingsError(self.without_statistics.format(tracked[0]))
+        self.memory, self._rounds = self.Memory(), num_rounds
+
+    def messages(self, round: Round) -> list[Message]:
+        """Choose the clients of a round, note them in `training`, and return their messages."""
+        raise NotImplementedError
+
+    def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
+        """Why the form of a reply is not the one that the messages of the round ask for, or None."""
+
+    def compare(self, replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+        """The problems that only a comparison with the other replies shows, by node.
+
+        Values must not be absurd, and statistics must be within the bounds.
+        """
+        if not replies:
+            return {}
+        nodes, cohort = list(replies), [reply.arrays for reply in replies.values()]
+        problems = absurd(cohort, sent)
+        if self.bounds is not None:
+            keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS]
+            problems |= self.bounds.outliers(cohort, keys)
+        return {nodes[i]: problem for i, problem in problems.items()}
+
+    def clipped(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
+        """The replies, with updates that are larger than the bounds allow shortened."""
+        if self.bounds is None:
+            return replies
+        arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
+        sent = unpack(round.arrays)
+        # What stays on the clients is apart: its distance from the clients' mean is not an update.
+        for some in filter(None, split(sent, self.traits.stays(sent))):
+            arrays = self.bounds.clipped(arrays, some, f"round {round.number}")
+        return [replace(reply, arrays=values) for reply, values in zip(replies, arrays, strict=True)]
+
+    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
+        return [float(reply.metrics[self.weighted_by_key]) for reply in replies]
+
+    def bounded(self, what: str, weights: list[float]) -> list[float]:
+        """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""
+        if not sum(weights) > 0:
+            raise RunFailed(
+                f"{what}: the sum of the weights of all {len(weights)} clients ({self.weighted_by_key}) is "
+                f"{sum(weights)}; expected one above zero"
+            )
+        return weights if self.bounds is None else list(self.bounds.weights(weights))
+
+    def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
+        """Why the new model must not replace the one that was sent, or None."""
+        if are_alike(model, sent):
+            return None
+        for key, value in model.items():
+            if key not in sent:
+                return f"it has {key!r}, which the clients' model lacks"
+            if not isinstance(value, np.ndarray | np.generic) or value.shape != sent[key].shape:
+                found = f"{type(value).__name__} of shape {np.shape(value)}"
+                return f"{key!r} is {found}; expected an array of shape {sent[key].shape}"
+            if not is_finite(value):
+                return f"{key!r} is not finite; bound the replies, or use another strategy"
+        return None
+
+    def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
+        """The metrics of training, over all clients."""
+
+    # --- an evaluation ---
+
+    def global_model(self, round: Round) -> ArrayRecord:
+        return round.arrays
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        screening = Screening(gate(replies), records=None)
+        # A key of training, such as its loss, is missing here; examples weight then. Most replies decide, not one.
+        known = [self.weighted_by_key in reply.metrics for reply in screening.usable.values()]
+        key = self.weighted_by_key if 2 * sum(known) > len(known) else protocol.NUM_EXAMPLES
+        if self.weighs:
+            screening.check(lambda reply: number_problem(reply.metrics, key))
+        screening.leave_out(metric_problems(screening.usable))
+        # Without messages nobody was asked, so no reply is required: a missing evaluation must not end the run.
+        self.evaluation = self.attendance(f"round {server_round}, evaluation")
+        return self.evaluated(server_round, self.evaluation.used_of(screening), key)
+
+    def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
+        """The metrics of an evaluation over all clients, whose replies have the metric `key` as weights."""
+
+
 def _drawn_name() -> Mapping[str, str]:
     return {protocol.RUN: "run", protocol.TOKEN: secrets.token_hex(16)}
 
@@ -217,19 +365,3 @@ def restore(rule: Rule, state: bytes) -> None:
     """The inverse of `state_of`, for a rule that was created with the same arguments and has begun its run."""
     for each, saved in zip(rule.chain, parse(state, list), strict=True):
         each._load_state(saved[str(each)])
-
-
-def refuse_bounds(rule: Rule) -> None:
-    """Raise SettingsError if the rule averages something that its bounds do not limit."""
-    bounds = rule.base.bounds
-    if bounds is None:
-        return
-    refused = bounds.of_updates() if rule.traits.records else {}
-    reason = f"{rule} averages more than the model, which one client could set to any value"
-    if rule.traits.own_models:
-        refused = {key: value for key, value in bounds.notes().items() if key != "plausible"}
-        reason = f"{rule} sends each client a model of its own, in which it does not limit the share of another one"
-    if not rule.traits.has_global_model:
-        refused, reason = bounds.notes(), f"{rule} has no model of all clients, on which one could have influence"
-    for key, value in refused.items():
-        raise SettingsError(f"bounds.{key} is {value!r}, but {reason}")

@@ -33,15 +33,15 @@ from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem, partiti
 from fedbn_flwr.messages.votes import common_metrics
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
 
-from ._base import BaseStrategy
+from ._bounds import InfluenceBounds, refuse_bounds
 from ._hooks import Config, Json, Round, Traits
-from ._rule import Rule, refuse_bounds
+from ._rule import BaseStrategy, Rule
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 Names = Annotated[str | Sequence[str], "a name or a list of names, such as ['fc', 'layer4*', 'affine']"]
 
 
-class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
+class FedAvg(BaseStrategy, FlowerFedAvg):
     """The mean of the clients' models, weighted by their numbers of examples.
 
     It takes the arguments of Flower's FedAvg and the following ones.
@@ -82,7 +82,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         *,
         seed: int = 0,
         node_timeout: float = 600,
-        bounds: Any = None,
+        bounds: InfluenceBounds | Mapping[str, float] | None = None,
         statistics: Literal["mean", "pooled"] = "mean",
         kept: Names = (),
         global_kept: Literal["average", "initial"] = "average",
@@ -91,7 +91,6 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         if options:
             raise _unknown_argument(type(self), next(iter(options)))
         BaseStrategy.__init__(self)
-        self.chain, self.base = (self,), self
         FlowerFedAvg.__init__(
             self, fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
             weighted_by_key, arrayrecord_key, configrecord_key,
@@ -108,13 +107,12 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
             client_memory="their own arrays" if self.kept else None,
             own_models=type(self).sent_to is not FedAvg.sent_to,
         )
-        is_made = bounds is None or hasattr(bounds, "outliers")
-        self.bounds = bounds if is_made else part("bounds", "from_settings")(bounds)
+        self.bounds = bounds if isinstance(bounds, InfluenceBounds | None) else part("bounds", "from_settings")(bounds)
         if self.bounds is not None:
             self.breaks = {**self.breaks, "mean": "compares the replies of single clients (bounds)"}
         if self.traits.own_models:
             self.breaks = {**self.breaks, "mean": "sends each client a model of its own"}
-        refuse_bounds(self)
+        refuse_bounds(self, self.bounds)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)

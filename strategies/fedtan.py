@@ -121,7 +121,7 @@ class FedTAN(FedAvg):
         while remaining != 0:
             answers = carrier.ask(nodes, steps.total(), agreement)
             exchange = f"round {round.number}, exchange {steps.total() + 1}"
-            contributions, problems = judge(nodes, answers, remaining, self.bounds and self.bounds.outliers)
+            contributions, problems = judge(nodes, answers, remaining, self.bounds.outliers if self.bounds else None)
             if not steps or problems or len(contributions) < len(nodes):  # otherwise all stay, and are in order
                 partitions = {node: each.partition for node, each in contributions.items()}
                 nodes = self.training.admit(exchange, partitions, problems)

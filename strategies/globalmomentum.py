@@ -24,8 +24,8 @@ from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 
+from ._bounds import refuse_bounds
 from ._hooks import Config, Round, Traits
-from ._rule import refuse_bounds
 from ._wrapper import Wrapper
 
 MOMENTUM = "fedbn.momentum"
@@ -50,7 +50,7 @@ class GlobalMomentum(Wrapper):
     def __init__(self, strategy: Strategy) -> None:
         words = "averages with the weights of its base; wrap one of fedbn_flwr.strategies, for instance"
         super().__init__(strategy, {"weights": f"GlobalMomentum {words} GlobalMomentum(FedAvg())"})
-        refuse_bounds(self)
+        refuse_bounds(self, self.base.bounds)
 
     def config(self, round: Round) -> Config:
         return {MOMENTUM: True}
