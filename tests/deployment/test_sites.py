@@ -349,7 +349,7 @@ def check_models_of_sites(
         rows, printed = predicted(capsys, out / f"{i}.csv", *words, folder)
         right = sum(row["label"] == row["prediction"] for row in rows)
         assert right / len(rows) == pytest.approx(reported[str(i)]["accuracy"], abs=1e-6)
-        assert printed.startswith(f"the model of client {i}: FedBN after round 2, and ")
+        assert printed.startswith(f"the model of client {i}: {run.name} after round 2, and ")
         assert f"accuracy {right / len(rows):.4f}: {right} of {len(rows)} labels" in printed
         assert predicted(capsys, out / "table.csv", *words, folder / "test.csv")[0] == rows
         with (folder / "test.csv").open(newline="") as stream:
@@ -371,14 +371,19 @@ def check_models_of_sites(
     assert "has no state of this run" in capsys.readouterr().err
 
 
-FEDBN_TABLE = TABLE | {"strategy": {"name": "FedBN"}}
+PERSONAL: list[dict[str, Any]] = [
+    {"name": "FedBN"},
+    {"name": "FedAP", "warmup_rounds": 0},
+    {"name": "FedRep", "head_epochs": 1},
+]
 
 
+@pytest.mark.parametrize("strategy", PERSONAL, ids=lambda spec: spec["name"])
 def test_a_site_has_its_own_model_after_the_run(
-    tables: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    strategy: dict[str, Any], tables: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     states = [tmp_path / f"state-{i}" for i in range(3)]
-    run_config = {"experiment": json.dumps(FEDBN_TABLE), "out": str(tmp_path / "out")}
+    run_config = {"experiment": json.dumps(TABLE | {"strategy": strategy}), "out": str(tmp_path / "out")}
     pairs = zip(tables, states, strict=True)
     configs = [{"data-path": str(folder), "state": str(state)} for folder, state in pairs]
     grid = LocalGrid(client_app(make_client), 3, run_config=run_config, node_config=configs)
@@ -455,8 +460,9 @@ def test_a_deployment_of_sites_with_tables(tables: list[Path], tmp_path: Path) -
 def test_the_sites_of_a_deployment_have_their_own_models(
     tables: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """FedAP's are of all three places: its mix on the server, batch norm at the site, the network in model.json."""
     with deployed(tables, tmp_path) as deployment:
-        out = deployment.run_app({"experiment": json.dumps(FEDBN_TABLE)})
+        out = deployment.run_app({"experiment": json.dumps(TABLE | {"strategy": PERSONAL[1]})})
         states = [deployment.mounts(f"superexec-clientapp-{i}")["/state"] for i in range(3)]
         check_models_of_sites(out, states, tables, tmp_path / "predictions", capsys)
 
