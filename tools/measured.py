@@ -110,7 +110,7 @@ def status(item: Mapping[str, Any]) -> tuple[str, str]:
         return f"counted by `{item['test']}`", ""
     rows = rows_of(item["experiment"], item.get("changes", ()))
     if not (found := [*outcomes(item, rows)]):
-        return "not measured" + (f"; needs {item['needs']}" if "needs" in item else ""), ""
+        return item.get("instead", "not measured") + (f"; needs {item['needs']}" if "needs" in item else ""), ""
     done = Counter(label for label, _ in {(run.label, run.seed) for run, *_ in found})  # seeds
     failed = {run.label for run, *_ in found if not run.finished}
     shares, other = {share for _, share, _ in found}, set[str]().union(*(keys for *_, keys in found))

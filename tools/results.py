@@ -248,7 +248,7 @@ def compared(name: str) -> Table:
 # --- claims -------------------------------------------------------------------------
 
 MARGIN = 2.0  # points: an interval within it shows that two accuracies are equal
-VERDICTS = ("supported", "contradicted", "not settled", "not measured")
+VERDICTS = ("supported", "supported on other data", "contradicted", "not settled", "not measured")
 
 
 def verdict(expects: str, found: Sequence[Difference]) -> str:
@@ -273,16 +273,19 @@ def claims() -> Table:
     rows: list[Row] = []
     for paper, of_paper in specification("results/claims.yaml").items():
         for claim in of_paper:
-            setups = claim["setup"] if isinstance(claim.get("setup"), list) else [claim.get("setup")]
+            setups = claim["setup"] if isinstance(claim.get("setup"), list) else [claim.get("setup", "")]
             chosen = [*itertools.product(claim.get("rows", []), setups)]
             every = differences(claim["table"]) if chosen else []
             found = [each for each in every if (each.title, each.setup) in chosen]
             assert len(found) == len(chosen), claim
             known = dict.fromkeys(f"{each.published:.1f}" for each in found if each.published is not None)
             done = "supported" if "counted" in claim else verdict(claim.get("expects", "above"), found)
+            if "instead" in claim:  # other data than the paper's can't decide on its claim
+                done = "supported on other data" if done == "supported" else "not settled"
             ours, seeds = claim.get("counted", ""), ""
             if found:
-                ours = f"[{', '.join(each.cells()[0] for each in found)}]({claim['page']}.md) ({'; '.join(setups)})"
+                bracket = "; ".join(filter(None, (claim.get("instead"), *setups)))
+                ours = f"[{', '.join(each.cells()[0] for each in found)}]({claim['page']}.md) ({bracket})"
                 seeds = span(each.test.pairs for each in found)
             published = str(claim.get("published", ", ".join(known)))
             rows.append((claim["claim"], f"{paper}, {claim['source']}", published, ours, seeds, done))

@@ -202,12 +202,22 @@ def test_the_verdict_on_a_claim() -> None:
 
 def test_the_page_of_claims_counts_them() -> None:
     counts = [sum(row[-1] == kind for row in results.claims()[1]) for kind in results.VERDICTS]
-    text = "Of {4} claims {0} are supported, {1} is contradicted, {2} are not settled and {3} not measured"
+    text = (
+        "Of {5} claims {0} are supported, {1} are supported on other data than the paper's, {2} is contradicted, "
+        "{3} are not settled and {4} not measured"
+    )
     page = " ".join(PAGES["claims.md"].split())
     assert text.format(*counts, sum(counts)) in page
     of_fedtan = [row for row in results.claims()[1] if row[-1] == "supported" and str(row[1]).startswith("FedTAN,")]
     assert f"Of the supported ones {len(of_fedtan)} are FedTAN's on MNIST or its costs." in page
-    assert all("CIFAR" not in str(row[0]) for row in of_fedtan)
+    assert all("CIFAR" not in f"{row[0]}{row[3]}" for row in of_fedtan)
+
+
+def test_a_claim_that_was_measured_on_other_data_is_neither_supported_nor_contradicted() -> None:
+    """FedTAN's Figures 3, 5 and 12 and FixBN's freeze round are of CIFAR-10, and our runs of MNIST."""
+    elsewhere = [row for row in results.claims()[1] if " instead of " in str(row[3])]
+    assert {str(row[1]) for row in elsewhere} >= {"FedTAN, Figure 3", "FedTAN, Figure 5", "FedTAN, Figure 12"}
+    assert {row[-1] for row in elsewhere} == {"supported on other data"}
 
 
 def test_the_costs_of_fedtan_ii_are_the_papers() -> None:
