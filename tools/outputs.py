@@ -104,15 +104,17 @@ def memory() -> Table:
     return ("measurement", "peak", "goal"), rows
 
 
-TORCH = ("2.12.1", "2.15.0")
+TORCH = ("2.12.1", "2.15.0", "2.15.0, again")
 
 
 def compiled() -> Table:
     rows: list[Row] = []
     for size, arithmetic in itertools.product((20, 128), ("float32", "bfloat16 and channels-last")):
-        each = figures("compiled.txt")[f"steps per second / bare loop, batch {size}, {arithmetic}"]
-        missed = ["missed with " + version for version, figure in zip(TORCH, each, strict=True) if figure.missed]
-        aim = f"{each[0].goal} ({', '.join(missed)})" if missed else each[0].goal
+        title = f"steps per second / bare loop, batch {size}, {arithmetic}"
+        each = [*figures("compiled.txt")[title], *figures("compiled-group-norm.txt")[title]]
+        missed = [version for version, figure in zip(TORCH, each, strict=True) if figure.missed]
+        which = "" if len(missed) == len(each) else f" with {', '.join(missed)}"
+        aim = f"{each[0].goal} (missed{which})" if missed else each[0].goal
         rows.append((str(size), arithmetic, *(figure.spread for figure in each), aim))
     return ("batch size", "arithmetic", *(f"torch {version}" for version in TORCH), "goal"), rows
 
@@ -130,7 +132,8 @@ def gpu() -> Table:
     """What benchmarks.speed, benchmarks/gpu_step.py and benchmarks/gpu_lanes.py printed on a GPU."""
     rows: list[Row] = [(name, f"{each[0].spread} times") for name, each in figures("gpu.txt").items()]
     text = (RESULTS / "performance" / "gpu.txt").read_text(encoding="utf-8")
-    for name, seconds in re.findall(r"(?m)^rounds, (plain|recorded, .*(?:at once|one run)): (.+)$", text):
+    rounds = re.findall(r"(?m)^rounds, (plain|recorded, .*(?:at once|one run)): (.+)$", text)
+    for name, seconds in sorted(rounds, key=lambda each: "at once" in each[0]):
         rows.append((f"round of fixbn/table4, batch norm, {name}", f"{statistics.median(json.loads(seconds)):.2f} s"))
     step = re.search(r"(?m)^step: plain ([\d.]+), recorded ([\d.]+)", text)
     assert step
