@@ -256,6 +256,14 @@ def accepted(function: Callable[..., Any], offered: Tree) -> Draft:
     return {key: value for key, value in offered.items() if signature is not None and key in signature.parameters}
 
 
+def takes(function: Callable[..., Any], keyword: str) -> bool:
+    """Whether the function can be called with this keyword, as far as its signature says."""
+    signature = signature_of(function)
+    return signature is None or any(
+        each.kind is each.VAR_KEYWORD or each.name == keyword for each in signature.parameters.values()
+    )
+
+
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)

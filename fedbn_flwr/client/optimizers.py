@@ -101,8 +101,7 @@ def make_optimizer(
 ) -> LocalOptimizer:
     """The optimiser that `spec` describes: a name, a mapping of `name` and options, or a function that makes one.
 
-    `momentum` above zero and `weight_decay` other than None are passed on; an optimiser that does not have them is
-    refused.
+    `momentum` above zero and `weight_decay` other than None are passed on; an optimiser without them takes only zero.
     """
     given = spec if isinstance(spec, Mapping) else {"name": spec}
     options: dict[str, object] = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
@@ -110,8 +109,11 @@ def make_optimizer(
     make, shown = name if callable(name) else _by_name(str(name)), getattr(name, "__name__", name)
     if keys := sorted(options.keys() & {"lr", "momentum", "weight_decay"}):
         raise SettingsError(f"optimizer: {keys[0]} is not an option of {shown}; it is a key of its own")
-    options |= {"momentum": momentum} if momentum else {}
-    options |= {} if weight_decay is None else {"weight_decay": weight_decay}
+    for key, value in (("momentum", momentum or None), ("weight_decay", weight_decay)):
+        if named.takes(make, key):
+            options |= {} if value is None else {key: value}
+        elif value:
+            raise SettingsError(f"{key} is {value}, but the optimizer {shown} has none; leave it out, or set it to 0")
     try:
         return LocalOptimizer(make, parameters, clip, lr=lr, **options)
     except (TypeError, ValueError, AttributeError, IndexError) as error:

@@ -253,6 +253,11 @@ def _chosen(
         for name in others:
             if name not in inputs and train[name].kind.endswith("string"):
                 check_texts(source, name, train[name].read())
+    if not inputs and is_table and not any(column.kind == "Image" for column in train.values()):
+        raise DataError(
+            f"{source.name!r} has no column left for inputs, data.label names {', '.join(label)}; expected other "
+            f"columns of numbers or images, or texts with data.categories. Its columns: {_in_words(columns)}"
+        )
     if not inputs:
         inputs = _only(source, columns, "inputs", "Image", label, is_table=is_table)
     used = [("inputs", column) for column in inputs] + [("label", column) for column in label]

@@ -120,8 +120,8 @@ def test_a_saved_state_continues_the_steps(spec: OptimizerSpec, settings: dict[s
         ({"name": "adam", "betas": [0.9]}, {}, r"optimizer adam with {'betas': \(0.9,\)}: "),
         ({"name": "RMSprop", "alpha": -1}, {}, "optimizer RMSprop with {'alpha': -1}: Invalid alpha value: -1"),
         ({"name": "sgd", "nesterov": True}, {}, r"{'nesterov': True}: Nesterov momentum requires a momentum"),
-        ("adam", {"momentum": 0.9}, "adam with {'momentum': 0.9}: .* argument 'momentum'; its arguments are"),
-        ("SparseAdam", {"weight_decay": 0.1}, "SparseAdam with .* argument 'weight_decay'; its arguments"),
+        ("adam", {"momentum": 0.9}, "momentum is 0.9, but the optimizer adam has none; leave it out, or set it to 0"),
+        ("SparseAdam", {"weight_decay": 0.1}, "weight_decay is 0.1, but the optimizer SparseAdam has none"),
         ("SparseAdam", {}, "optimizer 'SparseAdam' cannot take a step: RuntimeError: SparseAdam does"),
         ("LBFGS", {}, "optimizer 'LBFGS' cannot take a step: TypeError: .* argument: 'closure'"),
         ("builtins:dict", {}, "optimizer builtins:dict"),
@@ -130,6 +130,13 @@ def test_a_saved_state_continues_the_steps(spec: OptimizerSpec, settings: dict[s
 def test_what_cannot_train_is_refused(spec: OptimizerSpec, options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         check_optimizer(spec, dict(network().named_parameters()), **options)
+
+
+def test_zero_is_no_setting_for_an_optimiser_without_it() -> None:
+    """As `train.momentum=0` on the command line, for an experiment that sets one."""
+    parameters = dict(network().named_parameters())
+    check_optimizer("adamw", parameters, momentum=0.0)
+    make_optimizer("SparseAdam", parameters, 0.1, weight_decay=0.0)
 
 
 def test_a_check_changes_nothing() -> None:

@@ -79,6 +79,12 @@ def test_without_names_the_inputs_are_all_numbers_that_have_no_other_use(tables:
         opened(tables / "all.csv", test=0.2)
 
 
+def test_labels_that_are_all_numbers_of_a_table_leave_no_inputs(tmp_path: Path) -> None:
+    pd.DataFrame({"age": [50.5, 61.5], "bp": [120.5, 130.5], "site": ["a", "b"]}).to_csv(tmp_path / "t.csv")
+    with pytest.raises(DataError, match=r"no column left for inputs, data\.label names age, bp; .*site \(string\)"):
+        opened(tmp_path / "t.csv", label=["age", "bp"], group="site", test=0.5)
+
+
 def test_a_share_is_held_out_of_each_class_and_group(tables: Path) -> None:
     data = opened(tables / "all.csv", label="diagnosis", group="site", test=0.2)
     assert len(data.test) == round(0.2 * 569)
