@@ -32,7 +32,7 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partitions import KINDS
 from fedbn_flwr.experiment import settings
 from fedbn_flwr.experiment.file.content import KEYS_OF_A_FILE, read_content, shipped_experiments
-from fedbn_flwr.experiment.registry import STRATEGIES
+from fedbn_flwr.experiment.registry import STRATEGIES, class_of
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
 from fedbn_flwr.norms.roles import Role
@@ -142,8 +142,19 @@ def leaves() -> Table:
         traits = describe(name).traits
         sends = "in a sum" if name == "Secure" else "yes"
         sent = [sends if role not in traits.kept else "by default" if traits.returned else "no" for role in _TRAVELLING]
-        rows.append((f"`{name}`", *sent, "; ".join(traits.besides) or "nothing", traits.client_memory or "nothing"))
+        if getattr(class_of(name), "without_statistics", None):
+            sent[_TRAVELLING.index(Role.STATISTICS)] = "none"
+        besides = "; ".join([*traits.besides, *_queried(name)]) or "nothing"
+        rows.append((f"`{name}`", *sent, besides, traits.client_memory or "nothing"))
     return ("strategy", "weights", "gamma, beta", "running statistics", "besides", "stored for each client"), rows
+
+
+def _queried(name: str) -> Iterator[str]:
+    """What clients answer in each evaluated round, if the server queries statistics."""
+    for argument in describe(name).arguments:
+        if argument.name == "statistics" and '"query"' in argument.meaning:
+            option = "" if argument.default == "query" else "with `statistics: query` "
+            yield f"{option}statistics of all its examples, in each evaluated round"
 
 
 _TRAVELLING = (Role.WEIGHTS, Role.AFFINE, Role.STATISTICS)

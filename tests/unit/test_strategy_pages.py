@@ -64,6 +64,17 @@ def test_the_comparison_has_every_strategy_and_what_stays_on_the_client() -> Non
     assert (stays["Standalone"], stays["FedAvg"]) == ("the model", "nothing")
 
 
+def test_the_table_of_privacy_has_the_statistics_that_a_strategy_s_models_and_queries_have() -> None:
+    """FedWon's and HeteroBN's models have no running statistics; HBN's evaluation queries some by default."""
+    lines = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8").splitlines()
+    rows = {line.split("`")[1]: [cell.strip() for cell in line.split("|")[2:6]] for line in lines if "| `" in line[:4]}
+    assert sorted(rows) == sorted(STRATEGIES)
+    assert {name for name, (_, _, statistics, _) in rows.items() if statistics == "none"} == {"FedWon", "HeteroBN"}
+    queried = "statistics of all its examples, in each evaluated round"
+    assert rows["HBN"][3] == queried
+    assert rows["HeteroBN"][3] == f"with `statistics: query` {queried}"
+
+
 def test_the_concept_page_quotes_the_published_lead_of_group_norm() -> None:
     published = yaml.safe_load((ROOT / "docs" / "published.yaml").read_text(encoding="utf-8"))["FixBN"]
     one, hundred = published["Table 1"], published["Table 4"]
