@@ -102,8 +102,8 @@ class Foreign(BaseStrategy):
 
     def messages(self, round: Round) -> list[Message]:
         arrays, shown = round.arrays, round.arrays
-        if round._hidden:
-            shown = record_of(of_roles(arrays, frozenset(Role) - round._hidden))
+        if round.hidden:
+            shown = record_of(of_roles(arrays, frozenset(Role) - round.hidden))
         with self._drawing("train", round.number):
             messages = list(self.strategy.configure_train(round.number, shown, round.config, round.grid))
         self.training = self.attendance(f"round {round.number}", messages, arrays)
@@ -111,10 +111,10 @@ class Foreign(BaseStrategy):
         def whole(sent: ArrayRecord) -> ArrayRecord:
             return arrays if sent is shown else record_of({**arrays, **sent})
 
-        return [with_arrays(message, whole) for message in messages] if round._hidden else messages
+        return [with_arrays(message, whole) for message in messages] if round.hidden else messages
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
-        form = arrays_problem(reply.arrays, sent) if round._hidden else None  # `MeanStatistics` needs all arrays
+        form = arrays_problem(reply.arrays, sent) if round.hidden else None  # `MeanStatistics` needs all arrays
         if not self.weighs:
             return form
         keys = filter(None, (self.weighted_by_key, self.find_attribute("train_loss_key")))  # QFedAvg's weights
@@ -146,7 +146,7 @@ class Foreign(BaseStrategy):
         for reply, numbers in zip(replies, metrics, strict=True):
             of, sent = roles(reply.arrays), reply.arrays
             # QFedAvg takes arrays by their place.
-            keys = (key for key in {**round.arrays, **sent} if key in sent and of[key] not in round._hidden)
+            keys = (key for key in {**round.arrays, **sent} if key in sent and of[key] not in round.hidden)
             arrays = pack({key: sent[key] for key in keys})
             content = RecordDict(
                 {**configs_in(reply.message.content), self.arrayrecord_key: arrays, "metrics": numbers}

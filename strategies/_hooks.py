@@ -4,7 +4,7 @@ A rule may be around another one. Together they are a chain: the innermost rule 
 one runs the round and calls the hooks of all (`_rule`) in this order:
 
 - `begin` prepares a run.
-- `config` has keys for the clients, those of the outermost rule first.
+- `question` asks clients what they measure, and `config` has keys for the clients, those of the outermost rule first.
 - `outgoing` may change the messages, the innermost rule first; then the `records` of all are added.
 - `incoming` may change the replies, the outermost rule first.
 - `problem` judges single replies. `accepted` gets the usable ones and may change them, the innermost rule first.
@@ -45,7 +45,18 @@ class Round:
     arrays: ArrayRecord  # the global model that the round begins with
     config: ConfigRecord  # of the messages to all clients; in `config()` without the keys of the rules inside
     grid: Grid
-    _hidden: frozenset[Role] = frozenset()  # the roles that a strategy of Flower does not see
+    hidden: frozenset[Role] = frozenset()  # the roles that a strategy of Flower does not see
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """What each client measures on its data before it first trains, by the `measure` of a client rule."""
+
+    key: str  # the config key that selects the client rule
+    what: str  # what clients measure, in words
+    problem: Callable[[Arrays], str | None]  # why an answer cannot be used, or None
+    answers: dict[int, Arrays]  # so far, by client; those who are not in it are asked
+    model: Arrays | None = None  # that clients measure with
 
 
 @dataclass(frozen=True)
@@ -149,6 +160,13 @@ class Hooks(Strategy):
         self.memory, self._rounds = self.Memory(), num_rounds
         self._inside.begin(num_rounds, arrays)
 
+    def question(self, round: Round) -> Question | None:
+        """What connected clients are asked before the round, unless they have answered; RunFailed if nobody ever has.
+
+        They measure with the config of the rules around this one.
+        """
+        return None
+
     def config(self, round: Round) -> Config:
         """The config keys that ask clients to apply the client rule."""
         return {}
@@ -217,7 +235,7 @@ class Hooks(Strategy):
 
 
 # Hooks that may use the replies of single clients.
-_OF_SINGLE_REPLIES = ("problem", "weights", "combine", "after_round", "incoming", "accepted")
+_OF_SINGLE_REPLIES = ("question", "problem", "weights", "combine", "after_round", "incoming", "accepted")
 
 
 def _calling_super(cls: type, init: Callable[..., None]) -> Callable[..., None]:

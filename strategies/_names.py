@@ -6,6 +6,7 @@ from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages.reply import Reply as Reply
 
 from ._foreign import as_rule as as_rule
+from ._hooks import Question as Question
 from ._hooks import Round as Round
 from ._hooks import Traits as Traits
 from ._rule import Rule as Rule

@@ -28,13 +28,14 @@ from fedbn_flwr.messages.aggregate import Arrays, absurd, are_alike, initial_pro
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.quote import shown
-from fedbn_flwr.messages.reply import Reply, number_problem, with_content
+from fedbn_flwr.messages.reply import Reply, number_problem, partition_of, with_content
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.messages.votes import metric_problems, record_problems
 from fedbn_flwr.norms.roles import NORM_STATE, Role, roles, split
 
 from ._bounds import InfluenceBounds
-from ._hooks import Hooks, Round
+from ._hooks import Hooks, Question, Round
+from ._measured import queries, screened
 from ._roster import Attendance, Roster, Screening
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -68,6 +69,8 @@ class Rule(Hooks):
         # A user's class with a `configure_train` of its own makes the messages of all rules from there on.
         chain = [self, *takewhile(lambda rule: type(rule).configure_train is Rule.configure_train, self.chain[1:])]
         for rule in chain:
+            if (question := rule.question(round)) is not None:
+                self.base.ask(round, question)
             round = replace(round, config=ConfigRecord({**round.config, **rule.config(round)}))
         self._round, before = round, {**round.config}
         messages: Sequence[Message]
@@ -220,6 +223,7 @@ class BaseStrategy(Rule):
     weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
     weighs: bool = True  # whether replies must have this metric
     arrayrecord_key: str = "arrays"
+    configrecord_key: str = "config"
     bounds: InfluenceBounds | None = None
     # The error for models that track statistics, with a place for the first key of theirs; None accepts them.
     without_statistics: ClassVar[str | None] = None
@@ -251,6 +255,29 @@ class BaseStrategy(Rule):
         """All connected nodes, as soon as there are `min_available_nodes`, or `needed` if these are more."""
         hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
         return wait_for_nodes(grid, max(needed, self.min_available_nodes), self.node_timeout, hint)
+
+    def ask_for_partitions(self, round: Round, nodes: Iterable[int]) -> None:
+        """Ask these nodes for their partitions unless they are known, since node ids are random in every run."""
+        unknown = [node for node in nodes if node not in self.memory.partitions]
+        content = RecordDict({self.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
+        asked = [Message(content, node, protocol.PARTITION_QUERY) for node in unknown]
+        replies = gate(round.grid.send_and_receive(asked, timeout=self.node_timeout)) if asked else ()
+        self.roster.learn({r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()})
+
+    def ask(self, round: Round, question: Question) -> None:
+        """Ask all connected clients without an answer, and add what they answer; RunFailed if nobody ever has."""
+        nodes, answers = self.connected(round.grid), question.answers
+        if answers:  # a client may be back under another node id
+            self.ask_for_partitions(round, [node for node in nodes if self.client_of(node) not in answers])
+        if not (left := [node for node in nodes if self.client_of(node) not in answers]):
+            return
+        replies = round.grid.send_and_receive(queries(question, round, left), timeout=self.reply_timeout)
+        attendance = self.attendance(f"round {round.number}, measurement")  # none is required: others may answer later
+        for reply in attendance.used_of(screened(question, replies, self.bounds)):
+            answers[self.client_of(reply.message.metadata.src_node_id)] = reply.arrays
+        if not answers:
+            listed = "".join(f"\n  - {reason}" for reason in attendance.left_out)
+            raise RunFailed(f"{attendance.what}: no client sent {question.what}:{listed}")
 
     def due(self, clients: int) -> int | None:
         """How many clients train in a round when all of these are connected; None if this is not known."""

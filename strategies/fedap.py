@@ -46,8 +46,7 @@ from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers, of_roles, split
 from fedbn_flwr.norms.statistics import MomentRecorder
 
-from ._hooks import Round, Traits
-from ._measured import ask
+from ._hooks import Question, Round, Traits
 from .fedbn import FedBN
 
 NORM_INPUTS = "fedbn.norm-inputs"
@@ -93,15 +92,12 @@ class FedAP(FedBN):
                 "the global model, whose batch norm would not suit its weights; use warmup_rounds=0 or 'average'"
             )
 
-    def _choose(self, round: Round, fraction: float, least: int, purpose: str) -> list[int]:
-        """Ask the chosen clients for their statistics, unless they are known."""
-        nodes, memory = super()._choose(round, fraction, least, purpose), self.memory
-        if round.number > self.warmup_rounds:
-            memory.measured_with = memory.measured_with or dict(unpack(round.arrays))
-            left = [node for node in nodes if self.client_of(node) not in memory.statistics]
-            problem = partial(_problem, model=memory.measured_with)
-            ask(self, round, left, NORM_INPUTS, _WHAT, problem, memory.statistics, memory.measured_with)
-        return nodes
+    def question(self, round: Round) -> Question | None:
+        """The statistics under the model that the warm-up has ended with."""
+        if round.number <= self.warmup_rounds:
+            return None
+        model = self.memory.measured_with = self.memory.measured_with or dict(unpack(round.arrays))
+        return Question(NORM_INPUTS, _WHAT, partial(_problem, model=model), self.memory.statistics, model)
 
     def sent_to(self, client: int, arrays: ArrayRecord) -> ArrayRecord:
         """sum_j w_ij theta_j"""

@@ -28,8 +28,7 @@ from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import record_of
-from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem, partition_of
+from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem
 from fedbn_flwr.messages.votes import common_metrics
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
 
@@ -139,7 +138,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
     def messages(self, round: Round) -> list[Message]:
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         more = {protocol.RETURN: True} if self.traits.kept and self.traits.returned else {}
-        messages = self._messages(MessageType.TRAIN, round, nodes, more)
+        messages = self.messages_to(nodes, MessageType.TRAIN, round, more)
         self.training = self.attendance(f"round {round.number}", messages, round.arrays)
         return messages
 
@@ -148,7 +147,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
     ) -> Iterable[Message]:
         round = Round(server_round, arrays, self._named(config), grid)
         nodes = self._choose(round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
-        return self._messages(MessageType.EVALUATE, round, nodes)
+        return self.messages_to(nodes, MessageType.EVALUATE, round)
 
     def sent(self, arrays: ArrayRecord) -> ArrayRecord:
         """The arrays of the global model that clients receive: all except those that stay on the client."""
@@ -162,9 +161,10 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
         """
         return arrays
 
-    def _messages(
-        self, kind: str, round: Round, nodes: Iterable[int], more: Config = MappingProxyType({})
+    def messages_to(
+        self, nodes: Iterable[int], kind: str, round: Round, more: Config = MappingProxyType({})
     ) -> list[Message]:
+        """A message of this kind to each node: the model that it receives, and the config with `more` keys."""
         if kept := self.traits.kept:  # a client must not return counters that the server lacks
             lacking = {Role.COUNTER} - {*roles(round.arrays).values()}
             more = {protocol.KEPT: protocol.join(kept - lacking), **more}
@@ -189,7 +189,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
             LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, roster.name(node))
         count = _share(len(nodes), fraction, least)
         if count < len(nodes) or self.traits.own_models:
-            self._ask_for_partitions(round, [node for node in nodes if node not in roster.partitions])
+            self.ask_for_partitions(round, nodes)
         nodes = sorted(nodes, key=roster.position)
         if count >= len(nodes):
             return nodes
@@ -198,13 +198,6 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
 
     def due(self, clients: int) -> int:
         return min(clients, _share(clients, self.fraction_train, self.min_train_nodes))
-
-    def _ask_for_partitions(self, round: Round, nodes: Sequence[int]) -> None:
-        """Ask these nodes for their partitions, since node ids are random in every run."""
-        content = RecordDict({self.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
-        queries = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes]
-        replies = gate(round.grid.send_and_receive(queries, timeout=self.node_timeout)) if queries else ()
-        self.roster.learn({r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()})
 
     # --- receiving ---
 

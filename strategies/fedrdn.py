@@ -37,8 +37,7 @@ from fedbn_flwr.client.rule import MEASURING, Batch, ClientRule, Key, LocalRound
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 
-from ._hooks import Config, Round, Traits
-from ._measured import ask
+from ._hooks import Config, Question, Round, Traits
 from ._wrapper import Wrapper
 
 DRAWN = "fedbn.inputs-drawn"
@@ -68,7 +67,6 @@ class FedRDN(Wrapper):
 
     @dataclass
     class Memory(Wrapper.Memory):
-        asked: list[int] = field(default_factory=list)  # the nodes that have answered
         pairs: dict[int, Arrays] = field(default_factory=dict)  # mean and deviation of each channel, by client
 
     memory: Memory
@@ -77,18 +75,16 @@ class FedRDN(Wrapper):
         super().__init__(strategy)
         self.drawn = drawn
 
+    def question(self, round: Round) -> Question:
+        pairs = self.memory.pairs
+        problem = partial(_problem, known=next(iter(pairs.values()), {}))
+        return Question(OWN, "mean and deviation of its inputs", problem, pairs)
+
     def config(self, round: Round) -> Config:
-        """The pairs of all clients, which new ones are asked for first: FedTAN inside begins before `outgoing`."""
-        self._ask(round)
+        """The pairs of all clients."""
         pairs = [self.memory.pairs[client] for client in sorted(self.memory.pairs)]
         means, deviations = (np.concatenate([pair[key] for pair in pairs]) for key in ("mean", "deviation"))
         return {DRAWN: self.drawn, MEAN: means.tolist(), DEVIATION: deviations.tolist()}
-
-    def _ask(self, round: Round) -> None:
-        """Ask the nodes that have not answered yet for their pairs."""
-        left, known = [n for n in self.base.connected(round.grid) if n not in self.memory.asked], self.memory.pairs
-        problem = partial(_problem, known=next(iter(known.values()), {}))
-        self.memory.asked += ask(self.base, round, left, OWN, "mean and deviation of its inputs", problem, known)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -132,6 +128,16 @@ class FedRDNClient(ClientRule):
 
     @classmethod
     def measure(cls, local: LocalRound) -> Arrays:
+        return cls.pair(local) if OWN in local.config else {}
+
+    @classmethod
+    def tested(cls, local: LocalRound, batches: Iterable[Batch]) -> Iterator[Batch]:
+        own = cls.pair(local)
+        pair = torch.from_numpy(np.stack([own["mean"], own["deviation"]]))[:, None]
+        return ((_normalised(inputs, pair), targets) for inputs, targets in batches)
+
+    @classmethod
+    def pair(cls, local: LocalRound) -> Arrays:
         """Mean and deviation of the client's inputs, which it measures once."""
         if not (found := local.state.load(cls.stored)):
             images = [_numbers(inputs).double().flatten(2) for inputs, _ in local.epoch(MEASURING)]
@@ -141,12 +147,6 @@ class FedRDNClient(ClientRule):
             found = {key: value.cpu().numpy() for key, value in pair.items()}
             local.state.save(cls.stored, found)
         return found
-
-    @classmethod
-    def tested(cls, local: LocalRound, batches: Iterable[Batch]) -> Iterator[Batch]:
-        own = cls.measure(local)
-        pair = torch.from_numpy(np.stack([own["mean"], own["deviation"]]))[:, None]
-        return ((_normalised(inputs, pair), targets) for inputs, targets in batches)
 
 
 def _numbers(inputs: Any) -> Tensor:

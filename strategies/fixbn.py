@@ -110,7 +110,7 @@ class FixBN(Wrapper):
         if Role.STATISTICS not in self.freeze:
             raise SettingsError(f"{words}, but freeze has only 'affine'; add 'statistics'")
         if Role.STATISTICS in self.traits.kept:
-            raise SettingsError(f"{words}, but with {self._inside} statistics stay on the clients; leave one out")
+            raise SettingsError(f"{words}, but with {self.chain[1]} statistics stay on the clients; leave one out")
         if self.traits.min_batch:
             raise SettingsError(f"{words}, but {self.base} exchanges those of a round's first step; leave one out")
 

@@ -64,7 +64,7 @@ def with_queried(
 ) -> ArrayRecord:
     """The global model with the mean of the statistics that all clients measure on their data under it."""
     nodes = rule.connected(round.grid)
-    queries = rule._messages(protocol.STATISTICS_QUERY, round, nodes)
+    queries = rule.messages_to(nodes, protocol.STATISTICS_QUERY, round)
     what = f"round {round.number}, statistics"
     answers = round.grid.send_and_receive(queries, timeout=rule.reply_timeout)
 

@@ -68,11 +68,10 @@ class Scaffold(FedAvg):
         return {CONTROL_RECORD: {key: each / total for key, each in self.memory.control.items()}}
 
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
-        known, added = self.memory.partitions, self.memory.added
+        added = self.memory.added
         if added:  # a client may be back under another node id
             nodes = self.training.present
-            unknown = [node for node in nodes if node not in known and self._number(node) not in added]
-            self._ask_for_partitions(round, unknown)
+            self.ask_for_partitions(round, [node for node in nodes if self._number(node) not in added])
         return [
             with_config(message, {CONTROL_ROUND: added.get(self._number(message.metadata.dst_node_id), 0)})
             for message in messages

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -250,10 +250,15 @@ class BNClient(NumPyClient):
                 f"it has {examples} training examples and sends no statistics of fewer than {self.min_batch}, which "
                 f"would reveal them; use more examples, or allow it by min-batch={examples} in this node's config"
             )
-        self.state = NodeState(self.state.records, run_of(config))
+        self.state, rules = NodeState(self.state.records, run_of(config)), rules_for(config)
+        found: dict[str, np.ndarray] = {}
         with ExitStack() as resources, self._random_streams("measure", config, self.train_data):
             local = self._local(config, (), extras or {}, resources)
-            found = {key: value for rule in rules_for(config) for key, value in rule.measure(local).items()}
+            for rule in rules:
+                others = [each for each in rules if each is not rule]
+                found |= rule.measure(replace(local, epoch=functools.partial(self._tested_epoch, others, local)))
+        if not found:
+            raise MessageError("it is asked to measure, and the message has no key of a client rule that measures")
         return Update(found, {protocol.NUM_EXAMPLES: examples}, {})
 
     def sums(self) -> np.ndarray:
@@ -411,6 +416,10 @@ class BNClient(NumPyClient):
 
     def _epoch(self, server_round: int, number: int) -> Iterator[Batch]:
         return self._pairs(epoch_of(self.train_data, server_round, number))
+
+    def _tested_epoch(self, rules: Iterable[type[ClientRule]], local: LocalRound, number: int) -> Iterator[Batch]:
+        batches = epoch_of(self.train_data, round_of(local.config), number)
+        return iter(self._tested(batches, rules, local.sent, local.config, local.resources))
 
     def _statistics(
         self, rules: Iterable[type[ClientRule]], sent: Collection[str], config: Config, *, pooled: bool = False

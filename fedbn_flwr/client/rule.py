@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from fedbn_flwr import extensions
 from fedbn_flwr.batch import Value
-from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -130,13 +129,14 @@ class ClientRule:
     def measure(cls, local: LocalRound) -> Arrays:
         """What the client measures on its data before it trains, in reply to `query.measure`.
 
-        The client's model is not that of a round; a model that the message has is in `local.records`.
+        The client's model is not that of a round; a model that the message has is in `local.records`. The batches of
+        `local.epoch` are those that the `tested` of the other rules returns.
         """
-        raise MessageError(f"{cls.__name__} measures nothing; expected the key of a client rule that does")
+        return {}
 
     @classmethod
     def tested(cls, local: LocalRound, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """The batches of an evaluation whose message selects the rule, which may be changed."""
+        """The batches of an evaluation or a measurement whose message selects the rule, which may be changed."""
         return batches
 
     def loss(self, inputs: Any, targets: Any, outputs: Any, loss: Tensor) -> Tensor:

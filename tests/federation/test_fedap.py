@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 from fedbn_flwr.strategies.fedap import mix  # type: ignore[import-untyped]
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.errors import RunFailed, SettingsError, UserError
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.serialization import parse
 from fedbn_flwr.strategies import FedAP, FedAvg, FedBN, FedRDN, FixBN, Private, Secure
 from tests.support.federations import Arrays, models_of, replaced, same
+from tests.support.fixtures import Batches
 from tests.support.localnorm import by_hand, share
 
 Federations = Callable[..., Any]
@@ -226,6 +228,13 @@ def test_a_client_without_measured_statistics_trains_as_in_fedbn(federation: Fed
         FedAP(warmup_rounds=0).start(federation(SIZES, min_batch=20).grid(), fed.arrays(), num_rounds=1)
 
 
+def test_clients_measure_when_they_connect_and_not_when_they_are_chosen(federation: Federations) -> None:
+    fed = federation(SIZES, model=two_norms, lr=LR)
+    rule = FedAP(warmup_rounds=1, fraction_train=0.34, min_train_nodes=1, fraction_evaluate=0.0)
+    models_of(fed, rule, 2)
+    assert (sorted(rule.memory.statistics), len(rule.memory.models)) == ([0, 1, 2], 1)
+
+
 def test_a_measurement_leaves_the_client_as_it_was(federation: Federations) -> None:
     """The clients' own batch norm begins with other values than the server's; FedBN has no measurement."""
     fed = federation(SIZES, model=two_norms, dtype=torch.float64, lr=LR)
@@ -236,6 +245,49 @@ def test_a_measurement_leaves_the_client_as_it_was(federation: Federations) -> N
     models_of(fed, FedBN(fraction_evaluate=0.0), 1, app)
     for node, client in begun.items():
         assert same(ours[node], as_numpy(client.model.state_dict()))
+
+
+def own_normalised(images: NDArray[Any]) -> NDArray[Any]:
+    """As FedRDN tests a client: with the mean over its images of each image's mean, and of its deviation."""
+    pixels = images.reshape(*images.shape[:2], -1)
+    mean, deviation = pixels.mean(2).mean(0), pixels.std(2, ddof=1).mean(0)
+    return np.asarray((images - mean[:, None, None]) / deviation[:, None, None])
+
+
+def test_inside_fedrdn_clients_measure_the_inputs_that_it_normalises(federation: Federations) -> None:
+    """Client 2's inputs are twice as large and brighter, which their own pair takes away."""
+    fed = federation(SIZES, model=two_norms, dtype=torch.float64, lr=LR)
+    fed.data[2] = Batches([(2 * inputs + 1, labels) for inputs, labels in fed.data[2].batches])
+    rule = FedAP(warmup_rounds=0, fraction_evaluate=0.0)
+    models_of(fed, FedRDN(rule), 1)
+    state = as_numpy(fed.model.state_dict())
+    for client, data in enumerate(fed.data):
+        images = own_normalised(np.concatenate([inputs.numpy() for inputs, _ in data.batches]))
+        for layer, values in zip("15", inputs_of_norms(state, images), strict=True):
+            found = rule.memory.statistics[client]
+            np.testing.assert_allclose(found[f"{layer}.running_mean"], values.mean(0), rtol=1e-10, atol=1e-12)
+            np.testing.assert_allclose(found[f"{layer}.running_var"], values.var(0), rtol=1e-10, atol=1e-12)
+
+
+def test_a_client_under_another_node_id_is_not_asked_again(federation: Federations) -> None:
+    """The server has forgotten which node is which client, as after a resumed run, whose node ids are new."""
+    fed, kinds = federation(SIZES, model=two_norms, lr=LR), list[str]()
+
+    class Noting(LocalGrid):
+        def send_and_receive(self, messages: Any, *, timeout: Any = None) -> Any:
+            messages = [*messages]
+            kinds.extend(each.metadata.message_type for each in messages)
+            return super().send_and_receive(messages, timeout=timeout)
+
+    for rule in (FedAP(warmup_rounds=0), FedRDN(FedAvg())):
+        grid, arrays = Noting(fed.app(), 3), fed.arrays()
+        rule.begin(2, arrays)
+        for number in (1, 2):
+            kinds.clear()
+            messages = [*rule.configure_train(number, arrays, ConfigRecord(), grid)]
+            arrays, _ = rule.aggregate_train(number, grid.send_and_receive(messages))
+            assert (kinds.count(protocol.MEASURE_QUERY), kinds.count("train")) == (3 if number == 1 else 0, 3)
+            rule.base.memory.partitions.clear()
 
 
 # --- errors and composition ---

@@ -82,15 +82,18 @@ def test_the_page_s_other_code_runs(federation: Federations, per_step: Any, monk
     monkeypatch.setitem(sys.modules, "perstep", module)
     page: dict[str, Any] = {"ClientRule": ClientRule, "Key": Key}
     others = [block for block in BLOCKS if not block.startswith((PAGE, TEST))]
-    assert len(others) == 4
+    assert len(others) == 5
     for block in others:
         exec(block, page)
     fed = federation((8, 12), steps=2)
     page["strategy"].start(fed.grid(), fed.arrays(), num_rounds=2)
     with_mu = type("WithMu", (FedAvg,), {"config": lambda self, round: {"fedbn.mu": 0.5}})
     assert same(after(fed, with_mu(), 2), after(fed, FedProx(proximal_mu=0.5), 2))
-    BY_KEY.pop("fedbn.mu")
-    BY_KEY.pop("fedbn.smooth")
+    asks = page["AskSizes"]()
+    after(fed, asks, 2)
+    assert {client: dict(answer) for client, answer in asks.memory.sizes.items()} == {0: {"size": 8}, 1: {"size": 12}}
+    for key in ("fedbn.mu", "fedbn.smooth", "fedbn.sizes"):
+        BY_KEY.pop(key)
 
 
 def test_the_page_s_test_passes_and_finds_a_strategy_that_is_wrong(tmp_path: Path) -> None:
@@ -310,8 +313,16 @@ class ReadsMessages(FedAvg):
         return messages
 
 
+class Asks(FedAvg):
+    def question(self, round: Any) -> None:
+        return None
+
+
 @pytest.mark.parametrize("name", declared("strategies"))
-@pytest.mark.parametrize(("rule", "hook"), [(Equal, "weights"), (FromMixin, "combine"), (ReadsMessages, "incoming")])
+@pytest.mark.parametrize(
+    ("rule", "hook"),
+    [(Equal, "weights"), (FromMixin, "combine"), (ReadsMessages, "incoming"), (Asks, "question")],
+)
 def test_weights_of_its_own_and_hooks_of_a_mixin_need_the_single_replies(name: str, rule: Any, hook: str) -> None:
     around: Any = class_of(name)
     with pytest.raises(SettingsError, match=rf"{rule.__name__} has {hook}\(\) of its own"):

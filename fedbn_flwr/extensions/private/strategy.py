@@ -121,7 +121,7 @@ class Private(Wrapper):
         super().__init__(strategy, _NEEDS)
         # What clients would release without noise.
         if besides := self.traits.besides:
-            raise SettingsError(f"{self._inside} sends something that Private does not account for: {besides[0]}")
+            raise SettingsError(f"{self.chain[1]} sends something that Private does not account for: {besides[0]}")
         if self.traits.pooled:  # the sums of clipped and noised changes have no such variance
             raise SettingsError(
                 "statistics is 'pooled', but Private adds noise to the mean of the clients' variances, and the part "
@@ -134,7 +134,7 @@ class Private(Wrapper):
                 "global_kept='initial'"
             )
         if not self.traits.has_global_model:
-            raise SettingsError(f"{self._inside} sends no model, so there is nothing to make private")
+            raise SettingsError(f"{self.chain[1]} sends no model, so there is nothing to make private")
         statistics_noise = noise if statistics_noise is None else statistics_noise
         self.clips = {"weights": float(clip), "statistics": float(statistics_clip)}  # by part of a change
         self.noises = {"weights": float(noise), "statistics": float(statistics_noise)}
