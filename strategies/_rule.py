@@ -30,12 +30,11 @@ from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import Reply, number_problem, partition_of, with_content
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.messages.votes import metric_problems, record_problems
+from fedbn_flwr.messages.votes import arrays_problems, metric_problems, record_problems
 from fedbn_flwr.norms.roles import NORM_STATE, Role, roles, split
 
 from ._bounds import InfluenceBounds
 from ._hooks import Hooks, Question, Round
-from ._measured import queries, screened
 from ._roster import Attendance, Roster, Screening
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -271,13 +270,29 @@ class BaseStrategy(Rule):
             self.ask_for_partitions(round, [node for node in nodes if self.client_of(node) not in answers])
         if not (left := [node for node in nodes if self.client_of(node) not in answers]):
             return
-        replies = round.grid.send_and_receive(queries(question, round, left), timeout=self.reply_timeout)
+        config = ConfigRecord({**round.config, question.key: True, protocol.ROUND: round.number})
+        content = RecordDict({**({} if question.model is None else {"arrays": pack(question.model)}), "config": config})
+        asked = [Message(content, node, protocol.MEASURE_QUERY) for node in left]
+        screening = Screening(gate(round.grid.send_and_receive(asked, timeout=self.reply_timeout)))
+        self._screen(question, screening)
         attendance = self.attendance(f"round {round.number}, measurement")  # none is required: others may answer later
-        for reply in attendance.used_of(screened(question, replies, self.bounds)):
+        for reply in attendance.used_of(screening):
             answers[self.client_of(reply.message.metadata.src_node_id)] = reply.arrays
         if not answers:
             listed = "".join(f"\n  - {reason}" for reason in attendance.left_out)
             raise RunFailed(f"{attendance.what}: no client sent {question.what}:{listed}")
+
+    def _screen(self, question: Question, screening: Screening) -> None:
+        """Leave out new answers that are unusable, also by comparison with all: absurd, or outside of the bounds."""
+        screening.check(
+            lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or question.problem(reply.arrays)
+        )
+        screening.leave_out(metric_problems(screening.usable))
+        before = [*question.answers.values()]
+        screening.leave_out(arrays_problems(screening.usable, before[0] if before else {}))
+        far = self.far(before + [reply.arrays for reply in screening.usable.values()], {})
+        places = enumerate([*screening.usable], len(before))
+        screening.leave_out({node: far[place] for place, node in places if place in far})
 
     def due(self, clients: int) -> int | None:
         """How many clients train in a round when all of these are connected; None if this is not known."""
@@ -309,14 +324,14 @@ class BaseStrategy(Rule):
 
         Values must not be absurd, and statistics must be within the bounds.
         """
-        if not replies:
-            return {}
         nodes, cohort = list(replies), [reply.arrays for reply in replies.values()]
-        problems = absurd(cohort, sent)
-        if self.bounds is not None:
-            keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS]
-            problems |= self.bounds.outliers(cohort, keys)
-        return {nodes[i]: problem for i, problem in problems.items()}
+        keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS] if cohort else []
+        return {nodes[place]: problem for place, problem in self.far(cohort, sent, keys).items()}
+
+    def far(self, cohort: Sequence[Arrays], sent: Arrays, keys: Sequence[str] | None = None) -> Mapping[int, str]:
+        """The problems of clients that are too far from the others, by place; bounds decide on all arrays or `keys`."""
+        found = self.bounds.outliers(cohort, [*cohort[0]] if keys is None else keys) if self.bounds and cohort else {}
+        return {**absurd(cohort, sent), **found}
 
     def clipped(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
         """The replies, with updates that are larger than the bounds allow shortened."""
