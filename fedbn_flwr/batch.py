@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 
 # Each tensor has one row for each example.
 Value = Tensor | Mapping[str, Tensor]
+Batch = Any  # what a loader yields; `split_batch` turns it into (inputs, targets)
+Outputs = Any  # what a model returns: a tensor, or whatever the user's loss takes
 
 
 def each(function: Callable[[Tensor], Any], value: Value) -> Any:
@@ -46,7 +48,7 @@ def count(value: Value) -> int:
 
 
 def map_batches(
-    function: Callable[[nn.Module, Any], Result], model: nn.Module, batches: Iterable[Any], threads: int = 1
+    function: Callable[[nn.Module, Batch], Result], model: nn.Module, batches: Iterable[Batch], threads: int = 1
 ) -> Iterator[Result]:
     """`function(model, batch)` of each batch, in the order of the batches.
 
@@ -74,16 +76,16 @@ def map_batches(
 
 # --- batches of other forms ---
 
-Pair = tuple[Any, Any]  # (inputs, targets), each a tensor or a dict of tensors
+Pair = tuple[Value, Value]  # (inputs, targets)
 # A function that returns the pair of a batch, or the keys (or positions) of inputs and targets.
-Split = Callable[[Any], Pair] | tuple[str | int, str | int]
+Split = Callable[[Batch], Pair] | tuple[str | int, str | int]
 
 # Names of columns in Flower's templates and examples, torchvision, timm and transformers.
 INPUTS = ("img", "image", "images", "pixel_values", "input", "inputs", "x", "features")
 TARGETS = ("label", "labels", "target", "targets", "y", "mask")
 
 
-def split_batch(batch: Any, how: Split | None) -> Pair:
+def split_batch(batch: Batch, how: Split | None) -> Pair:
     """The inputs and targets of a batch; a TypeError shows the batch's type and keys if they cannot be found."""
     if how is None and type(batch) in (tuple, list) and [*map(type, batch)] == [Tensor, Tensor]:
         return batch[0], batch[1]  # nearly all batches
@@ -104,7 +106,7 @@ def split_batch(batch: Any, how: Split | None) -> Pair:
     return pair[0], pair[1]
 
 
-def _is_value(value: Any) -> bool:
+def _is_value(value: Value) -> bool:
     return bool(found := tensors(value)) and all(hasattr(each, "to") for each in found)
 
 
@@ -114,7 +116,7 @@ _CURE = (
 )
 
 
-def _found(batch: Any) -> Any:
+def _found(batch: Batch) -> Batch:
     if not isinstance(batch, Mapping):
         return batch
     inputs, targets = ([key for key in names if key in batch] for names in (INPUTS, TARGETS))

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from logging import ERROR
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -195,7 +195,7 @@ class _Other:
 
 # --- one handler per kind of message -----------------------------------------
 
-Make = Callable[[], Any]  # a BNClient or an _Other
+Make = Callable[[], BNClient | _Other]
 Handler = Callable[[Make, Message, Config, Context], RecordDict]
 
 
@@ -265,7 +265,8 @@ def _exchange(context: Context, agreement: Agreement) -> Contribution:
 
 def _train_by_messages(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     extras = other_arrays(message.content)
-    outcome = train_by_messages(make, message.content, config, extras, context)
+    # An _Other raises an error for the keys of exchanges.
+    outcome = train_by_messages(make, message.content, config, extras, context)  # type: ignore[arg-type]
     return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome, context)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batch import Value, count, each, map_batches
+from fedbn_flwr.batch import Outputs, Value, count, each, map_batches
 from fedbn_flwr.data import IGNORED, Moments
 from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
 from fedbn_flwr.named import in_a_line
@@ -24,10 +24,10 @@ from .losses import aligned, logits_of, one_for_each, without_channel
 from .rule import Batch, Loss
 
 # A name, or a function of the model's outputs and the targets of all examples, on the CPU.
-Metric = str | Callable[[Any, Any], float]
+Metric = str | Callable[[Outputs, Any], float]
 
 
-def metric_inputs(task: Task, outputs: Any, targets: Value) -> tuple[Tensor, Tensor] | None:
+def metric_inputs(task: Task, outputs: Outputs, targets: Value) -> tuple[Tensor, Tensor] | None:
     """Outputs and targets as the task's metrics need them; None if the user's model and loss have others.
 
     For classes they are logits [N, C, ...] and class numbers [N, ...], which may be given as [N, 1, ...]; one logit z
@@ -205,9 +205,9 @@ class Measurement:
         self._by_class = not _RATIOS.keys().isdisjoint(self.metrics.values())
         self._needs_all = any(callable(metric) or metric in _OF_ALL for metric in self.metrics.values())
         self._counts: list[Counts | None] = []
-        self._examples: list[tuple[Any, Value]] = []
+        self._examples: list[tuple[Outputs, Value]] = []
 
-    def add(self, outputs: Any, targets: Value) -> Counts | None:
+    def add(self, outputs: Outputs, targets: Value) -> Counts | None:
         """Add a batch; returns its counts, None if there are none of such outputs and targets.
 
         The task's metrics are then left out, while a metric that was asked for by name raises an error.
@@ -241,7 +241,7 @@ class Measurement:
                 log_once(f"metric {key} is left out: {in_a_line(error)}")
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
-    def _value_of(self, name: str, examples: tuple[Any, ...]) -> float:
+    def _value_of(self, name: str, examples: tuple[Outputs, ...]) -> float:
         if name in _OF_ALL:
             found = metric_inputs(self.task, *examples)
             return math.nan if found is None else _OF_ALL[name](*found)
@@ -253,11 +253,11 @@ class Measurement:
         return ratio(name, by_class)
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(value: Outputs) -> Outputs:
     return tuple(map(_on_cpu, value)) if isinstance(value, list | tuple) else each(Tensor.cpu, value)
 
 
-def _concatenate(parts: Sequence[Any]) -> Any:
+def _concatenate(parts: Sequence[Outputs]) -> Outputs:
     if isinstance(parts[0], tuple):
         return tuple(map(_concatenate, zip(*parts, strict=True)))
     if isinstance(parts[0], Mapping):
@@ -294,7 +294,7 @@ def evaluate(
     measurement = Measurement(own, metrics)
 
     @torch.no_grad()  # a setting of the thread
-    def outputs_of(model: nn.Module, batch: Batch) -> tuple[Any, Any]:
+    def outputs_of(model: nn.Module, batch: Batch) -> tuple[Outputs, Value]:
         inputs, targets = (each(lambda tensor: tensor.to(device), part) for part in batch)
         return model(inputs), targets
 
@@ -324,7 +324,7 @@ class InUnits:
     def __init__(self, moments: Moments) -> None:
         self.mean, self.deviation = (torch.tensor(values, dtype=torch.float64) for values in moments)
 
-    def __call__(self, model: nn.Module, inputs: object, outputs: Any) -> Tensor:
+    def __call__(self, model: nn.Module, inputs: object, outputs: Outputs) -> Tensor:
         found = logits_of(outputs)
         if not isinstance(found, Tensor):
             raise SettingsError(f"data.targets is 'scale', which is for a tensor; the model returned {_found(found)}")

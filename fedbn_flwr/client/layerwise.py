@@ -26,6 +26,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.arrays import configs_in
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import arrays_of
 
@@ -33,6 +34,7 @@ from .client import BNClient, Update
 from .node_state import ARRAYS, NodeState, run_of
 
 MakeClient = Callable[[], BNClient]
+Client = TypeVar("Client")
 Sent = TypeVar("Sent")  # what a session sends to an exchange: a client's contribution, or those of several
 
 _EXCHANGES = "exchanges"  # the round's model and agreed tensors, in the client's state
@@ -243,13 +245,12 @@ def continue_parked(context: Context, agreement: Agreement) -> Contribution:
 
 def _place(context: Context) -> tuple[Place, str]:
     """The place and the number of the round that the client's state has."""
-    record: Any = context.state.get(_ROUND)
-    if record is None:
+    if (record := configs_in(context.state).get(_ROUND)) is None:
         raise MessageError("the client's state has no layer-wise round, whose message 0 contains the model")
     return (str(record["run"]), context.run_id, context.node_id), str(record["number"])
 
 
-def client_without_parked_round(make: MakeClient, config: Config, context: Context) -> Any:
+def client_without_parked_round(make: Callable[[], Client], config: Config, context: Context) -> Client:
     """The client for a round of another kind.
 
     The node's parked round in this process is ended, since the server has continued without the client, and so are

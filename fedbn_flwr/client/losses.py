@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedbn_flwr.batch import Outputs
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.tasks import Task
@@ -17,7 +17,7 @@ from fedbn_flwr.tasks import Task
 from .rule import Loss
 
 
-def logits_of(outputs: Any) -> Any:
+def logits_of(outputs: Outputs) -> Outputs:
     """What the model returned, or its attribute `logits`, which the outputs of Hugging Face's models have."""
     return getattr(outputs, "logits", outputs)
 
@@ -89,7 +89,7 @@ def _of_numbers(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor, *
     return loss(*aligned(outputs, targets), **options)
 
 
-def aligned(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+def aligned(outputs: Outputs, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs and targets in one shape and one type of float; a model with one output may return [N, 1] for [N].
 
     PyTorch's losses subtract [N] from [N, 1] to [N, N].

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import extensions
-from fedbn_flwr.batch import Value
+from fedbn_flwr.batch import Batch as Batch
+from fedbn_flwr.batch import Outputs, Value
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -36,8 +37,7 @@ from fedbn_flwr.norms.roles import Role
 from .node_state import NodeState
 from .optimizers import LocalOptimizer
 
-Batch = Any  # what the loader yields: (inputs, targets), see fedbn_flwr.batch
-Loss = Callable[[Any, Any], Tensor]  # of what the model returns, and the targets
+Loss = Callable[[Outputs, Any], Tensor]  # of what the model returns, and the targets
 # Of (model, inputs, targets, loss): sets the gradients of the parameters, and returns the detached loss.
 Gradient = Callable[[nn.Module, Value, Value, Loss], Tensor]
 Tensors = Mapping[str, Tensor]  # by the names of parameters
@@ -139,7 +139,7 @@ class ClientRule:
         """The batches of an evaluation or a measurement whose message selects the rule, which may be changed."""
         return batches
 
-    def loss(self, inputs: Any, targets: Any, outputs: Any, loss: Tensor) -> Tensor:
+    def loss(self, inputs: Any, targets: Any, outputs: Outputs, loss: Tensor) -> Tensor:
         """The loss of a batch; `outputs` are the model's, `loss` is that of the client or of the rule before."""
         return loss
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
-from fedbn_flwr.batch import Value, count, each, first
+from fedbn_flwr.batch import Outputs, Value, count, each, first
 from fedbn_flwr.extensions import part
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
@@ -243,7 +243,7 @@ def steps(training: Training) -> Generator[None, None, Trained]:
 def _loss_with_rules(loss_fn: Loss, rules: Sequence[ClientRule], inputs: Value) -> Loss:
     """The loss of a batch with these inputs, as the rules change it."""
 
-    def loss_of(outputs: Any, targets: Value) -> Tensor:
+    def loss_of(outputs: Outputs, targets: Value) -> Tensor:
         loss = loss_fn(outputs, targets)
         for rule in rules:
             loss = rule.loss(inputs, targets, outputs, loss)

@@ -93,8 +93,9 @@ def agreement_from_records(content: RecordDict) -> Agreement:
     return Agreement(unpack(arrays_in(content)["arrays"]), int(numbers[0]), numbers[1])
 
 
-def _number(numbers: MetricRecord, key: str) -> Any:
-    value: Any = numbers.get(key)
-    if value is None or (key != protocol.NUM_EXAMPLES and value % 1):  # a client's weight need not be whole
+def _number(numbers: MetricRecord, key: str) -> float:
+    value = numbers.get(key)
+    # A client's weight need not be whole.
+    if not isinstance(value, int | float) or (key != protocol.NUM_EXAMPLES and value % 1):
         raise MessageError(f"its metrics have {key!r} = {shown(value)}; expected a whole number")
     return value

@@ -46,7 +46,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr import seeding
-from fedbn_flwr.batch import Value, count, each
+from fedbn_flwr.batch import Outputs, Value, count, each
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.models.tensors import as_array
 from fedbn_flwr.norms.compound import DECLARE, computes_batch_norm, followed
@@ -106,7 +106,7 @@ class LayerwiseStep:
     batch: int = field(init=False)
 
     def __call__(
-        self, model: nn.Module, inputs: Value, targets: Value, loss_fn: Callable[[Any, Any], Tensor]
+        self, model: nn.Module, inputs: Value, targets: Value, loss_fn: Callable[[Outputs, Value], Tensor]
     ) -> Tensor:
         self.batch = count(inputs)
         check_batch(self.batch, allowed=self.allowed, own=self.own)  # before anything is sent

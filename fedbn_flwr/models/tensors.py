@@ -64,7 +64,7 @@ def check_tensors(model: nn.Module) -> None:
                 f"{what}, whose layers have no types by which batch norm is found; train the module from which "
                 "torch.jit made it, and script or trace the trained one"
             )
-    state: dict[str, Any] = model.state_dict()
+    state: dict[str, Tensor] = model.state_dict()
     for key, value in state.items():
         plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized
         if not plain or sent_dtype(value.dtype) not in _SENT:
@@ -116,7 +116,7 @@ class ModelTensors:
         model.train()  # a user's model may return nothing
         self.model = model if device is None else model.to(device)
         self.roles, self._build = roles(model), build
-        state: dict[str, Any] = model.state_dict()
+        state: dict[str, Tensor] = model.state_dict()
         self._places = {**{key: (state, key) for key in state}, **places_of(model)}
         self._parameters = [name for name, _ in model.named_parameters()]
         self._modules = list(model.modules())
