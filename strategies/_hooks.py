@@ -274,6 +274,7 @@ def require_norm(rule: Hooks, needed: Collection[Role], arrays: ArrayRecord, use
     if set(needed).isdisjoint(roles(arrays).values()):
         missing = " or ".join(sorted(role.value for role in set(needed) - {Role.COUNTER}))
         raise SettingsError(
-            f"{rule} {use}, and no array of the model is a batch norm's {missing}. In a Flower app, send the whole "
-            f"state dict: ArrayRecord(model.state_dict()). In an experiment, set model.norm=bn. Or use {instead}"
+            f"{rule} {use}, and no array of the model is a batch norm's {missing}. In a Flower app, add batch norm "
+            "to the network or, if it has some, send the whole state dict: ArrayRecord(model.state_dict()). In an "
+            f"experiment, set model.norm=bn. Or use {instead}"
         )
