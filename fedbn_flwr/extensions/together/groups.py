@@ -16,10 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.optimizers import SGD
 from fedbn_flwr.client.rule import Loss, Memo, Tensors
 from fedbn_flwr.client.training import Trained, Training, backpropagate, train
@@ -29,6 +27,7 @@ from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 
 from .exchanging import CohortStep
+from .gradients import gradients_of, loss_and_gradient
 from .stacked import Network, network_of
 
 MOMENTUM = "momentum_buffer"
@@ -174,13 +173,13 @@ class _Group:
         self.rows = sorted(rows, key=lambda row: -row.examples)
         first = self.rows[0]
         self.training, self.network = first.training, first.network
-        self.tensors = self.network.laid_out(_stacked([row.tensors for row in self.rows]))
+        self.tensors = _stacked([row.tensors for row in self.rows])
         self.total = torch.zeros(len(rows), dtype=torch.float64, device=self.training.device)
 
     def train(self, ask: Ask | None = None) -> None:
         gradients = None if ask is None else self._exchanged(ask)
         first = self.rows[0]
-        self.momentum = self.network.laid_out(_stacked([row.momentum for row in self.rows]))
+        self.momentum = _stacked([row.momentum for row in self.rows])
         self.memos: list[Memo] = [
             {key: _stacked([row.memos[rule][key] for row in self.rows]) for key in first.memos[rule]}
             for rule in range(len(first.memos))
@@ -229,15 +228,13 @@ class _Group:
             row.begin()
         return self.network.unshaped(gradients, self.tensors)
 
-    @torch.enable_grad()
+    @torch.no_grad()
     def _run(self, place: slice, steps: int, taken: list[int]) -> None:
         """Take this number of steps of the rows at `place`, whose batches have one shape."""
         of, momentum = _part(self.tensors, place), _part(self.momentum, place)
         w = {name: of[name] for name in self.training.optimizer.parameters}
         memos = [{key: _part(values, place) for key, values in memo.items()} for memo in self.memos]
-        shaped = self.network.shaped(of)
-        leaves = {name: shaped[name].detach().requires_grad_() for name in w}
-        compute, parameters = self.network.bound({**shaped, **leaves}), [*leaves.values()]
+        gradients = gradients_of(self.network, self.network.shaped(of), [*w])
         clients = place.stop - place.start
         inputs, targets = (
             torch.stack(
@@ -247,16 +244,15 @@ class _Group:
             .unbind()
             for part in (0, 1)
         )
-        losses = []
-        for x, y in zip(inputs, targets, strict=True):
-            each = _losses(self.training.loss, compute(x), y)
-            shares = torch.full_like(each, clients / len(each), requires_grad=False)
-            found = torch.autograd.grad(each, parameters, shares, allow_unused=True)
-            losses.append(each.detach())
-            g = self.network.unshaped(
-                {name: gradient for name, gradient in zip(w, found, strict=True) if gradient is not None}, w
-            )
-            self._step(w, g, momentum, memos)
+        losses: list[Tensor] = []
+
+        def start(outputs: Tensor) -> Tensor:
+            found, gradient = loss_and_gradient(self.training.loss, outputs, targets[len(losses)])
+            losses.append(found)
+            return gradient
+
+        for each in inputs:
+            self._step(w, gradients(each, start), momentum, memos)
         means = torch.stack(losses).view(steps, clients, -1).mean(2, dtype=torch.float64).sum(0)
         self.total[place].add_(means, alpha=inputs[0].shape[1])
         for i in range(place.start, place.stop):
@@ -294,13 +290,6 @@ def _stacked(rows: Sequence[Tensors]) -> dict[str, Tensor]:
 
 def _part(values: Tensors, place: int | slice) -> dict[str, Tensor]:
     return {name: value[place] for name, value in values.items()}
-
-
-def _losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each client, or of each example, client by client."""
-    if loss is cross_entropy and outputs.ndim == 3 and targets.ndim == 2 and not targets.is_floating_point():
-        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
-    return torch.stack([loss(*pair) for pair in zip(outputs, targets, strict=True)])
 
 
 def _clip(gradients: Sequence[Tensor], most: float) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,8 @@ from fedbn_flwr.client.rule import Tensors
 from fedbn_flwr.models.tensors import places_of
 
 # Takes a module, its tensors by their names in it, as made by `Network.shaped`, and an input [clients, examples, ...].
-Layer = Callable[[Any, Tensors, Tensor], Tensor]
+# A function takes the place of a module, has no tensors, and perhaps several inputs.
+Layer = Callable[..., Tensor]
 
 
 def _linear(module: nn.Linear, of: Tensors, x: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def _scaled(x: Tensor, of: Tensors, ndim: int) -> Tensor:
     return x if bias is None else x + shaped(bias)
 
 
-def _flatten(module: nn.Flatten, of: Tensors, x: Tensor) -> Tensor:
+def _flatten(module: nn.Flatten | None, of: Tensors, x: Tensor, *dims: int) -> Tensor:
     return x.flatten(2)
 
 
@@ -77,7 +78,7 @@ _ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh,
     nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Identity,
 )  # fmt: skip
-Layers = Mapping[type[nn.Module], Layer]
+Layers = Mapping[object, Layer]
 LAYERS: Layers = {
     nn.Linear: _linear,
     nn.BatchNorm1d: batch_norm,
@@ -92,47 +93,67 @@ _FUNCTIONS = {
 }  # fmt: skip
 
 
+def call(function: Callable[..., Tensor], of: Tensors, *inputs: Any) -> Tensor:
+    """A function as a `Layer`."""
+    return function(*inputs)
+
+
+RELU = (nn.ReLU, F.relu, torch.relu)
+
+
+class Operation(NamedTuple):
+    """A step of a network's computation."""
+
+    kind: object  # the type of the module, or the function
+    name: str  # of the module
+    of: Any  # the module, or the function with its options
+    arguments: Sequence[tuple[bool, Any]]  # each the number of an earlier value (0 is the input), or a constant
+
+
 class Network:
     """A model's computation for several clients' tensors at once; NotImplementedError says why there is none."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Operations of values, with arguments: a module by its name, or a function.
-        self._operations: list[tuple[str | Callable[..., Tensor], Sequence[tuple[bool, Any]]]] = []
+        self.operations: list[Operation] = []
         described: list[object] = []
         places: dict[fx.Node, int] = {}
         covered: set[str] = set()
         modules = dict(model.named_modules())
         self._layers: dict[str, nn.Module] = {}  # without the model, which may be deleted
         for node in fx.Tracer().trace(model).nodes:
-            operation: str | Callable[..., Tensor]
+            kind: object
+            name, of = "", None
             match node.op:
                 case "placeholder" if not places:
                     places[node] = 0
                     continue
                 case "call_module" if (module := modules[node.target]) and _is_known(module):
-                    operation = str(node.target)
-                    self._layers[operation] = module
-                    covered |= {
-                        f"{node.target}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers())
-                    }
+                    kind, name, of = type(module), str(node.target), module
+                    own = {f"{name}.{each}" for each, _ in (*module.named_parameters(), *module.named_buffers())}
+                    if own & covered:
+                        raise NotImplementedError(f"{name!r} is used more than once")
+                    self._layers[name] = module
+                    covered |= own
                     described.append(repr(module))
                 case "call_function" if node.target in _FUNCTIONS:
-                    operation = functools.partial(node.target, **node.kwargs)
-                    described.append((node.target, str(node.kwargs)))
+                    kind, of = node.target, functools.partial(node.target, **node.kwargs)
+                    described.append((kind, str(node.kwargs)))
                 case "call_function" | "call_method" if _is_flatten(node):
-                    operation = _flattened
+                    kind = nn.Flatten
                     described.append("flatten")
                 case "output" if isinstance(node.args[0], fx.Node):
-                    self._result = places[node.args[0]]
+                    self.result = places[node.args[0]]
                     break
                 case "call_module":
                     raise NotImplementedError(f"{node.target!r} is {str(modules[node.target]).partition(chr(10))[0]}")
                 case _:
                     raise NotImplementedError(f"its forward has {getattr(node.target, '__name__', node.target)!s}")
             arguments = [(True, places[each]) if isinstance(each, fx.Node) else (False, each) for each in node.args]
-            self._operations.append((operation, arguments))
+            if _works_in_place(node, of) and not (kind in RELU and all(len(each.users) == 1 for each in places)):
+                raise NotImplementedError(f"{node.name!r} changes a value in place that may be used elsewhere")
+            self.operations.append(Operation(kind, name, of, arguments))
             described.append(str(arguments))
-            places[node] = len(self._operations)
+            places[node] = len(self.operations)
         names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         if unknown := names ^ covered:
             raise NotImplementedError(f"the tensor {min(unknown)!r} is shared, or belongs to no known layer")
@@ -143,31 +164,19 @@ class Network:
 
     def bound(self, of: Tensors, layers: Layers = LAYERS) -> Callable[[Tensor], Tensor]:
         """The computation with these tensors, which `shaped` has returned."""
-        own: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in of.items():
-            name, _, part = key.rpartition(".")
-            own.setdefault(name, {})[part] = tensor
-
-        def operation_of(operation: str | Callable[..., Tensor]) -> Callable[..., Tensor]:
-            if not isinstance(operation, str):
-                return operation
-            module = self._layers[operation]
-            return functools.partial(layers[type(module)], module, own.get(operation, {}))
-
-        operations = [(operation_of(operation), arguments) for operation, arguments in self._operations]
+        own = by_layer(of)
+        operations = [
+            (functools.partial(layers.get(each.kind, call), each.of, own.get(each.name, {})), each.arguments)
+            for each in self.operations
+        ]
 
         def compute(inputs: Tensor) -> Tensor:
             values = [inputs]
             for operation, arguments in operations:
                 values.append(operation(*[values[each] if is_value else each for is_value, each in arguments]))
-            return values[self._result]
+            return values[self.result]
 
         return compute
-
-    def laid_out(self, of: Tensors) -> dict[str, Tensor]:
-        """The tensors, with matrices in the memory order that the gradients of their views have: steps are faster."""
-        matrices = {key: of[key].transpose(1, 2).contiguous().transpose(1, 2) for key in of if key in self._matrices}
-        return {**of, **matrices}
 
     def shaped(self, of: Tensors) -> dict[str, Tensor]:
         """Views of the tensors as the layers need them."""
@@ -204,8 +213,18 @@ def _is_flatten(node: fx.Node) -> bool:
     return node.target in (torch.flatten, "flatten") and tuple(node.args[1:]) in ((1,), (1, -1)) and not node.kwargs
 
 
-def _flattened(x: Tensor, *_: int) -> Tensor:
-    return x.flatten(2)
+def _works_in_place(node: fx.Node, module: object) -> bool:
+    given = (getattr(module, "inplace", False), node.kwargs.get("inplace"), *node.args)
+    return any(each is True for each in given)
+
+
+def by_layer(of: Tensors) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each module, by their names in it."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in of.items():
+        name, _, part = key.rpartition(".")
+        found.setdefault(name, {})[part] = tensor
+    return found
 
 
 def _has_hooks(module: nn.Module) -> bool:

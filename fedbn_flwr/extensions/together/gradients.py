@@ -1,0 +1,148 @@
+"""The gradients of a network for several clients at once, layer by layer.
+
+For small layers autograd's bookkeeping takes longer than the arithmetic. So the gradients of the most common layers and
+of the cross entropy are written out here, and autograd computes those of the others, each by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.client.losses import cross_entropy
+from fedbn_flwr.client.rule import Loss, Tensors
+from fedbn_flwr.client.training import ONE_VALUE
+
+from .stacked import LAYERS, RELU, Network, by_layer, call
+from .stacked import Layer as Stacked
+
+Found = dict[str, Tensor]  # the gradients of a layer's tensors, by their names in the layer and in their own shapes
+# Takes the gradient of the output, and whether those of the inputs are needed. Returns them, and stores those of the
+# layer's tensors in its `Found`.
+Back = Callable[[Tensor, bool], Sequence[Tensor | None]]
+# Takes a module or function, its shaped tensors, its `Found` and inputs [clients, examples, ...]; returns its output.
+Layer = Callable[..., tuple[Tensor, Back]]
+
+
+def _linear(module: nn.Linear, of: Tensors, found: Found, x: Tensor) -> tuple[Tensor, Back]:
+    def back(d: Tensor, needed: bool) -> Sequence[Tensor | None]:
+        rows = d.flatten(1, -2)
+        found["weight"] = torch.bmm(rows.transpose(1, 2), x.flatten(1, -2))
+        if "bias" in of:
+            found["bias"] = rows.sum(1)
+        return (torch.bmm(rows, of["weight"].transpose(1, 2)).view(x.shape) if needed else None,)
+
+    return LAYERS[nn.Linear](module, of, x), back
+
+
+def _batch_norm(module: nn.BatchNorm1d, of: Tensors, found: Found, x: Tensor) -> tuple[Tensor, Back]:
+    mean, variance, weight = map(of.get, ("running_mean", "running_var", "weight"))
+    by_batch, folded = module.training or mean is None, x.transpose(0, 1)  # [examples, clients, channels, ...]
+    rows = folded.flatten(1, 2)
+    if by_batch and rows.numel() == rows.shape[1]:
+        raise ValueError(ONE_VALUE)
+    if by_batch and mean is not None:
+        of["num_batches_tracked"].add_(1)
+    y, *saved = torch.native_batch_norm(
+        rows, weight, of.get("bias"), mean, variance, by_batch, module.momentum or 0.0, module.eps
+    )
+
+    def back(d: Tensor, needed: bool) -> Sequence[Tensor | None]:
+        before, *affine = torch.ops.aten.native_batch_norm_backward.default(
+            d.transpose(0, 1).flatten(1, 2), rows, weight, mean, variance, *saved, by_batch, module.eps,
+            [needed, weight is not None, weight is not None],
+        )  # fmt: skip
+        if weight is not None:
+            found["weight"], found["bias"] = (each.view(len(x), -1) for each in affine)
+        return (before.view(folded.shape).transpose(0, 1) if needed else None,)
+
+    return y.view(folded.shape).transpose(0, 1), back
+
+
+def _relu(_: object, of: Tensors, found: Found, x: Tensor, *in_place: bool) -> tuple[Tensor, Back]:
+    y = torch.relu(x)
+    return y, lambda d, needed: (torch.ops.aten.threshold_backward.default(d, y, 0),)
+
+
+def _flatten(_: object, of: Tensors, found: Found, x: Tensor, *dims: int) -> tuple[Tensor, Back]:
+    return x.flatten(2), lambda d, needed: (d.reshape(x.shape),)
+
+
+def _by_autograd(compute: Stacked, subject: Any, of: Tensors, found: Found, *inputs: Any) -> tuple[Tensor, Back]:
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in of.items()}
+    values = [each.detach().requires_grad_() if isinstance(each, Tensor) else each for each in inputs]
+    with torch.enable_grad():
+        y = compute(subject, leaves, *values)
+
+    def back(d: Tensor, needed: bool) -> Sequence[Tensor | None]:
+        tensors = {place: each for place, each in enumerate(values) if isinstance(each, Tensor)}
+        gradients = torch.autograd.grad(y, [*leaves.values(), *tensors.values()], d)
+        found.update(zip(leaves, gradients, strict=False))  # the first ones
+        of_inputs = dict(zip(tensors, gradients[len(leaves) :], strict=True))
+        return [of_inputs.get(place) for place in range(len(values))]
+
+    return y.detach(), back
+
+
+_LAYERS: dict[object, Layer] = {
+    nn.Linear: _linear,
+    nn.BatchNorm1d: _batch_norm,
+    nn.Flatten: _flatten,
+    **dict.fromkeys(RELU, _relu),
+}
+
+
+def gradients_of(
+    network: Network, of: Tensors, names: Sequence[str]
+) -> Callable[[Tensor, Callable[[Tensor], Tensor]], dict[str, Tensor]]:
+    """A function that returns the gradients of the tensors with these names, in their own shapes, if they have one.
+
+    `Network.shaped` has returned all tensors `of` the network. The function takes the inputs, and a function of the
+    outputs that returns their gradients.
+    """
+    own, founds, depending = by_layer(of), dict[str, Found](), set[int]()
+    layers: list[tuple[Callable[..., tuple[Tensor, Back]], Sequence[tuple[bool, Any]], bool]] = []
+    for place, (kind, name, subject, arguments) in enumerate(network.operations, start=1):
+        layer = _LAYERS.get(kind) or functools.partial(_by_autograd, LAYERS.get(kind, call))
+        needed = any(is_value and each in depending for is_value, each in arguments)
+        if needed or name in own:
+            depending.add(place)
+        layers.append(
+            (functools.partial(layer, subject, own.get(name, {}), founds.setdefault(name, {})), arguments, needed)
+        )
+    places = [(name, founds[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
+
+    def gradients(inputs: Tensor, start: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        values, backs = [inputs], list[Back]()
+        for layer, arguments, _ in layers:
+            value, back = layer(*[values[each] if is_value else each for is_value, each in arguments])
+            values.append(value)
+            backs.append(back)
+        left = {network.result: start(values[network.result])}  # gradients of values
+        while backs:
+            back, (_, arguments, needed) = backs.pop(), layers[len(backs)]
+            if (d := left.pop(len(backs) + 1, None)) is not None:
+                for (is_value, each), gradient in zip(arguments, back(d, needed), strict=False):
+                    if is_value and gradient is not None:
+                        left[each] = left[each] + gradient if each in left else gradient
+        return {name: found[part] for name, found, part in places if part in found}
+
+    return gradients
+
+
+def loss_and_gradient(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each client, or of each example, client by client, and the gradient of the clients' losses."""
+    if loss is cross_entropy and outputs.ndim == 3 and targets.ndim == 2 and not targets.is_floating_point():
+        logs = torch.log_softmax(outputs.transpose(1, 2), 1)  # not of the last axis, which would take longer
+        classes = targets.unsqueeze(1).long()
+        losses = -logs.gather(1, classes)
+        d = logs.exp_().scatter_add_(1, classes, torch.full_like(losses, -1.0)).div_(targets.shape[1])
+        return losses, d.transpose(1, 2)
+    outputs = outputs.detach().requires_grad_()
+    with torch.enable_grad():
+        losses = torch.stack([loss(*pair) for pair in zip(outputs, targets, strict=True)])
+    return losses.detach(), torch.autograd.grad(losses, outputs, torch.ones_like(losses))[0]
