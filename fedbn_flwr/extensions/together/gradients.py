@@ -34,7 +34,7 @@ def _linear(module: nn.Linear, of: Tensors, found: Found, x: Tensor) -> tuple[Te
         found["weight"] = torch.bmm(rows.transpose(1, 2), x.flatten(1, -2))
         if "bias" in of:
             found["bias"] = rows.sum(1)
-        return (torch.bmm(rows, of["weight"].transpose(1, 2)).view(x.shape) if needed else None,)
+        return (torch.bmm(rows, of["weight"].transpose(1, 2)).view_as(x) if needed else None,)
 
     return LAYERS[nn.Linear](module, of, x), back
 
@@ -58,9 +58,9 @@ def _batch_norm(module: nn.BatchNorm1d, of: Tensors, found: Found, x: Tensor) ->
         )  # fmt: skip
         if weight is not None:
             found["weight"], found["bias"] = (each.view(len(x), -1) for each in affine)
-        return (before.view(folded.shape).transpose(0, 1) if needed else None,)
+        return (before.view_as(folded).transpose(0, 1) if needed else None,)
 
-    return y.view(folded.shape).transpose(0, 1), back
+    return y.view_as(folded).transpose(0, 1), back
 
 
 def _relu(_: object, of: Tensors, found: Found, x: Tensor, *in_place: bool) -> tuple[Tensor, Back]:
