@@ -419,7 +419,7 @@ class BNClient(NumPyClient):
 
     def _tested_epoch(self, rules: Iterable[type[ClientRule]], local: LocalRound, number: int) -> Iterator[Batch]:
         batches = epoch_of(self.train_data, round_of(local.config), number)
-        return iter(self._tested(batches, rules, local.sent, local.config, local.resources))
+        return iter(self._test_batches(batches, rules, local.sent, local.config, local.resources))
 
     def _statistics(
         self, rules: Iterable[type[ClientRule]], sent: Collection[str], config: Config, *, pooled: bool = False

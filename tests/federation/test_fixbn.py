@@ -250,7 +250,7 @@ def test_a_model_without_batch_norm_is_refused(federation: Federations) -> None:
         layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
         return convert_norm(layers, "gn")
 
-    with pytest.raises(SettingsError, match="FixBN freezes batch norm, and no array .* add batch norm to the network"):
+    with pytest.raises(SettingsError, match=r"FixBN freezes batch norm, and no array .* add batch norm to the network"):
         models_of(federation(model=net), FixBN(FedAvg(), freeze_round=1), 2)
 
 
