@@ -33,8 +33,8 @@ def checked(function: F) -> F:
     hints = functools.cache(lambda: declarations(function))
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given: Mapping[str, Any] = {}
+    def call(*args: object, **kwargs: object) -> object:
+        given: Mapping[str, object] = {}
         with suppress(TypeError):  # for wrong arguments, the function raises a better error
             given = signature.bind(*args, **kwargs).arguments
         for name in filter(hints().get, given):
@@ -44,7 +44,7 @@ def checked(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def declarations(function: Callable[..., Any]) -> Mapping[str, Any]:
+def declarations(function: Callable[..., Any]) -> Mapping[str, object]:
     """The annotations of a function's arguments that can be checked."""
     with suppress(NameError):  # the annotation has a name that only type checkers import
         return {name: hint for name, hint in get_type_hints(function, include_extras=True).items() if _is_simple(hint)}

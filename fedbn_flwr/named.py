@@ -28,6 +28,8 @@ from fedbn_flwr.trees import Draft, Tree
 
 from .errors import MissingPackage, SettingsError, did_you_mean
 
+Make = Callable[..., Any]  # a function or a class that makes a part of a run
+
 # The folder where `fedbn` was started, since Flower's processes run in another folder.
 FOLDER = "FEDBN_FOLDER"
 
@@ -42,7 +44,7 @@ def path_of(given: str) -> Path:
     return Path(os.environ.get(FOLDER, "")) / Path(given).expanduser()
 
 
-def load(key: str, name: str) -> Callable[..., Any]:
+def load(key: str, name: str) -> Make:
     """The function, class or other callable that `name` refers to; `key` is the setting's key."""
     plain, bracket, text = name.partition("(")
     module, _, path = plain.partition(":")
@@ -59,7 +61,7 @@ def load(key: str, name: str) -> Callable[..., Any]:
     return functools.partial(found, **arguments) if arguments else found
 
 
-def _imported(key: str, name: str, module: str, path: str) -> Callable[..., Any]:
+def _imported(key: str, name: str, module: str, path: str) -> Make:
     here, top = path_of("").resolve(), module.partition(".")[0]
     if top not in sys.modules and (os.path.isdir(here / top) or os.path.isfile(here / f"{top}.py")):
         if str(here) not in sys.path:
@@ -104,11 +106,11 @@ def _check_folder(what: str, loaded: ModuleType, here: Path) -> None:
 
 # --- parts that a caller gives as objects ---
 
-_given: dict[str, Callable[..., Any]] = {}  # by name, the parts that this process cannot import
+_given: dict[str, Make] = {}  # by name, the parts that this process cannot import
 _MARK = "@"  # before the digest in the name of such a part
 
 
-def name_for(part: Callable[..., Any]) -> str:
+def name_for(part: Make) -> str:
     """The name of a function, class or `functools.partial`, with which `load` returns it.
 
     One that is defined inside a function is kept, and its name ends with a digest of its code and of the values that it
@@ -127,7 +129,7 @@ def name_for(part: Callable[..., Any]) -> str:
     return name
 
 
-def _arguments(text: str) -> dict[str, Any] | None:
+def _arguments(text: str) -> Draft | None:
     """The values in `key=value, ...)`, which are literals of Python; None if the text is something else."""
     with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         call = ast.parse(f"f({text}", mode="eval").body
@@ -149,12 +151,12 @@ _CONTENT: dict[type, tuple[str, ...]] = {
 }
 
 
-def _content(part: Any, inside: Collection[int]) -> Any:
+def _content(part: object, inside: Collection[int]) -> object:
     """What distinguishes a function or class from others of its name, as nested lists; `inside` ends a circle."""
     if id(part) in inside or part is None or isinstance(part, str | bytes | int | float):
         return None if id(part) in inside else part
 
-    def of(values: Iterable[Any]) -> list[Any]:
+    def of(values: Iterable[object]) -> list[object]:
         return [_content(value, (*inside, id(part))) for value in values]
 
     if isinstance(part, type | FunctionType | ModuleType) and "<" not in getattr(part, "__qualname__", ""):
@@ -191,13 +193,13 @@ def _constants(function: FunctionType) -> list[object]:
     return [known[name] for name in sorted(names) if isinstance(known.get(name), str | int | float | tuple)]
 
 
-def not_importable(names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+def not_importable(names: Iterable[str]) -> dict[str, Make]:
     """The parts of these names that other processes cannot import, because the main program or a function has them."""
     plain = {name.partition("(")[0] for name in names}
     return {name: load("", name) for name in plain if name in _given or name.startswith("__main__:")}
 
 
-def give(parts: Mapping[str, Callable[..., Any]]) -> None:
+def give(parts: Mapping[str, Make]) -> None:
     """Make `load` return these parts, which come from another process."""
     _given.update(parts)
 
@@ -237,7 +239,7 @@ def call(key: str, name: str, *positional: Any, **arguments: Any) -> Any:
         raise SettingsError(f"{key}={name!r} failed", f": {in_a_line(error)}") from error
 
 
-def with_options(key: str, name: str, options: Tree) -> Callable[..., Any]:
+def with_options(key: str, name: str, options: Tree) -> Make:
     """The callable `name` with these options; a class is called with them, and returns it."""
     function = load(key, name)
     if isinstance(getattr(function, "func", function), type):
@@ -250,7 +252,7 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def accepted(function: Callable[..., Any], offered: Tree) -> Draft:
+def accepted(function: Make, offered: Tree) -> Draft:
     """The `offered` arguments that the function's signature names; **kwargs does not count."""
     signature = signature_of(function)
     return {key: value for key, value in offered.items() if signature is not None and key in signature.parameters}

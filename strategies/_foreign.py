@@ -189,7 +189,7 @@ class Foreign(BaseStrategy):
     def summary(self) -> None:
         self.strategy.summary()
 
-    def _state(self) -> Any:
+    def _state(self) -> object:
         """The attributes of the strategy and of those inside it."""
         return [
             {name: value for name, value in vars(each).items() if not isinstance(value, _NOT_SAVED)}

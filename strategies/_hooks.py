@@ -22,7 +22,6 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
@@ -242,7 +241,7 @@ def _calling_super(cls: type, init: Callable[..., None]) -> Callable[..., None]:
     """An `__init__` that raises an error unless it has called the one of the base class."""
 
     @functools.wraps(init)
-    def call(self: Hooks, *args: Any, **options: Any) -> None:
+    def call(self: Hooks, *args: object, **options: object) -> None:
         init(self, *args, **options)
         if "memory" not in vars(self):
             raise TypeError(f"{cls.__name__}.__init__ doesn't call super().__init__(**options)")

@@ -202,7 +202,7 @@ class Rule(Hooks):
 
     # --- the state ---
 
-    def _state(self) -> Any:
+    def _state(self) -> object:
         """The state that checkpoints save."""
         return vars(self.memory)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -149,7 +149,7 @@ class FedRDNClient(ClientRule):
         return found
 
 
-def _numbers(inputs: Any) -> Tensor:
+def _numbers(inputs: object) -> Tensor:
     """Inputs [N, C, ...]; those without pixels get one."""
     if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim < 2:
         found = (

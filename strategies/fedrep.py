@@ -26,7 +26,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import LAST, split
 
-from ._hooks import Round
+from ._hooks import Config, Round
 from .fedavg import FedAvg, Names
 
 HEAD_EPOCHS = "fedbn.head-epochs"
@@ -55,7 +55,7 @@ class FedRep(FedAvg):
         super().__init__(kept=kept, **options)
         self.head_epochs = head_epochs
 
-    def config(self, round: Round) -> dict[str, Any]:
+    def config(self, round: Round) -> Config:
         return {HEAD_EPOCHS: self.head_epochs}
 
 

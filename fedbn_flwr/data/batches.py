@@ -101,7 +101,7 @@ def _check(what: str, new: Any, old: Any) -> None:
         raise DataError(f"{what} returned {found} for inputs {list(old.shape)}; expected {expected}")
 
 
-def _described(tensor: Tensor, sides: Sequence[Any]) -> str:
+def _described(tensor: Tensor, sides: Sequence[object]) -> str:
     return f"a {str(tensor.dtype).removeprefix('torch.')} tensor [{', '.join(map(str, sides))}] on {tensor.device.type}"
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fedbn_flwr.errors import DataError
 
@@ -22,7 +22,7 @@ class Long:
     first: np.ndarray  # an entry for each series: its first row
 
     @classmethod
-    def of(cls, where: str, ids: Any, times: Any | None) -> Long:
+    def of(cls, where: str, ids: ArrayLike, times: ArrayLike | None) -> Long:
         """By the columns of ids and times; without times, the rows of a series are in the order of the table."""
         given = [_ordered(where, each) for each in (ids, times) if each is not None]
         rows = np.lexsort(given[::-1])
@@ -37,7 +37,7 @@ class Long:
     def lengths(self) -> np.ndarray:
         return np.bincount(self.series)
 
-    def stacked(self, columns: Sequence[Any], length: int) -> np.ndarray:
+    def stacked(self, columns: Sequence[ArrayLike], length: int) -> np.ndarray:
         """float32 [N, C, length], zero behind the end of a series."""
         values = np.zeros((len(self.first), len(columns), length), np.float32)
         for channel, column in enumerate(columns):
@@ -50,7 +50,7 @@ class Long:
     def mask(self, length: int) -> np.ndarray:
         return np.arange(length) < self.lengths[:, None]
 
-    def one_each(self, column: str, values: Any) -> np.ndarray:
+    def one_each(self, column: str, values: ArrayLike) -> np.ndarray:
         """The value of each series in a column whose value is the same in all of its rows."""
         found = np.asarray(values)
         own, like = found[self.rows], found[self.first][self.series]
@@ -64,7 +64,7 @@ class Long:
         return one
 
 
-def _ordered(where: str, values: Any) -> np.ndarray:
+def _ordered(where: str, values: ArrayLike) -> np.ndarray:
     """Numbers, or texts as their places in order."""
     found = np.asarray(values)
     absent = found != found if found.dtype.kind in "fM" else found == np.array(None)

@@ -142,10 +142,10 @@ def _planned(source: Source, only: str | Sequence[str] | None, changes: Tree) ->
     return read_experiment(content, changes_of(plain.items()), name=name)
 
 
-def _plain(key: str, value: Any) -> Any:
+def _plain(key: str, value: object) -> object:
     """A value of the settings in JSON's types; an object of a section becomes a dict of the keys that it sets."""
 
-    def other(value: Any) -> Any:
+    def other(value: object) -> object:
         if isinstance(value, np.generic | np.ndarray | range):
             return list(value) if isinstance(value, range) else value.tolist()
         if not callable(value) or not hasattr(getattr(value, "func", value), "__qualname__"):

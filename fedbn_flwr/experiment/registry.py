@@ -75,7 +75,7 @@ FLOWER: dict[str, OfFlower] = {
 }
 
 # Flower accepts any value of these, and with fraction_train 0 it trains nothing.
-_LIMITS: dict[str, tuple[Any, ...]] = {
+_LIMITS: dict[str, tuple[object, ...]] = {
     "fraction_train": (Gt(0), Le(1)),
     "fraction_evaluate": (Ge(0), Le(1)),
     "min_train_nodes": (Ge(1),),
@@ -83,7 +83,7 @@ _LIMITS: dict[str, tuple[Any, ...]] = {
     "min_available_nodes": (Ge(1),),
     "node_timeout": (Gt(0), "a number of seconds > 0"),
 }
-_OF_FLOWER: dict[str, tuple[Any, ...]] = {
+_OF_FLOWER: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("eta", "eta_l", "tau", "server_learning_rate"), (Gt(0),)),
     **dict.fromkeys(("beta_1", "beta_2", "server_momentum"), (Ge(0), Lt(1))),
     **dict.fromkeys(("q", "num_malicious_nodes"), (Ge(0),)),
@@ -203,7 +203,7 @@ def _built(cls: type[Any], name: str, options: dict[str, Any], section: str, def
     return MeanStatistics(as_rule(made, defaults.get("seed", 0)), statistics=statistics)
 
 
-def personalises(spec: Mapping[str, Any]) -> bool:
+def personalises(spec: Tree) -> bool:
     """Whether clients of a strategy keep a part of the model; not if it cannot be made, for which its run has an error.
 
     A node may lack what a strategy of the user needs on the server.
@@ -226,5 +226,5 @@ def in_words(name: str) -> str:
     return f"{name}: {in_a_line(name)}\n{_first_line(inspect.getmodule(cls))}\n{about}{inside}"
 
 
-def _first_line(thing: Any) -> str:
+def _first_line(thing: object) -> str:
     return (inspect.getdoc(thing) or "").split("\n")[0].rstrip(".")

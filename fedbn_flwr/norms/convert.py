@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.named import accepted, call, is_name, load
+from fedbn_flwr.trees import Draft, Tree
 
 from .compound import DECLARE, computes_batch_norm, modules_after
 from .features import excitation, normalise_features
@@ -164,7 +165,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     return replaced.get(model, model)
 
 
-def _options_of(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _options_of(kind: str, options: Tree) -> Draft:
     """The options that this kind has; SettingsError for one that no kind has."""
     known = {option for names in OPTIONS.values() for option in names}
     if unknown := sorted(set(options) - known):

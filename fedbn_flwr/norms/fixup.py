@@ -25,6 +25,8 @@ from fedbn_flwr.errors import SettingsError
 
 from .roles import AFFINE, check_own
 
+Layer = Any  # a module of a known class, with its attributes
+
 
 class ResidualBlock(nn.Module):
     """A block whose branch is `conv1`, `bn1`, ReLU, `conv2`, `bn2` and so on, as in torchvision's ResNets.
@@ -33,7 +35,7 @@ class ResidualBlock(nn.Module):
     """
 
 
-def residual_blocks(model: nn.Module, kind: str) -> dict[str, Any]:
+def residual_blocks(model: nn.Module, kind: str) -> dict[str, Layer]:
     """The blocks of a residual network by name, for a norm of this kind; SettingsError if it has none."""
     from torchvision.models.resnet import BasicBlock, Bottleneck
 
@@ -50,7 +52,7 @@ def residual_blocks(model: nn.Module, kind: str) -> dict[str, Any]:
     return blocks
 
 
-def convolutions(block: Any) -> list[Any]:
+def convolutions(block: Layer) -> list[Layer]:
     """The convolutions of a block's branch, in order; None for a missing one."""
     names = ("conv1", "conv2", "conv3") if hasattr(block, "conv3") else ("conv1", "conv2")
     return [getattr(block, name, None) for name in names]
@@ -101,7 +103,7 @@ def fixup(model: nn.Module) -> nn.Module:
     return model
 
 
-def _layer(model: nn.Module, name: str, kind: type[nn.Module]) -> Any:
+def _layer(model: nn.Module, name: str, kind: type[nn.Module]) -> Layer:
     """The layer `name`; SettingsError unless it is of this kind."""
     layer = dict(model.named_modules(remove_duplicate=False)).get(name)
     if not isinstance(layer, kind) or (kind is nn.Conv2d and type(layer) is not nn.Conv2d):
@@ -118,7 +120,7 @@ def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
     model.set_submodule(name, new)
 
 
-def _biased(layer: Any) -> Any:
+def _biased(layer: Layer) -> Layer:
     """Add a scalar bias before a convolution or linear layer, and return the layer."""
     layer.input_bias = nn.Parameter(layer.weight.new_zeros(1), layer.weight.requires_grad)
     layer.register_forward_pre_hook(_plus_bias)
@@ -129,6 +131,6 @@ def _plus_bias(layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
     return inputs[0] + layer.input_bias  # type: ignore[operator]
 
 
-def _scalars(like: Any, scaled: bool = False) -> nn.Module:
+def _scalars(like: Layer, scaled: bool = False) -> nn.Module:
     """Scalars with the layer's device, dtype and training mode."""
     return Scalars(scaled).to(like.weight).requires_grad_(like.weight.requires_grad).train(like.training)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fedbn_flwr.errors import SettingsError
 
@@ -47,7 +47,7 @@ _ROLES = {
 _COMPUTED = re.compile(r"((?:.*?\.)?)parametrizations\.(\w+)\..+")  # as torch.nn.utils.parametrize calls its entries
 
 
-def roles(arrays_or_module: Mapping[str, Any] | nn.Module) -> dict[str, Role]:
+def roles(arrays_or_module: Mapping[str, object] | nn.Module) -> dict[str, Role]:
     """The role of each key of a state dict, in its order.
 
     In a module, batch norms are found by their type. The server has only arrays: there, a prefix with a `running_mean`

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from fedbn_flwr.batch import each, map_batches
+from fedbn_flwr.batch import Pair, each, map_batches
 from fedbn_flwr.errors import MessageError
 
 from .roles import MEAN, VARIANCE, Role, batch_norms, key_of, norm_layers, roles
@@ -21,7 +21,7 @@ from .variants import MaskedBatchNorm1d, real_values
 
 @torch.no_grad()
 def reestimate(
-    model: nn.Module, batches: Iterable[Any], device: torch.device, *, pooled: bool = False, threads: int = 1
+    model: nn.Module, batches: Iterable[Pair], device: torch.device, *, pooled: bool = False, threads: int = 1
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Measure the statistics of batch norms' inputs over `batches` of (inputs, targets).
 
@@ -51,7 +51,7 @@ def reestimate(
         layer.training, layer.track_running_stats = True, False
 
     @torch.no_grad()  # a setting of the thread
-    def moments_of(model: nn.Module, batch: Any) -> list[tuple[str, int, torch.Tensor, torch.Tensor]]:
+    def moments_of(model: nn.Module, batch: Pair) -> list[tuple[str, int, torch.Tensor, torch.Tensor]]:
         found.moments = []
         model(each(lambda inputs: inputs.to(device), batch[0]))
         return list(found.moments)
@@ -102,7 +102,7 @@ class MomentRecorder:
     def __init__(self, model: nn.Module) -> None:
         self._layers = batch_norms(model, "a record of batches' moments")
         self._sums: dict[nn.Module, torch.Tensor] = {}  # of each layer: the number of batches, variances, means
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> MomentRecorder:
         layers = dict.fromkeys(self._layers.values())  # one that is used twice has two names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from annotated_types import Ge
@@ -67,10 +67,8 @@ class NormByBoth(AnyBatchNorm):
             # In evaluation, with frozen statistics, and while batch statistics are measured, it is batch norm.
             return super().forward(x)
         self._check_input_dim(x)
-        mu: Any = self.running_mean
-        var: Any = self.running_var
-        steps: Any = self.num_batches_tracked
-        return self.trained(x, mu, var, steps)
+        # Since it tracks running statistics, it has all three.
+        return self.trained(x, *cast(list[Tensor], [self.running_mean, self.running_var, self.num_batches_tracked]))
 
     def trained(self, x: Tensor, mu: Tensor, var: Tensor, steps: Tensor) -> Tensor:
         """The output in training, with the running mean and variance and the number of steps, which it updates."""

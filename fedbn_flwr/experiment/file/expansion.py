@@ -16,7 +16,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.text import in_words, shorten
 from fedbn_flwr.schema import Section
-from fedbn_flwr.trees import Tree
+from fedbn_flwr.trees import Draft, Tree
 
 from .content import drop_given, merge, nested, write_out
 
@@ -26,7 +26,7 @@ _WHOLE_FILE = ("name", "label", "cell", "size", "sizes", "runs", "description", 
 MOST = 1_000  # runs of an experiment
 VALIDATION = 0.1  # of the training examples, to choose among the values of `tune` if the file gives no share
 
-Lists = Mapping[str, Mapping[str, Sequence[Any]]]  # of `sweep` and `tune`: the values by key
+Lists = Mapping[str, Mapping[str, Sequence[object]]]  # of `sweep` and `tune`: the values by key
 
 
 class Cell(Section):
@@ -46,18 +46,18 @@ def cells_of(row: str, number: int, lists: Lists, changes: Tree) -> Iterator[Cel
     """All combinations of values after the changes of a size or a command line; the last key varies fastest."""
     axes = [(kind, key, _changed(key, values, changes)) for kind in LISTS for key, values in lists[kind].items()]
     for combination in itertools.product(*(pairs for _, _, pairs in axes)):
-        chosen: dict[str, dict[str, Any]] = {kind: {} for kind in LISTS}
+        chosen: dict[str, Draft] = {kind: {} for kind in LISTS}
         for (kind, key, _), (_, value) in zip(axes, combination, strict=True):
             chosen[kind][key] = value
         yield Cell(row=row, **chosen, place=[number, *(place for place, _ in combination)])
 
 
-def _changed(key: str, values: Sequence[Any], changes: Tree) -> list[tuple[int, Any]]:
+def _changed(key: str, values: Sequence[object], changes: Tree) -> list[tuple[int, object]]:
     """The distinct values of a list after the changes, each with its place in the list; a new value comes last.
 
     A change that gives the key itself selects one value; a change of part of a section applies to each value.
     """
-    found: list[tuple[int, Any]] = []
+    found: list[tuple[int, object]] = []
     for value in values:
         changed = at(merge(nested({key: value}), changes), key)
         pair = [*values, changed].index(changed), changed
@@ -77,7 +77,7 @@ def lists_of(where: str, own: Tree, *levels: Tree) -> Lists:
 
     The first level is the whole file; keys that `own` sets, entirely or in part, are left out of it.
     """
-    found: dict[str, dict[str, Any]] = {kind: {} for kind in LISTS}
+    found: dict[str, Draft] = {kind: {} for kind in LISTS}
     for number, level in enumerate(levels):
         for kind in level.keys() & found.keys():
             lists = level[kind]
@@ -95,7 +95,7 @@ def lists_of(where: str, own: Tree, *levels: Tree) -> Lists:
     }
 
 
-def _checked(where: str, kind: str, key: str, values: Any) -> list[Any]:
+def _checked(where: str, kind: str, key: str, values: object) -> list[object]:
     """The values of a list, with `strategy: FedTAN` written out."""
     if key in ("seed", "seeds"):
         raise SettingsError(f"{where}: {kind} has {key}; give seeds: [0, 1, 2] next to {kind} instead")
@@ -133,7 +133,7 @@ def _short(key: str) -> str:
 # --- sizes ----------------------------------------------------------------------
 
 
-def changes_of_size(size: str, parts: Iterable[tuple[str, Tree]], name: str) -> list[dict[str, Any]]:
+def changes_of_size(size: str, parts: Iterable[tuple[str, Tree]], name: str) -> list[Draft]:
     """The changes for a size, from the `sizes` of an experiment and of each of its runs; `paper` is the file itself."""
     known = {PAPER}
     found = []

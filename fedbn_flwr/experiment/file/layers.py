@@ -140,7 +140,7 @@ def _for_each_seed(settings: Draft) -> list[Settings]:
     return [check_settings({**settings, "seed": seed}) for seed in seeds or [settings.get("seed", 0)]]
 
 
-def _planned(row: _Row, size: str, changes: Mapping[str, Any]) -> Iterator[tuple[Cell, list[Layer]]]:
+def _planned(row: _Row, size: str, changes: Tree) -> Iterator[tuple[Cell, list[Layer]]]:
     """The cells of a row, each with the layers that give its settings."""
     for cell in cells_of(row.label, row.number, row.lists, merge(row.of_size, changes)):
         lists = (Layer(kind, nested(getattr(cell, kind))) for kind in LISTS)
@@ -154,7 +154,7 @@ def _evaluation(cells: Iterable[Sequence[Layer]]) -> Callable[[Sequence[Layer]],
     if only some of the runs are carried out now (`only`).
     """
 
-    def strategy(layers: Sequence[Layer]) -> Mapping[str, Any]:
+    def strategy(layers: Sequence[Layer]) -> Tree:
         spec = at(merge_layers(layers), "strategy")
         return {"name": "FedAvg", **(spec if isinstance(spec, Mapping) else {})}
 
@@ -188,7 +188,7 @@ def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Colle
     return {**settings, "label": ", ".join([label, *values_in_words(cell), *more])}
 
 
-def _select(known: Mapping[str, _Row], only: Any, name: str) -> list[_Row]:
+def _select(known: Mapping[str, _Row], only: object, name: str) -> list[_Row]:
     """The rows that `only` names, which is a label or a list of labels, in the order of the file."""
     labels = [str(label) for label in (only if isinstance(only, list) else [only])]
     if (unknown := [label for label in labels if label not in known]) or not labels:
@@ -211,7 +211,7 @@ def _check_different(runs: Sequence[Settings], name: str) -> None:
 # --- published results ---------------------------------------------------------
 
 
-def published_by_label(published: Any, rows: Mapping[str, _Row], name: str) -> Tree:
+def published_by_label(published: object, rows: Mapping[str, _Row], name: str) -> Tree:
     """The published results by label of a row or of one of its conditions; SettingsError for another label."""
     if published is None or [*rows] == [""]:
         return {"": published}
@@ -223,7 +223,7 @@ def published_by_label(published: Any, rows: Mapping[str, _Row], name: str) -> T
     return {str(label): content for label, content in published.items()}
 
 
-def with_set_up(published: Any, size: str, in_file: Tree, changes: Tree) -> Any:
+def with_set_up(published: object, size: str, in_file: Tree, changes: Tree) -> object:
     """The published results of a run, with a note if a size or the command line changes its settings."""
     before = flat_settings(in_file)
     changed = [key for key, value in flat_settings(changes).items() if before.get(key) != value]
@@ -240,7 +240,7 @@ def with_set_up(published: Any, size: str, in_file: Tree, changes: Tree) -> Any:
 @dataclass(frozen=True)
 class Setting:
     key: str
-    value: Any
+    value: object
     origin: str  # the last layer that sets it
 
 

@@ -43,7 +43,7 @@ from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.named import give, in_a_line, names_in, not_importable
 from fedbn_flwr.storage import temporary_folder
 
-from .grid import end, machines, ray_grid
+from .grid import Actor, Stored, end, machines, ray_grid
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
     """Grids on the Ray cluster of the first run, one for each run; the connection begins with the first grid."""
     sent = Sent(experiment)
     first = experiment.runs[0].engine
-    idle: dict[tuple[float, float], list[Any]] = {}  # actors between two runs, by the CPUs and GPUs of each
+    idle: dict[tuple[float, float], list[Actor]] = {}  # those between two runs, by the CPUs and GPUs of each
     with ExitStack() as stack:
 
         @functools.cache
@@ -92,7 +92,7 @@ def _gpus(engine: Engine) -> float:
 class Sent(Clients):
     """An experiment's clients with their data and code, in the form in which they are sent to actors."""
 
-    sent: dict[str, Any] = field(default_factory=dict)  # where data sets are in the object store
+    sent: dict[str, Stored] = field(default_factory=dict)  # where data sets are in the object store
     given: dict[str, Any] = field(default_factory=dict)  # that a script, a notebook or a function defines
 
     def modules(self) -> list[str]:

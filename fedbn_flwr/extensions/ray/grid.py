@@ -27,6 +27,7 @@ from fedbn_flwr.engines.worker import NodeWorker, Then, keep_freed_memory
 from fedbn_flwr.errors import RunFailed, few
 from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
 from fedbn_flwr.named import in_a_line
+from fedbn_flwr.trees import Draft
 
 _SHARED = 100_000  # bytes above which a record goes through the object store; Ray sends smaller values directly
 _REMEMBERED = 4  # records whose place in the object store is remembered
@@ -37,7 +38,7 @@ Stored = Any  # where a value is in Ray's object store
 Actor = Any  # the handle of a process on a machine of the cluster
 
 
-def machines() -> list[dict[str, Any]]:
+def machines() -> list[Draft]:
     """The machines of the cluster that are alive, as Ray describes them."""
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 

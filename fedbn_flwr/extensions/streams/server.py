@@ -44,6 +44,8 @@ from .client import (
 )
 from .config import ExchangeConfig
 
+Call = Any  # the context of a client's call, of gRPC
+
 _JOIN_SECONDS = 60  # to close the service after the last reply has arrived
 
 
@@ -145,7 +147,7 @@ class _Client:
     token: str = field(default_factory=functools.partial(secrets.token_hex, 32))
     received: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue)  # from the client
     answers: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue)  # for the client
-    call: Any = None  # the context of its call that waits for an answer
+    call: Call = None  # that of its call that waits for an answer
     over: bool = False  # whether the last answer was given
     lost: str | None = None  # why
 
@@ -155,7 +157,7 @@ class _Client:
             self.received.put(None)
             self.answers.put(None)
 
-    def ended(self, call: Any) -> None:
+    def ended(self, call: Call) -> None:
         if self.call is call:
             self.lose("its connection to the exchange service broke")
 
@@ -251,7 +253,7 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
                 return grpc.unary_unary_rpc_method_handler(functools.partial(method, client))
         return None
 
-    def _exchange(self, client: _Client, message: bytes, context: Any) -> bytes:
+    def _exchange(self, client: _Client, message: bytes, context: Call) -> bytes:
         """The answer to a client's message."""
         if client.call is not None or client.over:
             context.abort(grpc.StatusCode.ABORTED, "this node has another call, or its exchanges are over")
@@ -267,7 +269,7 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
             context.abort(grpc.StatusCode.ABORTED, client.lost)  # raises
         return bytes(answer)
 
-    def _failed(self, client: _Client, message: bytes, context: Any) -> bytes:
+    def _failed(self, client: _Client, message: bytes, context: Call) -> bytes:
         client.lose(message.decode(errors="replace")[:TEXT_LIMIT])
         return b""
 

@@ -27,7 +27,6 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from flwr.app import RecordDict
@@ -211,8 +210,8 @@ class RunFolder:
             found = parse_yaml(text, most=math.inf)  # `dump_yaml` writes more characters than it was given
             if not isinstance(found, dict) or not found:
                 raise ValueError("it has no settings")
-            sections = dict.fromkeys(("published", "cell", "data"), dict[str, Any] | None)
-            check(found, {**sections, "engine": dict[str, Any], "evaluate": dict[str, Any]})
+            sections = dict.fromkeys(("published", "cell", "data"), Draft | None)
+            check(found, {**sections, "engine": Draft, "evaluate": Draft})
         except ValueError as error:
             raise damaged(file, str(error)) from None
         return found

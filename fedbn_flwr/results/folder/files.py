@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, ValidationError
 
@@ -14,7 +14,7 @@ from fedbn_flwr.declared import adapter
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.storage import open_regular, replacing
 from fedbn_flwr.tasks import MAINS
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Draft, Json
 
 from ..text import shorten
 from .ledger import Traffic
@@ -22,7 +22,7 @@ from .ledger import Traffic
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 # The types of the values by file and key; other keys may have any value.
-_TYPES: dict[str, dict[str, Any]] = {
+_TYPES: Mapping[str, Draft] = {
     "history.jsonl": {"round": Whole, "seconds": float, **dict.fromkeys(vars(Traffic()), Whole)},
     "clients.jsonl": {"round": Whole, "clients": dict[str, dict[str, float]]},
     "norms.jsonl": {
@@ -32,13 +32,13 @@ _TYPES: dict[str, dict[str, Any]] = {
     },
     "partition.json": {"title": str, "classes": list[str], "counts": list[list[Whole]], "clients": list[str]},
     "model.json": {
-        "build": dict[str, Any],
+        "build": Draft,
         "normalise": dict[str, list[float]],
         "targets": dict[str, list[float]] | None,
         "classes": list[str] | None,
         "global": bool,
     },
-    "environment.json": {"token": str, "modules": dict[str, str], "resumed": list[dict[str, Any]]},
+    "environment.json": {"token": str, "modules": dict[str, str], "resumed": list[Draft]},
 }
 
 
