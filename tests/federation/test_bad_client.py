@@ -170,13 +170,13 @@ def without_metrics(content: RecordDict) -> None:
 
 @pytest.mark.parametrize("rule", ["FedAvg", "FedTAN", "Flower's FedAdam"])
 def test_each_reply_is_checked_once(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    passed, times = gate._passed, Counter[str]()
+    passed, times = gate._checked_reply, Counter[str]()
 
     def counted(reply: Message) -> Message:
         times[reply.metadata.reply_to_message_id] += 1
         return passed(reply)
 
-    monkeypatch.setattr(gate, "_passed", counted)
+    monkeypatch.setattr(gate, "_checked_reply", counted)
     assert train(rule, "train", None, whole=True, honest=True).error is None
     assert len(times) > 3 * 2 * 5, "three rounds of training and evaluation on five clients, and queries"
     assert {*times.values()} == {1}
