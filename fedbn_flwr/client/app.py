@@ -1,4 +1,4 @@
-"""`client_app(make_client)`: a ClientApp that serves message-based strategies by BNClients or other NumPyClients."""
+"""`client_app(make_client)`: a ClientApp that answers strategies with BNClients or other NumPyClients."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def client_app(
     has a second parameter, it receives the config of the message. An exception becomes Flower's error reply, which
     names the partition and the task that failed.
 
-    `mods` are Flower's mods: functions of (message, context, call_next) around the handling of each message, the first
-    one outermost. A dict has them by kind of message, for instance {"train": [fixedclipping_mod]}; the kinds are
-    "train", "evaluate" and "query".
+    `mods` are Flower's mods, functions (message, context, call_next) that wrap the handling of each message; the first
+    one is the outermost. To wrap only some messages, give a dict such as {"train": [fixedclipping_mod]}; the kinds of
+    messages are "train", "evaluate" and "query".
     """
     return _App(make_client, mods)
 
 
 class _App(ClientApp):
-    # Continues the parked round of a node without a message. Absent if there are mods of queries, which must see all.
+    # Continues a node's parked round without a message. Absent if mods wrap queries, because they must see each one.
     exchange: Callable[[Context, Agreement], Contribution]
 
     def __init__(self, make_client: MakeClient, mods: Mods) -> None:
@@ -102,7 +102,7 @@ class _App(ClientApp):
         return _App, self._given  # its handlers cannot be pickled
 
     def _handle(self, task: str, handle: Handler, message: Message, context: Context) -> Message:
-        """The reply, with the node's state around it; an exception becomes an error that names client and task."""
+        """Restore the node's state, answer the message and save the state; an error names the client and the task."""
         call: Callable[[Message, Context], Message] = functools.partial(self._call_handler, handle)
         config, by_key = _config(message), declared("client_mods")
         try:
@@ -143,7 +143,7 @@ class _App(ClientApp):
 
 
 def _client_error(context: Context, task: str, error: BaseException, note: str = "") -> ClientFailed:
-    """The error for the server. The client's log has the whole error, if there is a note or the server sees less."""
+    """The error that the server receives. If it leaves something out, or has a note, the client logs it in full."""
     node, whole = context.node_config, described(error)
     sent = described(error, to_server=True, own_data=_has_own_data(context))
     if "data-path" in node:
@@ -164,7 +164,7 @@ def _has_own_data(context: Context) -> bool:
 
 
 class _Other:
-    """A NumPyClient that is no BNClient: it refuses the keys by which strategies change training."""
+    """A NumPyClient other than a BNClient. Config keys that change how clients train raise an error."""
 
     def __init__(self, client: NumPyClient) -> None:
         self._client = client
@@ -207,7 +207,7 @@ def _train(make: Make, message: Message, config: Config, context: Context) -> Re
 
 
 def _take_model(content: RecordDict) -> Arrays:
-    """The arrays of the model. They are loaded once, so a content of one's own does not keep them while training."""
+    """The arrays of the model. A content that only this client uses gives them up, so training has the memory."""
     record = sent_model(content)
     if isinstance(content, OwnContent):
         del content[next(name for name, each in content.items() if each is record)]
@@ -222,14 +222,14 @@ def _evaluate(make: Make, message: Message, config: Config, context: Context) ->
 def _partition(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
     own = {protocol.OWN_DATA: "data-path" in context.node_config} if _has_own_data(context) else {}
     if config.get(protocol.READY):
-        client = make()  # raises errors in the site's data or model before any training
+        client = make()  # an error in the site's data or model appears before any training
         if own and (allowed := config.get(protocol.EXCHANGE_MIN_BATCH)):
             check_batch(client.batch_examples(), allowed=int(allowed), own=client.min_batch)
     return RecordDict({"metrics": _numbers(place_of(context) | own | return_to_round(config, context))})
 
 
 def _claim(context: Context) -> dict[str, ConfigRecord]:
-    """The partition in a record of its own: Flower's strategies average all metrics."""
+    """The partition, in a record of its own because Flower's strategies average all metrics."""
     return {"client": ConfigRecord(place)} if (place := place_of(context)) else {}
 
 
@@ -294,16 +294,16 @@ def _reply(update: Update, context: Context) -> RecordDict:
 
 
 def _numbers(metrics: Metrics) -> MetricRecord:
-    """The numbers among the metrics, and lists of them, as Python's types, which a MetricRecord needs.
+    """Convert numbers and lists of numbers to Python's types, which a MetricRecord needs.
 
-    Others are dropped with a warning.
+    Metrics of other types are left out, with a warning.
     """
     found = {}
     for key, value in metrics.items():
-        with suppress(TypeError, ValueError, RuntimeError):  # no numbers
+        with suppress(TypeError, ValueError, RuntimeError):  # not numbers
             array = np.asarray(value.tolist() if hasattr(value, "tolist") else value)
             if array.dtype.kind in "biuf" and array.ndim < 2:
-                found[key] = (array * 1).tolist()  # true and false are no numbers of a MetricRecord
+                found[key] = (array * 1).tolist()  # a MetricRecord takes no booleans
         if key not in found:
             log_once(
                 f"the metric {key!r} is a {type(value).__name__} and isn't sent; expected a number or a list of them"

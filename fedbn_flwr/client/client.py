@@ -63,16 +63,16 @@ class BNClient(NumPyClient):
     Parameters
     ----------
     model
-        Any module; its batch norms are found by type. Several clients may share a model as ModelTensors, whose
-        tensors must then not be replaced; if arrays stay on the client (FedBN), it needs `build`.
+        Any module; its batch norms are found by type. To share a model between clients, pass ModelTensors. Nothing may
+        replace the model's tensors then, and ModelTensors needs `build` if arrays stay on the clients (FedBN).
     train_data, eval_data
-        Iterables of batches, such as a DataLoader, or, for data whose order is a function of the round, an object with
-        `num_examples` and `epoch(server_round, epoch)`. A batch is a pair (inputs, targets), each a tensor or a dict
-        of tensors, or a dict with common names such as "img" and "label"; see `batch`. `eval_data` may also be a dict
-        of several sets by name, or a function that returns the data and is called when the client is evaluated.
+        Iterables of batches, such as a DataLoader. If the order of the examples depends on the round, give an object
+        with `num_examples` and `epoch(server_round, epoch)`. A batch is a pair (inputs, targets), each a tensor or a
+        dict of tensors, or a dict with common names such as "img" and "label"; see `batch`. `eval_data` may also be a
+        dict of several sets by name, or a function that returns the data when the client is evaluated.
     batch
-        How to read batches of another form: the keys of inputs and targets, for instance ("photo", "species") or
-        (0, 1), or a function that returns inputs and targets of a batch.
+        How to read batches of another form: the keys of inputs and targets, such as ("photo", "species") or (0, 1), or
+        a function that returns the inputs and targets of a batch.
     lr
         The learning rate, or a function of the round.
     epochs, steps
@@ -93,34 +93,34 @@ class BNClient(NumPyClient):
         "classification", "segmentation", "binary", "multilabel" or "regression", which has a loss and the metrics that
         evaluation reports. By default classification or segmentation, if targets are whole numbers.
     loss
-        A function of what the model returns and the targets: the mean loss over the examples of a batch. By default
-        that of the task, else the cross entropy of the logits, perhaps those in `outputs.logits`; for a segmentation
-        model it is the mean over the pixels whose label is not 255, and masks may be [N, H, W] or [N, 1, H, W].
-        `fedbn_flwr.client.losses` has others, and label smoothing and class weights.
+        A function (outputs, targets) that returns the mean loss over the examples of a batch; `outputs` are what the
+        model returns. The default is the task's loss or, without a task, the cross entropy of `outputs` or of
+        `outputs.logits`. For segmentation this is a mean over the pixels whose label is not 255, and masks may be
+        [N, H, W] or [N, 1, H, W]. `fedbn_flwr.client.losses` has more, with label smoothing and class weights.
     eval_loss
         The loss that evaluation reports; by default `loss`.
     metrics
-        What evaluation reports along with the loss and the metrics of the task: names of `fedbn_flwr.tasks.METRICS`, or
-        functions of what the model returns and the targets of all examples.
+        What evaluation reports along with the loss and the task's metrics: names in `fedbn_flwr.tasks.METRICS`, or
+        functions (outputs, targets) of all examples.
     channels_last
-        Whether convolutions use this memory format, with which a CPU trains most networks faster; the last bits of
-        results differ. The network's code must not call `view` on images (`reshape` works). Messages always have
-        contiguous arrays.
+        Use this memory format in convolutions. A CPU then trains most networks faster, and the last bits of results
+        change. The network's code must use `reshape` on images, not `view`. Messages always have contiguous arrays.
     precision
         With torch.bfloat16, training passes run under PyTorch's autocast. Weights, their gradients, statistics and
         SGD stay in float32, and so do evaluation and FedTAN's first step.
     compile
-        Compile loss and gradients of batches of `train_data.batch_size` or, without it, of the size of a round's first.
-        The start takes up to a minute; last bits differ. On a GPU their kernels are recorded instead, with the same
-        results. FedTAN's first step and evaluation are not compiled.
+        Compile the computation of loss and gradients, for batches of `train_data.batch_size` examples or, if this is
+        not known, as many as the first batch has. The start takes up to a minute, and the last bits of results change.
+        On a GPU, kernels are recorded instead, and results stay the same. FedTAN's first step and evaluation are not
+        compiled.
     seed
-        The seed for random numbers of the model (dropout) and of a shuffling DataLoader, which become functions of
-        (seed, round, client).
+        The seed of the model's random numbers (dropout) and of a DataLoader that shuffles. Random numbers then depend
+        on (seed, round, client) alone.
     min_batch
-        Refuse to exchange the statistics of a batch of fewer examples, even if the strategy (FedTAN) allows them. The
-        larger limit counts.
+        The smallest number of examples whose statistics the client sends. The strategy (FedTAN) has a limit too; the
+        larger one counts.
     device
-        The device for training; by default that of the model's parameters.
+        The device for training; by default the one where the model's parameters are.
     context
         The node's Flower context, which has the client's `partition-id` and state. `client_app` sets it, so pass it
         only if you call the client yourself.
@@ -200,7 +200,7 @@ class BNClient(NumPyClient):
         if self.recipe.keep_momentum and not any(issubclass(rule, KeepOptimizerState) for rule in wanted):
             wanted = in_order([*wanted, KeepOptimizerState])
         own, sent = self._load(arrays, config), frozenset(arrays)
-        # Before the first result the model is the only place of the client's own values.
+        # Until a first round has been saved, only the model has the client's own values.
         before = {} if own else self._values_besides(sent)
         del arrays  # training needs the memory
         try:
@@ -214,9 +214,9 @@ class BNClient(NumPyClient):
             raise
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
-        """Loss and accuracy on the client's test data of the model made of `arrays` and the client's own arrays.
+        """Evaluate the model, made of `arrays` and the client's own arrays, on the client's test data.
 
-        If there are several test sets, the names of the metrics of the second and later ones begin with the set's name.
+        With several test sets, metrics of the second and later ones have names that begin with the set's name.
         """
         rules = rules_for(config)
         self._load(arrays, config)
@@ -244,7 +244,7 @@ class BNClient(NumPyClient):
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
     def measure_round(self, config: Config, extras: dict[str, Arrays] | None = None) -> Update:
-        """What the client rule that `config` selects measures on the client's data; `extras` as in `train_round`."""
+        """Let the client rule that `config` selects measure the client's data; `extras` as in `train_round`."""
         if (examples := self.num_examples) < self.min_batch:
             raise MessageError(
                 f"it has {examples} training examples and sends no statistics of fewer than {self.min_batch}, which "
@@ -296,7 +296,7 @@ class BNClient(NumPyClient):
     # --- the parts of a round, in their order ---
 
     def _load(self, arrays: Arrays, config: Config) -> Arrays:
-        """Load the received arrays, and the client's own values of all other arrays, which are returned."""
+        """Load the received arrays, and the client's own values for all others; returns the latter."""
         if negative := negative_variance(arrays):
             raise MessageError(
                 f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
@@ -307,7 +307,7 @@ class BNClient(NumPyClient):
         own, stays = self.state.load(LOCAL_ARRAYS), protocol.kept_keys(config, self.roles)
         if stays and (problem := self._tensors.form.kept_problem(stays, arrays)):
             raise MessageError(problem)
-        # A strategy of another project may keep batch norm on the clients without a word.
+        # Other projects' strategies may keep batch norm on the clients without saying so.
         ours = not {protocol.RUN, protocol.KEPT}.isdisjoint(config)
         roles = {*Role} - {Role.COUNTER} if ours else {Role.WEIGHTS}
         needed = {key for key, role in self.roles.items() if role in roles and key not in stays}
@@ -326,14 +326,14 @@ class BNClient(NumPyClient):
         resources: ExitStack,
         exchange: Exchange = no_exchange,
     ) -> LocalRound:
-        """What client rules know of a message."""
+        """The round as client rules see it."""
         partition = self.identity.get(protocol.PARTITION)
         step = LayerwiseStep(exchange, examples=self.num_examples, partition=partition, own=self.min_batch)
         epoch, seed = functools.partial(self._epoch, round_of(config)), self._seed("rules", config)
         return LocalRound(config, sent, records, self.state, self.model, self.roles, step, resources, epoch, seed)
 
     def _training(self, local: LocalRound, rules: Sequence[ClientRule]) -> Training:
-        """The round of the model that is loaded."""
+        """What the round's training needs; the model is loaded."""
         config, number = local.config, round_of(local.config)
         pairs: Iterable[Batch] = self._pairs(self.recipe.batches(self.train_data, number))
         for rule in rules:
@@ -438,7 +438,7 @@ class BNClient(NumPyClient):
         config: Config,
         resources: ExitStack,
     ) -> Iterable[Batch]:
-        """Batches without training, as the client rules change them."""
+        """The batches of an evaluation, as the client rules change them."""
         pairs: Iterable[Batch] = self._pairs(batches)
         for rule in rules:
             pairs = rule.tested(self._local(config, sent, {}, resources), pairs)

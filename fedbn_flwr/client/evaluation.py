@@ -1,6 +1,6 @@
-"""Loss and metrics of a model on batches: from counts of predictions, or from the outputs for all examples.
+"""Loss and metrics of a model on batches, from counts of predictions or from the outputs for all examples.
 
-A metric that a set of examples does not define, such as the AUC of examples of one class, is left out of the results.
+Metrics that are undefined on the examples, such as the AUC if all have one class, are left out of the results.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Metric = str | Callable[[Outputs, Any], float]
 
 
 def metric_inputs(task: Task, outputs: Outputs, targets: Value) -> tuple[Tensor, Tensor] | None:
-    """Outputs and targets as the task's metrics need them; None if the user's model and loss have others.
+    """Outputs and targets as the task's metrics need them; None if they have another form.
 
-    For classes they are logits [N, C, ...] and class numbers [N, ...], which may be given as [N, 1, ...]; one logit z
-    of a binary task becomes (0, z). For labels and numbers both are [N, K].
+    For classes these are logits [N, C, ...] and class numbers [N, ...], which may be given as [N, 1, ...]. The one
+    logit z of a binary task becomes (0, z). For labels and numbers both are [N, K].
     """
     outputs = logits_of(outputs)
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor) and task.form):
@@ -54,7 +54,7 @@ def _needed(task: Task) -> str:
     """What outputs and targets must be for the task's metrics, in words."""
     if not task.form:
         return (
-            "a task, such as binary, multilabel or regression, since targets that are no whole numbers do not show it"
+            "a task, such as binary, multilabel or regression, since targets that are not whole numbers do not show it"
         )
     if task.name == "binary":
         return "one logit and one target for each example"
@@ -69,8 +69,8 @@ def _found(value: object) -> str:
 
 # --- from counts ---
 
-# Numbers that can be added over batches: the answers that count, the correct ones, and [3, C], for each class or label
-# its correct predictions, its examples and its predictions.
+# Counts that can be added over batches: the number of predictions, the number of correct ones, and a tensor [3, C] with
+# the correct predictions, the examples and the predictions of each class or label.
 Counts = tuple[int, Tensor, Tensor]
 
 
@@ -81,7 +81,7 @@ def counts_of(task: Task, outputs: Tensor, targets: Tensor, *, by_class: bool = 
         parts = torch.stack([(predicted & true).sum(0), true.sum(0), predicted.sum(0)])
         return true.numel(), ((predicted == true) & ~outputs.isnan()).sum(), parts
     classes, (highest, predicted) = outputs.shape[1], outputs.max(1)
-    # `max` takes NaN for the highest; it is the prediction of no class.
+    # `max` takes NaN for the highest value; such an example has no prediction.
     labels, predictions = targets.long().reshape(-1), predicted.where(~highest.isnan(), classes).reshape(-1)
     if outputs.ndim > 2:
         labels, predictions = labels[labels != IGNORED], predictions[labels != IGNORED]
@@ -97,8 +97,8 @@ def counts_of(task: Task, outputs: Tensor, targets: Tensor, *, by_class: bool = 
     return len(labels), hits.sum(), torch.stack(found) if by_class else torch.zeros(3, 0)
 
 
-# For each class, the two numbers whose ratio is the metric: from its correct predictions, its examples and predictions.
-# Recall; F1, which is also the Dice coefficient; intersection over union.
+# Metrics that are a ratio for each class: recall, F1 (also called Dice) and intersection over union. The functions take
+# the numbers of its correct predictions, of its examples and of its predictions; they return the ratio's two numbers.
 _RATIOS: Mapping[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "balanced_accuracy": lambda correct, labels, predictions: (correct, labels),
     "macro_f1": lambda correct, labels, predictions: (2 * correct, labels + predictions),
@@ -108,7 +108,7 @@ _RATIOS: Mapping[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]]
 
 
 def ratio(name: str, by_class: Tensor) -> float:
-    """A metric as the mean of its ratio over classes or labels; one without any of the whole is left out."""
+    """The mean of a metric's ratio over the classes or labels whose denominator is not zero."""
     parts, wholes = _RATIOS[name](*by_class)
     return float((parts.double() / wholes)[wholes > 0].mean())
 
@@ -117,9 +117,9 @@ def ratio(name: str, by_class: Tensor) -> float:
 
 
 def auc(outputs: Tensor, targets: Tensor) -> float:
-    """The mean area under the ROC curve: of each class against all others, by softmax, or of each label.
+    """The mean area under the ROC curves of each class against all others (by softmax), or of each label.
 
-    A class or label that no example has, or all, is left out. Scores that are NaN have no order.
+    Classes and labels that no example has, or all have, are left out. With a score that is NaN, the area is NaN too.
     """
     if outputs.isnan().any():
         return math.nan
@@ -146,13 +146,12 @@ def mae(outputs: Tensor, targets: Tensor) -> float:
 
 
 def rmse(outputs: Tensor, targets: Tensor) -> float:
-    """The root mean square error, mean over the numbers of an example."""
+    """The root mean square error of each of an example's numbers, averaged over them."""
     return float((outputs.double() - targets.double()).square().mean(0).sqrt().mean())
 
 
 def r2(outputs: Tensor, targets: Tensor) -> float:
-    """The share of the variance that is explained, mean over the numbers of an example; those that are all equal are
-    left out."""
+    """The share of variance explained, averaged over an example's numbers; those without variance are left out."""
     outputs, targets = outputs.double(), targets.double()
     varies = targets.amax(0) > targets.amin(0)
     rest, whole = (targets - outputs).square().sum(0), (targets - targets.mean(0)).square().sum(0)
@@ -178,7 +177,7 @@ def name_of(metric: Metric) -> str:
 def check_metrics(
     task: Task | None, metrics: Sequence[Metric], is_taken: Callable[[str], bool] = lambda name: False
 ) -> None:
-    """Refuse a name that is unknown or does not suit the task, and one of a function that another metric has."""
+    """Raise SettingsError if a metric is unknown or does not suit the task, or a function has another one's name."""
     for metric in metrics:
         name = name_of(metric)
         if callable(metric) and (name in (*METRICS, "loss", "num_examples", "partition_id") or is_taken(name)):
@@ -208,9 +207,9 @@ class Measurement:
         self._examples: list[tuple[Outputs, Value]] = []
 
     def add(self, outputs: Outputs, targets: Value) -> Counts | None:
-        """Add a batch; returns its counts, None if there are none of such outputs and targets.
+        """Add a batch; returns its counts, or None if its outputs and targets cannot be counted.
 
-        The task's metrics are then left out, while a metric that was asked for by name raises an error.
+        Then the task's metrics are left out, but a metric that was asked for by name raises an error.
         """
         found = metric_inputs(self.task, outputs, targets)
         if found is None and self._named:
@@ -279,13 +278,13 @@ def evaluate(
     task: Task | None = None,
     threads: int = 1,
 ) -> dict[str, float | int]:
-    """The `loss` in evaluation mode over `num-examples` examples, the metrics of the task, and the `metrics`.
+    """Evaluate the model: its `loss`, `num-examples`, the metrics of the task and the given `metrics`.
 
-    Without a task it is classification or segmentation if targets are whole numbers, else only the loss and functions
-    of the user are reported. Of a segmentation model, whose logits are [N, C, H, W], the loss is a mean over the pixels
-    whose label is not 255. A metric that the examples do not define is left out, and so are the task's if outputs or
-    targets have another form (a tuple, one logit); a name among `metrics` then raises SettingsError. The result does
-    not depend on the number of threads, each of which has a batch in memory.
+    Without a task, targets that are whole numbers mean classification or segmentation; with other targets only the loss
+    and the user's functions are reported. For segmentation, with logits [N, C, H, W], the loss is a mean over the
+    pixels whose label is not 255. Metrics that are undefined on the examples are left out. If outputs or targets have
+    another form (a tuple, one logit), the task's metrics are left out too, and a name in `metrics` raises
+    SettingsError. Each thread evaluates one batch at a time; the result does not depend on the number of threads.
     """
     batches = iter(batches)
     if (first := next(batches, None)) is None:
@@ -319,7 +318,7 @@ def in_units(model: nn.Module, units: Moments | None) -> AbstractContextManager[
 
 
 class InUnits:
-    """A forward hook: the outputs of a network that predicts numbers of mean zero and deviation one, in their units."""
+    """A forward hook that converts predictions of mean zero and deviation one to the units of the targets."""
 
     def __init__(self, moments: Moments) -> None:
         self.mean, self.deviation = (torch.tensor(values, dtype=torch.float64) for values in moments)

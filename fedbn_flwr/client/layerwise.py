@@ -1,8 +1,8 @@
-"""A client's part of a layer-wise round by messages: the round is parked between two messages.
+"""The client's side of a layer-wise round: the round is parked between two messages.
 
-The round runs in its own thread and is parked inside `exchange`. Each message may reach another process of the node, so
-parking is only a cache: the client's state contains the data for a replay, which are the model and all agreements so
-far. The batch and all random draws are functions of round and client, so the numbers are the same.
+The round runs in a thread of its own and is parked inside `exchange`. The next message may reach another process of
+the node, so a parked round is only a cache: the client's state has what a replay needs, the model and all agreements so
+far. Batches and random draws depend on round and client alone, so a replay computes the same numbers.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _ROUND = "fedbn.layerwise"  # the record in the client's state that identifies i
 
 _Tasks = queue.SimpleQueue[Callable[[], object]]  # of a thread, which runs one session after the other
 
-# The threads without a session. A new thread would make again what belongs to a thread: OpenMP's threads, cuDNN's plans
-# of convolutions, and the settings of PyTorch's compiler.
+# Threads that wait for a session. Each has OpenMP's threads, cuDNN's plans of convolutions and settings of PyTorch's
+# compiler, which a new thread would have to make again.
 _idle: list[_Tasks] = []
 
 
@@ -82,16 +82,17 @@ class Session(Generic[Sent]):
         patience: float = 3600,
     ) -> None:
         self._work, self._agreed = work, iter(agreed)
-        self.step = len(agreed)  # of exchanges whose result it has
+        self.step = len(agreed)  # the number of exchanges whose result it has
         self.result: Future[Any] = Future()  # of `work`
         self._answers: queue.SimpleQueue[Agreement | None] = queue.SimpleQueue()
         self._contributions: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
         self._patience = patience
 
     def advance(self, answer: Agreement | None = None) -> Sent | None:
-        """Begin, or continue with the cohort's agreement, to the next exchange; None at the end, when it has a result.
+        """Run to the next exchange and return what it sends; None at the end, when `result` is set.
 
-        It has the error of `work` as its result too.
+        Without an answer the session begins; with one, the agreement of all clients, it continues. `result` has what
+        `work` returned, or its error.
         """
         # All threads share torch's global random generators, but the round and the caller have separate random streams:
         # the caller's state is saved before the round continues and sets its own.
@@ -133,9 +134,9 @@ class Session(Generic[Sent]):
 
 
 class ParkedRound(Session[Contribution]):
-    """A client's round, with the agreements that its state has.
+    """A client's round, which begins with the agreements in the client's state.
 
-    `number` is random and in the client's state too; `extras` are the records of arrays that its messages had.
+    `number` is a random number that the state has too; `extras` are the records of arrays in the round's messages.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ parked_rounds = ParkedRounds()
 
 
 def _forget_threads() -> None:
-    """A forked process has none of them."""
+    """A forked process does not have these threads."""
     _idle.clear()
     dict.clear(parked_rounds)
 
@@ -244,17 +245,16 @@ def continue_parked(context: Context, agreement: Agreement) -> Contribution:
 
 
 def _place(context: Context) -> tuple[Place, str]:
-    """The place and the number of the round that the client's state has."""
+    """Place and number of the round in the client's state."""
     if (record := configs_in(context.state).get(_ROUND)) is None:
         raise MessageError("the client's state has no layer-wise round, whose message 0 contains the model")
     return (str(record["run"]), context.run_id, context.node_id), str(record["number"])
 
 
 def client_without_parked_round(make: Callable[[], Client], config: Config, context: Context) -> Client:
-    """The client for a round of another kind.
+    """Make the client for an ordinary round, and end parked rounds that are out of date.
 
-    The node's parked round in this process is ended, since the server has continued without the client, and so are
-    those with this client's model, which an earlier run has left behind.
+    The server has continued without the node's own parked round. Those with this client's model are of an earlier run.
     """
     run = run_of(config)
     parked_rounds.take((run or "", context.run_id, context.node_id))
@@ -268,7 +268,7 @@ def client_without_parked_round(make: Callable[[], Client], config: Config, cont
 
 
 def _replay(make: MakeClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str) -> ParkedRound:
-    """The round as the client's state has it, not begun."""
+    """A round that will replay what the client's state has of it."""
     client, step = make(), int(config[protocol.EXCHANGE_STEP])
     received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]
     if missing := [each for each, arrays in enumerate(received) if not arrays]:

@@ -18,7 +18,7 @@ from .rule import Loss
 
 
 def logits_of(outputs: Outputs) -> Outputs:
-    """What the model returned, or its attribute `logits`, which the outputs of Hugging Face's models have."""
+    """What the model returned or, as with Hugging Face's models, its attribute `logits`."""
     return getattr(outputs, "logits", outputs)
 
 
@@ -27,8 +27,8 @@ def cross_entropy(
 ) -> Tensor:
     """The sum of (weighted) losses over a batch, divided by the number of examples.
 
-    For a segmentation model it is divided by the number of pixels whose label is not 255. For examples, 255 is an
-    ordinary class: ImageNet has a thousand. Class numbers may have a channel of their own, [N, 1, ...].
+    For a segmentation model it is divided by the number of pixels whose label is not 255. In classification 255 is an
+    ordinary class, since ImageNet has a thousand. Class numbers may have a channel of their own, [N, 1, ...].
 
     torch.nn.CrossEntropyLoss divides by the sum of the examples' weights instead. Then the weights of a batch with
     one class have no effect, and the mean over a data set depends on how it is divided into batches; FedTAN and
@@ -64,7 +64,7 @@ def cross_entropy(
 
 
 def without_channel(logits: Tensor, targets: Tensor) -> Tensor:
-    """Class numbers as [N, ...], if they are [N, 1, ...] for logits [N, C, ...] as MONAI's masks are."""
+    """Class numbers [N, ...] for logits [N, C, ...]; they may be given as [N, 1, ...], as MONAI's masks are."""
     has_channel = targets.ndim == logits.ndim > 1 and targets.shape[1] == 1 and not targets.is_floating_point()
     return targets[:, 0] if has_channel else targets
 
@@ -72,7 +72,7 @@ def without_channel(logits: Tensor, targets: Tensor) -> Tensor:
 def binary_cross_entropy(
     logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, class_weights: Tensor | None = None
 ) -> Tensor:
-    """The mean cross entropy of one logit for each label, over examples and labels; weights are those of 0 and 1.
+    """The mean cross entropy over examples and labels, with one logit a label; the class weights are for 0 and 1.
 
     For one label it is `cross_entropy` of the logits (0, z).
     """
@@ -120,7 +120,7 @@ _LOSSES: dict[str, Loss] = {
 
 
 def make_loss(name: str, **options: object) -> Loss:
-    """A loss by its name in `tasks.LOSSES`; a cross entropy has the options that its function has."""
+    """The loss with this name in `tasks.LOSSES`; `options` are arguments of the cross entropies above."""
     return partial(_LOSSES[name], **options) if options else _LOSSES[name]
 
 

@@ -33,9 +33,7 @@ from fedbn_flwr.storage import read_store, write_store, writing
 
 _RUN = "fedbn.run"  # the record that names the training run, and in a folder the round
 ARRAYS = "fedbn.arrays."
-LOCAL_ARRAYS = (
-    "fedbn.local"  # the arrays that stay on the client; names without this prefix are of other projects' rules
-)
+LOCAL_ARRAYS = "fedbn.local"  # the arrays that stay on the client; other projects' rules use names without `fedbn.`
 
 
 def run_of(config: Config) -> str | None:
@@ -55,7 +53,7 @@ def place_of(context: Context) -> Metrics:
 
 
 def number_of(context: Context) -> int:
-    """The client's number, of which random draws are functions: its partition or, without one, the node id."""
+    """The client's number, on which random draws depend: its partition or, without one, the node id."""
     return int(context.node_config.get("partition-id", context.node_id))
 
 
@@ -106,7 +104,7 @@ def stored_state(message: Message, config: Config, context: Context) -> Iterator
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_store(folder / f"round-{server_round}", [("state", dump(context.state))])
-    # Older ones than that of the round to which the server may return.
+    # The server may return to one round; states older than that round's are not needed.
     _delete_outside(folder, int(config.get(protocol.KEPT_ROUND, server_round - 1)), server_round)
     for unfinished in folder.glob(".round-*.tmp"):  # written by a process that was killed
         unfinished.unlink(missing_ok=True)
@@ -129,7 +127,7 @@ def return_to_round(config: Config, context: Context) -> dict[str, int]:
 
 
 def latest_state(folder: Path, token: str, last: int, client: int | None = None) -> tuple[int, int, RecordDict]:
-    """A client's number, and the round and the content of its state with which it evaluates round `last` of a run.
+    """The state with which a client evaluates round `last` of a run: the client, the state's round and its content.
 
     `folder` is the state folder of a site, which has one client unless several sites share it.
     """
@@ -151,10 +149,10 @@ def latest_state(folder: Path, token: str, last: int, client: int | None = None)
 
 
 def _folder(config: Config, context: Context) -> Path | None:
-    """The states of this client in this training run, one store for each round.
+    """The folder with this client's states in this training run, a store for each round.
 
-    None if the node config has no state folder, or the message names no run or round: one that only asks for the
-    partition does not.
+    None if the node config has no state folder, or if the message names no run or round, as when the server only asks
+    for the partition.
     """
     folder, token = context.node_config.get("state"), str(config.get(protocol.TOKEN, ""))
     if not folder or not token or protocol.ROUND not in config:
@@ -190,7 +188,7 @@ def _restore(folder: Path, context: Context, run: str, last: int) -> None:
 
 
 def _delete_outside(folder: Path, first: int, last: int) -> None:
-    """Delete the states of rounds after `last`, which will be trained again, and those older than that of `first`."""
+    """Delete the states after round `last`, which will be trained again, and those older than round `first` needs."""
     rounds = _rounds(folder)
     oldest = max((stored for stored in rounds if stored <= first), default=0)
     for stored, file in rounds.items():

@@ -49,7 +49,7 @@ class SGD(torch.optim.SGD):
 
 
 class LocalOptimizer:
-    """An optimiser of torch.optim as `torch`, with its parameters and its state by name.
+    """An optimiser of torch.optim, the attribute `torch`, with parameters and state by name.
 
     `clip` is the largest norm of the gradients in a step, if any.
     """
@@ -69,7 +69,7 @@ class LocalOptimizer:
         self.torch.step()
 
     def state(self) -> Mapping[str, Tensor]:
-        """What the optimiser remembers, by a name that does not change between rounds."""
+        """What the optimiser remembers, under names that stay the same between rounds."""
         return {
             f"{slot}/{name}": torch.as_tensor(value, device=parameter.device)
             for name, parameter in self.parameters.items()
@@ -101,7 +101,8 @@ def make_optimizer(
 ) -> LocalOptimizer:
     """The optimiser that `spec` describes: a name, a mapping of `name` and options, or a function that makes one.
 
-    `momentum` above zero and `weight_decay` other than None are passed on; an optimiser without them takes only zero.
+    `momentum` above zero and `weight_decay` other than None are passed on; an optimiser without them
+    accepts only zero.
     """
     given = spec if isinstance(spec, Mapping) else {"name": spec}
     options: dict[str, object] = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}

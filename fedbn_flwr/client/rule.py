@@ -1,4 +1,4 @@
-"""Client rules: the client's half of a method, in the file of its strategy.
+"""Client rules: what clients do for a strategy. A rule is in the file of its strategy.
 
 A message selects a client rule by a config key, and a client imports only the files of the rules that it is asked for.
 For each round `BNClient` makes an object of the class and calls its hooks in this order: `batches` may change the
@@ -6,9 +6,9 @@ batches, `first_gradient` returns how the gradient of the first batch is compute
 batch, `begin` runs between the first gradient and the first step, `adjust` before each step, and `finish` after
 training. `frozen` has the roles that do not train.
 
-`begin` and `adjust` are functions of named tensors: w are the parameters, g their gradients, and `memo` is what `begin`
-returned. In rules that are `elementwise` they may be those of several clients, with a leading axis: such rules use
-the operations below, or others that act on each element alone.
+`begin` and `adjust` work on named tensors: w are the parameters, g their gradients, and `memo` is what `begin`
+returned. If a rule is `elementwise`, these may be the tensors of several clients, stacked along a first axis. So such a
+rule uses the operations below, or others that treat each element alone.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from fedbn_flwr.norms.roles import Role
 from .node_state import NodeState
 from .optimizers import LocalOptimizer
 
-Loss = Callable[[Outputs, Any], Tensor]  # of what the model returns, and the targets
-# Of (model, inputs, targets, loss): sets the gradients of the parameters, and returns the detached loss.
+Loss = Callable[[Outputs, Any], Tensor]  # of (outputs, targets)
+# A function (model, inputs, targets, loss) that sets the parameters' gradients and returns the detached loss.
 Gradient = Callable[[nn.Module, Value, Value, Loss], Tensor]
 Tensors = Mapping[str, Tensor]  # by the names of parameters
 Memo = Mapping[str, Tensors]  # what a client rule remembers from its `begin` to its `finish`, by name
@@ -54,7 +54,7 @@ def clone(x: Tensors) -> Tensors:
 
 
 def sub(x: Tensors, y: Tensors) -> Tensors:
-    """x - y, of the names that both have."""
+    """x - y, for the names that both have."""
     names = [name for name in x if name in y]
     return (
         dict(zip(names, torch._foreach_sub([x[n] for n in names], [y[n] for n in names]), strict=True)) if names else {}
@@ -62,7 +62,7 @@ def sub(x: Tensors, y: Tensors) -> Tensors:
 
 
 def add_(x: Tensors, y: Tensors, alpha: float = 1.0) -> None:
-    """x += alpha y in place, of the names that both have."""
+    """x += alpha y in place, for the names that both have."""
     if names := [name for name in x if name in y]:
         torch._foreach_add_([x[name] for name in names], [y[name] for name in names], alpha=alpha)
 
@@ -75,18 +75,18 @@ class LocalRound:
     """A client's round, from which a client rule reads what it needs."""
 
     config: Config  # of the message
-    sent: Collection[str]  # the keys of the model's arrays in the message, which are loaded
+    sent: Collection[str]  # the keys of the model's arrays in the message; the model has their values
     # The records of arrays that come with the model. A layer-wise round has them only from its last message on, so read
     # them in `begin` or later.
     records: dict[str, Arrays]
     state: NodeState  # arrays that the client keeps between rounds
     model: nn.Module
     roles: Mapping[str, Role]  # of the model's tensors, by key
-    layerwise: LayerwiseStep  # the first step of a round with exchanges, whose options the client has set
-    resources: ExitStack  # is closed when the round ends, with the error if it fails
+    layerwise: LayerwiseStep  # the first step of a round with exchanges, with this client's options
+    resources: ExitStack  # closed when the round ends, with the error if it fails
     # One pass over the client's batches (inputs, targets), by a number, on which the order of the examples depends.
     epoch: Callable[[int], Iterator[Batch]]
-    seed: int  # for generators of its own: a function of seed, round and client
+    seed: int  # for a rule's own generators; it depends on the client's seed, the round and the client
     optimizer: LocalOptimizer = field(init=False)  # of the parameters that train; set after the rules are made
 
     def received(self, w: Tensors) -> Tensors:
@@ -95,17 +95,16 @@ class LocalRound:
 
 
 class ClientRule:
-    """A client's part of a method in one round; a subclass overrides the hooks that it needs."""
+    """What a client does for a strategy in one round; a subclass overrides the hooks that it needs."""
 
-    # The config keys that select this rule, by a value that is true: False, 0 and "" do not select it. A key with the
-    # prefix `fedbn.` is refused by clients without the rule; a key without it is ignored there.
+    # The config keys that select this rule, unless their value is False, 0 or "". Clients without the rule raise an
+    # error for keys with the prefix `fedbn.`, and ignore others.
     keys: ClassVar[Mapping[str, Key]] = {}
-    # The keys that `adjust` does not use: clients with different values of them may train at once.
+    # Keys that `adjust` does not use, so that clients with different values may train at once.
     may_differ: ClassVar[Collection[str]] = ()
     order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
     elementwise: ClassVar[bool] = True  # whether `adjust` treats each element of the gradients alone
-    # Whether a round with this rule is neither compiled nor trained at once with others: it has a `loss`, or changes
-    # the model.
+    # Whether the rule has a `loss` or changes the model: then its rounds are not compiled, and each trains alone.
     own_passes: bool = False
     frozen: frozenset[Role] = frozenset()  # roles of batch norm's arrays that keep the received values
 
@@ -122,47 +121,47 @@ class ClientRule:
         self.local = local
 
     def batches(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """The batches (inputs, targets) of the round, which may be changed, or come after others."""
+        """The batches (inputs, targets) to train on: the client's own, which may be changed or come after others."""
         return batches
 
     @classmethod
     def measure(cls, local: LocalRound) -> Arrays:
-        """What the client measures on its data before it trains, in reply to `query.measure`.
+        """What the client measures on its data, in reply to `query.measure`.
 
-        The client's model is not that of a round; a model that the message has is in `local.records`. The batches of
-        `local.epoch` are those that the `tested` of the other rules returns.
+        `local.model` does not have the values of a round. If the message has a model, it is in `local.records`. The
+        batches of `local.epoch` are those that the `tested` of the other rules returns.
         """
         return {}
 
     @classmethod
     def tested(cls, local: LocalRound, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """The batches of an evaluation or a measurement whose message selects the rule, which may be changed."""
+        """The batches to evaluate or measure on, if the message selects the rule."""
         return batches
 
     def loss(self, inputs: Any, targets: Any, outputs: Outputs, loss: Tensor) -> Tensor:
-        """The loss of a batch; `outputs` are the model's, `loss` is that of the client or of the rule before."""
+        """The loss of a batch. `loss` is the client's own loss, or what the rule before this one returned."""
         return loss
 
     def first_gradient(self) -> Gradient | None:
-        """A function that computes loss and gradient of the first batch instead of backpropagation, or None."""
+        """A function that computes the first batch's loss and gradients; None for ordinary backpropagation."""
         return None
 
     def begin(self, w: Tensors) -> Memo:
-        """What the round remembers, from the parameters as they were received."""
+        """What the rule remembers of the received parameters until the end of the round."""
         return {}
 
     def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
         """Change gradients in place; parameters without a gradient are not among them."""
 
     def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
-        """Add metrics and records to the reply, and save state. The round must not fail after the state is saved.
+        """Add metrics and records to the reply, and save state. Nothing may fail after the state is saved.
 
-        `records` has the trained model as "arrays"; a mapping with other values may take its place.
+        `records` has the trained model as "arrays". To send other values, replace that mapping.
         """
 
 
-# The client rules by their keys. Until the module of one of our strategies or extensions is imported, its entry is the
-# place `module:class`: a client imports only the rules that it is asked for.
+# The client rules by their keys. A client imports only the rules that messages select: until the module of a rule is
+# imported, its entry is its place, `module:class`.
 BY_KEY: dict[str, type[ClientRule] | str] = {
     "proximal-mu": "fedbn_flwr.strategies.fedprox:FedProxClient",
     "fedbn.freeze": "fedbn_flwr.strategies.fixbn:FixBNClient",
@@ -195,20 +194,20 @@ def known_keys() -> dict[str, Key]:
     """Every config key that a BNClient supports; this imports all strategies."""
     importlib.import_module("fedbn_flwr.strategies._names")
     for key in [*BY_KEY]:
-        rule_of(key)  # of an extension, whose module has more keys
+        rule_of(key)  # an extension's module may add keys
     of_mods = {key: extensions.part("client_mods", key).keys[key] for key in extensions.declared("client_mods")}
     return protocol.RUN_KEYS | {key: rule_of(key).keys[key] for key in BY_KEY} | of_mods
 
 
 def rules_for(config: Config) -> list[type[ClientRule]]:
-    """The client rules that a message selects. A key with the prefix `fedbn.` that no rule declares is refused."""
+    """The client rules that a message selects; MessageError for a key `fedbn.` that no rule has."""
     if not all(map(is_known, config)):
         protocol.check_known(config, known_keys())
     return in_order(rule_of(key) for key, value in config.items() if key in BY_KEY and value)
 
 
 def is_known(key: str) -> bool:
-    """Whether the modules that are imported support a config key, or one that `BY_KEY` lists."""
+    """Whether clients support a config key, as far as this shows without importing more modules."""
     known = {*protocol.RUN_KEYS, *BY_KEY, *extensions.declared("client_mods")}
     return not key.startswith(protocol.PREFIX) or key in known
 
@@ -219,7 +218,7 @@ def in_order(rules: Iterable[type[ClientRule]]) -> list[type[ClientRule]]:
 
 
 class KeepOptimizerState(ClientRule):
-    """Begins with the state of the optimiser at the end of the client's last round (`BNClient.keep_momentum`)."""
+    """Continues with the optimiser's state from the client's last round (`BNClient.keep_momentum`)."""
 
     stored = "fedbn.momentum"  # its name in the client's state
 

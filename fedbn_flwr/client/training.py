@@ -34,7 +34,7 @@ ONE_VALUE = "more than 1 value per channel"  # PyTorch's words on batch norm of 
 
 
 class Epochs(Protocol):
-    """Training data whose order is a function of round and epoch; any iterable, such as a DataLoader, works too."""
+    """Training data whose order depends on round and epoch; any iterable, such as a DataLoader, works too."""
 
     num_examples: int
 
@@ -45,7 +45,7 @@ def count_examples(data: Epochs | Iterable[Batch], pairs: Callable[[Iterable[Bat
     """The number of examples in training data; `pairs` turns its batches into (inputs, targets)."""
     if hasattr(data, "num_examples"):
         return int(data.num_examples)
-    # A sampler may choose some of the examples. One of batches hides the other, which then has the whole data set.
+    # A sampler may choose some of the examples. With a batch_sampler, the loader's own sampler has the whole data set.
     batches = None if getattr(data, "batch_size", None) else getattr(data, "batch_sampler", None)
     places = [(batches, "sampler")] if batches is not None else [(data, "sampler"), (data, "dataset")]
     if batches is None and getattr(data, "batch_size", 1) is None:  # a data set of batches
@@ -151,7 +151,7 @@ class Recipe:
         )
 
     def gradient(self, batch_size: int | None, *, plain: bool) -> Gradient:
-        """How passes compute gradients, compiled if the recipe says so and they need not be `plain`."""
+        """The function that computes gradients; compiled if the recipe says so, unless it must be `plain`."""
         gradient = functools.partial(backpropagate, precision=self.precision)
         return part("passes", "compiled")(gradient, batch_size) if self.compile and not plain else gradient
 
@@ -163,18 +163,18 @@ class Training:
     Parameters
     ----------
     model, device
-        In training mode, with the values that the round begins with; `device` has it.
+        The model, in training mode and with the values that the round begins with, and where it is.
     batches
         Pairs (inputs, targets); one step each.
     optimizer
-        It has the parameters that train, by name, without those of the roles `frozen`, and may clip the gradients.
+        Has the parameters that train, by name (none of the roles `frozen`), and may clip the gradients.
     rules
         Client rules, which change the gradients before each step in this order.
     gradient, first_step
-        How loss and gradients of a batch are computed, and perhaps in another way for the first one (FedTAN's
-        exchange with the other clients).
+        `gradient` computes the loss and gradients of a batch. `first_step`, if it is given, does so for the first batch
+        (FedTAN exchanges with the other clients there).
     seed
-        For all random draws, also of the batches.
+        For all random draws, including those of the batches.
     """
 
     model: nn.Module
@@ -191,7 +191,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a `Training`, besides the values of its model's tensors."""
+    """The result of a `Training`, in addition to the new values of its model's tensors."""
 
     loss: float  # the mean over examples
     first_batch: int  # the examples in it
@@ -241,7 +241,7 @@ def steps(training: Training) -> Generator[None, None, Trained]:
 
 
 def _loss_with_rules(loss_fn: Loss, rules: Sequence[ClientRule], inputs: Value) -> Loss:
-    """The loss of a batch with these inputs, as the rules change it."""
+    """The loss function for a batch with these inputs: the client's own, as the rules change it."""
 
     def loss_of(outputs: Outputs, targets: Value) -> Tensor:
         loss = loss_fn(outputs, targets)

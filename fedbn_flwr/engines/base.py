@@ -1,7 +1,6 @@
 """The capabilities of engines beyond Flower's `Grid`, and a grid that wraps another.
 
-Code that uses a capability asks `capabilities(grid)` and never checks the grid's class: the defaults suit any Flower
-grid.
+Code that needs a capability asks `capabilities(grid)` and never checks the grid's class. The defaults suit any grid.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Capabilities:
         """Continue the layer-wise rounds that wait in this engine's processes, up to the next exchange.
 
         Returns each node's contribution, or the reason why there is none; a node that takes more than `timeout`
-        seconds has no entry. Returns None if the engine cannot do this: then each node needs a message.
+        seconds has no entry. An engine that cannot do this returns None, and each node gets a message instead.
         """
         return None
 
@@ -87,7 +86,7 @@ def wait_for_nodes(grid: Grid, needed: int, timeout: float, hint: str, *, began:
 
 
 class GridAround(Capabilities, Grid):
-    """A grid that passes all calls on to another one, capabilities included; subclasses override some."""
+    """A grid that passes all calls on to another one, including capabilities; subclasses override some."""
 
     def __init__(self, inner: Grid) -> None:
         self.inner = inner  # the grid that does the work
@@ -143,7 +142,7 @@ class GridAround(Capabilities, Grid):
 
 
 class GridWithout(GridAround):
-    """A grid without the nodes `hidden`, which get no messages from strategies."""
+    """A grid that hides the nodes `hidden`, so that strategies send them no messages."""
 
     hidden: Collection[int] = ()
 

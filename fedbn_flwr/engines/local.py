@@ -47,12 +47,12 @@ UserConfig = Config
 
 
 class LocalGrid(Capabilities, Grid):
-    """A grid of `num_nodes` nodes on this machine, for one run. Nodes keep their states until the grid is closed.
+    """A grid of `num_nodes` nodes on this machine, for one run. Nodes keep their state until the grid is closed.
 
     Parameters
     ----------
     client_app
-        The app that answers the nodes' messages.
+        The app that answers the messages to the nodes.
     num_nodes
         Number of nodes; node i has `partition-id` i and `num-partitions` in its node config, as in Flower's simulation.
     workers
@@ -153,7 +153,7 @@ class LocalGrid(Capabilities, Grid):
         return self._take([key for key in message_ids if self._replies.get(key) is not None])
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """The replies that arrive within `timeout` seconds, in the order of the messages."""
+        """Send the messages; returns the replies that arrive within `timeout` seconds, in the order of the messages."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         message_ids = list(self.push_messages(messages))
         while missing := {key for key in message_ids if self._replies[key] is None}:
@@ -171,7 +171,7 @@ class LocalGrid(Capabilities, Grid):
                 on_reply(reply)
 
     def _take(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies to these messages that have arrived; missing ones are no longer expected."""
+        """The replies to these messages that have arrived; the others are no longer expected."""
         replies = [self._replies.pop(key, None) for key in message_ids]
         return [reply for reply in replies if reply is not None]
 
@@ -184,7 +184,7 @@ class LocalGrid(Capabilities, Grid):
         self._observers.append(on_reply)
 
     def contexts(self) -> Mapping[int, Context]:
-        """The nodes' contexts. A state changes only when a worker has ended its message or round."""
+        """The nodes' contexts. A state changes only when a worker has finished the node's message or round."""
         return self._pool.contexts()
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:

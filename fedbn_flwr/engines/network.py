@@ -25,7 +25,7 @@ _FIRST_WARNING = 60.0  # seconds until the log says how many replies are missing
 
 
 def poll_often(grid: Grid) -> Grid:
-    """Change the grid of a Flower ServerApp to poll for replies at short intervals."""
+    """Make the grid of a Flower ServerApp poll for replies at short intervals."""
     if hasattr(grid, "pull_interval"):  # the simulation's, 0.1 s by default
         grid.pull_interval = 0.02
         return grid
@@ -33,11 +33,11 @@ def poll_often(grid: Grid) -> Grid:
 
 
 class PollingGrid(GridAround):
-    """Make the `send_and_receive` of `grid` poll for replies at growing intervals.
+    """A grid whose `send_and_receive` polls for replies at growing intervals.
 
-    It also mends two of Flower's errors. For a lost node the SuperLink sends an error with the SuperLink's own node id;
-    here it gets the id of the lost node. And a restarted SuperNode has lost its messages, but the SuperLink sees it
-    online, so Flower's grid waits until its timeout. Here the missing reply becomes an error after some seconds.
+    It also works around two of Flower's faults. The SuperLink reports a lost node with its own node id; here the error
+    has the id of the lost node. And if a SuperNode restarts, it has lost its messages, but the SuperLink sees it online
+    and Flower's grid waits until its timeout; here the missing reply becomes an error after some seconds.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -67,7 +67,7 @@ class PollingGrid(GridAround):
             if time.monotonic() - checked >= _RESTART_CHECK:
                 now, checked = self._activations(), time.monotonic()
             restarted = {node for node in before.keys() & now.keys() if before[node] != now[node]}
-            # Only after that check: a reply that a node sent before its restart counts.
+            # Pulled after that check, since a reply from before a restart counts.
             for reply in list(self.inner.pull_messages(list(asked))) if asked else []:
                 if (message := asked.pop(reply.metadata.reply_to_message_id, None)) is not None:
                     by_superlink = reply.has_error() and reply.metadata.src_node_id == SUPERLINK_NODE_ID

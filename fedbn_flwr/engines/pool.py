@@ -39,19 +39,19 @@ _LOOK = 1.0  # seconds without a result, after which the pool checks for workers
 
 @dataclass
 class Nodes:
-    """The nodes of a grid and their contexts. In a worker: the contexts of layer-wise rounds that are parked there."""
+    """The nodes of a grid and their contexts; a worker's copy has the contexts of layer-wise rounds parked in it."""
 
     client_app: ClientApp
     threads: int | None  # PyTorch's threads while serving a node; None: their number stays
     contexts: dict[int, Context] = field(default_factory=dict)
-    work: Mapping[int, float] = field(default_factory=dict)  # the expected relative duration of a node's messages
+    work: Mapping[int, float] = field(default_factory=dict)  # how long each node's messages take relative to others
 
     def for_worker(self) -> Nodes:
         """A copy for a worker, without contexts."""
         return Nodes(self.client_app, self.threads or 1)
 
     def handle(self, message: Message, context: Context | None) -> tuple[Message, RecordDict | None]:
-        """In a worker: answer a message. Returns the reply and the new state, or None while the state stays here."""
+        """Answer a message in a worker. Returns the reply and the new state, or None while the state stays here."""
         node = message.metadata.dst_node_id
         context = self.contexts.pop(node) if context is None else context
         message.content = OwnContent({**message.content})
@@ -62,7 +62,7 @@ class Nodes:
         return reply, None
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
-        """Continue the rounds that are parked in this process. A round that fails answers with the reason."""
+        """Continue the rounds that are parked in this process. The answer of a round that fails is the reason."""
         answers: dict[int, Contribution | str] = {}
         for node in nodes:
             try:
@@ -72,12 +72,13 @@ class Nodes:
         return answers
 
     def answer(self, message: Message, context: Context) -> Message:
-        """The ClientApp's reply, or an error reply."""
+        """Answer a message in the process of the server."""
         # The messages of a round share their content; a change by one client must not reach the next.
         own = RecordDict({key: record.copy() for key, record in message.content.items()})
         return self.call_app(with_content(message, own), context)
 
     def call_app(self, message: Message, context: Context) -> Message:
+        """The ClientApp's reply, or an error reply."""
         if self.threads is not None and torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         asked = message.metadata
@@ -146,15 +147,15 @@ W = TypeVar("W", bound=NodeWorker)
 
 
 class WorkerPool(Pool, ABC, Generic[W]):
-    """A pool whose workers each take the next message when they are free. Messages with the most work come first."""
+    """A pool of workers. A free worker takes the next message, and messages with the most work come first."""
 
     def __init__(self, nodes: Nodes, on_reply: OnReply, workers: Sequence[W]) -> None:
         super().__init__(nodes, on_reply)
         self.workers = workers
         self._queue: list[Message] = []  # the most work first, and those to one node in their order
         self._handling: dict[W, Message] = {}
-        self._worker_of: dict[int, W] = {}  # of each node in a message or a layer-wise round
-        self._parked: set[int] = set()  # the nodes whose workers have their states, in layer-wise rounds
+        self._worker_of: dict[int, W] = {}  # by node, while it has a message or a layer-wise round there
+        self._parked: set[int] = set()  # the nodes whose layer-wise rounds, with their states, are in a worker
 
     @abstractmethod
     def wait(self, busy: Sequence[W], timeout: float) -> Iterable[W]:

@@ -184,7 +184,7 @@ class Worker(NodeWorker):
 
 @contextlib.contextmanager
 def _signals_later() -> Iterator[None]:
-    """Hold back signals around a fork: in the new process until it has handlers, in this one until it knows the other.
+    """Hold back signals around a fork: in the new process until it has handlers, in this one until it knows its child.
 
     The new process inherits the signal mask. In this process a mask is not enough, since other threads receive signals.
     """
@@ -220,7 +220,7 @@ def _end_with(parent: int) -> None:
 
 
 def _serve(served: object, end: socket.socket) -> None:
-    """In the new process: take the locks that other threads may hold, and answer until the parent ends it."""
+    """The new process: take the locks that other threads may hold, and do jobs until the parent ends it."""
     gc.freeze()  # the collector would write to each object, and so copy the memory that this process shares
     torch.get_rng_state()  # takes the lock of PyTorch's generator
     sys.stdout.flush()

@@ -35,7 +35,7 @@ _MOST_EXCHANGES = 100_000  # in a round
 _LARGEST = 1e18  # of a contribution's values: their squares and sums are finite in float32
 
 Answers = Mapping[int, Contribution | str]  # by node; a string says why there is no contribution
-# Gives the reasons why tensors are too far from the others, by position.
+# A function (tensors, keys) that says, by position, why tensors are too far from the others.
 Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]
 # An engine's exchange with parked rounds (nodes, agreement, seconds); returns None if the engine has none.
 PassOn = Callable[[Sequence[int], Agreement, float], Answers | None]
@@ -78,7 +78,7 @@ def service() -> MakeCarrier | None:
 
 
 def content_like(message: Message, arrays: ArrayRecord, more: protocol.Config) -> RecordDict:
-    """The message's content with these arrays instead of its own, and `more` added to its config."""
+    """The content of the message with other arrays, and with `more` in its config."""
     return RecordDict({"arrays": arrays, **configs_in(with_config(message, more).content)})
 
 
@@ -141,11 +141,11 @@ def judge(
 
 
 def problems(contributions: Mapping[int, Contribution], remaining: int | None) -> dict[int, str]:
-    """Why contributions cannot be used, by node: a problem of their own, or another form than most clients sent.
+    """Why contributions cannot be used, by node: they have a problem, or another form than most of the others.
 
     `remaining` is the number of exchanges that were to follow the previous one; None before the first.
     """
-    # Streams bypass the gate, which checks this for messages. Most clients may report equal weights as their numbers.
+    # The gate checks this in messages, and streams bypass it. It is fine if most clients report equal weights instead.
     large = {
         node: f"its batch has {each.batch} examples, but its data set has {each.examples}"
         for node, each in contributions.items()

@@ -41,7 +41,7 @@ class Agreement:
 
     tensors: Arrays
     values: int  # per channel, in the batches of all clients
-    per_example: float  # r, the mean number of values in an example, where each client has its weight
+    per_example: float  # r, the mean number of values in an example, weighted by client
 
 
 def contribution_to_records(contribution: Contribution) -> RecordDict:
@@ -82,7 +82,7 @@ def contribution_from_records(content: RecordDict) -> Contribution:
 
 
 def numbers_of(agreement: Agreement) -> protocol.Metrics:
-    """The agreement's numbers, as an entry of a config."""
+    """The agreement's numbers, as an entry for a config."""
     return {protocol.EXCHANGE_VALUES: [float(agreement.values), agreement.per_example]}
 
 

@@ -77,7 +77,7 @@ class _Moments:
 
 @dataclass(eq=False)
 class LayerwiseStep:
-    """Loss and gradient of one batch, for the first step of `client.training.train`.
+    """Computes loss and gradients of one batch with exchanges, for the first step of `client.training.train`.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ class LayerwiseStep:
         return loss.detach()
 
     def count_exchanges(self, model: nn.Module, inputs: Value) -> None:
-        """Set the number of exchanges that follow."""
+        """Find how many exchanges follow."""
         self.exchanges_left = count_calls(model, inputs) * ((1 if self.fused else 2) + self.backward)
 
     def exchange_rest(self) -> None:
@@ -200,7 +200,7 @@ class LayerwiseStep:
 
 
 class _ExchangingNorm(torch.autograd.Function):
-    """Batch norm with given statistics, whose backward exchanges the gradients with respect to them."""
+    """Batch norm with given statistics; its backward pass exchanges the gradients with respect to them."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, moments: _Moments, step: LayerwiseStep) -> Tensor:
@@ -257,7 +257,7 @@ def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) ->
 def exchanged_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     """The batch norms that train, by name, without frozen ones (in eval mode).
 
-    SettingsError names a layer that computes something else than batch norm and the modules after it.
+    SettingsError names a layer that does not compute batch norm, perhaps followed by other modules.
     """
     what = "batch norm over the clients' batches"
     layers = {name: layer for name, layer in batch_norms(model, what).items() if layer.training}
@@ -272,7 +272,7 @@ def exchanged_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 
 @contextmanager
 def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], Tensor]) -> Iterator[None]:
-    """Inside, batch norms that train call `forward(layer, values)`; padded positions are left out of the values."""
+    """In this block, batch norms that train call `forward(layer, values)`; the values have no padded positions."""
     layers = exchanged_layers(model).values()
     try:
         for layer in layers:
@@ -291,9 +291,9 @@ _calls: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
 
 @torch.no_grad()
 def count_calls(model: nn.Module, inputs: Value) -> int:
-    """The number of calls of training batch norms in a forward pass, which is remembered; the model does not change.
+    """How many times a forward pass calls batch norms that train. The model does not change; the number is remembered.
 
-    The pass needs the whole batch, since the first nodes of a graph alone are not an input.
+    The pass needs the whole batch, since part of a graph's nodes would not be an input.
     """
     case = each(lambda tensor: tensor.shape[1:], inputs), [*exchanged_layers(model)]
     known, calls = _calls.get(model, (None, 0))

@@ -51,15 +51,15 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
 
 
 def pooled_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
-    """The weighted mean, in which running variances also have the part between the clients: they are pooled.
+    """The weighted mean, but with pooled running variances, which include the variance between the clients' means.
 
     With p_i the weights divided by their sum, mu = sum_i p_i mu_i and var = sum_i p_i (var_i + (mu_i - mu)^2). If
     mu_i and var_i are mean and biased variance of client i's n_i values, and p_i = n_i / n, these are the moments of
     all values together. A `running_var` of PyTorch is not quite that: it averages the *unbiased* variances of batches.
-    So the part within the clients is too large by the factor B / (B - 1), with B values per channel in a batch, as it
-    is in the mean; and the part between the batches of one client is in neither.
+    So, as in the plain mean, the variance within the clients is too large by the factor B / (B - 1), with B values per
+    channel in a batch, and the variance between the batches of one client is missing.
 
-    The result is never below the mean of the variances, and what one huge mean would make infinite is a finite number.
+    The result is never below the mean of the variances, and it is finite even if a client's mean is huge.
     """
     given = list(replies)
     mean, total = weighted_mean(given, weights), total_weight(weights)
@@ -86,9 +86,9 @@ def _clamp(value: Array, dtype: DType) -> Array:
 def _means(arrays: Sequence[Sequence[Array]], weights: Sequence[float], total: float) -> list[Array]:
     """The mean of the flat arrays of each key; threads share out the pieces of all keys.
 
-    The result does not depend on the number of threads. Nor does it depend on an element's position, as a result of
-    BLAS may. 64-bit values are summed as differences from the values with the largest weight: a float64 sum would
-    round equal values.
+    The result does not depend on the number of threads or, unlike results of BLAS, on an element's position. 64-bit
+    values are summed as differences from the values with the largest weight, since a float64 sum would round equal
+    values.
     """
     of_most = max(range(len(weights)), key=weights.__getitem__)
     means = [np.empty(values[0].size, values[0].dtype) for values in arrays]
@@ -167,7 +167,7 @@ def arrays_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None 
 
 
 def are_alike(arrays: Arrays, like: Arrays) -> bool:
-    """Whether both have one layout, and `arrays` are finite: a fast check, which can say no although they are alike."""
+    """A fast check: True if both have one layout and `arrays` are finite. It may miss arrays that are alike."""
     is_same = isinstance(arrays, FlatArrays) and isinstance(like, FlatArrays) and arrays.layout is like.layout
     return is_same and is_finite(arrays.flat)  # type: ignore[attr-defined]
 
@@ -195,16 +195,16 @@ _HUGE = float(np.finfo(np.float32).max) ** (1 / 3)  # 7e12
 
 
 def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | None = None) -> dict[int, str]:
-    """Replies with values that training does not reach, by position, with the reasons.
+    """Why replies have values that training does not reach, by position.
 
-    A reply is absurd if both hold for one of its arrays:
+    A reply is absurd if both are true for one of its arrays:
 
     - It has a value above 7e12, or above the square of 7e12 in `squares` (by default the running variances).
     - Its largest change, from `sent` or from zero, is more than 1,000 times the median change of the other replies.
 
-    The change alone does not tell. An honest client may train an array that the others have frozen, or its data may
+    The change alone is not enough. An honest client may train an array that the others have frozen, or its data may
     have other units. In a run that diverged on some clients, their changes were 2.5 million times as large. The value
-    tells more: features of up to 1e12 have variances of up to 1e24, the largest weight of a run that diverged was
+    says more: features of up to 1e12 have variances of up to 1e24, the largest weight of a run that diverged was
     1.9e9, and a client above 7e12 is about to send NaN. If all clients had such values, their changes would be alike.
 
     With fewer than three replies there is no majority to compare with, so none is absurd.
@@ -237,10 +237,7 @@ def largest_of(arrays: Arrays) -> float:
 
 
 def large_value(model: Arrays) -> str | None:
-    """The largest value of a model, in words, if it is large enough to make training fail; otherwise None.
-
-    That is a value above a million, or a variance above its square.
-    """
+    """The largest value of a model, in words, if training would fail: above a million, or 1e12 in a variance."""
     sizes = {key: largest_of({key: value}) for key, value in model.items()}
     squares = variance_keys(model)
     large = [key for key, size in sizes.items() if size > (1e12 if key in squares else 1e6)]

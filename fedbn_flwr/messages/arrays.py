@@ -74,7 +74,7 @@ def variance_keys(keys: Mapping[str, object]) -> list[str]:
 
 
 class FlatArrays(Mapping[str, Values]):
-    """Read-only arrays of one dtype, stored consecutively in `flat`."""
+    """Read-only arrays of one dtype, stored one after another in `flat`."""
 
     __slots__ = ("flat", "layout")
 
@@ -140,7 +140,7 @@ class Array(FlowerArray):
 
 
 class Entries(dict[str, FlowerArray]):
-    """The entries of a record. `block` has just these arrays, until one is replaced; None if no block has them all."""
+    """The entries of a record. `block` has exactly these arrays; None without such a block, or once one is replaced."""
 
     block: FlatArrays | None = None
 
@@ -291,7 +291,7 @@ def _header(start: bytes) -> tuple[tuple[int, ...], bool, DType]:
             raise ValueError
         shape, fortran_order, dtype = npy.read_array_header_1_0(stream, max_header_size=_LONGEST_HEADER)
     except Exception:  # of Python or NumPy: the header is a literal of any form
-        raise MessageError("it is no .npy file of version 1.0 with a short header") from None
+        raise MessageError("it is not a .npy file of version 1.0 with a short header") from None
     if dtype.kind not in "biufc":
-        raise MessageError("its header is not that of an array of numbers")
+        raise MessageError("its header does not describe an array of numbers")
     return shape, fortran_order, dtype

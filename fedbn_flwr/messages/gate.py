@@ -25,10 +25,10 @@ from .quote import one_line, shown
 from .reply import MOST_EXAMPLES, is_partition, metric_name, partition_of, refused, with_content
 
 _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
-_LARGEST_INTEGER = 2**63  # the files of a run have 64 bits; -2**63 has no opposite
+_LARGEST_INTEGER = 2**63  # the files of a run have 64 bits, and -2**63 has no positive counterpart
 _MOST_METRICS, _LONGEST_NAME = 1000, 1000  # each is in every line of a run's files, and a column of its tables
 _MOST_BYTES = 1 << 18  # of names and numbers; of 1,000 metrics, or lists with a number for each of 30,000 classes
-# Also after the name of a test set.
+# The name of a test set may come before them.
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES, protocol.EXCHANGES_LEFT)
 
 
@@ -37,7 +37,7 @@ class Gated(list[Message]):
 
 
 def gate(replies: Iterable[Message]) -> Gated:
-    """The replies, where an error with the reason replaces each one that must not pass."""
+    """The replies; an error with the reason replaces each one that must not pass."""
     return replies if isinstance(replies, Gated) else Gated(map(_checked_reply, replies))
 
 

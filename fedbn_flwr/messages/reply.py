@@ -23,7 +23,7 @@ MOST_EXAMPLES = 2**31
 
 
 def number_problem(metrics: protocol.Config, key: str) -> str | None:
-    """The reason why a metric cannot be a weight, or None."""
+    """Why a metric cannot be a weight, or None."""
     value = metrics.get(key)
     if value is None:
         return f"the reply's metrics lack {key!r}; they have {', '.join(map(shown, [*metrics][:8])) or 'none'}"
@@ -47,7 +47,7 @@ class Reply:
 
     arrays: Arrays  # of the model
     metrics: protocol.Config
-    records: Mapping[str, Arrays]  # the additional records that the rules requested, by name
+    records: Mapping[str, Arrays]  # the further records that the rules asked for, by name
     message: Message
 
 
@@ -142,7 +142,7 @@ def refused(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECON
 
 
 class OwnContent(RecordDict):
-    """The content of a message to which only its receiver refers, and which it may change."""
+    """The content of a message that its receiver alone has, and may change."""
 
 
 def with_content(message: Message, content: RecordDict) -> Message:

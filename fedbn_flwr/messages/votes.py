@@ -1,4 +1,4 @@
-"""Checks of replies where the server does not know what to expect: most clients' replies decide."""
+"""Checks of replies where the server cannot know what to expect, so that the majority of the clients decides."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SHARES = frozenset(name.rpartition("_")[2] for name in SHARES)
 
 
 def metric_problems(replies: Mapping[int, Reply]) -> dict[int, str]:
-    """The problems of replies with a metric in another form than most clients report, by node.
+    """The problems of replies that report a metric in another form than most clients, by node.
 
-    A form is one number, a list of numbers, or one number out of range. The last is valid if most clients report it:
-    some ClientApps report percentages, or equal weights as numbers of examples.
+    A form is one number, a list of numbers, or one number out of range. The last is fine if most clients report it,
+    since some ClientApps report percentages, or equal weights as numbers of examples.
     """
     problems: dict[int, str] = {}
     metrics = {
@@ -103,7 +103,7 @@ def arrays_problems(replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str
 
 
 def overflow(arrays: Arrays, sent: Arrays) -> str | None:
-    """The reason why a strategy that squares or sums the clients' changes cannot use a reply, or None.
+    """Why a strategy that squares the clients' changes, or adds them up, cannot use a reply; or None.
 
     Flower's optimisers and robust strategies square the changes, and Scaffold adds them up over the rounds. One
     infinite value would spoil the model for the rest of the run.

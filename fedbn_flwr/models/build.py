@@ -79,8 +79,8 @@ def build_model(
     name
         One of `MODELS`, or `module:callable`, a network of your own.
     input_shape
-        Shape of the inputs of one example, for instance (3, 32, 32) for images: [channels, height, width]. By default
-        that for which the network was made.
+        The shape of one example's inputs, for instance (3, 32, 32) for images: [channels, height, width]. By default
+        the shape that the network was made for.
     num_tokens
         The number of different tokens, if the inputs are tokens.
     weights

@@ -14,7 +14,7 @@ from fedbn_flwr.norms.roles import Role
 
 
 class Form:
-    """The roles and shapes of a model's tensors, and the keys that name one tensor."""
+    """The roles and shapes of a model's tensors, and which keys name the same tensor."""
 
     def __init__(self, roles: Mapping[str, Role], tensors: Mapping[str, Tensor]) -> None:
         self._roles = roles
@@ -25,7 +25,7 @@ class Form:
         self._tied = [keys for keys in tied.values() if len(keys) > 1]
 
     def kept_problem(self, kept: Collection[str], arrays: Collection[str] = ()) -> str | None:
-        """Why these keys cannot be what stays on the client: they have half a tensor, or are among those received."""
+        """Why these keys cannot stay on the client, or None: they were received, or one tensor has other keys too."""
         if sent := [key for key in arrays if key in kept]:
             return (
                 f"the server sent {sent[0]!r}, which stays on the client ({len(kept)} arrays do). Server and clients "

@@ -61,8 +61,8 @@ def check_tensors(model: nn.Module) -> None:
             raise SettingsError(f"{what} of unknown size; pass a batch through the model first")
         if isinstance(module, torch.jit.ScriptModule):
             raise SettingsError(
-                f"{what}, whose layers have no types by which batch norm is found; train the module from which "
-                "torch.jit made it, and script or trace the trained one"
+                f"{what}, whose layers have lost the types by which batch norm is found; train the module that it was "
+                "made from, and script or trace the trained one"
             )
     state: dict[str, Tensor] = model.state_dict()
     for key, value in state.items():
@@ -78,18 +78,18 @@ def check_tensors(model: nn.Module) -> None:
     by_type, by_name, marked = roles(model), roles(state), (Role.STATISTICS, Role.COUNTER)
     if mistaken := [key for key, role in by_name.items() if role in marked and by_type[key] is not role]:
         raise SettingsError(
-            f"{mistaken[0]!r} of the model is no statistic of a norm layer, but a server, which has names only, would "
-            "take it for one: names that end in running_mean, and running_var and num_batches_tracked beside it, "
-            "belong to buffers of norm layers. Rename it"
+            f"{mistaken[0]!r} of the model is not a statistic of a norm layer, but a server, which sees only names, "
+            "would take it for one: running_mean, and running_var and num_batches_tracked of the same module, are the "
+            "names of a norm layer's buffers. Rename it"
         )
 
 
-# The client that used a model last, and its run. The values of a model without an entry belong to no present client.
+# For each model the client that used it last, and its run. Without an entry, no client needs the model's values.
 _users: WeakKeyDictionary[nn.Module, tuple[int, str | None]] = WeakKeyDictionary()
 
 
 def places_of(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """For each tensor's key, the module's dict that holds it, and its name there: code may assign another tensor."""
+    """Where each tensor is, by key: a module's dict and the name in it, since code may assign another tensor."""
     return {
         key_of(prefix, name): (table, name)
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -161,7 +161,7 @@ class ModelTensors:
     # --- for one client after another ---
 
     def release(self) -> None:
-        """Say that the client is done. The values stay until the next client loads its own or reads them."""
+        """Note that the client is done. Its values stay until the next client loads or reads values."""
         _users.pop(self.model, None)
 
     def load_all(

@@ -94,9 +94,9 @@ def _moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class MomentRecorder:
-    """Inside a `with` block, records the moments of what batch norms normalise, which does not change the passes.
+    """Inside a `with` block, records mean and biased variance of what batch norms normalise, without changing it.
 
-    `statistics` are the means over the batches of each batch's mean and biased variance, by state dict key.
+    `statistics` returns their means over the batches, by state dict key.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,7 +134,7 @@ class MomentRecorder:
 
 @contextmanager
 def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
-    """Put `model` into training mode, and freeze the roles `what` of its batch norms inside the block.
+    """Put `model` into training mode and, inside the block, freeze the roles `what` of its batch norms.
 
     With frozen statistics, batch norms normalise with their running mean and variance and do not update them, while
     gamma, beta and all other layers train (dropout stays on). A batch norm without statistics normalises with the

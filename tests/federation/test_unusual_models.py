@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "extra state": (lambda: nn.Sequential(WithExtraState(2, 3)), "'0._extra_state' of the model is a dict"),
     "script": (scripted, "'0' is a RecursiveScriptModule"),
     "parameters with a norm's names": (
-        lambda: nn.Sequential(net(), Gate()), "'1.running_mean' of the model is no statistic of a norm layer"
+        lambda: nn.Sequential(net(), Gate()), "'1.running_mean' of the model is not a statistic of a norm layer"
     ),
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Asks the nodes of a run, before its first round, who they are and, for `data.normalise`, the sums of their data.
 
-From the sums follow the mean and deviation of each column over all sites' data. The server sends these moments with
-every message. Clients don't store them, so a node that restarts or joins late has them too. A resumed run reads them
-from model.json in its folder.
+The server computes the mean and deviation of each column over all sites' data from the sums, and sends these moments
+with every message, so that a node that restarts or joins late has them too. A resumed run reads them from model.json in
+its folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..settings import Settings, strategy_name
 
 
 def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], list[Message]]:
-    """The nodes and their answers. A node that is unavailable is asked again until the nodes' timeout."""
+    """The nodes and their answers. Nodes that are unavailable are asked again until the nodes' timeout."""
     answers: dict[int, Message] = {}
     began = time.monotonic()
     while True:
