@@ -1,4 +1,4 @@
-"""CONTRIBUTING's table of the way of a round names functions that exist, in the order in which a round calls them."""
+"""CONTRIBUTING's tables of a round and an exchange name functions that exist, in the order in which they are called."""
 
 from __future__ import annotations
 
@@ -8,20 +8,34 @@ from pathlib import Path
 
 import weight
 
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import FedAvg, FedTAN
 
 ROOT = Path(__file__).parents[2]
 # Other engines, strategies and listeners than those of the round below.
 ELSEWHERE = {"train_round", "BaseStrategy.ask", "FedTAN.exchanges", "WorkerPool.serve", "Listener.on_round"}
 
 
-def test_the_way_of_a_round_is_as_described() -> None:
+def described(begin: str, end: str) -> list[tuple[str, str]]:
+    """The functions in the table between two sentences of the guide, with their places; each function exists."""
     guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| [^|]+ \| `([\w.]+)` \| `([\w/]+)\.py` \|$", guide, re.MULTILINE)
-    described = [(function, f"{file.replace('/', '.')}:{function}") for function, file in rows]
-    assert len(described) > len(ELSEWHERE)
-    for _, place in described:
+    table = guide.partition(begin)[2].partition(end)[0]
+    rows = re.findall(r"^\| [^|]+ \| `([\w.]+)` \| `([\w/]+)\.py` \|$", table, re.MULTILINE)
+    found = [(function, f"{file.replace('/', '.')}:{function}") for function, file in rows]
+    for _, place in found:
         pkgutil.resolve_name(place)  # raises an error if there is no such function
+    return found
+
+
+def test_the_way_of_a_round_is_as_described() -> None:
+    rows = described("This is the way of a round", "An exchange of FedTAN")
+    assert len(rows) > len(ELSEWHERE)
     called = weight.way_of_a_round(FedAvg())[1]
-    of_round = [place for function, place in described if function not in ELSEWHERE]
+    of_round = [place for function, place in rows if function not in ELSEWHERE]
     assert of_round == [place for place in called if place in of_round]
+
+
+def test_the_way_of_an_exchange_is_as_described() -> None:
+    rows = [place for _, place in described("An exchange of FedTAN", "In the client's thread")]
+    called = weight.way_of_a_round(FedTAN(min_batch=1))[1]
+    assert len(rows) > 5
+    assert rows == [place for place in called if place in rows]
