@@ -106,14 +106,14 @@ class _App(ClientApp):
         call: Callable[[Message, Context], Message] = functools.partial(self._call_handler, handle)
         config, by_key = _config(message), declared("client_mods")
         try:
-            if handle is _extension:  # it uses volatile records only, which are never in the state folder
+            if handle is _extension:  # it uses only volatile records, which the state folder never has
                 return call(message, context)
             with stored_state(message, config, context):
                 for mod in dict.fromkeys(part("client_mods", key) for key in config if key in by_key):
                     call = functools.partial(mod, call_next=call)
                 return call(message, context)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
-            # In experiments the server reports it.
+            # In an experiment the server reports the error, so the log here need not.
             raise _client_error(context, task, error, "" if protocol.TOKEN in config else _ONLY_LOGGED) from error
 
     def _call_handler(self, handle: Handler, message: Message, context: Context) -> Message:

@@ -222,7 +222,7 @@ class BNClient(NumPyClient):
         self._load(arrays, config)
         model = self.model
         if config.get(protocol.REESTIMATE):
-            model = copy.deepcopy(model)  # another client may use the model next
+            model = copy.deepcopy(model)  # the next client may use the same model
             model.load_state_dict(self._statistics(rules, arrays.keys(), config, pooled=True)[0], strict=False)
         sets = self._test_sets(config)
         different = {id(batches): batches for batches in sets.values()}  # a set may have several names
@@ -274,7 +274,7 @@ class BNClient(NumPyClient):
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Metrics]:
         """Train a round from these arrays; returns the trained ones, the number of examples and metrics."""
         if key := next((key for key in declared("client_mods") if key in config), None):
-            raise MessageError(f"{key!r} needs a ClientApp made by fedbn_flwr.client_app")  # which has the mod
+            raise MessageError(f"{key!r} needs a ClientApp made by fedbn_flwr.client_app")  # only this calls the mod
         update = self.train_round(self._by_key(parameters), config)
         metrics = update.metrics | self.identity
         return [value.copy() for value in update.arrays.values()], int(metrics.pop(protocol.NUM_EXAMPLES)), metrics

@@ -44,7 +44,7 @@ def metric_inputs(task: Task, outputs: Outputs, targets: Value) -> tuple[Tensor,
         return None
     outputs, targets = (tensor.reshape(len(tensor), -1) for tensor in aligned(outputs, targets))
     if task.name == "binary":
-        if outputs.shape[1] != 1:  # yes or no for each pixel
+        if outputs.shape[1] != 1:  # a yes or no for each pixel has no metrics
             return None
         return torch.cat([torch.zeros_like(outputs), outputs], 1), targets[:, 0].long()
     return outputs, targets
@@ -166,7 +166,8 @@ _OF_ALL = {"auc": auc, "mae": mae, "rmse": rmse, "r2": r2}
 
 def name_of(metric: Metric) -> str:
     """The name of a metric, in snake case as in the history."""
-    name = str(getattr(getattr(metric, "func", metric), "__name__", metric))  # of a functools.partial its function's
+    # A functools.partial has the name of its function.
+    name = str(getattr(getattr(metric, "func", metric), "__name__", metric))
     if not callable(metric) and metric not in METRICS:
         raise SettingsError(f"metric {metric!r} is unknown; {did_you_mean(metric, METRICS)}, or a function")
     if not name.isidentifier():
@@ -197,7 +198,7 @@ class Measurement:
 
     def __init__(self, task: Task, metrics: Sequence[Metric]) -> None:
         self.task = task
-        self.metrics: dict[str, Metric] = {  # by their keys in messages
+        self.metrics: dict[str, Metric] = {  # the keys are those of messages
             name_of(metric).replace("_", "-"): metric for metric in (*task.reported, *metrics)
         }
         self._named = [metric for metric in metrics if not callable(metric)]
@@ -244,7 +245,7 @@ class Measurement:
         if name in _OF_ALL:
             found = metric_inputs(self.task, *examples)
             return math.nan if found is None else _OF_ALL[name](*found)
-        if None in self._counts:  # outputs or targets of another form
+        if None in self._counts:  # a batch had outputs or targets of another form
             return math.nan
         answered, correct, by_class = (sum(parts) for parts in zip(*filter(None, self._counts), strict=True))
         if name == "accuracy":
@@ -292,7 +293,7 @@ def evaluate(
     own = task or _task_from_targets(first[1])
     measurement = Measurement(own, metrics)
 
-    @torch.no_grad()  # a setting of the thread
+    @torch.no_grad()  # each thread has its own setting
     def outputs_of(model: nn.Module, batch: Batch) -> tuple[Outputs, Value]:
         inputs, targets = (each(lambda tensor: tensor.to(device), part) for part in batch)
         return model(inputs), targets

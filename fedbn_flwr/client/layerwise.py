@@ -35,13 +35,13 @@ from .node_state import ARRAYS, NodeState, run_of
 
 MakeClient = Callable[[], BNClient]
 Client = TypeVar("Client")
-Sent = TypeVar("Sent")  # what a session sends to an exchange: a client's contribution, or those of several
+Sent = TypeVar("Sent")  # what a session sends to an exchange: the contribution of one client, or of several
 
 _EXCHANGES = "exchanges"  # the round's model and agreed tensors, in the client's state
 _ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round, with the agreed numbers
 
 
-_Tasks = queue.SimpleQueue[Callable[[], object]]  # of a thread, which runs one session after the other
+_Tasks = queue.SimpleQueue[Callable[[], object]]  # a thread's queue; it runs one session after the other
 
 # Threads that wait for a session. Each has OpenMP's threads, cuDNN's plans of convolutions and settings of PyTorch's
 # compiler, which a new thread would have to make again.
@@ -53,7 +53,7 @@ def _new_thread() -> _Tasks:
 
     def run() -> None:
         while True:
-            tasks.get()()  # no variable: the session's client must not stay in memory until the next one
+            tasks.get()()  # without a variable, which would keep the session's client in memory until the next one
 
     threading.Thread(target=run, daemon=True).start()
     return tasks
@@ -72,7 +72,7 @@ class Session(Generic[Sent]):
         Seconds that a parked round waits for its next message.
     """
 
-    _tasks: _Tasks  # of its thread
+    _tasks: _Tasks  # the queue of the thread that runs it
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Session(Generic[Sent]):
     ) -> None:
         self._work, self._agreed = work, iter(agreed)
         self.step = len(agreed)  # the number of exchanges whose result it has
-        self.result: Future[Any] = Future()  # of `work`
+        self.result: Future[Any] = Future()  # what `work` returned, or its error
         self._answers: queue.SimpleQueue[Agreement | None] = queue.SimpleQueue()
         self._contributions: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
         self._patience = patience
@@ -109,14 +109,15 @@ class Session(Generic[Sent]):
 
     def abandon(self) -> None:
         """End a parked round and free its memory."""
-        # At its end the round resets the generators to their state at its beginning, which is not the caller's.
+        # When the round ends, it resets the generators to their state when it began, which is not the caller's.
         with seeding.preserve_rng(), suppress(queue.Empty):
             self._answers.put(None)
-            if self._contributions.get(timeout=self._patience) is None:  # unless the user's code continues
+            # None is the end, after which the thread is free; the user's code may go on instead.
+            if self._contributions.get(timeout=self._patience) is None:
                 _idle.append(self._tasks)
 
     def _run(self, threads: int) -> None:
-        torch.set_num_threads(threads)  # a setting of the thread
+        torch.set_num_threads(threads)  # each thread has its own setting
         try:
             self.result.set_result(self._work(self._exchange))
         except BaseException as error:
@@ -130,7 +131,8 @@ class Session(Generic[Sent]):
             self._contributions.put(contribution)
             if (answer := self._answers.get(timeout=self._patience)) is not None:
                 return answer
-        raise SystemExit("the parked round received no more messages")  # the user's code catches other exceptions
+        # The user's code may catch other exceptions.
+        raise SystemExit("the parked round received no more messages")
 
 
 class ParkedRound(Session[Contribution]):
@@ -152,7 +154,7 @@ class ParkedRound(Session[Contribution]):
         self.client, self.extras, self.number = client, extras, number
 
 
-Place = tuple[str, int, int]  # a node in a process: training run, Flower's run, node
+Place = tuple[str, int, int]  # where a round is parked: the training run, Flower's run and the node
 
 
 class ParkedRounds(dict[Place, ParkedRound]):

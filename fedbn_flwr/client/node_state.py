@@ -31,7 +31,7 @@ from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import read_store, write_store, writing
 
-_RUN = "fedbn.run"  # the record that names the training run, and in a folder the round
+_RUN = "fedbn.run"  # a record with the name of the training run and, in the state folder, the round
 ARRAYS = "fedbn.arrays."
 LOCAL_ARRAYS = "fedbn.local"  # the arrays that stay on the client; other projects' rules use names without `fedbn.`
 

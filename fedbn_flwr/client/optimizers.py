@@ -20,10 +20,9 @@ from fedbn_flwr import named
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.messages.aggregate import Array
 
-# Called with the parameters and lr=, for instance
-# torch.optim.RMSprop or functools.partial(torch.optim.AdamW, betas=(0.9, 0.95)).
+# A function (parameters, lr=...), for instance torch.optim.RMSprop or functools.partial(torch.optim.AdamW, eps=1e-6).
 MakeOptimizer = Callable[..., Optimizer]
-# As BNClient and `train.optimizer` have it: a name, {"name": ..., option: ...}, or a function.
+# What BNClient and `train.optimizer` take: a name, {"name": ..., option: ...}, or a function.
 OptimizerSpec = str | Mapping[str, object] | MakeOptimizer
 
 
@@ -79,7 +78,7 @@ class LocalOptimizer:
     def load_state(self, state: Mapping[str, Array]) -> None:
         """Begin with a state that `state` returned in an earlier round; other entries are ignored."""
         names = {parameter: name for name, parameter in self.parameters.items()}
-        counted = itertools.chain.from_iterable(group["params"] for group in self.torch.param_groups)  # by torch.optim
+        counted = itertools.chain.from_iterable(group["params"] for group in self.torch.param_groups)
         numbers = {names[parameter]: number for number, parameter in enumerate(counted) if parameter in names}
         slots: dict[int, dict[str, Tensor]] = {}
         for key, value in state.items():

@@ -40,7 +40,7 @@ from .optimizers import LocalOptimizer
 Loss = Callable[[Outputs, Any], Tensor]  # of (outputs, targets)
 # A function (model, inputs, targets, loss) that sets the parameters' gradients and returns the detached loss.
 Gradient = Callable[[nn.Module, Value, Value, Loss], Tensor]
-Tensors = Mapping[str, Tensor]  # by the names of parameters
+Tensors = Mapping[str, Tensor]  # parameters or gradients, by the parameters' names
 Memo = Mapping[str, Tensors]  # what a client rule remembers from its `begin` to its `finish`, by name
 
 MODEL = "arrays"  # the record with the model, in messages as in replies
@@ -74,20 +74,20 @@ def add_(x: Tensors, y: Tensors, alpha: float = 1.0) -> None:
 class LocalRound:
     """A client's round, from which a client rule reads what it needs."""
 
-    config: Config  # of the message
+    config: Config  # the message's
     sent: Collection[str]  # the keys of the model's arrays in the message; the model has their values
     # The records of arrays that come with the model. A layer-wise round has them only from its last message on, so read
     # them in `begin` or later.
     records: dict[str, Arrays]
     state: NodeState  # arrays that the client keeps between rounds
     model: nn.Module
-    roles: Mapping[str, Role]  # of the model's tensors, by key
+    roles: Mapping[str, Role]  # the roles of the model's tensors, by key
     layerwise: LayerwiseStep  # the first step of a round with exchanges, with this client's options
     resources: ExitStack  # closed when the round ends, with the error if it fails
     # One pass over the client's batches (inputs, targets), by a number, on which the order of the examples depends.
     epoch: Callable[[int], Iterator[Batch]]
     seed: int  # for a rule's own generators; it depends on the client's seed, the round and the client
-    optimizer: LocalOptimizer = field(init=False)  # of the parameters that train; set after the rules are made
+    optimizer: LocalOptimizer = field(init=False)  # has the parameters that train; set after the rules are made
 
     def received(self, w: Tensors) -> Tensors:
         """The parameters that the server has sent; the others stay on the client."""
@@ -102,7 +102,7 @@ class ClientRule:
     keys: ClassVar[Mapping[str, Key]] = {}
     # Keys that `adjust` does not use, so that clients with different values may train at once.
     may_differ: ClassVar[Collection[str]] = ()
-    order: ClassVar[int] = 0  # among the rules of a round, those with lower numbers run first
+    order: ClassVar[int] = 0  # the rules of a round run in ascending order
     elementwise: ClassVar[bool] = True  # whether `adjust` treats each element of the gradients alone
     # Whether the rule has a `loss` or changes the model: then its rounds are not compiled, and each trains alone.
     own_passes: bool = False
@@ -112,7 +112,7 @@ class ClientRule:
         cls.own_passes = cls.own_passes or cls.loss is not ClientRule.loss
         own = vars(cls).get("keys", {})
         for key in own:
-            ours = _OURS.get(key, "").rpartition(".")[2]  # without the package, which a checkout has twice
+            ours = _OURS.get(key, "").rpartition(".")[2]  # without the package, which has two names in a checkout
             if ours not in ("", f"{cls.__module__.rpartition('.')[2]}:{cls.__qualname__}"):
                 raise TypeError(f"{cls.__name__} has the key {key!r} of {_OURS[key]}; give it a key of its own")
         BY_KEY.update(dict.fromkeys(own, cls))

@@ -28,9 +28,9 @@ from fedbn_flwr.norms.statistics import frozen_norm
 from .optimizers import LocalOptimizer, OptimizerSpec, make_optimizer
 from .rule import Batch, ClientRule, Gradient, Loss, Memo
 
-Forward = Callable[[nn.Module, Value, Value, Loss], Tensor]  # the loss of (model, inputs, targets, loss)
+Forward = Callable[[nn.Module, Value, Value, Loss], Tensor]  # (model, inputs, targets, loss): returns the loss
 
-ONE_VALUE = "more than 1 value per channel"  # PyTorch's words on batch norm of one example
+ONE_VALUE = "more than 1 value per channel"  # in PyTorch's error for batch norm with one example
 
 
 class Epochs(Protocol):
@@ -48,7 +48,7 @@ def count_examples(data: Epochs | Iterable[Batch], pairs: Callable[[Iterable[Bat
     # A sampler may choose some of the examples. With a batch_sampler, the loader's own sampler has the whole data set.
     batches = None if getattr(data, "batch_size", None) else getattr(data, "batch_sampler", None)
     places = [(batches, "sampler")] if batches is not None else [(data, "sampler"), (data, "dataset")]
-    if batches is None and getattr(data, "batch_size", 1) is None:  # a data set of batches
+    if batches is None and getattr(data, "batch_size", 1) is None:  # the data set consists of batches
         places = []
     for owner, attribute in places:
         if isinstance(sized := getattr(owner, attribute, None), Sized):
@@ -194,9 +194,9 @@ class Trained:
     """The result of a `Training`, in addition to the new values of its model's tensors."""
 
     loss: float  # the mean over examples
-    first_batch: int  # the examples in it
+    first_batch: int  # the number of examples in the first batch
     steps: int
-    memos: Sequence[Memo]  # of each rule
+    memos: Sequence[Memo]  # one for each rule
 
 
 def train(training: Training) -> Trained:
@@ -266,7 +266,7 @@ def _adjust(training: Training, memos: Sequence[Memo]) -> None:
         rule.adjust(w, g, memo)
 
 
-Trainer = Callable[[Training], Trained]  # leaves the new values in the model's tensors
+Trainer = Callable[[Training], Trained]  # trains, and leaves the new values in the model's tensors
 
 # The trainer of the current thread, which an engine may replace while it serves a message.
 TRAINER: ContextVar[Trainer] = ContextVar("trainer", default=train)

@@ -108,7 +108,7 @@ class LocalGrid(Capabilities, Grid):
         served = self._nodes, self._receive
         self._pool = pool(*served, min(workers, num_nodes)) if workers else Pool(*served)
         self._next_id = itertools.count(1)
-        self._replies: dict[str, Message | None] = {}  # by the message's id; None until the reply arrives
+        self._replies: dict[str, Message | None] = {}  # by message id; None until the reply arrives
         self._observers: list[OnReply] = []
 
     # --- Flower's interface ---
@@ -165,7 +165,7 @@ class LocalGrid(Capabilities, Grid):
         return self._take(message_ids)
 
     def _receive(self, reply: Message) -> None:
-        if (key := reply.metadata.reply_to_message_id) in self._replies:  # it is not late
+        if (key := reply.metadata.reply_to_message_id) in self._replies:  # otherwise it is late
             self._replies[key] = reply
             for on_reply in self._observers:
                 on_reply(reply)

@@ -19,7 +19,7 @@ from .base import GivenUp, GridAround, OnReply
 
 _PAUSE = 0.05  # seconds before the first polls
 _LONGEST_PAUSE = 3.0  # seconds, as in Flower's own grid
-_PAUSE_SHARE = 0.05  # of the time passed so far: the pause before the next poll
+_PAUSE_SHARE = 0.05  # the pause before the next poll, as a share of the time that has passed
 _RESTART_CHECK = 5.0  # seconds between checks for restarted nodes
 _FIRST_WARNING = 60.0  # seconds until the log says how many replies are missing; doubles each time
 
@@ -67,7 +67,7 @@ class PollingGrid(GridAround):
             if time.monotonic() - checked >= _RESTART_CHECK:
                 now, checked = self._activations(), time.monotonic()
             restarted = {node for node in before.keys() & now.keys() if before[node] != now[node]}
-            # Pulled after that check, since a reply from before a restart counts.
+            # Pull replies only after that check: one that a node sent before its restart still counts.
             for reply in list(self.inner.pull_messages(list(asked))) if asked else []:
                 if (message := asked.pop(reply.metadata.reply_to_message_id, None)) is not None:
                     by_superlink = reply.has_error() and reply.metadata.src_node_id == SUPERLINK_NODE_ID

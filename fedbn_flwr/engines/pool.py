@@ -42,7 +42,7 @@ class Nodes:
     """The nodes of a grid and their contexts; a worker's copy has the contexts of layer-wise rounds parked in it."""
 
     client_app: ClientApp
-    threads: int | None  # PyTorch's threads while serving a node; None: their number stays
+    threads: int | None  # PyTorch's threads while serving a node; None leaves their number as it is
     contexts: dict[int, Context] = field(default_factory=dict)
     work: Mapping[int, float] = field(default_factory=dict)  # how long each node's messages take relative to others
 
@@ -56,7 +56,7 @@ class Nodes:
         context = self.contexts.pop(node) if context is None else context
         message.content = OwnContent({**message.content})
         reply = self.call_app(message, context)
-        if message.metadata.message_type != EXCHANGE_QUERY:  # after one, a layer-wise round is parked here
+        if message.metadata.message_type != EXCHANGE_QUERY:  # an exchange leaves a layer-wise round parked here
             return reply, context.state
         self.contexts[node] = context
         return reply, None
@@ -152,7 +152,7 @@ class WorkerPool(Pool, ABC, Generic[W]):
     def __init__(self, nodes: Nodes, on_reply: OnReply, workers: Sequence[W]) -> None:
         super().__init__(nodes, on_reply)
         self.workers = workers
-        self._queue: list[Message] = []  # the most work first, and those to one node in their order
+        self._queue: list[Message] = []  # sorted by work; messages to one node keep their order
         self._handling: dict[W, Message] = {}
         self._worker_of: dict[int, W] = {}  # by node, while it has a message or a layer-wise round there
         self._parked: set[int] = set()  # the nodes whose layer-wise rounds, with their states, are in a worker
@@ -170,7 +170,7 @@ class WorkerPool(Pool, ABC, Generic[W]):
         self._queue = sorted([*self._queue, *messages], key=lambda each: -self.nodes.work[each.metadata.dst_node_id])
         # Every exchange waits for the slowest worker, so new layer-wise rounds are dealt out evenly.
         able = [worker for worker in self.workers if not worker.problem]
-        free = [worker for worker in able if worker not in self._handling] or able  # others are late with a message
+        free = [worker for worker in able if worker not in self._handling] or able  # the rest are late with a message
         asked = [each.metadata.dst_node_id for each in self._queue if each.metadata.message_type == EXCHANGE_QUERY]
         new = dict.fromkeys(node for node in asked if node not in self._worker_of)
         self._worker_of.update(zip(new, itertools.cycle(free)))
@@ -236,7 +236,7 @@ class WorkerPool(Pool, ABC, Generic[W]):
         to_ask = {worker: [node for node in parked if self._worker_of[node] is worker] for worker in self.workers}
         deadline = time.monotonic() + timeout
         while len(answers) < len(parked) and (left := deadline - time.monotonic()) > 0:
-            for worker in [each for each in to_ask if each.is_free]:  # others are late
+            for worker in [each for each in to_ask if each.is_free]:  # the rest are late
                 if asked := to_ask.pop(worker):
                     worker.send(functools.partial(on_answers, asked), "exchange", asked, agreement)
             self.receive(left)

@@ -173,11 +173,11 @@ class Worker(NodeWorker):
             return None, f"its process died ({how})"
 
     def close(self) -> None:
-        if self.process is not None and self.process.pid is not None:  # it was not interrupted before its start
+        if self.process is not None and self.process.pid is not None:  # otherwise it was interrupted before its start
             self.channel.close()
             self.process.join(0.5)  # it ends at once, unless a client is still training
             if self.process.is_alive():
-                self.process.kill()  # it may wait for a lock, and has this process's handler of other signals
+                self.process.kill()  # SIGTERM is not enough if it waits for a lock or still has this process's handlers
                 self.process.join(5)
         self.process, self.then, self.is_ready = None, None, False
 
@@ -222,7 +222,7 @@ def _end_with(parent: int) -> None:
 def _serve(served: object, end: socket.socket) -> None:
     """The new process: take the locks that other threads may hold, and do jobs until the parent ends it."""
     gc.freeze()  # the collector would write to each object, and so copy the memory that this process shares
-    torch.get_rng_state()  # takes the lock of PyTorch's generator
+    torch.get_rng_state()  # this takes the lock of PyTorch's generator
     sys.stdout.flush()
     sys.stderr.flush()
     channel, problem = Channel(end), fork_problem()

@@ -31,8 +31,8 @@ from .codec import Agreement, Contribution, contribution_from_records, numbers_o
 
 # The tensors of each kind of contribution.
 _TENSORS = {"moments": {"mean", "var"}, "mean": {"mean"}, "variance": {"var"}, "gradients": {"mean", "var"}}
-_MOST_EXCHANGES = 100_000  # in a round
-_LARGEST = 1e18  # of a contribution's values: their squares and sums are finite in float32
+_MOST_EXCHANGES = 100_000  # that a round may have
+_LARGEST = 1e18  # the largest value in a contribution; sums of squares are then finite in float32
 
 Answers = Mapping[int, Contribution | str]  # by node; a string says why there is no contribution
 # A function (tensors, keys) that says, by position, why tensors are too far from the others.

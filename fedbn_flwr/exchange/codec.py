@@ -18,7 +18,7 @@ from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, metrics
 from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import partition_of
 
-TEXT_LIMIT = 1000  # characters of a text that a client sends
+TEXT_LIMIT = 1000  # the most characters of a text that a client sends
 KIND = "what"  # config key
 
 
@@ -40,7 +40,7 @@ class Agreement:
     """The server's result from all contributions."""
 
     tensors: Arrays
-    values: int  # per channel, in the batches of all clients
+    values: int  # the number of values per channel in the batches of all clients
     per_example: float  # r, the mean number of values in an example, weighted by client
 
 

@@ -101,7 +101,7 @@ class LayerwiseStep:
     partition: int | None = None
     allowed: int = 1
     own: int = 1
-    _open: list[_Moments] = field(default_factory=list, init=False)  # passes whose gradients were not exchanged yet
+    _open: list[_Moments] = field(default_factory=list, init=False)  # passes whose gradients are yet to be exchanged
     exchanges_left: int = field(init=False)
     batch: int = field(init=False)
 
@@ -139,14 +139,14 @@ class LayerwiseStep:
                 kind, own, self.batch, values, self.exchanges_left, examples=self.examples, partition=self.partition
             )
         )
-        # A copy: PyTorch accepts no read-only array.
+        # PyTorch does not accept read-only arrays, so this copies them.
         return {k: torch.from_numpy(np.array(agreed.tensors[k])).to(value) for k, value in tensors.items()}, agreed
 
     def normalise(self, layer: _BatchNorm, y: Tensor) -> Tensor:
         """Batch norm's forward, over all clients: y [N, C, ...]."""
         layer._check_input_dim(y)
         own = y.numel() // y.shape[1]
-        like = layer.weight if layer.running_mean is None else layer.running_mean  # perhaps float32, and y float16
+        like = layer.weight if layer.running_mean is None else layer.running_mean  # may be float32 when y is float16
         values = y.detach() if like is None else y.detach().to(like.dtype)
         if self.fused:
             if y.device.type == "cpu":
@@ -213,7 +213,8 @@ class _ExchangingNorm(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         (y,), moments = ctx.saved_tensors, ctx.moments
         mean, var, eps = moments.mean, moments.var, moments.eps
-        unsaved = mean.new_empty(0)  # by the forward pass, which used given statistics; a GPU refuses None
+        # The forward pass, whose statistics were given, saved nothing, and a GPU does not accept None for it.
+        unsaved = mean.new_empty(0)
         _, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
             d_out, y, moments.gamma, mean, var, unsaved, unsaved, False, eps, [False, True, True]
         )
@@ -285,7 +286,7 @@ def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], T
             layer.__dict__.pop("forward", None)
 
 
-# What `count_calls` has found for a model, and for which inputs and layers.
+# For each model, the inputs and layers for which `count_calls` counted last, and the number.
 _calls: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
 
 

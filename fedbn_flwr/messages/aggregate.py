@@ -30,7 +30,7 @@ def total_weight(weights: Sequence[float]) -> float:
 
 _PIECE = 1 << 17  # elements summed at a time; with smaller pieces threads would wait for Python's global lock
 _THREADS = min(8, cores())
-_LARGEST = 1e280  # of float64; times MOST_EXAMPLES it is finite
+_LARGEST = 1e280  # the largest float64 that is used: times MOST_EXAMPLES it is finite
 _LARGE = 1 << 20  # elements for each thread: starting a thread takes as long as adding about 100,000 elements
 
 
@@ -44,7 +44,7 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
     total = total_weight(weights)
     given = [reply for reply, _ in zip(replies, weights, strict=True)]
     blocks = [reply for reply in given if isinstance(reply, FlatArrays)]
-    if len(blocks) == len(given) and len({id(block.layout) for block in blocks}) == 1:  # all arrays as one
+    if len(blocks) == len(given) and len({id(block.layout) for block in blocks}) == 1:  # all arrays are averaged as one
         return FlatArrays(blocks[0].layout, *_means([[block.flat for block in blocks]], weights, total))
     means = _means([[reply[key].reshape(-1) for reply in given] for key in given[0]], weights, total)
     return {key: mean.reshape(given[0][key].shape) for key, mean in zip(given[0], means, strict=True)}
@@ -124,7 +124,7 @@ def _means(arrays: Sequence[Sequence[Array]], weights: Sequence[float], total: f
     if threads == 1:
         set_means(pieces)
         return means
-    waiting = iter([*pieces])  # of a list, from which each thread takes the next piece
+    waiting = iter([*pieces])  # an iterator over a list, from which each thread takes its next piece
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(set_means, [waiting] * threads))
     return means

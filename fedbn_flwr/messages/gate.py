@@ -26,8 +26,8 @@ from .reply import MOST_EXAMPLES, is_partition, metric_name, partition_of, refus
 
 _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
 _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits, and -2**63 has no positive counterpart
-_MOST_METRICS, _LONGEST_NAME = 1000, 1000  # each is in every line of a run's files, and a column of its tables
-_MOST_BYTES = 1 << 18  # of names and numbers; of 1,000 metrics, or lists with a number for each of 30,000 classes
+_MOST_METRICS, _LONGEST_NAME = 1000, 1000  # each metric is in every line of a run's files, and a column of its tables
+_MOST_BYTES = 1 << 18  # in names and numbers: enough for 1,000 metrics, or a list with numbers of 30,000 classes
 # The name of a test set may come before them.
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES, protocol.EXCHANGES_LEFT)
 
@@ -67,7 +67,7 @@ def _checked_reply(reply: Message) -> Message:
         return reply if reason == reply.error.reason else refused(reply, reason, reply.error.code)
     try:
         content = checked_content(reply.content)
-    except MessageError as error:  # names the client, as the errors that clients send do
+    except MessageError as error:  # name the client, as the errors from clients do
         partition = partition_of(reply.content)
         return refused(reply, str(error) if partition is None else f"client {partition}: {error}")
     except Exception:  # the texts of NumPy's and Flower's errors are about their own interfaces

@@ -18,8 +18,8 @@ from typing import Any
 from fedbn_flwr.errors import MessageError, did_you_mean
 from fedbn_flwr.norms.roles import Role, selected
 
-Config = Mapping[str, Any]  # of a message: numbers, texts, bytes, and lists of them
-Metrics = dict[str, Any]  # of a reply: numbers, and lists of them
+Config = Mapping[str, Any]  # the config of a message: numbers, texts, bytes, and lists of them
+Metrics = dict[str, Any]  # the metrics of a reply: numbers, and lists of them
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ MEANS = "fedbn.means"
 DEVIATIONS = "fedbn.deviations"
 REESTIMATE = "fedbn.reestimate"
 OWN_TESTS = "fedbn.own-tests"
-OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # they identify the run and do not change the training of a round
+OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # they identify the run, and do not change how a round trains
 RUN_KEYS = {
     RUN: Key("text", "keep the client's state separate from that of other runs"),
     TOKEN: Key("32 hexadecimal digits", "distinguish runs of one name; a resumed run has the same token"),
@@ -99,8 +99,8 @@ OWN_DATA = "own-data"  # the node has its own data instead of a partition of the
 STATE_ROUND = "state-round"  # the round of the latest state in the state folder, see fedbn_flwr.client.node_state
 BATCH_EXAMPLES = "batch-examples"  # examples in the first batch of the round
 BATCH_VALUES = "batch-values"  # values per channel in a batch norm's input, in an exchange
-VALIDATION_SET = "validation"  # the test set that is a share of the client's training data
-OWN_TEST_SET = "own"  # the test set that is the client's own share of all test examples
+VALIDATION_SET = "validation"  # the name of a test set: a share of the client's training data
+OWN_TEST_SET = "own"  # the name of a test set: the client's own share of all test examples
 EXCHANGES_LEFT = "exchanges-left"  # how many exchanges of the layer-wise step follow this one
 
 # Message types. The reply to PARTITION_QUERY has the metrics partition-id, own-data (if it is true) and state-round (if

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_TEXT_LIMIT = 2000  # bytes of a reason
+_TEXT_LIMIT = 2000  # the most bytes of a reason
 
 
 def shown(value: object) -> str:

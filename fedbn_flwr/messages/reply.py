@@ -45,7 +45,7 @@ def is_partition(value: object) -> bool:
 class Reply:
     """A client's reply that has passed the gate."""
 
-    arrays: Arrays  # of the model
+    arrays: Arrays  # the model's
     metrics: protocol.Config
     records: Mapping[str, Arrays]  # the further records that the rules asked for, by name
     message: Message

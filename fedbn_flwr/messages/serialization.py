@@ -47,7 +47,7 @@ def parse(data: bytes, kind: type = RecordDict) -> Any:
         value = _decode(json.loads(header["__metadata__"]["value"]), load(data))
         if type(value) is not kind:
             raise TypeError(f"found a {type(value).__name__}, expected a {kind.__name__}")
-    except Exception as error:  # of safetensors, JSON and Flower
+    except Exception as error:  # safetensors, JSON and Flower raise various ones
         raise ValueError(f"these bytes are not records: {str(error)[:300]}") from None
     return value
 

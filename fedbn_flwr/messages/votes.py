@@ -34,7 +34,7 @@ def metric_problems(replies: Mapping[int, Reply]) -> dict[int, str]:
     for key in dict.fromkeys(key for each in metrics.values() for key in each):
         forms = {node: _form(key, each) for node, each in metrics.items() if key in each}
         counts = Counter(forms.values())
-        most = min(counts, key=lambda form: (-counts[form], form))  # of equally frequent forms one number
+        most = min(counts, key=lambda form: (-counts[form], form))  # if two forms are equally frequent, one number
         problems |= {
             node: f"its metric {shown(key)} is {shown(metrics[node][key])}; other clients report {most[1]}"
             for node, form in forms.items()

@@ -155,7 +155,7 @@ def _check_arguments(name: str, make: Callable[..., nn.Module], arguments: Tree)
     """Raise SettingsError for an argument that the network does not have."""
     signature = signature_of(make)
     if signature is None or any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
-        return  # it takes any
+        return  # the network takes any argument
     known = [key for key in signature.parameters if key not in _OF_DATA]
     for key in arguments:
         if key not in signature.parameters:
@@ -172,7 +172,7 @@ def read_weights(weights: str) -> dict[str, Tensor]:
 
     try:
         return load_file(path_of(weights).absolute())
-    except (RuntimeError, OSError, SafetensorError) as error:  # also no such user, or a folder that cannot be read
+    except (RuntimeError, OSError, SafetensorError) as error:  # the path may name an unknown user, or a closed folder
         raise SettingsError(f"model.weights={weights!r} cannot be read: {error}; expected a safetensors file") from None
 
 

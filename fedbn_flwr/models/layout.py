@@ -18,7 +18,7 @@ def lay_out(model: nn.Module) -> None:
     for layer in model.modules():
         for parameter in layer.parameters() if isinstance(layer, _ConvNd) else ():
             if kind := _FORMATS.get(parameter.ndim):
-                # `contiguous` would leave filters of one channel as they are, which have both formats.
+                # `contiguous` would leave filters of one channel as they are, since they have both formats.
                 parameter.data = parameter.data.to(memory_format=kind)
 
 
@@ -40,6 +40,6 @@ def suits_channels_last(model: nn.Module) -> bool:
 
 
 def _is_slow(norm: nn.Module) -> bool:
-    if isinstance(norm, nn.GroupNorm):  # instance norm is one with a channel a group
+    if isinstance(norm, nn.GroupNorm):  # with one channel a group, this is instance norm
         return norm.num_channels < 8 * norm.num_groups
     return isinstance(norm, _InstanceNorm) or (isinstance(norm, nn.LayerNorm) and len(norm.normalized_shape) > 1)

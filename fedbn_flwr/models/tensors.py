@@ -153,7 +153,7 @@ class ModelTensors:
             table, name = self._places[key]
             now = table[name]
             if now is not buffer and now is not None and now.shape == buffer.shape and now.dtype == buffer.dtype:
-                # A pass has assigned it (`self.mean = ...`): it may be a part of anything.
+                # A pass has assigned another tensor (`self.mean = ...`), which may be part of anything.
                 with torch.no_grad():
                     table[name] = buffer.copy_(now)
         return [table[name] for table, name in map(self._places.__getitem__, keys)]
@@ -247,7 +247,7 @@ def copied(tensors: Mapping[str, Tensor]) -> Arrays:
     return FlatArrays(_own_layout(block.dtype.str, tuple(tensors), shapes), block)
 
 
-_own_layout = functools.lru_cache(maxsize=256)(layout_of)  # kept between the messages of a client
+_own_layout = functools.lru_cache(maxsize=256)(layout_of)  # cached, so that it outlives a client's message
 
 
 def tensor_like(value: np.ndarray | None, parameter: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def _is_away(reply: Message) -> bool:
 def check_nodes(grid: Grid, run: Settings, config: Config) -> Federation:
     """Check that exactly one node holds each partition. `config` identifies the run and its last round."""
     nodes, replies = _ask(grid, run, RecordDict({"config": ConfigRecord({**config, protocol.READY: True})}))
-    holders: dict[int | None, list[int]] = {}  # None: nodes with their own data and no partition
+    holders: dict[int | None, list[int]] = {}  # under None, the nodes with data of their own and no partition
     state_rounds: dict[int, int] = {}
     own_data, sites = False, 0
     for reply in filter(Message.has_content, replies):

@@ -52,7 +52,7 @@ from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of
 class Outcome:
     report: str
     failures: Sequence[str]  # failed runs, each with its reason
-    unfinished: str = ""  # how many runs did not have enough time
+    unfinished: str = ""  # says how many runs did not have enough time
 
     def announce(self) -> None:
         print(f"\n{self.report}", flush=True)

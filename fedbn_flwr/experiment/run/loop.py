@@ -49,7 +49,7 @@ def run_one(
 ) -> None:
     """Train one run from the round after `done` to its end, or until its time `ends`."""
     run, rule = prepared.run, prepared.rule
-    prepared.release()  # workers, which are copies of this process, would keep the memory of its model
+    prepared.release()  # workers are copies of this process, and would keep the memory of its model
     capabilities(grid).start()
     snapshot = folder.checkpoint.read() if done else None
     seen = GridWithout(WatchedGrid(grid, progress.report))
@@ -69,7 +69,7 @@ def run_one(
         asked = {protocol.EXCHANGE_MIN_BATCH: least} if (least := rule.traits.min_batch) else {}
         federation = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
         running, nodes = replace(running, federation=federation), federation.nodes
-        if isinstance(grid, PollingGrid):  # of SuperNodes, which `flwr supernode list` shows by their ids only
+        if isinstance(grid, PollingGrid):  # for a look-up: `flwr supernode list` shows only the nodes' ids
             progress.message(", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.items())))
         seen.hidden = federation.unseen.values()
         if run.data.normalise == "moments" and (prepared.dataset is None or federation.own_data):
@@ -86,7 +86,7 @@ def run_one(
             restore(rule, snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
         keep_promises(rule, folder, done)
-        prepared.release()  # until it evaluates
+        prepared.release()  # it is built again for the first evaluation
         return_freed_memory()
         while not at.is_last:
             at = train_round(running, at, listeners)

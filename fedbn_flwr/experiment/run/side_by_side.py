@@ -114,7 +114,7 @@ def side_by_side(
             if progress.stop_asked:
                 stop.value = 1
                 todo.clear()
-            ends = time.share(len(todo), jobs) if todo else 0.0  # for all that begin now
+            ends = time.share(len(todo), jobs) if todo else 0.0  # all runs that begin now get the same time
             while todo and len(running) < jobs:
                 place = todo.pop(0)
                 if time.may_begin(place):
@@ -127,7 +127,7 @@ def side_by_side(
                 if worker.is_free:
                     worker.send(functools.partial(end, place), "carry_out")
             ready = wait([news, *(worker.channel.fileno() for worker in running.values())], timeout=0.2)
-            while news.poll():  # before the end of the run that sent them
+            while news.poll():  # first, since the run that sent them may have ended
                 progress.news(*news.recv())
             for worker in [worker for worker in running.values() if worker.channel.fileno() in ready]:
                 worker.proceed()
