@@ -51,7 +51,7 @@ def metric_inputs(task: Task, outputs: Outputs, targets: Value) -> tuple[Tensor,
 
 
 def _needed(task: Task) -> str:
-    """What outputs and targets must be for the task's metrics, in words."""
+    """Describes the outputs and targets that the task's metrics need."""
     if not task.form:
         return (
             "a task, such as binary, multilabel or regression, since targets that are not whole numbers do not show it"
@@ -194,7 +194,7 @@ def check_metrics(
 
 
 class Measurement:
-    """The metrics of a task, and `metrics`, over batches."""
+    """Computes the metrics of a task, and the given `metrics`, over batches."""
 
     def __init__(self, task: Task, metrics: Sequence[Metric]) -> None:
         self.task = task

@@ -138,7 +138,7 @@ class Session(Generic[Sent]):
 class ParkedRound(Session[Contribution]):
     """A client's round, which begins with the agreements in the client's state.
 
-    `number` is a random number that the state has too; `extras` are the records of arrays in the round's messages.
+    `number` identifies it and is in the state too; `extras` are the records of arrays in the round's messages.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 @atexit.register
 def _end() -> None:
-    """A thread that is still inside PyTorch when Python ends would abort the process; one that waits would not."""
+    """End parked rounds, and wait for their threads: one that is inside PyTorch when Python ends aborts the process."""
     parked_rounds.clear()
     for tasks in _idle:
         waits = threading.Event()

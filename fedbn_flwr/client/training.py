@@ -200,7 +200,7 @@ class Trained:
 
 
 def train(training: Training) -> Trained:
-    """One optimiser step per batch."""
+    """Take one optimiser step per batch."""
     running = steps(training)
     with seeding.streams(training.seed, training.device):
         while True:

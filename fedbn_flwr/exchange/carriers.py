@@ -3,8 +3,9 @@
 A `Carrier` sends an agreement and collects the clients' contributions, as Flower's messages or through an extension's
 service. The loop over the exchanges, in `strategies.fedtan`, works with any carrier.
 
-As messages, one exchange is a `query.exchange` to each client. The first of them contains the model, and the train
-message replaces the last. An engine whose processes hold the clients' parked rounds can carry those in between itself.
+As messages, one exchange is a `query.exchange` to each client. The first one contains the model, and the train message
+takes the place of the last one. If an engine's processes have the clients' parked rounds, it can carry the exchanges in
+between without messages.
 """
 
 from __future__ import annotations

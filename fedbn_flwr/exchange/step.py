@@ -59,7 +59,7 @@ Exchange = Callable[[Contribution], Agreement]
 
 
 def no_exchange(contribution: Contribution) -> Agreement:
-    """The exchange of a client that nothing connects with the others."""
+    """The exchange of a client that is not connected to the others: an error."""
     raise MessageError("exchanges with the other clients need a ClientApp made by fedbn_flwr.client_app")
 
 

@@ -69,7 +69,7 @@ def layout_of(dtype: str, keys: tuple[str, ...], shapes: tuple[tuple[int, ...], 
 
 
 def variance_keys(keys: Mapping[str, object]) -> list[str]:
-    """The keys of running variances. An array of this name without a `running_mean` of the same layer is not one."""
+    """The keys of running variances. A `running_var` counts only along with its layer's `running_mean`."""
     return [key for key, role in roles(keys).items() if role is Role.STATISTICS and is_variance(key)]
 
 

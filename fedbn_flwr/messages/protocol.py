@@ -134,7 +134,7 @@ _NOTHING = "none"
 
 
 def join(names: Iterable[str]) -> str:
-    """The value of a key that lists names; never empty, since Flower's message_size_mod fails on such values."""
+    """The value of a key that lists names; never empty, since Flower's message_size_mod fails on empty ones."""
     return ",".join(sorted(names)) or _NOTHING
 
 
@@ -143,7 +143,7 @@ def _names_in(config: Config, key: str) -> list[str]:
 
 
 def kept_keys(config: Config, of: Mapping[str, Role]) -> set[str]:
-    """The keys of a model, whose roles are `of`, that stay on the client by the message's config."""
+    """The keys of a model with the roles `of` that stay on the client, according to the message's config."""
     return selected(of, _names_in(config, KEPT)) if KEPT in config else set()
 
 

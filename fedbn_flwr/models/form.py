@@ -1,4 +1,4 @@
-"""The form of a model, which arrays must have: their keys and shapes, and one value for a tensor with several keys."""
+"""The form that a model's arrays must have: keys, shapes, and one value for each tensor that has several keys."""
 
 from __future__ import annotations
 

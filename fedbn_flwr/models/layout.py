@@ -1,4 +1,4 @@
-"""The memory format of the filters of convolutions, which their outputs follow.
+"""The memory format of convolutions' filters; the outputs have the same format.
 
 With channels last, a CPU trains most networks faster (docs/results/performance.md); the last bits of results differ.
 """

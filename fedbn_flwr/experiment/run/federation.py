@@ -84,7 +84,7 @@ def check_nodes(grid: Grid, run: Settings, config: Config) -> Federation:
 
 
 def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> list[str]:
-    """The problems, if it is neither one node per partition nor one node per client without partitions."""
+    """The problems, unless each partition has one node or, without partitions, there is one node for each client."""
     unnumbered = holders.get(None, [])
     if holders.keys() == {None}:
         found = len(unnumbered)

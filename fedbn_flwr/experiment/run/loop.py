@@ -155,7 +155,7 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
 
 
 def _in_history(key: str, task: Task, metrics: Sequence[str]) -> str:
-    """The name of a training metric in the history, which differs from the round's other metrics."""
+    """The name of a training metric in the history; the round's other metrics must have other names."""
     name = key.replace("-", "_")
     is_free = name.startswith("train_") or not (name in metrics or is_taken(name, task))
     return name if is_free else f"train_{name}"

@@ -141,7 +141,7 @@ def side_by_side(
 
 @dataclass(frozen=True)
 class _Run:
-    """What a worker serves: a run, once."""
+    """A run that a worker carries out, once."""
 
     place: int
     call: CarryOut
