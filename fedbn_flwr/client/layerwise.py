@@ -35,6 +35,7 @@ from .node_state import ARRAYS, NodeState, run_of
 
 MakeClient = Callable[[], BNClient]
 Client = TypeVar("Client")
+Result = TypeVar("Result")
 Sent = TypeVar("Sent")  # what a session sends to an exchange: the contribution of one client, or of several
 
 _EXCHANGES = "exchanges"  # the round's model and agreed tensors, in the client's state
@@ -59,7 +60,7 @@ def _new_thread() -> _Tasks:
     return tasks
 
 
-class Session(Generic[Sent]):
+class Session(Generic[Sent, Result]):
     """Runs `work(exchange)` until its next exchange or its end, one piece at a time.
 
     Parameters
@@ -76,14 +77,14 @@ class Session(Generic[Sent]):
 
     def __init__(
         self,
-        work: Callable[[Callable[[Sent], Agreement]], object],
+        work: Callable[[Callable[[Sent], Agreement]], Result],
         agreed: Sequence[Agreement] = (),
         *,
         patience: float = 3600,
     ) -> None:
         self._work, self._agreed = work, iter(agreed)
         self.step = len(agreed)  # the number of exchanges whose result it has
-        self.result: Future[Any] = Future()  # what `work` returned, or its error
+        self.result: Future[Result] = Future()  # what `work` returned, or its error
         self._answers: queue.SimpleQueue[Agreement | None] = queue.SimpleQueue()
         self._contributions: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
         self._patience = patience
@@ -135,7 +136,7 @@ class Session(Generic[Sent]):
         raise SystemExit("the parked round received no more messages")
 
 
-class ParkedRound(Session[Contribution]):
+class ParkedRound(Session[Contribution, Update]):
     """A client's round, which begins with the agreements in the client's state.
 
     `number` identifies it and is in the state too; `extras` are the records of arrays in the round's messages.
@@ -223,7 +224,7 @@ def train_by_messages(
     if (contribution := parked.advance(agreement)) is not None:
         parked_rounds[place] = parked
         return contribution
-    update: Update = parked.result.result()
+    update = parked.result.result()
     state.forget(_EXCHANGES)
     del context.state[_ROUND]
     return update

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.batch import Value, each
+from fedbn_flwr.batch import Outputs, Value, each
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
 from fedbn_flwr.client.optimizers import check_optimizer
 from fedbn_flwr.client.training import ONE_VALUE
@@ -349,7 +349,7 @@ def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inp
         _try_loss(run, dataset.task, outputs, targets, given)
 
 
-def _try_loss(run: Settings, task: Task, outputs: Any, targets: Tensor, given: str) -> None:
+def _try_loss(run: Settings, task: Task, outputs: Outputs, targets: Tensor, given: str) -> None:
     asked = f"train.loss={name_in(run.train.loss or task.losses[0])!r}, given {given},"
     try:
         value: Any = plain_loss(run, task)(outputs, targets)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fedbn_flwr.batch import Pair, each, map_batches
+from fedbn_flwr.batch import Batch, each, map_batches
 from fedbn_flwr.errors import MessageError
 
 from .roles import MEAN, VARIANCE, Role, batch_norms, key_of, norm_layers, roles
@@ -21,7 +21,7 @@ from .variants import MaskedBatchNorm1d, real_values
 
 @torch.no_grad()
 def reestimate(
-    model: nn.Module, batches: Iterable[Pair], device: torch.device, *, pooled: bool = False, threads: int = 1
+    model: nn.Module, batches: Iterable[Batch], device: torch.device, *, pooled: bool = False, threads: int = 1
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Measure the statistics of batch norms' inputs over `batches` of (inputs, targets).
 
@@ -51,7 +51,7 @@ def reestimate(
         layer.training, layer.track_running_stats = True, False
 
     @torch.no_grad()  # a setting of the thread
-    def moments_of(model: nn.Module, batch: Pair) -> list[tuple[str, int, torch.Tensor, torch.Tensor]]:
+    def moments_of(model: nn.Module, batch: Batch) -> list[tuple[str, int, torch.Tensor, torch.Tensor]]:
         found.moments = []
         model(each(lambda inputs: inputs.to(device), batch[0]))
         return list(found.moments)

@@ -43,7 +43,7 @@ class Cohort:
         self._answers = answers
         self._agreed: list[Agreement] = []
         self._last: Mapping[int, Message] = {}  # the train messages that end the round, by node
-        self._session: Session[Found] | None = Session(self._work)
+        self._session: Session[Found, Mapping[int, Message]] | None = Session(self._work)
         self._trained = False
 
     def begin(self) -> Found | None:
@@ -70,7 +70,7 @@ class Cohort:
             self._part([*self._last], self._agreed)
             return {}
         self._session = None
-        replies: Mapping[int, Message] = session.result.result()
+        replies = session.result.result()
         return {node: replies[node] for node in self._last}
 
     def abandon(self) -> None:

@@ -80,11 +80,11 @@ def test_a_failing_round_raises_where_it_is_asked() -> None:
         session.result.result()
 
 
-def begun(threads: set[threading.Thread]) -> Session[Contribution]:
+def begun(threads: set[threading.Thread]) -> Session[Contribution, object]:
     """A session that waits at its first exchange; `threads` gets that of each pass through the model."""
     model, x, y = Dropping(), torch.randn(8, 4), torch.arange(8) % 5
     model.register_forward_pre_hook(lambda *_: threads.add(threading.current_thread()))
-    session = Session[Contribution](lambda exchange: LayerwiseStep(exchange)(model, x, y, F.cross_entropy))
+    session = Session[Contribution, object](lambda exchange: LayerwiseStep(exchange)(model, x, y, F.cross_entropy))
     assert isinstance(session.advance(), Contribution)
     return session
 
@@ -95,7 +95,7 @@ def test_sessions_use_the_threads_of_those_that_have_ended() -> None:
     for waiting in [begun(threads), begun(threads)]:
         waiting.abandon()
     assert len(threads) == 2, "they waited at the same time"
-    ended = Session[Contribution](lambda _: threads.add(threading.current_thread()))
+    ended = Session[Contribution, object](lambda _: threads.add(threading.current_thread()))
     assert ended.advance() is None
     for waiting in [begun(threads), begun(threads)]:
         waiting.abandon()
