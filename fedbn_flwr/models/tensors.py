@@ -183,9 +183,9 @@ class ModelTensors:
         last = _users.get(self.model, (client, run))
         if unsent and self._build is None and last != (client, run):
             raise MessageError(
-                f"the server does not send {unsent[0]!r}, which stays on the client, and this client's model has that "
-                f"of {'an earlier run' if last[0] == client else f'client {last[0]}'}; give each client a new model in "
-                "each run, or share one as ModelTensors(model, build=build)"
+                f"the server does not send {unsent[0]!r}, which stays on the client, and this client's model has the "
+                f"values of {'an earlier run' if last[0] == client else f'client {last[0]}'}; give each client a new "
+                "model in each run, or share one as ModelTensors(model, build=build)"
             )
         _users[self.model] = client, run
         self._restore(absent)

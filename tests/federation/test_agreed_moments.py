@@ -177,7 +177,7 @@ def test_every_message_has_the_moments(folders: Path, tmp_path: Path) -> None:
 def test_a_message_without_the_moments_is_refused(folders: Path) -> None:
     node = {"data-path": str(folders / "site-0"), "partition-id": 0, "num-partitions": 3}
     client = make_client(Context(1, 1, node, RecordDict(), {"experiment": json.dumps(EXPERIMENT)}), {})
-    arrays = dict(zip(client._sent(), client.get_parameters({}), strict=True))
+    arrays = dict(zip(client._sent_keys(), client.get_parameters({}), strict=True))
     with pytest.raises(MessageError, match=r"data\.normalise is 'moments', and the message has no 'fedbn\.means'"):
         client.train_round(arrays, {})
 

@@ -46,10 +46,8 @@ class Running:
     @property
     def config(self) -> Config:
         """The config that the messages of all rounds share: the run, and the moments on which the sites agreed."""
-        if self.prepared.agreed is None:
-            return self.identity
-        means, deviations = map(list, self.prepared.agreed)
-        return {**self.identity, protocol.MEANS: means, protocol.DEVIATIONS: deviations}
+        moments = map(list, self.prepared.agreed or ())
+        return {**self.identity, **dict(zip((protocol.MEANS, protocol.DEVIATIONS), moments, strict=False))}
 
 
 @dataclass(frozen=True)

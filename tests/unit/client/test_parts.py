@@ -81,7 +81,7 @@ def test_a_model_of_several_clients_gets_no_attributes() -> None:
     before = [*vars(model)]
     ModelTensors(model).load_all(arrays, {}, client=0)
     assert [*vars(model)] == before
-    with pytest.raises(MessageError, match=r"does not send '1\.weight'.* has that of client 0"):
+    with pytest.raises(MessageError, match=r"does not send '1\.weight'.* has the values of client 0"):
         ModelTensors(model).load_all(arrays, {}, client=1)
     shared = ModelTensors(model)
     shared.release()
