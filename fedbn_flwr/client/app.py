@@ -27,7 +27,7 @@ from fedbn_flwr.named import path_of
 
 from .client import BNClient, Update
 from .layerwise import client_without_parked_round, continue_parked, train_by_messages
-from .node_state import place_of, return_to_round, stored_state
+from .node_state import partition_metric, return_to_round, stored_state
 from .training import ONE_VALUE
 
 if TYPE_CHECKING:
@@ -225,12 +225,12 @@ def _partition(make: Make, message: Message, config: Config, context: Context) -
         client = make()  # an error in the site's data or model appears before any training
         if own and (allowed := config.get(protocol.EXCHANGE_MIN_BATCH)):
             check_batch(client.batch_examples(), allowed=int(allowed), own=client.min_batch)
-    return RecordDict({"metrics": _numbers(place_of(context) | own | return_to_round(config, context))})
+    return RecordDict({"metrics": _numbers(partition_metric(context) | own | return_to_round(config, context))})
 
 
 def _claim(context: Context) -> dict[str, ConfigRecord]:
     """The partition, in a record of its own because Flower's strategies average all metrics."""
-    return {"client": ConfigRecord(place)} if (place := place_of(context)) else {}
+    return {"client": ConfigRecord(place)} if (place := partition_metric(context)) else {}
 
 
 def _statistics(make: Make, message: Message, config: Config, context: Context) -> RecordDict:

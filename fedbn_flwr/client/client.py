@@ -37,7 +37,7 @@ from fedbn_flwr.tasks import Task, task_named
 
 from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
-from .node_state import LOCAL_ARRAYS, NodeState, number_of, place_of, round_of, run_of
+from .node_state import LOCAL_ARRAYS, NodeState, client_number, partition_metric, round_of, run_of
 from .optimizers import OptimizerSpec
 from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, in_order, rules_for
 from .training import TRAINER, Epochs, Recipe, Trained, Training, count_examples, epoch_of, local_batches
@@ -171,8 +171,8 @@ class BNClient(NumPyClient):
 
     def attach(self, context: Context) -> None:
         """Use the state and number of this node."""
-        self.state, self.identity = NodeState(context.state), place_of(context)
-        self._number = number_of(context)
+        self.state, self.identity = NodeState(context.state), partition_metric(context)
+        self._number = client_number(context)
 
     @property
     def num_examples(self) -> int:

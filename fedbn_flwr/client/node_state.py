@@ -47,12 +47,12 @@ def round_of(config: Config) -> int:
     return int(config.get(protocol.ROUND, 1))
 
 
-def place_of(context: Context) -> Metrics:
+def partition_metric(context: Context) -> Metrics:
     """The node's partition if it has one; the server sorts replies by it, since node ids are random."""
-    return {protocol.PARTITION: number_of(context)} if "partition-id" in context.node_config else {}
+    return {protocol.PARTITION: client_number(context)} if "partition-id" in context.node_config else {}
 
 
-def number_of(context: Context) -> int:
+def client_number(context: Context) -> int:
     """The client's number, on which random draws depend: its partition or, without one, the node id."""
     return int(context.node_config.get("partition-id", context.node_id))
 
@@ -160,7 +160,7 @@ def _folder(config: Config, context: Context) -> Path | None:
     if not re.fullmatch(r"[0-9a-f]{32}", token):  # it becomes part of a path
         raise MessageError(f"{protocol.TOKEN} is {token!r}; expected 32 hexadecimal digits")
     name = re.sub(r"[^A-Za-z0-9+=_-]+", "-", str(config.get(protocol.RUN, "run")))[:80]
-    return Path(str(folder)).expanduser() / f"{name}-{token}" / f"client-{number_of(context)}"
+    return Path(str(folder)).expanduser() / f"{name}-{token}" / f"client-{client_number(context)}"
 
 
 def _rounds(folder: Path) -> dict[int, Path]:

@@ -67,7 +67,7 @@ class Clients:
     _parts: dict[tuple[Any, ...], ClientParts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __call__(self, context: Context, config: Config) -> BNClient:
-        run = run_of(self.experiment, config)
+        run = settings_of(self.experiment, config)
         key = (run.label, run.seed, context.node_id, *context.node_config.items())
         knows_all = all(map(is_known, config))
         if key not in self._parts or not knows_all:
@@ -114,7 +114,7 @@ class ClientParts(RunParts):
         if changes:  # the client trains on all of the site's data
             data = run.data.model_copy(update={**changes, "partition": KINDS["iid"]()})
             run = run.model_copy(update={"data": data})
-        return cls(run, number_of(context, run.clients), bool(changes), listed, least)
+        return cls(run, checked_client_number(context, run.clients), bool(changes), listed, least)
 
     @property
     def dataset(self) -> DataSet:
@@ -284,7 +284,7 @@ def _not_agreed(inputs: Value) -> NoReturn:
     )
 
 
-def run_of(experiment: Experiment, config: Config) -> Settings:
+def settings_of(experiment: Experiment, config: Config) -> Settings:
     runs = experiment.named
     name = str(config.get(protocol.RUN, next(iter(runs))))
     if name not in runs:
@@ -294,7 +294,7 @@ def run_of(experiment: Experiment, config: Config) -> Settings:
     return runs[name]
 
 
-def number_of(context: Context, clients: int) -> int:
+def checked_client_number(context: Context, clients: int) -> int:
     """The number of a node's client, from which its random draws are derived: its partition.
 
     A node with its own data needs no partition-id (the convention of Flower's hub); its number is then the node id.

@@ -76,7 +76,7 @@ def partition_of(content: RecordDict) -> int | None:
     return None
 
 
-def number_of(reply: Message) -> int:
+def sender_of(reply: Message) -> int:
     """The number of the client that sent a reply: its partition or, if it reports none, its node id."""
     partition = partition_of(reply.content)
     return reply.metadata.src_node_id if partition is None else partition

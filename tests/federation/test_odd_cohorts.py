@@ -199,7 +199,9 @@ def test_arrays_that_stay_on_a_client_do_not_pass_to_another_one(shared: str) ->
     if shared == "tensors with initial":
         assert same(federated(), trained(FedBN(**NO_EVALUATION), grid(3), 2))
     else:
-        with pytest.raises(RunFailed, match="which stays on the client, and this client's model has the values of client 0"):
+        with pytest.raises(
+            RunFailed, match="which stays on the client, and this client's model has the values of client 0"
+        ):
             federated()
 
 

@@ -17,7 +17,7 @@ from fedbn_flwr import cli
 from fedbn_flwr.commands.common import parse_pairs
 from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
 from fedbn_flwr.experiment.file.layers import from_run_config, parse_overrides, split_changes
-from fedbn_flwr.experiment.node import min_batch_of, number_of
+from fedbn_flwr.experiment.node import checked_client_number, min_batch_of
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.results.folder.checkpoint import CheckpointFile, Snapshot
@@ -75,7 +75,7 @@ NODE_VALUES = st.sampled_from([value for value in VALUES if isinstance(value, st
 def test_any_node_config(node: dict[str, Any]) -> None:
     context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
     attempt(lambda: min_batch_of(node), SettingsError)
-    assert attempt(lambda: number_of(context, 3), SettingsError) in (None, 0, 1, 2)
+    assert attempt(lambda: checked_client_number(context, 3), SettingsError) in (None, 0, 1, 2)
 
 
 # --- stores, checkpoints ----------------------------------------------
@@ -139,4 +139,4 @@ def test_a_partition_of_a_node_is_a_number(tmp_path: Path) -> None:
     with pytest.raises(
         SettingsError, match=r"partition-id='one' and num-partitions=3, but the experiment has clients=3"
     ):
-        number_of(context, 3)
+        checked_client_number(context, 3)

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.reply import number_of, read_reply
+from fedbn_flwr.messages.reply import read_reply, sender_of
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers
 
 from .listener import FinishedRound, Listener, Running
@@ -61,8 +61,8 @@ class Dynamics(Listener):
             self._before = now = statistics_in(unpack(at.arrays))
             records = running.prepared.rule.traits.records
             found = {
-                str(number_of(each)): statistics_in(read_reply(each, records=records).arrays)
-                for each in sorted(at.replies, key=number_of)
+                str(sender_of(each)): statistics_in(read_reply(each, records=records).arrays)
+                for each in sorted(at.replies, key=sender_of)
             }
             for key, each in found.items():
                 self._windows.setdefault(key, Window(each)).add(each)

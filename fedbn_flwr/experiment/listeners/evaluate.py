@@ -22,7 +22,7 @@ from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import metrics_in, unpack
-from fedbn_flwr.messages.reply import number_of
+from fedbn_flwr.messages.reply import sender_of
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder.clients import by_metric, is_count, spread
@@ -181,7 +181,7 @@ def values_of(replies: Iterable[Message], examples: str, named: Callable[[str], 
             numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
             count = {examples: numbers.pop(protocol.NUM_EXAMPLES)} if protocol.NUM_EXAMPLES in numbers else {}
             numbers = {key: value for key, value in numbers.items() if key not in _IDENTIFIERS}
-            found.setdefault(number_of(reply), {}).update({**renamed(numbers, named), **count})
+            found.setdefault(sender_of(reply), {}).update({**renamed(numbers, named), **count})
     return found
 
 

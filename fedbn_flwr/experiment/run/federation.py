@@ -24,7 +24,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import arrays_problem
 from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.messages.reply import arrays_of, number_of, partition_of, reason_of
+from fedbn_flwr.messages.reply import arrays_of, partition_of, reason_of, sender_of
 from fedbn_flwr.norms.variants import BatchRenorm
 from fedbn_flwr.results.folder import RunFolder
 
@@ -77,9 +77,9 @@ def check_nodes(grid: Grid, run: Settings, config: Config) -> Federation:
         own_data |= protocol.OWN_DATA in answer
         sites += answer.get(protocol.OWN_DATA) == 1
         if isinstance(stored := answer.get(protocol.STATE_ROUND), int):
-            state_rounds[number_of(reply)] = stored
+            state_rounds[sender_of(reply)] = stored
     refuse_nodes(failures(run, len(nodes), replies) or _wrong_numbers(holders, run.clients))
-    by_client = {number_of(reply): reply.metadata.src_node_id for reply in replies}
+    by_client = {sender_of(reply): reply.metadata.src_node_id for reply in replies}
     return Federation(by_client, state_rounds, own_data or None in holders, sites, unseen_nodes(run, by_client))
 
 

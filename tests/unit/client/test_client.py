@@ -438,8 +438,9 @@ def test_a_model_that_is_kept_for_the_next_run_is_refused(federation: Federation
     for _ in range(2):
         assert not ask(grid, message(1, shared, fedbn_run="a", fedbn_kept="statistics"))[0].has_error()
     (reply,) = ask(grid, message(1, shared, fedbn_run="b", fedbn_kept="statistics"))
-    assert "'1.running_mean', which stays on the client, and this client's model has the values of an earlier run" in reason(
-        reply
+    assert (
+        "'1.running_mean', which stays on the client, and this client's model has the values of an earlier run"
+        in reason(reply)
     )
 
 
