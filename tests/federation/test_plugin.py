@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import difflib
 import re
@@ -185,7 +186,9 @@ def test_the_guide_s_code_runs(
 ) -> None:
     """docs/flower.md in the order of the page, as a reader of Flower's template would; and each of its strategies."""
     monkeypatch.chdir(tmp_path)  # the project's ServerApp writes a file
-    blocks = python_blocks(textwrap.dedent((ROOT / "docs" / "flower.md").read_text()))
+    text = textwrap.dedent((ROOT / "docs" / "flower.md").read_text())
+    blocks = python_blocks(text)
+    torch.manual_seed(1)  # a reader's network has other initial weights
     page: dict[str, Any] = {}
     strategies = []
     with imported() as project:
@@ -194,7 +197,10 @@ def test_the_guide_s_code_runs(
                 exec(part, page)
                 strategies += [page["strategy"]] if part.startswith("strategy = ") else []
         printed = capsys.readouterr().out
-        assert re.search(r"^{'loss': \d+\.\d+, 'accuracy': 0\.\d+}$", printed, re.MULTILINE)
+        (found,), (shown,) = (re.findall(r"^{'loss': .*}$", each, re.MULTILINE) for each in (printed, text))
+        assert ast.literal_eval(found) == pytest.approx(
+            ast.literal_eval(shown), abs=0.1
+        )  # processors round differently
         assert "round 2" in printed, "the project's own ServerApp"
         assert [type(each).__name__ for each in strategies] == ["FixBN", "FedBN", "FedTAN", "MeanStatistics", "FixBN"]
         strategies.append(MeanStatistics(FedMedian(), statistics="median"))
