@@ -4,9 +4,9 @@
 
 Sixty clients with about 24 of the embedded handwritten digits each, a perceptron, 15 rounds of four steps. The runs
 of a row have the same epsilon for delta 1e-5 (changes left out); with `noise` a fifth of mu^2 is for the statistics.
-There is one seed, from which the noise is drawn too, so the figures can be repeated. The accuracy is that of the
-global model on the test images; with `keep` its statistics are those of the test images (`evaluate.statistics:
-reestimated`).
+The noise is drawn from the seed too, so the figures can be repeated. The accuracy is that of the global model on the
+test images, mean and standard deviation over the seeds; with `keep` its statistics are those of the test images
+(`evaluate.statistics: reestimated`).
 """
 
 import math
@@ -18,7 +18,7 @@ from fedbn_flwr import run
 from fedbn_flwr.extensions.private.noise import epsilon_of
 from fedbn_flwr.results.folder.environment import environment
 
-ROUNDS, DELTA, SEEDS = 15, 1e-5, (0,)
+ROUNDS, DELTA, SEEDS = 15, 1e-5, (0, 1, 2)
 BASE = f"""
 rounds: {ROUNDS}
 clients: 60
@@ -75,7 +75,7 @@ for epsilon in (math.inf, 30.0, 10.0, 3.0):
                 result = run(BASE, progress=False, out=out, seed=seed, strategy=strategy, **changes)
             report = result.summary.notes["privacy"]
             assert math.isinf(epsilon) or abs(report["epsilon"] - epsilon) < 1e-3 * epsilon, report
-            print(way, epsilon, found, file=sys.stderr, flush=True)
             found.append(100 * result.summary.accuracy)
-        cells.append(f"{statistics.mean(found):.1f}")
+            print(way, epsilon, found, file=sys.stderr, flush=True)
+        cells.append(f"{statistics.mean(found):.1f} ± {statistics.stdev(found):.1f}")
     print(f"{epsilon:>8g}  " + "  ".join(f"{cell:>16}" for cell in cells), flush=True)

@@ -223,7 +223,7 @@ def private() -> Table:
         "group norm": "group norm",
     }
     columns = tuple(names[name] for name in re.split(r" {2,}", head.strip()))
-    rows: list[Row] = [tuple(line.replace("inf", "no noise", 1).strip().rsplit(maxsplit=4)) for line in text]
+    rows: list[Row] = [tuple(re.split(r" {2,}", line.replace("inf", "no noise", 1).strip())) for line in text]
     return columns, rows
 
 
