@@ -132,9 +132,8 @@ class FedRDNClient(ClientRule):
 
     @classmethod
     def tested(cls, local: LocalRound, batches: Iterable[Batch]) -> Iterator[Batch]:
-        own = cls.pair(local)
-        pair = torch.from_numpy(np.stack([own["mean"], own["deviation"]]))[:, None]
-        return ((_normalised(inputs, pair), targets) for inputs, targets in batches)
+        own = OwnInputs(cls.pair(local))
+        return ((own(None, (inputs,)), targets) for inputs, targets in batches)
 
     @classmethod
     def pair(cls, local: LocalRound) -> Arrays:
@@ -147,6 +146,16 @@ class FedRDNClient(ClientRule):
             found = {key: value.cpu().numpy() for key, value in pair.items()}
             local.state.save(cls.stored, found)
         return found
+
+
+class OwnInputs:
+    """A forward hook: a network's inputs as the client with this mean and deviation tests them."""
+
+    def __init__(self, own: Arrays) -> None:
+        self.pair = torch.from_numpy(np.stack([own["mean"], own["deviation"]]))[:, None]
+
+    def __call__(self, model: object, inputs: tuple[Tensor, ...]) -> Tensor:
+        return _normalised(inputs[0], self.pair)
 
 
 def _numbers(inputs: object) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, LocalGrid, client_app, run, seeding
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.serialization import parse
 from fedbn_flwr.strategies import FedAvg, FedBN, FedRDN, FedRep, FedTAN, Secure
 from tests.support.federations import models_of, replaced, same
 from tests.support.fixtures import Batches
@@ -259,6 +260,18 @@ def test_an_experiment_tests_the_clients_of_all_its_runs(tmp_path: Path) -> None
     result = run("quick", strategy={"name": "FedRDN", "base": {"name": "FedAvg"}}, rounds=2, out=tmp_path)
     assert result.summary.personal
     assert result.summary.to_json()["clients_own_accuracy"] > 0.5
+
+
+def test_a_client_s_model_normalises_its_inputs_as_the_client_does(tmp_path: Path) -> None:
+    result = run("quick", strategy={"name": "FedRDN"}, rounds=1, out=tmp_path)
+    pairs = parse(result.files.checkpoint.read().strategy or b"", list)[0]["FedRDN"]["pairs"]
+    images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    for client in range(3):
+        pair = (torch.from_numpy(pairs[client][key]) for key in ("mean", "deviation"))
+        mean, deviation = (value.float()[:, None, None] for value in pair)
+        expected = result.model()((images - mean) / deviation)
+        torch.testing.assert_close(result.model(client=client)(images), expected)
+        assert not torch.allclose(expected, result.model()(images), rtol=0.01)
 
 
 def test_statistics_that_are_estimated_again_are_those_of_normalised_inputs(federation: Federations) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
@@ -21,6 +22,7 @@ from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.strategies.fedrdn import FedRDNClient, OwnInputs  # type: ignore[import-untyped]
 from fedbn_flwr.trees import Draft, Json
 
 from ..folder import RunFolder, file_of
@@ -69,9 +71,9 @@ def site_model(folder: RunFolder, state: Path, client: int | None = None) -> Sit
     arrays, server_round = _read(folder, "model.safetensors")
     number, state_round, records = latest_state(state.expanduser(), folder.token(), server_round, client)
     arrays |= _own_mix(folder, number, server_round)
-    own = NodeState(records).load(LOCAL_ARRAYS)
-    network = _personal(folder.model_description(), arrays, own, number, folder.path / "model.safetensors")
-    return SiteModel(number, server_round, state_round, tuple(own), network)
+    own, inputs = _own(records)
+    network = _personal(folder.model_description(), arrays, own, inputs, number, folder.path / "model.safetensors")
+    return SiteModel(number, server_round, state_round, (*own, *inputs), network)
 
 
 def personal_model(folder: RunFolder, client: int) -> nn.Module:
@@ -88,8 +90,13 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
         raise UserError(f"there is no client {client}; the run has the clients 0 to {len(states) - 1}")
     read = folder.checkpoint.read()
     arrays = _tensors(unpack(arrays_in(read.model)["arrays"])) | _own_mix(folder, client, read.round)
-    own = NodeState(states[client]).load(LOCAL_ARRAYS)
-    return _personal(description, arrays, own, client, folder.checkpoint.path)
+    return _personal(description, arrays, *_own(states[client]), client, folder.checkpoint.path)
+
+
+def _own(records: RecordDict) -> tuple[Arrays, Arrays]:
+    """The arrays that a client keeps, and with FedRDN the mean and deviation of its inputs."""
+    state = NodeState(records)
+    return state.load(LOCAL_ARRAYS), state.load(FedRDNClient.stored)
 
 
 def _own_mix(folder: RunFolder, client: int, server_round: int) -> dict[str, Tensor]:
@@ -105,10 +112,14 @@ def _own_mix(folder: RunFolder, client: int, server_round: int) -> dict[str, Ten
     return arrays
 
 
-def _personal(description: Json, arrays: Mapping[str, Tensor], own: Arrays, client: int, file: Path) -> nn.Module:
+def _personal(
+    description: Json, arrays: Mapping[str, Tensor], own: Arrays, inputs: Arrays, client: int, file: Path
+) -> nn.Module:
     model = _build(description, {**arrays, **_tensors(own)}, file)
     kinds = roles(model)
-    if all(kinds[key] is Role.COUNTER for key in own):
+    if inputs:
+        model.register_forward_pre_hook(OwnInputs(inputs))
+    elif all(kinds[key] is Role.COUNTER for key in own):
         raise UserError(f"client {client} has no model of its own: it keeps no arrays, or it never trained")
     return model
 
