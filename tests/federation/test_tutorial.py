@@ -13,6 +13,7 @@ from tests.support.pages import REWRITE, Page, differences, excerpt, printed
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_tutorial_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDBN_OUT", raising=False)
@@ -59,5 +60,6 @@ def test_a_page_is_compared_but_for_times_and_processors(printed_now: str, same:
 def test_an_excerpt_leaves_out_lines() -> None:
     output = "begins\na 1\nb 2\nc 3\nd 4\n"
     assert excerpt("a 1\n...\nc 3\nd 4\n", output) == "a 1\n...\nc 3\nd 4\n"
+    assert excerpt("a 1\nb 2\n...\n", output) == "a 1\nb 2\n...\n", "also those at its end"
     with pytest.raises(AssertionError, match="'e 5' is not printed any more"):
         excerpt("e 5\n", output)

@@ -44,7 +44,7 @@ def excerpt(shown: str, output: str) -> str:
     """The part of an output that a block shows; a line `...` leaves lines out."""
     lines, parts = [line.rstrip() for line in output.splitlines()], []
     for part in shown.split("...\n"):
-        start = anchored(lines, part.splitlines()[0])
+        start = anchored(lines, part.splitlines()[0]) if part else 0
         parts.append("".join(f"{line}\n" for line in lines[start : start + part.count("\n")]))
     return "...\n".join(parts)
 

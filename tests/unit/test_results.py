@@ -233,8 +233,8 @@ def test_the_costs_of_fedtan_ii_are_the_papers() -> None:
 def test_the_readme_says_how_many_published_results_were_measured() -> None:
     whole, part, rows = measured.coverage()
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"Of the {rows} printed results, {whole} are [measured](docs/results/papers.md) with all rounds" in text
-    assert f"another {part} have fewer rounds or other ones." in text
+    assert f"Of the papers' {rows} results, {whole} are [measured](docs/results/papers.md) with all rounds" in text
+    assert f"settings, and {part} with fewer rounds or other settings." in text
 
 
 def test_the_evidence_for_a_strategy_is_of_the_page_that_it_links_to() -> None:
