@@ -54,7 +54,7 @@ _WHAT = "mean and variance of what its batch norms normalise"
 
 
 class FedAP(FedBN):
-    """Each client gets a mix of the clients' models by the similarity of their batch norms' inputs.
+    """Each client gets a mix of the clients' models, weighted by how similar the inputs of their batch norms are.
 
     Accepts FedBN's and FedAvg's arguments too; of `bounds` only `plausible`.
 

@@ -53,12 +53,12 @@ def fixed_point() -> Table:
         exact = (bias().bias(skew), bias().fixed_point(skew))
         trained = (found[name] for name in ("FedAvg", "FixBN", "FedTAN"))
         rows.append((f"{skew:g}", *(f"{value:z.3f}" for value in (*exact, *trained))))
-    return ("skew a", "bias B(a)", "fixed point, formula", "FedAvg, trained", "FixBN, trained", "FedTAN, trained"), rows
+    return ("skew a", "bias B(a)", "fixed point, formula", "FedAvg, trained", "FixBN, frozen", "FedTAN, trained"), rows
 
 
 def gradient_error() -> Table:
     names = {
-        "FedAvg+BN": "FedAvg", "Algorithm 2": "FedAvg + Algorithm 2", "FedTAN": "FedTAN", "FixBN": "FixBN",
+        "FedAvg+BN": "FedAvg", "Algorithm 2": "FedAvg + Algorithm 2", "FedTAN": "FedTAN", "FixBN": "FixBN, frozen",
         "FedAvg+GN": "group norm",
     }  # fmt: skip
     rows: list[Row] = []
@@ -91,7 +91,7 @@ def compared() -> Table:
 
 
 def kept(traits: Traits) -> str:
-    stored = (traits.client_memory or "nothing").removeprefix("their ")
+    stored = (traits.client_memory or "").removeprefix("their ")
     return local(traits) or STORED.get(stored, stored)
 
 
@@ -130,7 +130,7 @@ def needs(rule: Rule) -> str:
     found += [f"batches of {traits.min_batch} or more"] if traits.min_batch else []
     found += ["a state"] if traits.client_memory else []
     found += [OTHERS[str(rule)]] if str(rule) in OTHERS else []
-    return ", ".join(found) or "nothing"
+    return ", ".join(found)
 
 
 def accepts(rule: Rule, model: ArrayRecord) -> bool:

@@ -323,7 +323,7 @@ def check_batch(examples: int, *, allowed: int, own: int) -> None:
     if examples < max(allowed, own):
         raise MessageError(
             f"the batch of this client has {examples} example{'s' if examples != 1 else ''}, and it refuses to "
-            f"exchange the statistics of fewer than {max(allowed, own)}, because they reveal the examples; use larger "
+            f"exchange the statistics of fewer than {max(allowed, own)} examples, which would reveal them; use larger "
             f"batches, or lower both limits: the strategy's min_batch is {allowed}, and min-batch in this node's "
             f"config (or BNClient(min_batch=...)) is {own}"
         )

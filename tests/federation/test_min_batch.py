@@ -21,7 +21,9 @@ from fedbn_flwr.strategies import FedAvgGlobalStats, FedTAN, FedTANII, FixBN
 from tests.support.federations import last_model, same
 
 Federations = Callable[..., Any]
-REFUSES = r"(client 1|node 2).* the batch of this client has 31 examples, and it refuses .* of fewer than 32, because"
+REFUSES = (
+    r"(client 1|node 2).* the batch of this client has 31 examples, and it refuses .* of fewer than 32 examples, which"
+)
 
 
 class Noting(GridAround):

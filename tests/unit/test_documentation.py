@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 from fedbn_flwr.cli import parser
-from fedbn_flwr.errors import MessageError
+from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.data import shape_without_data
+from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.settings import Evaluate, Settings
 from tests.support.command import ROOT
 
@@ -117,16 +119,22 @@ def test_the_ports_on_the_page_for_sites_are_those_of_docker_compose() -> None:
 
 def test_an_error_that_the_faq_explains_has_the_text_of_its_heading() -> None:
     headings = re.findall(r"^### (.*)", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
-    (heading,) = (each for each in headings if "refuses to exchange" in each)
-    with pytest.raises(MessageError, match=heading):
+    (words,) = (each.removeprefix("statistics of ").partition(":")[0] for each in headings if "FedTAN" in each)
+    with pytest.raises(MessageError, match=words):
         check_batch(16, allowed=32, own=32)
+    with pytest.raises(SettingsError, match=words):
+        [*prepare(load_experiment("quick", ["strategy=FedTAN"]))]
+    (words,) = (each.strip("`") for each in headings if "adamw" in each)
+    with pytest.raises(SettingsError, match=words):
+        [*prepare(load_experiment("quick", ["train.optimizer=adamw"]))]
 
 
 def test_the_faq_explains_the_error_that_the_tutorial_shows() -> None:
     """`test_tutorial.py` runs the command that prints it."""
     faq, tutorial = ((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("faq", "tutorial"))
-    (heading,) = re.findall(r"^### (train-loss is nan .*)", faq, re.MULTILINE)
-    assert f"its {heading}" in tutorial
+    (replies, loss) = re.findall(r"^### (.* usable reply): (train-loss is nan .*)", faq, re.MULTILINE)[0]
+    assert f"{replies}, 2 are needed" in tutorial
+    assert f"its {loss}" in tutorial
 
 
 def test_a_server_without_data_needs_what_the_meaning_of_its_key_gives() -> None:
