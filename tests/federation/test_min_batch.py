@@ -86,7 +86,9 @@ def test_a_client_s_own_limit_is_above_what_the_strategy_allows(federation: Fede
         client.min_batch = 8 if context.node_config["partition-id"] == 1 else 1
         return client
 
-    message = r"client 1 .* fewer than 8, .* the strategy's min_batch is 6, and min-batch in this node's config .* is 8"
+    message = (
+        r"client 1 .* fewer than 8 examples, .* the strategy's min_batch is 6, and min-batch in this node's .* is 8"
+    )
     with pytest.raises(RunFailed, match=message):
         last_model(fed, FedTAN(fraction_evaluate=0.0, min_batch=6), 1, fed.grid(client_app(make)))
 
