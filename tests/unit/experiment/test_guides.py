@@ -39,11 +39,11 @@ def test_the_experiments_of_a_guide_are_valid(guide: str, text: str) -> None:
     ],
 )
 def test_the_commands_of_a_guide_are_understood(guide: str, line: str) -> None:
-    """Those that name an experiment also with their changes; `mine.yaml` is the page's first block of YAML."""
+    """Those that name an experiment also with their changes; a file is the page's first block of YAML."""
     arguments = cli.parser().parse_args(shlex.split(line, comments=True)[1:])
     assert callable(arguments.command)
     experiment = getattr(arguments, "experiment", None)
-    if experiment == "mine.yaml":
+    if str(experiment).endswith(".yaml"):
         experiment = next(text for page, kind, text in BLOCKS if (page, kind) == (guide, "yaml"))
     if experiment is None or "train.shedule" in line:  # the page shows its error, see below
         return
@@ -59,10 +59,15 @@ def test_sweeps_counts_the_trainings_of_its_experiment() -> None:
     assert counted.format(*(runs[row] for row in ("FedAvg+BN", "FixBN", "Centralised")), runs.total()) in page
 
 
-def test_experiments_shows_the_error_of_a_misspelt_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("guide", "count"), [("experiments", 2), ("sweeps", 1)])
+def test_a_guide_prints_what_it_shows(guide: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page says under which name its first experiment is saved."""
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["new", "mine", "--from", "quick"]) == 0
-    page = Page(ROOT / "docs" / "experiments.md")
-    shown = [(text, shown) for _, text, shown in page.blocks() if re.search("shedule", text)]
-    assert len(shown) == 1
-    page.command(*shown[0])
+    page, ran = Page(ROOT / "docs" / f"{guide}.md"), 0
+    (name,) = re.findall(r"Save this (?:one )?as `(\w+\.yaml)`", " ".join(page.text.split()))
+    for kind, text, shown in page.blocks():
+        if kind == "yaml" and not Path(name).exists():
+            Path(name).write_text(text)
+        elif kind == "bash" and shown:
+            ran += page.command(text, shown)
+    assert ran == count
