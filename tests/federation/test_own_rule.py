@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -75,20 +74,16 @@ def test_the_walk_through_is_short() -> None:
     assert len([line for line in lines if line.strip()]) < 60
 
 
-def test_the_page_s_other_code_runs(federation: Federations, per_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_s_other_code_runs(federation: Federations) -> None:
     """In the order of the pages."""
-    module = ModuleType("perstep")
-    monkeypatch.setattr(module, "PerStep", per_step, raising=False)
-    monkeypatch.setitem(sys.modules, "perstep", module)
     page: dict[str, Any] = {"ClientRule": ClientRule, "Key": Key}
     others = [block for block in BLOCKS if not block.startswith((PAGE, TEST))]
     assert len(others) == 5
     for block in others:
         exec(block, page)
     fed = federation((8, 12), steps=2)
-    page["strategy"].start(fed.grid(), fed.arrays(), num_rounds=2)
-    with_mu = type("WithMu", (FedAvg,), {"config": lambda self, round: {"fedbn.mu": 0.5}})
-    assert same(after(fed, with_mu(), 2), after(fed, FedProx(proximal_mu=0.5), 2))
+    assert same(after(fed, page["Proximal"](mu=0.5), 2), after(fed, FedProx(proximal_mu=0.5), 2))
+    assert same(after(fed, page["Proximal"](mu=0), 2), after(fed, FedAvg(), 2))
     asks = page["AskSizes"]()
     after(fed, asks, 2)
     assert {client: dict(answer) for client, answer in asks.memory.sizes.items()} == {0: {"size": 8}, 1: {"size": 12}}
