@@ -202,7 +202,7 @@ def experiments() -> Table:
 
 
 def keys() -> Table:
-    rows: list[Row] = [(f"`{name}`", key.value, key.asks) for name, key in known_keys().items()]
+    rows: list[Row] = [(f"`{name}`", key.value, key.asks) for name, key in sorted(known_keys().items())]
     return ("key", "value", "asks the client to"), rows
 
 

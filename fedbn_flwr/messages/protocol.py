@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedbn_flwr.errors import MessageError, did_you_mean
+from fedbn_flwr.errors import MessageError, did_you_mean, nearest
 from fedbn_flwr.norms.roles import Role, selected
 
 Config = Mapping[str, Any]  # the config of a message: numbers, texts, bytes, and lists of them
@@ -57,7 +57,7 @@ RUN_KEYS = {
     MEANS: Key("floats", f"normalise inputs with these means of all clients' columns, along with `{DEVIATIONS}`"),
     DEVIATIONS: Key("floats", f"the standard deviations for `{MEANS}`"),
     REESTIMATE: Key("true", "evaluate with batch norm's statistics of the client's training inputs"),
-    OWN_TESTS: Key("true", "evaluate on the client's own test examples only, if there are some (experiments)"),
+    OWN_TESTS: Key("true", "evaluate on the client's own test examples only, if there are some (only in experiments)"),
     READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 
@@ -75,7 +75,7 @@ EXCHANGE_KEYS = {
         "int", "exchange no statistics of a batch with fewer examples; if the key is absent, with fewer than 32"
     ),
     EXCHANGE_STEP: Key(
-        "int", "the number of this message in a layer-wise round: 0 begins it, k contains the result of exchange k"
+        "int", "the number of this message in a layer-wise round: 0 begins it, k carries the result of exchange k"
     ),
     EXCHANGE_VALUES: Key(
         "two floats", "with an exchange's result: values per channel in all clients' batches, and in one example"
@@ -118,10 +118,12 @@ def check_known(config: Config, known: Collection[str]) -> None:
     """Raise MessageError for a key that begins with `fedbn.` and is not `known`."""
     for key in config:
         if key.startswith(PREFIX) and key not in known:
+            near = nearest(key, known)
+            hint = f"; did you mean {near!r}?" if near else "."
             raise MessageError(
-                f"the server's message asks for {key!r} (= {config[key]!r}), which this client does not know; "
-                f"{did_you_mean(key, known)}. Install the same version of fedbn-flwr on server and clients, and import "
-                "your own client rules in the ClientApp"
+                f"the server's message asks for {key!r} (= {config[key]!r}), which this client does not know{hint} Import "
+                "the module of its client rule in the ClientApp, and install the same version of fedbn-flwr on server "
+                "and clients"
             )
 
 
