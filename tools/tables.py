@@ -208,7 +208,11 @@ def keys() -> Table:
 
 def names() -> Table:
     """What concerns the author of a strategy, by class."""
-    rows: list[Row] = [(f"`{kind}`", ", ".join(f"`{name}`" for name in each)) for kind, each in weight.names().items()]
+    rows: list[Row] = [
+        (f"`{kind}`", ", ".join(f"`{name}`" for name in each))
+        for kind, each in weight.names().items()
+        if kind not in ("Traits", "LocalRound")  # in tables of their own
+    ]
     return ("class", "names"), rows
 
 
@@ -226,9 +230,9 @@ def hooks(cls: type, *columns: str) -> Callable[[], Table]:
     return table
 
 
-def local_round() -> Table:
-    """What a client rule reads; the page describes it."""
-    return ("name", "what it is"), [(f"`{name}`", None) for name in weight.names()["LocalRound"]]
+def names_of(kind: str) -> Callable[[], Table]:
+    """The names of a class; the page describes them."""
+    return lambda: (("name", "what it is"), [(f"`{name}`", None) for name in weight.names()[kind]])
 
 
 def api() -> Table:
@@ -276,7 +280,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "api": api,
     "hooks of the server": hooks(Rule, "what it does", "default", "for instance"),
     "hooks of the client": hooks(ClientRule, "when", "for instance"),
-    "local round": local_round,
+    "traits": names_of("Traits"),
+    "local round": names_of("LocalRound"),
     **{
         f"command {name}": command(name)
         for name in ("new", "explain", "run", "status", "report", "partition", "list", "check", "model", "predict")

@@ -121,9 +121,9 @@ def check_known(config: Config, known: Collection[str]) -> None:
             near = nearest(key, known)
             hint = f"; did you mean {near!r}?" if near else "."
             raise MessageError(
-                f"the server's message asks for {key!r} (= {config[key]!r}), which this client does not know{hint} Import "
-                "the module of its client rule in the ClientApp, and install the same version of fedbn-flwr on server "
-                "and clients"
+                f"the server's message asks for {key!r} (= {config[key]!r}), which this client does not know{hint} "
+                "Import the module of its client rule in the ClientApp, and install the same version of fedbn-flwr on "
+                "server and clients"
             )
 
 
