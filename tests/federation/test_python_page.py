@@ -1,4 +1,4 @@
-"""The code of docs/python.md and the rehearsal of docs/deployment.md, run in order as a reader would."""
+"""The code of docs/python.md and the rehearsal of docs/deployment.md, run in order, and what it prints."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from sklearn.datasets import load_digits
 from torchvision.models import resnet18
 
 from fedbn_flwr import run
-from tests.support.command import ROOT, python_blocks
+from tests.support.command import ROOT
 from tests.support.images import write_parquet
+from tests.support.pages import Page, printed
 
-BLOCKS = [
-    code for page in ("python", "deployment") for code in python_blocks((ROOT / "docs" / f"{page}.md").read_text())
-]
+PAGES = [Page(ROOT / "docs" / f"{name}.md") for name in ("python", "deployment")]
 
 
 def test_the_page_s_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,8 +34,13 @@ def test_the_page_s_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             folder = tmp_path / site / ("train" if number % 5 else "test") / str(label)
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray((image * brightness).astype("uint8").reshape(8, 8)).save(folder / f"{number}.png")
-    for code in BLOCKS:
-        exec(code, page)
+    compared = 0
+    for each in PAGES:
+        for kind, code, shown in each.blocks():
+            if kind == "python":
+                each.compare(shown, printed(lambda code=code: exec(code, page)))
+                compared += bool(shown)
+    assert compared == 2
     assert page["mine"].config["model"]["name"] == "script_of_the_page:Net"
     right = (page["predicted"] == page["torch"].tensor(page["labels"])).float().mean()
     assert right == pytest.approx(page["result"].summary.accuracy, abs=0.05)

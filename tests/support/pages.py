@@ -14,8 +14,8 @@ from fedbn_flwr import cli
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 REWRITE = bool(os.environ.get("FEDBN_REWRITE"))
-# What depends on the processor: accuracies and their deviations, fractions, and the round in which a run diverges.
-MEASURED = re.compile(r"\d+\.\d+%|± \d+\.\d+|\b0\.\d{4,}|(?<=round )\d+(?=:| of)")
+# What depends on the processor: accuracies and their deviations, losses, and the round in which a run diverges.
+MEASURED = re.compile(r"\d+\.\d+%|± \d+\.\d+|\b\d\.\d{4,}|(?<=round )\d+(?=:| of)")
 AGO = re.compile(r"\S+ \w+ ago")
 SECONDS = re.compile(r"\d+(\.\d)?( ± \d+\.\d)?$")
 
@@ -60,8 +60,8 @@ def differences(shown: str, now: str) -> Iterator[tuple[str, str]]:
 
 
 def close(old: str, new: str) -> bool:
-    """Within four percentage points; a fraction has no sign of percent or deviation."""
-    points = 0.04 if re.fullmatch(r"0\.\d+", old) else 4
+    """Within four percentage points; a fraction or a loss has no sign of percent or deviation."""
+    points = 0.04 if re.fullmatch(r"\d\.\d{4,}", old) else 4
     return abs(float(old.strip("±% ")) - float(new.strip("±% "))) <= points
 
 
