@@ -111,6 +111,16 @@ def test_an_experiment_of_the_page_runs(name: str, tmp_path: Path) -> None:
     assert [line["round"] for line in RunFolder(tmp_path / "run").history()] == [1, 2]
 
 
+def test_the_command_of_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,), (shown,) = blocks("bash"), [text for text in blocks("text") if "accuracy" in text]
+    assert main(command.split()[1:]) == 0
+    printed = capsys.readouterr()
+    (accuracy,), (found,) = (
+        re.findall(r"FixBN: 10 rounds in .* accuracy ([\d.]+)", text) for text in (shown, printed.out + printed.err)
+    )
+    assert float(found) == pytest.approx(float(accuracy), abs=0.05)
+
+
 def test_a_run_whose_strategy_skips_every_round_fails(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="no client trained in any of the 2 rounds"):
         session({**SHORT, "strategy": {"name": "my_parts:NeverReady"}, "clients": 2}, tmp_path / "run")
