@@ -236,11 +236,11 @@ def names_of(kind: str) -> Callable[[], Table]:
 
 
 def api() -> Table:
-    """The names whose docstrings the page of the API shows, each with the first line of its docstring."""
+    """The names whose docstrings the page of the API shows, each with the first line of its docstring and an example."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     paths = re.findall(r"^::: (\S+)$", page.partition("## Messages")[0], re.MULTILINE)
-    rows: list[Row] = [(f"`{path.rpartition('.')[2]}`", _summary(pkgutil.resolve_name(path))) for path in paths]
-    return ("name", "what it is"), rows
+    rows: list[Row] = [(f"`{path.rpartition('.')[2]}`", _summary(pkgutil.resolve_name(path)), None) for path in paths]
+    return ("name", "what it is", "example"), rows
 
 
 def _summary(named: object) -> str:

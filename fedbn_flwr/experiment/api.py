@@ -47,7 +47,7 @@ def run(
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
     **changes: Any,
 ) -> Result:
-    """Carry out an experiment that consists of one run.
+    """Trains an experiment with a single run.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def run_all(
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
     **changes: Any,
 ) -> Results:
-    """Carry out all runs of an experiment, with the arguments of `run`.
+    """Trains all runs of an experiment, with the arguments of `run`.
 
     If one of several runs fails, the others are still carried out; the failed one has `summary.status` "failed".
 

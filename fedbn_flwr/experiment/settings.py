@@ -430,7 +430,7 @@ DERIVED = ("label", "cell", "size")  # keys of a run that no file sets
 
 
 class Settings(Section):
-    """One training run."""
+    """The settings of one run, checked and with their defaults."""
 
     name: Line = setting("experiment", "prefix of the output folder")
     label: Line = ""

@@ -119,7 +119,7 @@ def check_kind(kind: str) -> str:
 
 
 def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
-    """Replace every batch norm of `model`, found by its type, with the normalisation layer `kind`.
+    """Replaces every batch norm of `model`, found by its type, with the normalisation layer `kind`.
 
     `kind` is one of NORMS, or `module:callable`, a function that takes the number of channels and returns a module.
 
