@@ -34,7 +34,7 @@ from ._wrapper import Wrapper
 
 
 class MeanStatistics(Wrapper):
-    """Any strategy, with statistics and counters of batch norm averaged by number of examples.
+    """Any strategy, with statistics and counters of batch norm averaged, weighted by the number of examples.
 
     Flower's strategies do not check replies. So this wrapper first leaves out replies whose arrays do not match the
     server's or are not finite.

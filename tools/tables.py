@@ -236,7 +236,7 @@ def names_of(kind: str) -> Callable[[], Table]:
 
 
 def api() -> Table:
-    """The names whose docstrings the page of the API shows, each with the first line of its docstring and an example."""
+    """The names whose docstrings the page of the API shows, with their first lines; the page has the examples."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     paths = re.findall(r"^::: (\S+)$", page.partition("## Messages")[0], re.MULTILINE)
     rows: list[Row] = [(f"`{path.rpartition('.')[2]}`", _summary(pkgutil.resolve_name(path)), None) for path in paths]
@@ -254,8 +254,9 @@ def command(name: str) -> Callable[[], Table]:
         for action in commands.choices[name]._actions:
             value = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else "")
             shown = " ".join([*action.option_strings[-1:], *([str(value)] if action.nargs != 0 else [])])
-            if action.dest != "help":
-                rows.append((f"`{shown.replace('|', chr(92) + '|')}`", action.help or ""))
+            meaning = f"{action.help}{' (required)' if action.required and action.option_strings else ''}"
+            if action.dest != "help" and action.help != argparse.SUPPRESS:
+                rows.append((f"`{shown.replace('|', chr(92) + '|')}`", meaning))
         return ("argument", "meaning"), rows
 
     return table
@@ -284,7 +285,19 @@ TABLES: dict[str, Callable[[], Table]] = {
     "local round": names_of("LocalRound"),
     **{
         f"command {name}": command(name)
-        for name in ("new", "explain", "run", "status", "report", "partition", "list", "check", "model", "predict")
+        for name in (
+            "new",
+            "explain",
+            "run",
+            "status",
+            "report",
+            "partition",
+            "list",
+            "check",
+            "model",
+            "predict",
+            "flwr",
+        )
     },
     "papers": measured.papers,
     **results.TABLES,

@@ -38,9 +38,9 @@ def add_experiment(parser: argparse.ArgumentParser, changes: str) -> None:
     parser.add_argument("experiment", metavar="EXPERIMENT", help="name of a shipped experiment, or a YAML file")
     # With a default, argparse doesn't list them among the required arguments.
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help=f"changes to it, such as {changes}"
+        "overrides", nargs="*", default=[], metavar="key=value", help=f"changes to the experiment, such as {changes}"
     )
-    parser.add_argument("--size", metavar="NAME", help="paper, the file as written, or one of its sizes")
+    parser.add_argument("--size", metavar="NAME", help="one of the file's sizes, or `paper` for the file as written")
 
 
 _SETTINGS = ("size", "engine.name", "engine.device")

@@ -33,13 +33,13 @@ def add(commands: Commands) -> None:
         ),
         epilog="Example: fedbn flwr run . --run-config \"set='rounds=10'\"",
     )
-    parser.add_argument("run", choices=["run"])
-    parser.add_argument("app", nargs="?", default=".", help="the app's folder, by default this one")
-    for option, example in (("--run-config", "set='rounds=10'"), ("--federation-config", "num-supernodes=5")):
-        short = ["-c"] if option == "--run-config" else []
-        parser.add_argument(
-            *short, option, action="append", default=[], metavar="PAIRS", help=f"for instance {example}"
-        )
+    parser.add_argument("run", choices=["run"], help="the only subcommand")
+    parser.add_argument("app", nargs="?", default=".", metavar="APP", help="the app's folder (.)")
+    for *options, meaning in (
+        ("-c", "--run-config", "changes to the app's run config, such as set='rounds=10'"),
+        ("--federation-config", "changes to the simulation, such as num-supernodes=5"),
+    ):
+        parser.add_argument(*options, action="append", default=[], metavar="PAIRS", help=meaning)
     parser.add_argument("--stream", action="store_true", help=argparse.SUPPRESS)  # of `flwr run`, refused below
 
 

@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--html", action="store_true", help="write only the page; --out may be a file ending in .html")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the report (runs/report-TIME)")
     parser.add_argument(
-        "--columns", default="", metavar="KEY,KEY", help="keys of summary.json to show; the first is in the curves"
+        "--columns", default="", metavar="KEY,KEY", help="keys of summary.json to show; the first is plotted as curves"
     )
     parser.add_argument(
         "--baseline", default="", metavar="ROW", help="compare the first column with this row: paired t test over seeds"

@@ -67,8 +67,8 @@ class Source(Section):
     )
     inputs: Columns = setting(
         (),
-        "the column of inputs, or a list of columns; by default the column of images, or else every column of "
-        "numbers without another use, see [Data](data.md#your-own-data)",
+        "the column of inputs, or a list of columns; by default the column of images, otherwise all numeric columns "
+        "that no other key names, see [Data](data.md#your-own-data)",
     )
     label: Columns = setting(
         (), "the column of labels, or a list of columns; for segmentation the column with the masks"

@@ -281,13 +281,13 @@ class Evaluate(Section):
     )
     clients: Annotated[bool | Literal["own"] | None, expects("true, false or 'own'")] = setting(
         None,
-        "clients evaluate their models: `true` on all test examples and on their own, `own` only on their own; by "
-        "default `true` if the strategy personalises, `own` for the other runs of its experiment, else `false` "
-        "unless the server doesn't evaluate, see [Clients](clients.md#own-accuracy)",
+        "`true`: clients evaluate their models on all test examples and on their own; `own`: only on their own; "
+        "`false`: not at all. By default `true` if the strategy personalises or the server doesn't evaluate, `own` "
+        "if only another run's strategy personalises, otherwise `false`, see [Clients](clients.md#own-accuracy)",
     )
     domains: bool = setting(
         False,
-        "clients that evaluate test their models on the test examples of every domain, not only of their own: "
+        "if clients evaluate, they also test on the examples of every domain, not only of their own: "
         "[`accuracy_DOMAIN`](clients.md#values-of-each-client)",
     )
     server: bool = setting(
@@ -346,8 +346,8 @@ class Engine(Section):
     )
     address: str | None = setting(
         None,
-        "address of a running Ray cluster, for instance `10.0.0.1:6379`; by default `$RAY_ADDRESS`, else Ray "
-        "is started on this machine",
+        "address of a running Ray cluster, for instance `10.0.0.1:6379`; by default `$RAY_ADDRESS`; if that isn't "
+        "set, Ray starts on this machine",
     )
     cpus_per_client: float | None = setting(
         None, "cores that Ray reserves for each actor; by default `engine.threads`", ge=0.01

@@ -29,7 +29,7 @@ DECLARE = "if it computes batch norm and then some of its modules, declare it (d
 
 
 def declare_batch_norm(layer: type[nn.Module], *then: str) -> None:
-    """Declares what a subclass of batch norm computes: batch norm, and then the modules with these names, in this order.
+    """Declares what a subclass of batch norm computes: batch norm, then the modules with these names, in this order.
 
     `declare_batch_norm(NormAct, "act")` lets FedTAN train networks with `NormAct`, and lets `model.norm` replace its
     norm and keep its module `act`. A subclass that normalises parts of a batch is declared without names; FedTAN then

@@ -26,7 +26,9 @@ def add(commands: Commands) -> None:
         ),
     )
     parser.add_argument("experiment", nargs="?", metavar="EXPERIMENT", help="check the data for this experiment")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it, such as clients=10")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the experiment, such as clients=10"
+    )
     parser.add_argument("--superlink", metavar="HOST:PORT", help="address of the SuperLink")
     tls = parser.add_mutually_exclusive_group()
     tls.add_argument("--root-certificates", type=Path, metavar="FILE", help="ca.crt (the system's certificates)")
