@@ -254,7 +254,7 @@ def command(name: str) -> Callable[[], Table]:
         for action in commands.choices[name]._actions:
             value = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else "")
             shown = " ".join([*action.option_strings[-1:], *([str(value)] if action.nargs != 0 else [])])
-            meaning = f"{action.help}{' (required)' if action.required and action.option_strings else ''}"
+            meaning = f"{action.help or ''}{' (required)' if action.required and action.option_strings else ''}"
             if action.dest != "help" and action.help != argparse.SUPPRESS:
                 rows.append((f"`{shown.replace('|', chr(92) + '|')}`", meaning))
         return ("argument", "meaning"), rows
@@ -285,7 +285,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "local round": names_of("LocalRound"),
     **{
         f"command {name}": command(name)
-        for name in (
+        for name in [
             "new",
             "explain",
             "run",
@@ -297,7 +297,7 @@ TABLES: dict[str, Callable[[], Table]] = {
             "model",
             "predict",
             "flwr",
-        )
+        ]
     },
     "papers": measured.papers,
     **results.TABLES,
