@@ -38,6 +38,7 @@ from fedbn_flwr.strategies import (
     FixBN,
     GlobalMomentum,
     MeanStatistics,
+    Round,
     Scaffold,
     SiloBN,
     Standalone,
@@ -781,7 +782,7 @@ def test_the_documented_client_honours_the_freeze_and_refuses_the_rest(tmp_path:
 
 def test_the_documented_servers_of_both_apis_run() -> None:
     """The old one with a client of the old API, the new one with ours, two rounds of which half the clients train."""
-    before, after = blocks("old-api.md")
+    before, after, changing = blocks("old-api.md")
     with imported() as project:
         net = project.task.Net
         names: dict[str, Any] = {"Net": net}
@@ -792,8 +793,10 @@ def test_the_documented_servers_of_both_apis_run() -> None:
         batch = (torch.randn(8, 1, 8, 8), torch.arange(8))
         grid = RecordingGrid(client_app(lambda context: BNClient(net(), [batch], [batch])), CLIENTS)
         names["app"](grid, Context(1, 0, {}, RecordDict(), {}))
+        exec(changing, names)
     assert grid.errors() == []
     assert grid.count("train") == 3 * CLIENTS / 2
+    assert names["Mine"]().config(Round(2, ArrayRecord(), ConfigRecord(), grid)) == {"lr": 0.05}
 
 
 def test_the_page_of_the_old_api_has_each_argument_that_was_renamed() -> None:
