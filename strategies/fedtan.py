@@ -81,8 +81,8 @@ class FedTAN(FedAvg):
         if self.weighted_by_key != key:  # a client knows its other metrics only at the end of its round
             raise SettingsError(
                 f"weighted_by_key is {self.weighted_by_key!r}, but the exchanges of {self} weight clients by {key!r}, "
-                "and the mean of the models needs the same weights; leave it out, and give weights='data' or "
-                "weights='batch'"
+                "and the mean of the models needs the same weights. Leave out weighted_by_key, and set weights "
+                "to 'data' or 'batch'"
             )
         self.traits |= Traits(min_batch=min_batch)
         self.exchange, self.weights_by = exchange, weights

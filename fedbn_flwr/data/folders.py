@@ -237,7 +237,7 @@ def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Rows
     table = _read(folder, "the tables", pyarrow.concat_tables, tables, promote_options="permissive")
     if wrong := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
         raise DataError(
-            f"data.name={str(folder)!r}: the column {wrong[0]!r} has texts that are not UTF-8; save the file as UTF-8"
+            f"data.name={str(folder)!r}: the column {wrong[0]!r} contains text that isn't UTF-8; save the file as UTF-8"
         )
     return datasets.Dataset(table)
 

@@ -117,7 +117,7 @@ def check_texts(source: Source, column: str, rows: np.ndarray) -> None:
     if 0 < len(wrong) < len(texts) / 2:
         raise DataError(
             f"{source.name!r}: {len(wrong)} of {len(texts)} values of the column {column!r} are not numbers; correct "
-            "them, leave their fields empty, or name the inputs without it in data.inputs",
+            "them, leave their fields empty, or list the inputs in data.inputs without this column",
             f": {wrong.iloc[0]!r} in row {wrong.index[0]}",
         )
 
@@ -300,8 +300,8 @@ def _classes(
         known = known or tuple(map(str, range(source.classes or int(rows.max()) + 1)))
         if not 0 <= int(rows.min()) <= int(rows.max()) < len(known):
             raise DataError(
-                f"{name} has {len(known)} classes and labels other than 0 to {len(known) - 1}",
-                f": from {int(rows.min())} to {int(rows.max())}",
+                f"{name} has {len(known)} classes, so labels must be 0 to {len(known) - 1}",
+                f", but they are {int(rows.min())} to {int(rows.max())}",
             )
         found: Targets = {part: torch.from_numpy(some.astype(np.int64)) for part, some in parts.items()}
         return found, known
@@ -323,7 +323,7 @@ def _dense(source: Source, parts: BySplit, known: tuple[str, ...]) -> tuple[Targ
     known = known or tuple(map(str, range(source.classes or int(counted.max(initial=0)) + 1)))
     if counted.dtype.kind not in "iub" or not 0 <= counted.min(initial=0) <= counted.max(initial=0) < len(known):
         raise DataError(
-            f"{source.name!r} has {len(known)} classes and labels other than 0 to {len(known) - 1}, or {IGNORED}",
-            f": from {counted.min(initial=0)} to {counted.max(initial=0)}",
+            f"{source.name!r} has {len(known)} classes, so labels must be 0 to {len(known) - 1}, or {IGNORED}",
+            f", but they are {counted.min(initial=0)} to {counted.max(initial=0)}",
         )
     return {part: torch.from_numpy(rows.astype(np.uint8)) for part, rows in parts.items()}, known

@@ -390,7 +390,7 @@ def find_folders(folders: Iterable[Path]) -> dict[Path, int]:
     found: dict[Path, int] = {}
     for number, folder in enumerate(folders):
         if not folder.is_dir():
-            raise UserError(f"{str(folder)!r} is not a folder; give run folders, or folders that contain some")
+            raise UserError(f"{str(folder)!r} is not a folder; give run folders or their parent folders")
         # A subfolder may disappear during the search, or not be readable: os.walk leaves it out.
         below = sorted(Path(where) for where, names in _walk(folder) if "summary.json" in names)
         found = dict.fromkeys(below, number) | found

@@ -193,7 +193,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "labels": (
         {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS), "classes": ["a"]},
         {},
-        "1 classes and labels other than 0 to 0: from 0 to 2",
+        "1 classes, so labels must be 0 to 0, but they are 0 to 2",
     ),
     "part labels": (
         {"train": (PIXELS, LABELS / 2), "test": (PIXELS, LABELS)},

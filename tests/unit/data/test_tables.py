@@ -192,7 +192,7 @@ def test_rows_with_missing_inputs_are_left_out_with_their_labels_and_groups(
 def test_a_column_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     frame = pd.DataFrame({"age": range(20), "city": ["Köln", "Bonn"] * 10, "ill": [0, 1] * 10})
     frame.to_csv(tmp_path / "t.csv", index=False, encoding="latin-1")
-    with pytest.raises(DataError, match=r"the column 'city' has texts that are not UTF-8; save the file as UTF-8"):
+    with pytest.raises(DataError, match=r"the column 'city' contains text that isn't UTF-8; save the file as UTF-8"):
         opened(tmp_path / "t.csv", inputs="age", label="ill", test=0.2)
 
 
