@@ -16,6 +16,7 @@ Choices where this differs from their code, or where it does not say what to do:
 
 - Their model for the measurement is trained on data that no client has. Here it is the global model after some rounds
   of FedBN; with `warmup_rounds` 0 it is the initial model, which may be a pretrained one.
+- Clients are measured when they first connect after the warm-up, whether or not they train in that round.
 - All their clients train in each round. Here the models of clients that do not take part are those that they sent last.
 - A client that has never sent a model gets the mix of the others, and one without measured statistics the mean of all;
   it is not in the mixes of the others.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run, seeding
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.serialization import parse
 from fedbn_flwr.strategies import FedAvg, FedBN, FedRDN, FedRep, FedTAN, Secure
@@ -173,6 +173,12 @@ def test_a_few_examples_tokens_and_false_pairs_are_refused(federation: Federatio
     app = client_app(lambda context: BNClient(nn.Linear(3, 2), tokens, context=context))
     with pytest.raises(RunFailed, match=r"no client sent mean and deviation .*\n.*found \[2, 3\] of torch.int64"):
         FedRDN(FedAvg()).start(LocalGrid(app, 2), fed.arrays(), num_rounds=1)
+
+
+def test_a_question_without_a_client_rule_that_measures_is_an_error() -> None:
+    client = BNClient(nn.Linear(2, 2), Batches([(torch.zeros(2, 2), torch.tensor([0, 1]))]))
+    with pytest.raises(MessageError, match="the message has no key of a client rule that measures"):
+        client.measure_round({"fedbn.clip": 0.1})
 
 
 class Wrong(BNClient):
