@@ -74,7 +74,7 @@ def _found(value: object) -> str:
 Counts = tuple[int, Tensor, Tensor]
 
 
-def counts_of(task: Task, outputs: Tensor, targets: Tensor, *, by_class: bool = True) -> Counts:
+def count_predictions(task: Task, outputs: Tensor, targets: Tensor, *, by_class: bool = True) -> Counts:
     """Count predictions as `metric_inputs` returns them, perhaps by class; pixels with the label 255 do not count."""
     if task.form == "labels":
         predicted, true = outputs > 0, targets > 0.5
@@ -219,7 +219,7 @@ class Measurement:
                 f"the targets are {_found(targets)}; expected {_needed(self.task)}; or give a function as metric"
             )
         countable = found if self.task.form != "numbers" else None
-        self._counts.append(countable and counts_of(self.task, *countable, by_class=self._by_class))
+        self._counts.append(countable and count_predictions(self.task, *countable, by_class=self._by_class))
         if self._needs_all:
             self._examples.append((_on_cpu(logits_of(outputs)), _on_cpu(targets)))
         return self._counts[-1]

@@ -26,14 +26,14 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import configs_in
+from fedbn_flwr.messages.arrays import configs_in, unpack
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import arrays_of
 
 from .client import BNClient, Update
-from .node_state import ARRAYS, NodeState, run_of
+from .node_state import NodeState, run_of
 
-MakeClient = Callable[[], BNClient]
+MakeBNClient = Callable[[], BNClient]
 Client = TypeVar("Client")
 Result = TypeVar("Result")
 Sent = TypeVar("Sent")  # what a session sends to an exchange: the contribution of one client, or of several
@@ -198,7 +198,7 @@ def _end() -> None:
 
 
 def train_by_messages(
-    make: MakeClient, content: RecordDict, config: Config, extras: dict[str, Arrays], context: Context
+    make: MakeBNClient, content: RecordDict, config: Config, extras: dict[str, Arrays], context: Context
 ) -> Contribution | Update:
     """Begin a round (step 0) or continue it with the result of exchange `step`, up to the next exchange or the end."""
     step, run = int(config[protocol.EXCHANGE_STEP]), run_of(config)
@@ -207,7 +207,7 @@ def train_by_messages(
         context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
     place, number = _place(context)
     agreement = agreement_from_records(content) if step else None
-    context.state[f"{ARRAYS}{_EXCHANGES}/{step}"] = arrays_of(content)
+    state.save(f"{_EXCHANGES}/{step}", unpack(arrays_of(content)))
     if agreement is not None:
         context.state[_ROUND][str(step)] = config[protocol.EXCHANGE_VALUES]
     parked = parked_rounds.take(place, number, step)
@@ -270,7 +270,9 @@ def client_without_parked_round(make: Callable[[], Client], config: Config, cont
     return client
 
 
-def _replay(make: MakeClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str) -> ParkedRound:
+def _replay(
+    make: MakeBNClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str
+) -> ParkedRound:
     """A round that will replay what the client's state has of it."""
     client, step = make(), int(config[protocol.EXCHANGE_STEP])
     received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]

@@ -32,7 +32,7 @@ from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import read_store, write_store, writing
 
 _RUN = "fedbn.run"  # a record with the name of the training run and, in the state folder, the round
-ARRAYS = "fedbn.arrays."
+_ARRAYS = "fedbn.arrays."
 LOCAL_ARRAYS = "fedbn.local"  # the arrays that stay on the client; other projects' rules use names without `fedbn.`
 
 
@@ -76,14 +76,14 @@ class NodeState:
 
     def load(self, name: str) -> Arrays:
         """The arrays stored as `name`; empty if there are none."""
-        return unpack(arrays_in(self.records).get(ARRAYS + name, {}))
+        return unpack(arrays_in(self.records).get(_ARRAYS + name, {}))
 
     def save(self, name: str, arrays: Arrays) -> None:
-        self.records[ARRAYS + name] = pack(arrays)
+        self.records[_ARRAYS + name] = pack(arrays)
 
     def forget(self, name: str) -> None:
         """Delete the arrays stored as names that begin with `name`."""
-        for key in [key for key in self.records if key.startswith(ARRAYS + name)]:
+        for key in [key for key in self.records if key.startswith(_ARRAYS + name)]:
             del self.records[key]
 
 

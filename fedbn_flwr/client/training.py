@@ -83,7 +83,7 @@ def local_batches(
     return itertools.islice(batches(), steps)
 
 
-def loss_of(model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss) -> Tensor:
+def compute_loss(model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss) -> Tensor:
     return loss_fn(model(inputs), targets)
 
 
@@ -94,7 +94,7 @@ def backpropagate(
     loss_fn: Loss,
     *,
     precision: torch.dtype | None = None,
-    forward: Forward = loss_of,
+    forward: Forward = compute_loss,
 ) -> Tensor:
     """Set the gradients of the parameters, and return the detached loss.
 
@@ -243,13 +243,13 @@ def steps(training: Training) -> Generator[None, None, Trained]:
 def _loss_with_rules(loss_fn: Loss, rules: Sequence[ClientRule], inputs: Value) -> Loss:
     """The loss function for a batch with these inputs: the client's own, as the rules change it."""
 
-    def loss_of(outputs: Outputs, targets: Value) -> Tensor:
+    def compute_loss(outputs: Outputs, targets: Value) -> Tensor:
         loss = loss_fn(outputs, targets)
         for rule in rules:
             loss = rule.loss(inputs, targets, outputs, loss)
         return loss
 
-    return loss_of
+    return compute_loss
 
 
 @torch.no_grad()

@@ -128,10 +128,10 @@ def _answer(reply: Message) -> Contribution | str:
 def judge(
     nodes: Sequence[int], answers: Answers, remaining: int | None, outliers: Outliers | None
 ) -> tuple[dict[int, Contribution], list[tuple[int, str]]]:
-    """The contributions by node, and the problems of unusable ones; see `problems` for `remaining`."""
+    """The contributions by node, and the problems of unusable ones; see `contribution_problems` for `remaining`."""
     contributions = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
     refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
-    refused |= problems(contributions, remaining)
+    refused |= contribution_problems(contributions, remaining)
     usable = [node for node in contributions if node not in refused]
     tensors = [contributions[node].tensors for node in usable]
     far = absurd(tensors, {}, () if usable and contributions[usable[0]].kind == "gradients" else ("var",))
@@ -141,7 +141,7 @@ def judge(
     return contributions, list(refused.items())
 
 
-def problems(contributions: Mapping[int, Contribution], remaining: int | None) -> dict[int, str]:
+def contribution_problems(contributions: Mapping[int, Contribution], remaining: int | None) -> dict[int, str]:
     """Why contributions cannot be used, by node: they have a problem, or another form than most of the others.
 
     `remaining` is the number of exchanges that were to follow the previous one; None before the first.
@@ -153,7 +153,9 @@ def problems(contributions: Mapping[int, Contribution], remaining: int | None) -
         if each.batch > each.examples
     }
     refused = large if 2 * len(large) <= len(contributions) else {}
-    refused |= {node: why for node, each in contributions.items() if (why := problem(each, remaining)) is not None}
+    refused |= {
+        node: why for node, each in contributions.items() if (why := contribution_problem(each, remaining)) is not None
+    }
     forms = {node: _form(each) for node, each in contributions.items() if node not in refused}
     times = Counter(forms.values())
     # In a tie, the form of the first partition.
@@ -166,7 +168,7 @@ def problems(contributions: Mapping[int, Contribution], remaining: int | None) -
     return refused | others
 
 
-def problem(contribution: Contribution, remaining: int | None) -> str | None:
+def contribution_problem(contribution: Contribution, remaining: int | None) -> str | None:
     """Why a contribution cannot be used, or None."""
     kind, follow = contribution.kind, contribution.remaining
     if follow > _MOST_EXCHANGES or (remaining is not None and follow != remaining - 1):

@@ -67,7 +67,7 @@ class Clients:
     _parts: dict[tuple[Any, ...], ClientParts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __call__(self, context: Context, config: Config) -> BNClient:
-        run = settings_of(self.experiment, config)
+        run = named_run(self.experiment, config)
         key = (run.label, run.seed, context.node_id, *context.node_config.items())
         knows_all = all(map(is_known, config))
         if key not in self._parts or not knows_all:
@@ -284,7 +284,7 @@ def _not_agreed(inputs: Value) -> NoReturn:
     )
 
 
-def settings_of(experiment: Experiment, config: Config) -> Settings:
+def named_run(experiment: Experiment, config: Config) -> Settings:
     runs = experiment.named
     name = str(config.get(protocol.RUN, next(iter(runs))))
     if name not in runs:

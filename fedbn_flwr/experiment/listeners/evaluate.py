@@ -109,7 +109,7 @@ class Evaluate(Listener):
         metrics = self.rule.aggregate_evaluate(at.number, replies)
         used = self.rule.base.evaluation.used
         values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_examples")
-        means = {name_of(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
+        means = {history_name(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
         overall = {**means, **own_means(values), **spreads(values)}
         held_out = validation_means(values, self.prepared.task.main)
         if self.only_own:
@@ -165,7 +165,7 @@ class Best(Listener):
 # --- the values of each client, their means and their spread ---
 
 
-def name_of(key: str) -> str:
+def history_name(key: str) -> str:
     """Write `own-accuracy` as `own_accuracy`, and a domain last: `own@sea-accuracy` as `own_accuracy_sea`."""
     test_set, _, measure = key.partition("-")
     owner, at, domain = test_set.partition("@")
@@ -173,7 +173,7 @@ def name_of(key: str) -> str:
     return name.replace("num_examples", "examples")
 
 
-def values_of(replies: Iterable[Message], examples: str, named: Callable[[str], str] = name_of) -> ByClient:
+def values_of(replies: Iterable[Message], examples: str, named: Callable[[str], str] = history_name) -> ByClient:
     """The numbers in the metrics of each reply, under the names of `clients.jsonl`; num-examples is `examples`."""
     found: ByClient = {}
     for reply in replies:
@@ -187,7 +187,7 @@ def values_of(replies: Iterable[Message], examples: str, named: Callable[[str], 
 
 def renamed(metrics: Mapping[str, float], named: Callable[[str], str]) -> dict[str, float]:
     """The metrics by their new names; one that has its name already takes precedence."""
-    ordered = sorted(metrics, key=lambda key: named(key) == name_of(key))
+    ordered = sorted(metrics, key=lambda key: named(key) == history_name(key))
     return {named(key): metrics[key] for key in ordered}
 
 

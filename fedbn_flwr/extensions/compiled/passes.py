@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, count, first, tensors
 from fedbn_flwr.client.rule import Gradient, Loss
-from fedbn_flwr.client.training import Forward, loss_of
+from fedbn_flwr.client.training import Forward, compute_loss
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.norms.variants import HybridBatchNorm, MaskedBatchNorm1d
 
@@ -98,7 +98,7 @@ def fused(
 def compiler() -> tuple[Forward, dict[Hashable, str | None]]:
     """PyTorch's compiler, one per process, and the reasons why it could not compile some kinds of models."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
-    return torch.compile(loss_of, dynamic=False), {}
+    return torch.compile(compute_loss, dynamic=False), {}
 
 
 def _set_up() -> None:

@@ -35,7 +35,7 @@ from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed, UserError
 from fedbn_flwr.experiment.data import examples_of, receive
-from fedbn_flwr.experiment.node import Clients, settings_of
+from fedbn_flwr.experiment.node import Clients, named_run
 from fedbn_flwr.experiment.parts import Parts, choose_device
 from fedbn_flwr.experiment.ray_settings import START, set_ray_defaults
 from fedbn_flwr.experiment.settings import Engine, Experiment
@@ -114,7 +114,7 @@ class Sent(Clients):
     def __call__(self, context: Context, config: Config) -> BNClient:
         """In an actor."""
         give(self.given)
-        device = str(choose_device(settings_of(self.experiment, config).engine.device))
+        device = str(choose_device(named_run(self.experiment, config).engine.device))
         for examples, place in self.sent.items():
             _receive(examples, device, place)
         return super().__call__(context, config)

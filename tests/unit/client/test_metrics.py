@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient
-from fedbn_flwr.client.evaluation import Measurement, Metric, auc, counts_of, evaluate, ratio
+from fedbn_flwr.client.evaluation import Measurement, Metric, auc, count_predictions, evaluate, ratio
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.errors import SettingsError
@@ -40,7 +40,7 @@ SETS = [(0, 1, 2, 3), (1, 3), (0, 2, 3)]
 def test_metrics_of_counts_are_scikit_learn_s(labels: tuple[int, ...]) -> None:
     logits, targets = examples(labels)
     predictions = logits.argmax(1)
-    answered, correct, by_class = counts_of(CLASSIFICATION, logits, targets)
+    answered, correct, by_class = count_predictions(CLASSIFICATION, logits, targets)
     assert (answered, int(correct)) == (60, theirs.accuracy_score(targets, predictions, normalize=False))
     matrix = theirs.confusion_matrix(targets, predictions, labels=range(4))
     np.testing.assert_array_equal(by_class, [matrix.diagonal(), matrix.sum(1), matrix.sum(0)])
@@ -92,7 +92,7 @@ def test_an_evaluation_reports_them_over_all_batches(size: int) -> None:
     logits, targets = examples((0, 1, 2, 3))
     batches = list(zip(logits.split(size), targets.split(size), strict=True))
     found = evaluate(Given(), batches, F.cross_entropy, CPU, ALL)
-    by_class = counts_of(CLASSIFICATION, logits, targets)[2]
+    by_class = count_predictions(CLASSIFICATION, logits, targets)[2]
     assert found["macro-f1"] == found["dice"] == ratio("macro_f1", by_class)
     assert found["balanced-accuracy"] == ratio("balanced_accuracy", by_class)
     assert found["mean-iou"] == ratio("mean_iou", by_class)
@@ -111,7 +111,7 @@ def test_an_evaluation_reports_them_over_all_batches(size: int) -> None:
 
 def test_labels_that_are_no_class_of_the_model_are_named() -> None:
     with pytest.raises(ValueError, match="labels run from -1 to 3, the model has 3 classes; expected 0 to 2"):
-        counts_of(CLASSIFICATION, torch.zeros(3, 3), torch.tensor([-1, 0, 3]))
+        count_predictions(CLASSIFICATION, torch.zeros(3, 3), torch.tensor([-1, 0, 3]))
 
 
 def test_label_255_of_an_image_is_a_class_and_of_a_pixel_none() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient
-from fedbn_flwr.client.evaluation import counts_of, evaluate, ratio
+from fedbn_flwr.client.evaluation import count_predictions, evaluate, ratio
 from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.tasks import SEGMENTATION
 
@@ -38,16 +38,16 @@ def test_mean_iou_by_hand() -> None:
     """Class 0: 2 of 3 pixels. Class 1: 1 of 2. Class 2: 1 of 1. The pixel labelled 255 does not count."""
     labels = torch.tensor([[[0, 0, 1], [1, 2, 255]]])
     predictions = torch.tensor([[[0, 0, 1], [0, 2, 2]]])
-    answered, correct, by_class = counts_of(SEGMENTATION, logits_for(predictions, 3), labels)
+    answered, correct, by_class = count_predictions(SEGMENTATION, logits_for(predictions, 3), labels)
     assert (answered, int(correct), by_class.tolist()) == (5, 4, [[2, 1, 1], [2, 2, 1], [3, 1, 1]])
     assert ratio("mean_iou", by_class) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
 
 
 def test_an_absent_class_is_left_out_and_a_predicted_one_is_zero() -> None:
     labels, predictions = torch.tensor([[[0, 0]]]), torch.tensor([[[0, 0]]])
-    assert ratio("mean_iou", counts_of(SEGMENTATION, logits_for(predictions, 4), labels)[2]) == 1.0
+    assert ratio("mean_iou", count_predictions(SEGMENTATION, logits_for(predictions, 4), labels)[2]) == 1.0
     predictions = torch.tensor([[[0, 3]]])
-    assert ratio("mean_iou", counts_of(SEGMENTATION, logits_for(predictions, 4), labels)[2]) == pytest.approx(
+    assert ratio("mean_iou", count_predictions(SEGMENTATION, logits_for(predictions, 4), labels)[2]) == pytest.approx(
         (1 / 2 + 0) / 2
     )
 
@@ -117,7 +117,7 @@ def test_a_label_that_is_no_class_is_refused(wrong: int) -> None:
     labels = torch.zeros(1, 2, 2, dtype=torch.int64)
     labels[0, 0, 0] = wrong
     with pytest.raises(ValueError, match=rf"run from {min(wrong, 0)} to {max(wrong, 0)}, the model has 4 classes"):
-        counts_of(SEGMENTATION, torch.zeros(1, 4, 2, 2), labels)
+        count_predictions(SEGMENTATION, torch.zeros(1, 4, 2, 2), labels)
 
 
 def test_a_set_without_a_pixel_that_counts_is_refused() -> None:

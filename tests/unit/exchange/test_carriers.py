@@ -14,7 +14,7 @@ from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-unty
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.exchange.carriers import ExchangesDone, problem
+from fedbn_flwr.exchange.carriers import ExchangesDone, contribution_problem
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.strategies import FedTAN, Round
 
@@ -112,11 +112,14 @@ MOMENTS = Contribution("moments", {"mean": np.zeros(2), "var": np.ones(2)}, 4, 8
     ],
 )
 def test_what_cannot_be_used_is_named(contribution: Contribution, remaining: int | None, says: str) -> None:
-    assert re.search(says, str(problem(contribution, remaining)))
+    assert re.search(says, str(contribution_problem(contribution, remaining)))
 
 
 def test_gradients_with_respect_to_a_variance_may_be_negative() -> None:
-    assert problem(replace(MOMENTS, kind="gradients", tensors={"mean": -np.ones(2), "var": -np.ones(2)}), 6) is None
+    assert (
+        contribution_problem(replace(MOMENTS, kind="gradients", tensors={"mean": -np.ones(2), "var": -np.ones(2)}), 6)
+        is None
+    )
 
 
 def test_moments_agree_to_those_of_the_union() -> None:
