@@ -69,7 +69,7 @@ def node(folder: Path, size: tuple[int, int, int]) -> Iterator[tuple[str, float]
         for _ in range(rounds):
             done += 1
             context = Context(1, 1, {"partition-id": 0, "state": str(folder)}, RecordDict(), {})
-            with stored_state(message, {**config, "server-round": done, "fedbn.kept-round": done - 1}, context):
+            with stored_state(message, {**config, "server-round": done, "fedbn.checkpoint-round": done - 1}, context):
                 context.state.update(own)
         yield "restore and save", (time.perf_counter() - began) / rounds
 

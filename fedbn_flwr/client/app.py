@@ -185,7 +185,9 @@ class _Other:
         return {"loss": loss, protocol.NUM_EXAMPLES: num_examples, **metrics}
 
     def _positions(self, arrays: Arrays, config: Config) -> list[np.ndarray]:
-        if key := next((key for key in config if key.startswith(protocol.PREFIX) and key not in protocol.OF_RUN), None):
+        if key := next(
+            (key for key in config if key.startswith(protocol.PREFIX) and key not in protocol.IDENTIFYING), None
+        ):
             raise MessageError(
                 f"the server's message asks for {key!r} (= {config[key]!r}), which a {type(self._client).__name__} "
                 "does not honour; a BNClient of the server's version of fedbn-flwr does"

@@ -105,7 +105,7 @@ def stored_state(message: Message, config: Config, context: Context) -> Iterator
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_store(folder / f"round-{server_round}", [("state", dump(context.state))])
     # The server may return to one round; states older than that round's are not needed.
-    _delete_outside(folder, int(config.get(protocol.KEPT_ROUND, server_round - 1)), server_round)
+    _delete_outside(folder, int(config.get(protocol.CHECKPOINT_ROUND, server_round - 1)), server_round)
     for unfinished in folder.glob(".round-*.tmp"):  # written by a process that was killed
         unfinished.unlink(missing_ok=True)
 

@@ -34,7 +34,7 @@ PREFIX = "fedbn."
 RUN = "fedbn.run"
 READY = "fedbn.ready"
 TOKEN = "fedbn.run-token"  # noqa: S105 (the name of a key)
-KEPT_ROUND = "fedbn.kept-round"
+CHECKPOINT_ROUND = "fedbn.checkpoint-round"
 LR_FACTOR = "fedbn.lr-factor"
 KEPT = "fedbn.kept"
 RETURN = "fedbn.return"
@@ -42,11 +42,13 @@ MEANS = "fedbn.means"
 DEVIATIONS = "fedbn.deviations"
 REESTIMATE = "fedbn.reestimate"
 OWN_TESTS = "fedbn.own-tests"
-OF_RUN = frozenset({RUN, TOKEN, KEPT_ROUND})  # they identify the run, and do not change how a round trains
+IDENTIFYING = frozenset({RUN, TOKEN, CHECKPOINT_ROUND})  # they identify the run, and do not change how a round trains
 RUN_KEYS = {
     RUN: Key("text", "keep the client's state separate from that of other runs"),
     TOKEN: Key("32 hexadecimal digits", "distinguish runs of one name; a resumed run has the same token"),
-    KEPT_ROUND: Key("int", "keep the state after this round in the state folder, if there is one"),
+    CHECKPOINT_ROUND: Key(
+        "int", "keep the state after this round, the server's last checkpoint, in the state folder, if there is one"
+    ),
     LR_FACTOR: Key(
         "float",
         "multiply the round's learning rate by this factor; experiments send it after a freeze or switch, a Flower app "
@@ -129,7 +131,7 @@ def check_known(config: Config, known: Collection[str]) -> None:
 
 def run_keys(config: Config) -> Metrics:
     """The keys of a config that decide which model clients build and how they read their data."""
-    return {key: config[key] for key in (*OF_RUN, MEANS, DEVIATIONS) if key in config}
+    return {key: config[key] for key in (*IDENTIFYING, MEANS, DEVIATIONS) if key in config}
 
 
 _NOTHING = "none"

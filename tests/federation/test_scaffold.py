@@ -458,7 +458,7 @@ def test_a_run_that_is_resumed_around_a_lost_reply_equals_the_whole_one(stop: in
     after.begin(8, x)
     grid: Grid = Losing(fed.grid(node_config={"state": str(tmp_path)}), rounds)
     for number in range(1, 9):
-        config = ConfigRecord({**run, protocol.KEPT_ROUND: number - 1})
+        config = ConfigRecord({**run, protocol.CHECKPOINT_ROUND: number - 1})
         replies = grid.send_and_receive(rule.configure_train(number, x, config, grid))
         arrays, _ = rule.aggregate_train(number, replies)
         assert arrays is not None
@@ -546,7 +546,7 @@ def test_a_client_that_returns_under_another_node_id_keeps_its_control_variate(t
 
     grid = Restarted(grids[0])
     grid.rule = strategy()
-    run = ConfigRecord({protocol.RUN: "a run", protocol.TOKEN: "0" * 32, protocol.KEPT_ROUND: 0})
+    run = ConfigRecord({protocol.RUN: "a run", protocol.TOKEN: "0" * 32, protocol.CHECKPOINT_ROUND: 0})
     models: list[float] = []
 
     def keep(_: int, arrays: ArrayRecord) -> None:

@@ -217,7 +217,7 @@ def _start(prepared: Parts, grid: LocalGrid, folder: Path, found: Outcome) -> No
     def keep(_: int, arrays: ArrayRecord) -> None:
         models.append(arrays)
 
-    identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32, protocol.KEPT_ROUND: 0}
+    identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32, protocol.CHECKPOINT_ROUND: 0}
     result = prepared.rule.start(
         grid, pack(initial_arrays(prepared.model)), run.rounds,
         train_config=ConfigRecord(identity), evaluate_config=ConfigRecord(dict(identity)), evaluate_fn=keep,

@@ -65,7 +65,7 @@ class FinishedRound:
     clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # the values of each client
     is_best: bool = False  # the best one so far, by validation
     stop: BaseException | None = None  # ends the run after this round: the user asked to stop, or its time is over
-    kept_round: int = 0  # the round of the last checkpoint
+    checkpoint_round: int = 0  # the round of the last checkpoint
 
     def with_metrics(self, line: Tree, clients: Mapping[int, Mapping[str, float]], **more: Any) -> FinishedRound:
         """With more metrics in the history, and more values of clients."""

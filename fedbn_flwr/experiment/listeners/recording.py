@@ -110,7 +110,7 @@ class Saving(Listener):
             return at
         self._write(running, *self.latest)
         self.latest = None
-        return replace(at, kept_round=at.number)
+        return replace(at, checkpoint_round=at.number)
 
     def on_end(self, running: Running, error: BaseException | None) -> None:
         if self.latest is not None and running.grid.contexts() is None:  # the nodes store their state themselves

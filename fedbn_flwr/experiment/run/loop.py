@@ -57,7 +57,7 @@ def run_one(
     running = Running(prepared, ledger, folder, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
-    at = FinishedRound(done, arrays, arrays, is_last=done == run.rounds, trained=trained, kept_round=done)
+    at = FinishedRound(done, arrays, arrays, is_last=done == run.rounds, trained=trained, checkpoint_round=done)
     del arrays  # later rounds have others, and need the memory
     listeners = listeners_of(running, progress, ends)
     begun: list[Listener] = []
@@ -118,7 +118,7 @@ def listeners_of(running: Running, progress: Reporter, ends: float) -> list[List
 
 def train_round(running: Running, before: FinishedRound, listeners: Sequence[Listener] = ()) -> FinishedRound:
     run, rule, number = running.run, running.prepared.rule, before.number + 1
-    config = ConfigRecord({**running.config, protocol.KEPT_ROUND: before.kept_round})
+    config = ConfigRecord({**running.config, protocol.CHECKPOINT_ROUND: before.checkpoint_round})
     switched = any(number >= (each.memory.switch_round or math.inf) for each in rule.chain)
     if (factor := run.train.schedule.switch) is not None and switched:
         config[protocol.LR_FACTOR] = factor
@@ -150,7 +150,7 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
         replies=used if run.evaluate.dynamics else (),
         line=line,
         clients={} if "inside" in rule.breaks else values_of(used, "examples", named),
-        kept_round=before.kept_round,
+        checkpoint_round=before.checkpoint_round,
     )
 
 

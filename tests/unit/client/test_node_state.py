@@ -49,7 +49,7 @@ def rounds(folder: Path) -> list[int]:
 def test_a_folder_keeps_the_rounds_the_server_may_return_to(tmp_path: Path) -> None:
     context = node(tmp_path)
     for server_round, kept in ((1, 0), (2, 0), (4, 2), (6, 5), (7, 5)):
-        config = config_of(**{"server-round": server_round, "fedbn.kept-round": kept})
+        config = config_of(**{"server-round": server_round, "fedbn.checkpoint-round": kept})
         with stored_state(message("train"), config, context):
             context.state["own"] = pack({"round": np.array(server_round)})
     assert rounds(tmp_path) == [4, 6, 7], "round 4 is the latest before 5"
@@ -90,7 +90,7 @@ def test_a_run_s_name_cannot_leave_the_folder(tmp_path: Path) -> None:
 def train(folder: Path, server_round: int) -> None:
     """A message in a new process, whose context is empty."""
     context = node(folder)
-    config = config_of(**{"server-round": server_round, "fedbn.kept-round": server_round - 1})
+    config = config_of(**{"server-round": server_round, "fedbn.checkpoint-round": server_round - 1})
     with stored_state(message("train"), config, context):
         before = context.state.array_records.get("own")
         count = 0 if before is None else int(before["n"].numpy())

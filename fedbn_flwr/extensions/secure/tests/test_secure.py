@@ -590,7 +590,7 @@ def test_secrets_are_neither_written_nor_logged(
     roots = with_secrets(monkeypatch, 77_000_000_000)
     grid = fed.grid(node_config={"state": str(tmp_path)})
     rule = Secure(Scaffold(**NO_EVALUATION))
-    run = ConfigRecord({protocol.RUN: "a run", protocol.TOKEN: "0" * 32, protocol.KEPT_ROUND: 0})
+    run = ConfigRecord({protocol.RUN: "a run", protocol.TOKEN: "0" * 32, protocol.CHECKPOINT_ROUND: 0})
     rule.start(grid, fed.arrays(), num_rounds=2, train_config=run)
     assert len(roots) == 6
     written = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())

@@ -159,7 +159,7 @@ def checkpoints(running: Running, folder: Path, stop: int = 0) -> list[int]:
             running, dataclasses.replace(at, stop=KeyboardInterrupt() if at.number == stop else None)
         )
         rounds.append(saved_round(folder))
-        assert at.kept_round == rounds[-1]
+        assert at.checkpoint_round == rounds[-1]
     train_round(running, at)
     listener.on_end(running, KeyboardInterrupt())  # in the middle of round 5
     rounds.append(saved_round(folder))
@@ -200,7 +200,7 @@ def test_a_round_is_saved_once(running: Running, tmp_path: Path, monkeypatch: py
     listener = Saving()
     listener.on_start(running, start(running))
     at = dataclasses.replace(start(running), number=5, is_last=True)
-    assert listener.on_round(running, at).kept_round == 5
+    assert listener.on_round(running, at).checkpoint_round == 5
     listener.on_end(running, None)
     assert written == ["write_model", "write_checkpoint"]
 
