@@ -209,7 +209,7 @@ def _train(make: Make, message: Message, config: Config, context: Context) -> Re
 
 
 def _take_model(content: RecordDict) -> Arrays:
-    """The arrays of the model. A content that only this client uses gives them up, so training has the memory."""
+    """The arrays of the model. If only this client has the content, they leave it, and training has the memory."""
     record = sent_model(content)
     if isinstance(content, OwnContent):
         del content[next(name for name, each in content.items() if each is record)]

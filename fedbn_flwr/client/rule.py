@@ -200,7 +200,7 @@ def known_keys() -> dict[str, Key]:
 
 
 def rules_for(config: Config) -> list[type[ClientRule]]:
-    """The client rules that a message selects; MessageError for a key `fedbn.` that no rule has."""
+    """The client rules that a message selects; MessageError for a `fedbn.` key that no rule has."""
     if not all(map(is_known, config)):
         protocol.check_known(config, known_keys())
     return in_order(rule_of(key) for key, value in config.items() if key in BY_KEY and value)

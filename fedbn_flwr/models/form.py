@@ -25,7 +25,7 @@ class Form:
         self._tied = [keys for keys in tied.values() if len(keys) > 1]
 
     def kept_problem(self, kept: Collection[str], arrays: Collection[str] = ()) -> str | None:
-        """Why these keys cannot stay on the client, or None: they were received, or one tensor has other keys too."""
+        """Why these keys cannot stay on the client, or None: they were received, or are some of a tensor's keys."""
         if sent := [key for key in arrays if key in kept]:
             return (
                 f"the server sent {sent[0]!r}, which stays on the client ({len(kept)} arrays do). Server and clients "
