@@ -65,6 +65,7 @@ def test_the_guide_shows_what_the_example_prints(capsys: pytest.CaptureFixture[s
     assert len(shown) == 5
     # Other processors round differently, and what a round amplifies.
     assert found[0] == shown[0]
+    assert {number: found[number] for number in shown} == pytest.approx(shown, abs=5)
     assert found[60] == pytest.approx(shown[60], abs=2)
     here(folder, **{"num-server-rounds": 3, "freeze-round": 0.5})
     (few,) = re.findall(r"`num-server-rounds=3 freeze-round=0\.5` it has five, and ends at ([\d.]+)%", PAGE)
