@@ -96,13 +96,13 @@ _LAYERS: dict[object, Layer] = {
 }
 
 
-def gradients_of(
+def differentiable(
     network: Network, of: Tensors, names: Sequence[str]
-) -> Callable[[Tensor, Callable[[Tensor], Tensor]], dict[str, Tensor]]:
-    """A function that returns the gradients of the tensors with these names, in their own shapes, if they have one.
+) -> Callable[[Tensor], tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]]:
+    """The computation with these tensors, which `Network.shaped` has returned.
 
-    `Network.shaped` has returned all tensors `of` the network. The function takes the inputs, and a function of the
-    outputs that returns their gradients.
+    Besides the outputs it returns a function of their gradient. That returns the gradients of the tensors with these
+    names, in the shapes of the unshaped ones; there are none for those on which the outputs do not depend.
     """
     own, founds, depending = by_layer(of), dict[str, Found](), set[int]()
     layers: list[tuple[Callable[..., tuple[Tensor, Back]], Sequence[tuple[bool, Any]], bool]] = []
@@ -111,27 +111,31 @@ def gradients_of(
         needed = any(is_value and each in depending for is_value, each in arguments)
         if needed or name in own:
             depending.add(place)
-        layers.append(
-            (functools.partial(layer, subject, own.get(name, {}), founds.setdefault(name, {})), arguments, needed)
-        )
+        bound = functools.partial(layer, subject, own.get(name, {}), founds.setdefault(name, {}))
+        layers.append((bound, arguments, needed))
     places = [(name, founds[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
 
-    def gradients(inputs: Tensor, start: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def compute(inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
         values, backs = [inputs], list[Back]()
         for layer, arguments, _ in layers:
             value, back = layer(*[values[each] if is_value else each for is_value, each in arguments])
             values.append(value)
             backs.append(back)
-        left = {network.result: start(values[network.result])}  # gradients of values
-        while backs:
-            back, (_, arguments, needed) = backs.pop(), layers[len(backs)]
-            if (d := left.pop(len(backs) + 1, None)) is not None:
-                for (is_value, each), gradient in zip(arguments, back(d, needed), strict=False):
-                    if is_value and gradient is not None:
-                        left[each] = left[each] + gradient if each in left else gradient
-        return {name: found[part] for name, found, part in places if part in found}
 
-    return gradients
+        def gradients(of_outputs: Tensor) -> dict[str, Tensor]:
+            left = {network.result: of_outputs}  # gradients of values, by their numbers
+            for place in range(len(layers), 0, -1):
+                if place in left:
+                    _, arguments, needed = layers[place - 1]
+                    found = backs[place - 1](left.pop(place), needed)
+                    for (is_value, each), gradient in zip(arguments, found, strict=False):
+                        if is_value and gradient is not None:
+                            left[each] = left[each] + gradient if each in left else gradient
+            return {name: found[part] for name, found, part in places if part in found}
+
+        return values[network.result], gradients
+
+    return compute
 
 
 def loss_and_gradient(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

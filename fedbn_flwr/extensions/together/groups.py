@@ -27,7 +27,7 @@ from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 
 from .exchanging import CohortStep
-from .gradients import gradients_of, loss_and_gradient
+from .gradients import differentiable, loss_and_gradient
 from .stacked import Network, network_of
 
 MOMENTUM = "momentum_buffer"
@@ -47,9 +47,9 @@ class Row:
     trained: Trained | None = None  # None if the group could not be trained
 
     @functools.cached_property
-    def shapes(self) -> Sequence[tuple[torch.Size, ...]]:
+    def shapes(self) -> Sequence[tuple[torch.Size, torch.Size]]:
         """Those of the inputs and of the targets of each batch."""
-        return [tuple(each.shape for each in batch) for batch in self.batches]
+        return [(x.shape, y.shape) for x, y in self.batches]
 
     @functools.cached_property
     def examples(self) -> int:
@@ -104,11 +104,12 @@ class Row:
 @torch.no_grad()
 def row_of(training: Training) -> Row | None:
     """The round as a row; None if it must train alone."""
-    if problem(training) is not None or isinstance(network := network_of(training.model), str):
+    if isinstance(network := _network(training), str):
         return None
     with seeding.streams(training.seed, training.device):
         training.batches = batches = list(training.batches)
-    if not batches or not all(isinstance(value, Tensor) for batch in batches for value in batch):
+    kinds = set(map(type, itertools.chain.from_iterable(batches)))
+    if not kinds or not all(issubclass(kind, Tensor) for kind in kinds):
         return None
     if batches[0][0].device != training.device:
         training.batches = batches = [(x.to(training.device), y.to(training.device)) for x, y in batches]
@@ -122,6 +123,11 @@ def row_of(training: Training) -> Row | None:
 
 def problem(training: Training) -> str | None:
     """Why a round cannot train with those of other clients, or None."""
+    return found if isinstance(found := _network(training), str) else None
+
+
+def _network(training: Training) -> Network | str:
+    """The network of a round, or why the round cannot train with those of other clients."""
     gradient, optimizer = training.gradient, training.optimizer.torch
     if isinstance(gradient, functools.partial) and not any(gradient.keywords.values()):
         gradient = gradient.func
@@ -142,7 +148,7 @@ def problem(training: Training) -> str | None:
         return "the optimiser has dampening or maximize"
     if not training.optimizer.parameters:
         return "no parameter trains"
-    return network if isinstance(network := network_of(training.model), str) else None
+    return network_of(training.model)
 
 
 def train_rows(rows: Sequence[Row]) -> None:
@@ -194,11 +200,10 @@ class _Group:
         with frozen_norm(self.training.model, frozen) if frozen else nullcontext():
             while steps := self._next(taken):
                 self._run(*steps, taken)
-        for place, row in enumerate(self.rows):
+        for place, (row, total) in enumerate(zip(self.rows, self.total.tolist(), strict=True)):
             row.tensors, row.momentum = _part(self.tensors, place), _part(self.momentum, place)
             memos = [{key: _part(values, place) for key, values in memo.items()} for memo in self.memos]
-            loss = float(self.total[place]) / row.examples
-            row.trained = Trained(loss, row.shapes[0][0][0], len(row.batches), memos)
+            row.trained = Trained(total / row.examples, row.shapes[0][0][0], len(row.batches), memos)
 
     def _next(self, taken: Sequence[int]) -> tuple[slice, int] | None:
         """The rows to train next (as many as possible with batches of one shape), and the number of steps."""
@@ -234,27 +239,16 @@ class _Group:
         of, momentum = _part(self.tensors, place), _part(self.momentum, place)
         w = {name: of[name] for name in self.training.optimizer.parameters}
         memos = [{key: _part(values, place) for key, values in memo.items()} for memo in self.memos]
-        gradients = gradients_of(self.network, self.network.shaped(of), [*w])
-        clients = place.stop - place.start
-        inputs, targets = (
-            torch.stack(
-                [row.batches[done + step][part] for step in range(steps) for row, done in self._rows(place, taken)]
-            )
-            .unflatten(0, (steps, clients))
-            .unbind()
-            for part in (0, 1)
-        )
+        compute = differentiable(self.network, self.network.shaped(of), [*w])
         losses: list[Tensor] = []
-
-        def start(outputs: Tensor) -> Tensor:
-            found, gradient = loss_and_gradient(self.training.loss, outputs, targets[len(losses)])
+        for batches in zip(*(row.batches[done : done + steps] for row, done in self._rows(place, taken)), strict=True):
+            inputs, targets = map(torch.stack, zip(*batches, strict=True))
+            outputs, gradients = compute(inputs)
+            found, of_outputs = loss_and_gradient(self.training.loss, outputs, targets)
             losses.append(found)
-            return gradient
-
-        for each in inputs:
-            self._step(w, gradients(each, start), momentum, memos)
-        means = torch.stack(losses).view(steps, clients, -1).mean(2, dtype=torch.float64).sum(0)
-        self.total[place].add_(means, alpha=inputs[0].shape[1])
+            self._step(w, gradients(of_outputs), momentum, memos)
+        means = torch.stack(losses).view(steps, place.stop - place.start, -1).mean(2, dtype=torch.float64).sum(0)
+        self.total[place].add_(means, alpha=inputs.shape[1])
         for i in range(place.start, place.stop):
             taken[i] += steps
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.rule import Loss
-from fedbn_flwr.extensions.together.gradients import gradients_of, loss_and_gradient
+from fedbn_flwr.extensions.together.gradients import differentiable, loss_and_gradient
 from fedbn_flwr.extensions.together.stacked import Network, network_of
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
@@ -100,20 +100,15 @@ def test_gradients_are_those_of_the_plain_modules(name: str, frozen: frozenset[R
     stacked = {key: torch.stack([state[key].detach() for state in states]) for key in states[0]}
     names = [key for key, _ in model.named_parameters()]
     weights = torch.randn(EXAMPLES, 6 if name == "branches" else 3, dtype=torch.float64)
-    outputs: list[Tensor] = []
-
-    def start(found: Tensor) -> Tensor:
-        outputs.append(found)
-        return weights.expand(CLIENTS, -1, -1)
-
     with torch.no_grad(), frozen_norm(model, frozen):
-        gradients = gradients_of(network, network.shaped(stacked), names)(inputs, start)
+        outputs, gradients_of = differentiable(network, network.shaped(stacked), names)(inputs)
+        gradients = gradients_of(weights.expand(CLIENTS, -1, -1))
     assert gradients.keys() == {key for key in names if not key.startswith("unused")}
     for place, client in enumerate(models):
         with frozen_norm(client, frozen):
             expected = client(inputs[place])
             (expected * weights).sum().backward()
-        torch.testing.assert_close(outputs[0][place], expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(outputs[place], expected, rtol=1e-12, atol=1e-12)
         for key, gradient in gradients.items():
             torch.testing.assert_close(gradient[place], states[place][key].grad, rtol=1e-11, atol=1e-11)
         for key, value in client.state_dict().items():  # running statistics and counters too
