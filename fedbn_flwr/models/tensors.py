@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import NoneType
 from typing import Any
@@ -122,6 +123,7 @@ class ModelTensors:
         self._modules = list(model.modules())
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         self.form = Form(self.roles, dict(zip(state, self._now(state), strict=True)))
+        self._whole = {key for key in state if not state[key].is_floating_point()}
         # Whether a norm computes with its counter: a cumulative mean, or the warm-up of a BatchRenorm.
         self._counts = any(
             isinstance(module, BatchRenorm) or getattr(module, "momentum", 0) is None for module in self._modules
@@ -188,9 +190,9 @@ class ModelTensors:
                 "model in each run, or share one as ModelTensors(model, build=build)"
             )
         _users[self.model] = client, run
-        self._restore(absent)
-        self.load(own)
-        self.load(arrays)
+        if absent or self._hidden:
+            self._restore(absent)
+        self.load(own, arrays)
 
     @torch.no_grad()
     def _restore(self, keys: Sequence[str]) -> None:
@@ -203,14 +205,15 @@ class ModelTensors:
     # --- values ---
 
     @torch.no_grad()
-    def load(self, arrays: Arrays) -> None:
+    def load(self, *given: Arrays) -> None:
         """Copy arrays into the tensors of the same keys and shapes."""
-        for block in blocks(arrays):  # with one copy to the device
+        for block in itertools.chain.from_iterable(map(blocks, given)):  # with one copy to the device
             if not (into := [tensor for tensor in self._now(block) if tensor.numel()]):
                 continue
-            flat = _readable(block.flat).to(self.device)
+            flat = _readable(block.flat).to(into[0].device)
             values = _unflatten_dense_tensors(flat, into)
-            if block.flat.dtype.kind == "f":  # Flower's mean of integer counters has a rounding error
+            # Flower's mean of integer counters has a rounding error.
+            if block.flat.dtype.kind == "f" and not self._whole.isdisjoint(block):
                 pairs = zip(into, values, strict=True)
                 values = [each if tensor.is_floating_point() else each.round() for tensor, each in pairs]
             torch._foreach_copy_(into, values)

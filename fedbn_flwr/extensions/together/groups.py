@@ -182,6 +182,7 @@ class _Group:
         self.tensors = _stacked([row.tensors for row in self.rows])
         self.total = torch.zeros(len(rows), dtype=torch.float64, device=self.training.device)
 
+    @torch.no_grad()
     def train(self, ask: Ask | None = None) -> None:
         gradients = None if ask is None else self._exchanged(ask)
         first = self.rows[0]
@@ -218,6 +219,7 @@ class _Group:
         steps = min(sum(1 for _ in itertools.takewhile(shape.__eq__, left[place])) for place in run)
         return slice(run[0], run[-1] + 1), steps
 
+    @torch.enable_grad()
     def _exchanged(self, ask: Ask) -> dict[str, Tensor]:
         """The gradients of the first step, with its exchanges."""
         own = [cast(LayerwiseStep, row.training.first_step) for row in self.rows]
@@ -233,7 +235,6 @@ class _Group:
             row.begin()
         return self.network.unshaped(gradients, self.tensors)
 
-    @torch.no_grad()
     def _run(self, place: slice, steps: int, taken: list[int]) -> None:
         """Take this number of steps of the rows at `place`, whose batches have one shape."""
         of, momentum = _part(self.tensors, place), _part(self.momentum, place)
@@ -252,7 +253,6 @@ class _Group:
         for i in range(place.start, place.stop):
             taken[i] += steps
 
-    @torch.no_grad()
     def _step(self, w: Tensors, g: Tensors, momentum: Tensors, memos: Sequence[Memo]) -> None:
         """A step of rows with these tensors, along the gradients g after the client rules have changed them."""
         optimizer = self.training.optimizer
