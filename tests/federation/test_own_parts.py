@@ -143,7 +143,7 @@ EVERYTHING = SHORT | {
         "name": "my_parts:shapes",
         "options": {"count": 60},
         "partition": {"kind": "my_parts:most_of_one_class", "share": 0.5},
-        "augment": ["flip", "torchvision.transforms.v2:RandomInvert", {"name": "my_parts:blank_rows", "most": 3}],
+        "augment": ["flip", "torchvision.transforms.v2:RandomInvert", {"name": "my_parts:blank_pixels", "share": 0.1}],
     },
 }
 
@@ -165,7 +165,7 @@ def test_processes_and_a_resumed_run_use_the_same_draws(tmp_path: Path) -> None:
         ),
         ("data.partition.shares=1", "got an unexpected keyword argument 'shares'"),
         ("data.partition.kind=my_parts:shapes", "data.partition.kind='my_parts:shapes' failed: TypeError"),
-        ("data.augment=['my_parts:blank_rows']", "data.augment: 'my_parts:blank_rows' failed: TypeError"),
+        ("data.augment=['my_parts:blank_pixels']", "data.augment: 'my_parts:blank_pixels' failed: TypeError"),
         ("data.augment=[{name: 'my_parts:Net', num_classes: 1, in_channels: 1}]", "failed: RuntimeError: Input type"),
         ("model.norm=my_parts:shapes", "model.norm='my_parts:shapes' returned a dict; expected a torch.nn.Module"),
         ("data={name: digits, options: {count: 3}}", "options.count is an argument of a data set module:callable"),
