@@ -769,7 +769,8 @@ def test_the_documented_client_honours_the_freeze_and_refuses_the_rest(tmp_path:
     client, server = blocks("client-protocol.md")
     folder = copied(tmp_path / "project", task=source + task, client_app=client)
     with imported(folder) as project:
-        exec(server, {"app": project.client_app, "Net": project.task.Net})
+        with LocalGrid(project.client_app, CLIENTS) as local:
+            exec(server, {**globals(), "grid": local, "Net": project.task.Net})
         result, grid, _ = start(FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=1), project)
         assert grid.errors() == []
         second, third, after = grid.trained(2)[0], grid.trained(3)[0], unpack(result.arrays)
