@@ -254,18 +254,22 @@ def robust(data: str) -> Callable[[], Table]:
     return whole
 
 
+def attacks() -> dict[str, dict[str, int]]:
+    """What became of the replies of a hostile client, by strategy."""
+    text = (RESULTS / "reliability" / "attacks.txt").read_text(encoding="utf-8")
+    return {
+        strategy: {fate: int(count) for count, fate in re.findall(r"(\d+) ([^,;]+)", fates)}
+        for strategy, fates in re.findall(r"^([A-Z].*): \d+ runs: (.*)$", text, re.MULTILINE)
+    }
+
+
 def hostile() -> Table:
     """The runs with a hostile client by what became of the reply, of all strategies together."""
-    found: dict[str, int] = {}
-    strategies = 0
-    for line in (RESULTS / "reliability" / "attacks.txt").read_text(encoding="utf-8").splitlines():
-        if (match := re.fullmatch(r"\D.*: (\d+) runs: (.*)", line)) and not line.startswith("#"):
-            strategies += 1
-            for count, kind in [(match[1], "runs"), *re.findall(r"(\d+) ([^,]+)", match[2])]:
-                found[kind] = found.get(kind, 0) + int(count)
-    names = {"runs": "runs", "refused": "rejected with an error", "harmless": "changed nothing"}
-    names |= {"lie": "counted like any reply", "the run ended with its own error": "diverged"}
-    return ("strategies", *names.values()), [(str(strategies), *(f"{found[name]:,}" for name in names))]
+    names = {"refused": "rejected with an error", "harmless": "changed nothing", "lie": "counted like any reply"}
+    names |= {"the run ended with its own error": "ended the run"}
+    found = {title: sum(fates.get(fate, 0) for fates in attacks().values()) for fate, title in names.items()}
+    row = str(len(attacks())), f"{sum(found.values()):,}", *(f"{count:,}" for count in found.values())
+    return ("strategies", "runs", *names.values()), [row]
 
 
 def soak() -> Table:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import outputs
 import pytest
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
@@ -79,6 +80,13 @@ MEASURED = (
 @pytest.mark.parametrize("rule", MEASURING)
 def test_false_measurements_are_left_out_or_stay_finite(rule: str) -> None:
     assert faults([(rule, protocol.MEASURE_QUERY, ATTACKS[name]) for name in MEASURED]) == []
+
+
+def test_the_counts_of_attacks_are_of_today_s_attacks() -> None:
+    """docs/results/reliability.md: `python -m tests.support.hostile` counts again."""
+    assert {strategy: sum(fates.values()) for strategy, fates in outputs.attacks().items()} == Counter(
+        rule for rule, *_ in cases()
+    )
 
 
 @NIGHTLY

@@ -1,7 +1,7 @@
 """Runs with one hostile client of five, and the comparison with runs in which that client is absent or honest.
 
 `python -m tests.support.hostile` runs every attack against every rule and prints the counts, which
-docs/results/reliability.md has.
+docs/results/reliability.md has; `test_the_counts_of_attacks_are_of_today_s_attacks` fails if there are more by now.
 """
 
 from __future__ import annotations
@@ -298,6 +298,7 @@ def _traffic_faults(found: Outcome, absent: Outcome) -> list[str]:
 
 def cases(rules: Sequence[str] = (), names: str = "") -> Iterator[tuple[str, str, Attack]]:
     """Every rule, kind of message and attack that go together."""
+    attacks = [attack for attack in all_attacks() if re.search(names, attack.name)]
     for rule in rules or RULES:
         kinds = ["train", "evaluate"]
         if rule in EXCHANGING:
@@ -306,9 +307,8 @@ def cases(rules: Sequence[str] = (), names: str = "") -> Iterator[tuple[str, str
             kinds.append(protocol.STATISTICS_QUERY)
         if rule in MEASURING:
             kinds.append(protocol.MEASURE_QUERY)
-        for attack in all_attacks():
-            if re.search(names, attack.name):
-                yield from ((rule, kind, attack) for kind in kinds if kind in attack.kinds)
+        for attack in attacks:
+            yield from ((rule, kind, attack) for kind in kinds if kind in attack.kinds)
 
 
 def main() -> None:
@@ -328,9 +328,9 @@ def main() -> None:
             faulty += bool(wrong)
             if wrong:
                 print(f"{rule} | {kind} | {attack.name} | {fate} | {'; '.join(wrong)}", flush=True)
-        del fates["unfit"]
+        unfit = fates.pop("unfit", 0)  # a reply that has nothing to change in this way
         total += fates
-        print(f"{rule}: {_listed(fates)}", flush=True)
+        print(f"{rule}: {_listed(fates)}; {unfit} unfit", flush=True)
     print(f"{_listed(total)}; {faulty} with a fault")
 
 
