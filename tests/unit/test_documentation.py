@@ -124,9 +124,6 @@ def test_an_error_that_the_faq_explains_has_the_text_of_its_heading() -> None:
         check_batch(16, allowed=32, own=32)
     with pytest.raises(SettingsError, match=words):
         [*prepare(load_experiment("quick", ["strategy=FedTAN"]))]
-    (words,) = (each.strip("`") for each in headings if "adamw" in each)
-    with pytest.raises(SettingsError, match=words):
-        [*prepare(load_experiment("quick", ["train.optimizer=adamw"]))]
 
 
 def test_the_faq_explains_the_error_that_the_tutorial_shows() -> None:
