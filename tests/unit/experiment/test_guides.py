@@ -51,6 +51,16 @@ def test_the_commands_of_a_guide_are_understood(guide: str, line: str) -> None:
     assert load_experiment(experiment, arguments.overrides).runs
 
 
+def test_data_shows_what_becomes_of_the_columns_of_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{40 + n},{120.5 + n},{'fm'[n % 2]},{'abcd'[n % 4]},{('no', 'yes')[n % 3 % 2]}" for n in range(60)]
+    Path("patients.csv").write_text("\n".join(["age,bp,sex,site,diagnosis", *rows]) + "\n")
+    page = Page(ROOT / "docs" / "data.md")
+    ((text, shown),) = [(text, shown) for kind, text, shown in page.blocks() if kind == "yaml" and shown]
+    Path("patients.yaml").write_text(text)
+    page.command("fedbn explain patients.yaml", shown)
+
+
 def test_sweeps_counts_the_trainings_of_its_experiment() -> None:
     (text,) = (text for guide, kind, text in BLOCKS if (guide, kind) == ("sweeps", "yaml"))
     runs = Counter(run.cell.row for run in load_experiment(text).runs)

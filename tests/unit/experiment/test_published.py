@@ -107,7 +107,9 @@ def test_a_label_never_leaves_the_folder_of_its_experiment() -> None:
 def test_the_experiment_of_the_docs_reports_its_partition_and_published_figures(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
-    (tmp_path / "my.yaml").write_text("rounds: 3\nclients: 3\nmodel: {name: cnn}\ntrain: {lr: 0.05, steps: 2}\n" + block)
+    (tmp_path / "my.yaml").write_text(
+        "rounds: 3\nclients: 3\nmodel: {name: cnn}\ntrain: {lr: 0.05, steps: 2}\n" + block
+    )
     out = tmp_path / "out"
     words = ["seed=7", "data.partition={kind: classes, classes_per_client: 4}", "engine.workers=0"]
     assert cli.main(["run", str(tmp_path / "my.yaml"), *words, "--out", str(out)]) == 0
