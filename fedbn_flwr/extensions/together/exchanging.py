@@ -21,7 +21,8 @@ from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.models.tensors import as_array
 
-from .stacked import LAYERS, Network, batch_norm
+from .gradients import Back, batch_norm, by_autograd, differentiable
+from .stacked import Network
 
 Ask = Callable[[Sequence[Contribution]], Agreement]  # exchanges the contributions of all clients
 
@@ -47,18 +48,20 @@ class CohortStep(LayerwiseStep):
         """Each client's loss, and the gradients of the (shaped) tensors with these names that have one."""
         inputs, targets = zip(*self.batches, strict=True)
         self.count_exchanges(model, inputs[0])
-        leaves = {name: of[name].detach().requires_grad_() for name in names}
-        compute = network.bound({**of, **leaves}, {**LAYERS, nn.BatchNorm1d: self._norm})
-        outputs = compute(pad_sequence([*inputs], batch_first=True))
+        compute = differentiable(network, of, names, {nn.BatchNorm1d: self._layer})
+        outputs, gradients = compute(pad_sequence([*inputs], batch_first=True))
+        outputs = outputs.detach().requires_grad_()
         losses = torch.stack([loss_fn(own[: len(y)], y) for own, y in zip(outputs, targets, strict=True)])
-        found = torch.autograd.grad(losses, [*leaves.values()], torch.ones_like(losses), allow_unused=True)
+        (of_outputs,) = torch.autograd.grad(losses, outputs, torch.ones_like(losses))
+        found = gradients(of_outputs)
         self.exchange_rest()
-        return losses.detach(), {name: g for name, g in zip(names, found, strict=True) if g is not None}
+        return losses.detach(), found
+
+    def _layer(self, module: nn.BatchNorm1d, *arguments: Any) -> tuple[Tensor, Back]:
+        return by_autograd(self._norm, module, *arguments) if module.training else batch_norm(module, *arguments)
 
     def _norm(self, module: nn.BatchNorm1d, of: Tensors, x: Tensor) -> Tensor:
-        """A layer of `Network`: x [clients, examples, channels, ...]."""
-        if not module.training:
-            return batch_norm(module, of, x)
+        """x [clients, examples, channels, ...]"""
         if self._real is not None:
             x = x * self._real.T.view(*x.shape[:2], *[1] * (x.ndim - 2))
         absent = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))

@@ -7,7 +7,8 @@ of the cross entropy are written out here, and autograd computes those of the ot
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.rule import Loss, Tensors
 from fedbn_flwr.client.training import ONE_VALUE
 
-from .stacked import LAYERS, RELU, Network, by_layer, call
+from .stacked import LAYERS, RELU, Network, by_layer
 from .stacked import Layer as Stacked
 
 Found = dict[str, Tensor]  # the gradients of a layer's tensors, by their names in the layer and in their own shapes
@@ -30,16 +31,18 @@ Layer = Callable[..., tuple[Tensor, Back]]
 
 def _linear(module: nn.Linear, of: Tensors, found: Found, x: Tensor) -> tuple[Tensor, Back]:
     def back(d: Tensor, needed: bool) -> Sequence[Tensor | None]:
-        rows = d.flatten(1, -2)
-        found["weight"] = torch.bmm(rows.transpose(1, 2), x.flatten(1, -2))
-        if "bias" in of:
-            found["bias"] = rows.sum(1)
-        return (torch.bmm(rows, of["weight"].transpose(1, 2)).view_as(x) if needed else None,)
+        d = d.flatten(1, -2)
+        found["weight"] = torch.bmm(d.transpose(1, 2), rows)
+        if bias is not None:
+            found["bias"] = d.sum(1)
+        return (torch.bmm(d, of["weight"].transpose(1, 2)).view_as(x) if needed else None,)
 
-    return LAYERS[nn.Linear](module, of, x), back
+    rows, bias = x.flatten(1, -2), of.get("bias")
+    y = torch.bmm(rows, of["weight"]) if bias is None else torch.baddbmm(bias, rows, of["weight"])
+    return y if x.ndim == 3 else y.view(*x.shape[:-1], -1), back
 
 
-def _batch_norm(module: nn.BatchNorm1d, of: Tensors, found: Found, x: Tensor) -> tuple[Tensor, Back]:
+def batch_norm(module: nn.BatchNorm1d, of: Tensors, found: Found, x: Tensor) -> tuple[Tensor, Back]:
     mean, variance, weight = map(of.get, ("running_mean", "running_var", "weight"))
     by_batch, folded = module.training or mean is None, x.transpose(0, 1)  # [examples, clients, channels, ...]
     rows = folded.flatten(1, 2)
@@ -72,42 +75,43 @@ def _flatten(_: object, of: Tensors, found: Found, x: Tensor, *dims: int) -> tup
     return x.flatten(2), lambda d, needed: (d.reshape(x.shape),)
 
 
-def _by_autograd(compute: Stacked, subject: Any, of: Tensors, found: Found, *inputs: Any) -> tuple[Tensor, Back]:
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in of.items()}
+def by_autograd(layer: Stacked, subject: Any, of: Tensors, found: Found, *inputs: Any) -> tuple[Tensor, Back]:
+    leaves = {name: of[name].detach().requires_grad_() for name in ("weight", "bias") if name in of}
     values = [each.detach().requires_grad_() if isinstance(each, Tensor) else each for each in inputs]
     with torch.enable_grad():
-        y = compute(subject, leaves, *values)
+        y = layer(subject, {**of, **leaves}, *values)
 
     def back(d: Tensor, needed: bool) -> Sequence[Tensor | None]:
-        tensors = {place: each for place, each in enumerate(values) if isinstance(each, Tensor)}
-        gradients = torch.autograd.grad(y, [*leaves.values(), *tensors.values()], d)
+        tensors = [each for each in (*leaves.values(), *values) if isinstance(each, Tensor)]
+        gradients = iter(torch.autograd.grad(y, tensors, d))
         found.update(zip(leaves, gradients, strict=False))  # the first ones
-        of_inputs = dict(zip(tensors, gradients[len(leaves) :], strict=True))
-        return [of_inputs.get(place) for place in range(len(values))]
+        return [next(gradients) if isinstance(each, Tensor) else None for each in values]
 
     return y.detach(), back
 
 
 _LAYERS: dict[object, Layer] = {
     nn.Linear: _linear,
-    nn.BatchNorm1d: _batch_norm,
+    nn.BatchNorm1d: batch_norm,
     nn.Flatten: _flatten,
     **dict.fromkeys(RELU, _relu),
 }
 
 
 def differentiable(
-    network: Network, of: Tensors, names: Sequence[str]
+    network: Network, of: Tensors, names: Sequence[str], other: Mapping[object, Layer] = MappingProxyType({})
 ) -> Callable[[Tensor], tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]]:
     """The computation with these tensors, which `Network.shaped` has returned.
 
     Besides the outputs it returns a function of their gradient. That returns the gradients of the tensors with these
-    names, in the shapes of the unshaped ones; there are none for those on which the outputs do not depend.
+    names, in the shapes of the unshaped ones; there are none for those on which the outputs do not depend. `other`
+    layers replace those of some types.
     """
     own, founds, depending = by_layer(of), dict[str, Found](), set[int]()
+    known, function = {**_LAYERS, **other}, lambda each, _, *inputs: each(*inputs)
     layers: list[tuple[Callable[..., tuple[Tensor, Back]], Sequence[tuple[bool, Any]], bool]] = []
     for place, (kind, name, subject, arguments) in enumerate(network.operations, start=1):
-        layer = _LAYERS.get(kind) or functools.partial(_by_autograd, LAYERS.get(kind, call))
+        layer = known.get(kind) or functools.partial(by_autograd, LAYERS.get(kind, function))
         needed = any(is_value and each in depending for is_value, each in arguments)
         if needed or name in own:
             depending.add(place)

@@ -233,7 +233,7 @@ class _Group:
         self.total.add_(losses * torch.tensor([len(inputs) for inputs, _ in step.batches]))
         for row in self.rows:
             row.begin()
-        return self.network.unshaped(gradients, self.tensors)
+        return {name: gradient.view_as(self.tensors[name]) for name, gradient in gradients.items()}
 
     def _run(self, place: slice, steps: int, taken: list[int]) -> None:
         """Take this number of steps of the rows at `place`, whose batches have one shape."""

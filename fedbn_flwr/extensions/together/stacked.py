@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,28 +21,7 @@ from fedbn_flwr.client.rule import Tensors
 from fedbn_flwr.models.tensors import places_of
 
 # Takes a module, its tensors by their names in it, as made by `Network.shaped`, and an input [clients, examples, ...].
-# A function takes the place of a module, has no tensors, and perhaps several inputs.
 Layer = Callable[..., Tensor]
-
-
-def _linear(module: nn.Linear, of: Tensors, x: Tensor) -> Tensor:
-    rows = x if x.ndim == 3 else x.flatten(1, -2)
-    bias = of.get("bias")
-    y = torch.bmm(rows, of["weight"]) if bias is None else torch.baddbmm(bias, rows, of["weight"])
-    return y if x.ndim == 3 else y.view(*x.shape[:-1], -1)
-
-
-def batch_norm(module: nn.BatchNorm1d, of: Tensors, x: Tensor) -> Tensor:
-    mean = of.get("running_mean")
-    by_batch = module.training or mean is None
-    if by_batch and mean is not None:
-        of["num_batches_tracked"].add_(1)
-    folded = x.transpose(0, 1)  # [examples, clients, channels, ...]
-    y = F.batch_norm(
-        folded.flatten(1, 2), mean, of.get("running_var"), of.get("weight"), of.get("bias"), by_batch,
-        module.momentum or 0.0, module.eps,
-    )  # fmt: skip
-    return y.view(folded.shape).transpose(0, 1)
 
 
 def _layer_norm(module: nn.LayerNorm, of: Tensors, x: Tensor) -> Tensor:
@@ -66,10 +45,6 @@ def _scaled(x: Tensor, of: Tensors, ndim: int) -> Tensor:
     return x if bias is None else x + shaped(bias)
 
 
-def _flatten(module: nn.Flatten | None, of: Tensors, x: Tensor, *dims: int) -> Tensor:
-    return x.flatten(2)
-
-
 def _same(module: Any, of: Tensors, x: Tensor) -> Tensor:
     return cast(Tensor, module.forward(x))  # without the checks for hooks, which it does not have
 
@@ -78,13 +53,10 @@ _ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh,
     nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Identity,
 )  # fmt: skip
-Layers = Mapping[object, Layer]
-LAYERS: Layers = {
-    nn.Linear: _linear,
-    nn.BatchNorm1d: batch_norm,
+# Layers whose gradients autograd computes; `gradients` has the others.
+LAYERS: Mapping[object, Layer] = {
     nn.LayerNorm: _layer_norm,
     nn.GroupNorm: _group_norm,
-    nn.Flatten: _flatten,
     **dict.fromkeys((*_ELEMENTWISE, nn.Dropout), _same),
 }
 _FUNCTIONS = {
@@ -93,29 +65,16 @@ _FUNCTIONS = {
 }  # fmt: skip
 
 
-def call(function: Callable[..., Tensor], of: Tensors, *inputs: Any) -> Tensor:
-    """A function as a `Layer`."""
-    return function(*inputs)
-
-
 RELU = (nn.ReLU, F.relu, torch.relu)
-
-
-class Operation(NamedTuple):
-    """A step of a network's computation."""
-
-    kind: object  # the type of the module, or the function
-    name: str  # of the module
-    of: Any  # the module, or the function with its options
-    arguments: Sequence[tuple[bool, Any]]  # each the number of an earlier value (0 is the input), or a constant
 
 
 class Network:
     """A model's computation for several clients' tensors at once; NotImplementedError says why there is none."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.operations: list[Operation] = []
-        described: list[object] = []
+        # The type of a module, its name and the module, or a function, "" and itself with its options; and arguments,
+        # each of which is the number of an earlier value (0 is the input) or a constant.
+        self.operations: list[tuple[object, str, Any, Sequence[tuple[bool, Any]]]] = []
         places: dict[fx.Node, int] = {}
         covered: set[str] = set()
         modules = dict(model.named_modules())
@@ -134,13 +93,10 @@ class Network:
                         raise NotImplementedError(f"{name!r} is used more than once")
                     self._layers[name] = module
                     covered |= own
-                    described.append(repr(module))
                 case "call_function" if node.target in _FUNCTIONS:
                     kind, of = node.target, functools.partial(node.target, **node.kwargs)
-                    described.append((kind, str(node.kwargs)))
                 case "call_function" | "call_method" if _is_flatten(node):
                     kind = nn.Flatten
-                    described.append("flatten")
                 case "output" if isinstance(node.args[0], fx.Node):
                     self.result = places[node.args[0]]
                     break
@@ -151,48 +107,25 @@ class Network:
             arguments = [(True, places[each]) if isinstance(each, fx.Node) else (False, each) for each in node.args]
             if _works_in_place(node, of) and not (kind in RELU and all(len(each.users) == 1 for each in places)):
                 raise NotImplementedError(f"{node.name!r} changes a value in place that may be used elsewhere")
-            self.operations.append(Operation(kind, name, of, arguments))
-            described.append(str(arguments))
+            self.operations.append((kind, name, of, arguments))
             places[node] = len(self.operations)
         names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         if unknown := names ^ covered:
             raise NotImplementedError(f"the tensor {min(unknown)!r} is shared, or belongs to no known layer")
-        self._matrices = {f"{name}.weight" for name, layer in self._layers.items() if isinstance(layer, nn.Linear)}
         # Networks with equal descriptions compute the same.
-        self.description = tuple(described)
+        self.description = str(self.operations)
         self._places = places_of(model)
-
-    def bound(self, of: Tensors, layers: Layers = LAYERS) -> Callable[[Tensor], Tensor]:
-        """The computation with these tensors, which `shaped` has returned."""
-        own = by_layer(of)
-        operations = [
-            (functools.partial(layers.get(each.kind, call), each.of, own.get(each.name, {})), each.arguments)
-            for each in self.operations
-        ]
-
-        def compute(inputs: Tensor) -> Tensor:
-            values = [inputs]
-            for operation, arguments in operations:
-                values.append(operation(*[values[each] if is_value else each for is_value, each in arguments]))
-            return values[self.result]
-
-        return compute
 
     def shaped(self, of: Tensors) -> dict[str, Tensor]:
         """Views of the tensors as the layers need them."""
         return {key: self._shaped(key, tensor) for key, tensor in of.items()}
 
     def _shaped(self, key: str, tensor: Tensor) -> Tensor:
-        if key in self._matrices:
-            return tensor.transpose(1, 2)
-        kind = type(self._layers[key.rpartition(".")[0]])
-        return tensor.unsqueeze(1) if kind is nn.Linear else tensor.flatten() if kind is nn.BatchNorm1d else tensor
-
-    def unshaped(self, views: Tensors, of: Tensors) -> dict[str, Tensor]:
-        """Such views, or gradients of them, in the shapes of the tensors."""
-        return {
-            key: view.transpose(1, 2) if key in self._matrices else view.view_as(of[key]) for key, view in views.items()
-        }
+        name, _, part = key.rpartition(".")
+        kind = type(self._layers[name])
+        if kind is nn.Linear:
+            return tensor.transpose(1, 2) if part == "weight" else tensor.unsqueeze(1)
+        return tensor.flatten() if kind is nn.BatchNorm1d else tensor
 
     def tensors(self) -> dict[str, Tensor]:
         """The model's parameters and buffers, by name."""
@@ -206,7 +139,7 @@ def _is_known(module: nn.Module) -> bool:
         return False  # each client's mean is over another number of batches
     if isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) != (1, -1):
         return False
-    return type(module) in LAYERS
+    return type(module) in {nn.Linear, nn.BatchNorm1d, nn.Flatten, *LAYERS}
 
 
 def _is_flatten(node: fx.Node) -> bool:
@@ -214,8 +147,7 @@ def _is_flatten(node: fx.Node) -> bool:
 
 
 def _works_in_place(node: fx.Node, module: object) -> bool:
-    given = (getattr(module, "inplace", False), node.kwargs.get("inplace"), *node.args)
-    return any(each is True for each in given)
+    return any(each is True for each in (getattr(module, "inplace", False), node.kwargs.get("inplace"), *node.args))
 
 
 def by_layer(of: Tensors) -> dict[str, dict[str, Tensor]]:
