@@ -188,9 +188,8 @@ class LocalGrid(Capabilities, Grid):
         return self._pool.contexts()
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
-        if not hasattr(self._nodes.client_app, "exchange"):
-            return None
-        return self._pool.exchange(nodes, agreement, timeout)
+        is_able = hasattr(self._nodes.client_app, "exchange")
+        return self._pool.exchange(nodes, agreement, timeout) if is_able else None
 
     def close(self) -> None:
         """End the workers."""

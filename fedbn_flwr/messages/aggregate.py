@@ -67,7 +67,8 @@ def pooled_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
     for reply, weight in zip(given, weights, strict=True):
         for key, value in squared_distance(reply, mean).items() if weight else ():
             between[key] = between.get(key, 0.0) + value * (weight / total)
-    return {**mean, **{key: _clamp(mean[key] + value, mean[key].dtype) for key, value in between.items()}}
+    most = {key: min(float(np.finfo(mean[key].dtype).max), _LARGEST) for key in between}
+    return {**mean, **{key: cast(np.minimum(mean[key] + between[key], most[key]), mean[key].dtype) for key in between}}
 
 
 def squared_distance(arrays: Arrays, center: Arrays) -> dict[str, Array]:
@@ -77,10 +78,6 @@ def squared_distance(arrays: Arrays, center: Arrays) -> dict[str, Array]:
             key: np.square(np.subtract(arrays[mean_of(key)], center.get(mean_of(key), 0.0), dtype=np.float64))
             for key in variance_keys(arrays)
         }
-
-
-def _clamp(value: Array, dtype: DType) -> Array:
-    return cast(np.minimum(value, min(float(np.finfo(dtype).max), _LARGEST)), dtype)
 
 
 def _means(arrays: Sequence[Sequence[Array]], weights: Sequence[float], total: float) -> list[Array]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
@@ -18,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.moments import ROWS, Sums, moments_from, totals
-from fedbn_flwr.engines.base import GridAround, wait_for_nodes
+from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, few
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import arrays_problem
@@ -26,13 +27,24 @@ from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import arrays_of, partition_of, reason_of, sender_of
 from fedbn_flwr.norms.variants import BatchRenorm
-from fedbn_flwr.results.folder import RunFolder
 
-from ..listeners.listener import Federation
+from ..listeners.listener import Federation, Running
 from ..listeners.unseen import unseen_nodes
 from ..parts import Parts
 from ..prepare import check_moments
 from ..settings import Settings, strategy_name
+
+
+def meet(running: Running, done: int) -> Running:
+    """Ask the nodes who they are and, if the run needs them, agree with them on the moments of their data.
+
+    A run that resumes after round `done` has agreed before.
+    """
+    asked = {protocol.EXCHANGE_MIN_BATCH: least} if (least := running.prepared.rule.traits.min_batch) else {}
+    federation = check_nodes(running.grid, running.run, {**running.identity, protocol.ROUND: done, **asked})
+    if running.run.data.normalise == "moments" and (running.prepared.dataset is None or federation.own_data):
+        running.prepared.agreed = running.folder.agreed() if done else agree(running, federation.nodes)
+    return replace(running, federation=federation)
 
 
 def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], list[Message]]:
@@ -112,15 +124,15 @@ def refuse_nodes(problems: Iterable[str]) -> None:
 # --- the moments of all sites' data ---
 
 
-def agree(grid: Grid, parts: Parts, nodes: Mapping[int, int], identity: Config) -> Moments:
+def agree(running: Running, nodes: Mapping[int, int]) -> Moments:
     """The moments of all clients' training examples; RunFailed names clients whose sums are missing or wrong."""
-    run = parts.run
+    run, parts = running.run, running.prepared
     check_moments(run, parts.rule)
     clients = {node: client for client, node in nodes.items()}
-    content = RecordDict({"config": ConfigRecord(dict(identity))})
+    content = RecordDict({"config": ConfigRecord(dict(running.identity))})
     questions = [Message(content, node, protocol.SUMS_QUERY) for node in clients]
     columns = parts.shape.normalised + (parts.shape.classes if run.data.targets else 0)
-    replies = list(grid.send_and_receive(questions, timeout=run.engine.timeout))
+    replies = running.grid.send_and_receive(questions, timeout=run.engine.timeout)
     found: list[Sums] = []
     problems = failures(run, len(clients), replies)
     for reply in filter(Message.has_content, replies):
@@ -153,18 +165,16 @@ def _sums_in(reply: Message, columns: int) -> Sums:
 # --- the states of the clients of a resumed run ---
 
 
-def restore_clients(
-    prepared: Parts, grid: GridAround, folder: RunFolder, trained: Mapping[int, int], stored: Mapping[int, int]
-) -> None:
+def restore_clients(running: Running, trained: Mapping[int, int]) -> None:
     """Restore the clients' states from the checkpoint, or check that the nodes have them in their state folders.
 
-    `trained` has the last round in which each client trained, `stored` the round of the state in its node's folder.
+    `trained` has the last round in which each client trained.
     """
-    contexts = grid.contexts() or {}
-    saved = dict(folder.checkpoint.clients()) if contexts else {}
+    contexts, stored = running.grid.contexts() or {}, running.federation.state_rounds
+    saved = dict(running.folder.checkpoint.clients()) if contexts else {}
     for node, records in saved.items():
         contexts[node].state = records
-    if saved or (needed := _needed_client_state(prepared)) is None:
+    if saved or (needed := _needed_client_state(running.prepared)) is None:
         return
     lost = [f"client {client} has none" for client in trained if client not in stored]
     lost += [
@@ -174,7 +184,7 @@ def restore_clients(
     ]
     if lost:
         raise SettingsError(
-            f"{str(folder.path)!r} cannot be resumed here: {strategy_name(prepared.run.strategy)} needs its "
+            f"{str(running.folder.path)!r} cannot be resumed here: {strategy_name(running.run.strategy)} needs its "
             f"clients' state ({needed}), but {few(sorted(lost), 3, '; ')}. Resume it on the local "
             "engine if it began there, or give each node a folder before a run begins: --node-config "
             "\"state='/srv/fedbn-state'\""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 from flwr.app import ConfigRecord
@@ -40,7 +40,7 @@ from ..listeners.track import Track
 from ..listeners.unseen import Unseen
 from ..parts import Parts, counts_of
 from ..prepare import check_partition
-from .federation import agree, check_nodes, restore_clients
+from .federation import meet, restore_clients
 from .side_by_side import workers_of
 
 
@@ -66,23 +66,19 @@ def run_one(
         for listener in listeners:
             listener.on_start(running, at)
             begun.append(listener)
-        asked = {protocol.EXCHANGE_MIN_BATCH: least} if (least := rule.traits.min_batch) else {}
-        federation = check_nodes(ledger, run, {**running.identity, protocol.ROUND: done, **asked})
-        running, nodes = replace(running, federation=federation), federation.nodes
+        running = meet(running, done)
+        seen.hidden = running.federation.unseen.values()
         if isinstance(grid, PollingGrid):  # for a look-up: `flwr supernode list` shows only the nodes' ids
-            progress.message(", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.items())))
-        seen.hidden = federation.unseen.values()
-        if run.data.normalise == "moments" and (prepared.dataset is None or federation.own_data):
-            agreed = agree(ledger, prepared, nodes, running.identity) if snapshot is None else folder.agreed()
-            prepared.agreed = agreed
+            nodes = sorted(running.federation.nodes.items())
+            progress.message(", ".join(f"client {client} is node {node}" for client, node in nodes))
         folder.write("model.json", prepared.model_description, indent=2)
-        if prepared.dataset is not None and not federation.own_data:
+        if prepared.dataset is not None and not running.federation.own_data:
             check_partition(prepared)
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
         rule.base.reply_timeout = run.engine.timeout
         rule.begin(run.rounds, at.arrays)
         if snapshot is not None and snapshot.strategy is not None:
-            restore_clients(prepared, ledger, folder, snapshot.trained, federation.state_rounds)
+            restore_clients(running, snapshot.trained)
             restore(rule, snapshot.strategy)
             ledger.take()  # the interrupted session counted these messages
         keep_promises(rule, folder, done)
