@@ -87,7 +87,7 @@ BN = "model: {name: cnn}\nclients: 2\n"
         ("train: {optimizer: Muon}", "train.optimizer Muon"),
         (
             "train: {optimizer: adam, momentum: 0.9}",
-            "train.optimizer adam with {'momentum': 0.9}: .* unexpected keyword argument 'momentum'",
+            "train.momentum is 0.9, but the optimizer adam has none",
         ),
         ("train: {optimizer: 'training_parts:nothing'}", "optimizer='training_parts:nothing'"),
         ("train: {class_weights: [1, 2]}", "train.class_weights has 2 weights, but the data have 10 classes"),
