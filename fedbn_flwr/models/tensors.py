@@ -222,7 +222,7 @@ class ModelTensors:
         """Copies of the current values of the tensors with these keys."""
         if self.model not in _users:
             self._restore([*self.roles])
-        return copied(dict(zip(keys, self._now(keys), strict=True)))
+        return copied(dict(zip(keys, self._now(keys), strict=True))) if keys else {}
 
 
 def _readable(flat: np.ndarray) -> Tensor:

@@ -42,6 +42,7 @@ class CohortStep(LayerwiseStep):
         # [examples, clients]: whether it is an example of the client; None if all are.
         self._real = None if self._sizes.eq(self.batch).all() else places < self._sizes
 
+    @torch.enable_grad()
     def gradients(
         self, model: nn.Module, network: Network, of: Tensors, names: Sequence[str], loss_fn: Loss
     ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -76,7 +76,6 @@ class Row:
             _identity(training.loss), training.frozen, training.optimizer.clip, options, rules, exchanges,
         )  # fmt: skip
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Begin the client rules: before the first step, and after its exchanges."""
         training = self.training
@@ -219,7 +218,6 @@ class _Group:
         steps = min(sum(1 for _ in itertools.takewhile(shape.__eq__, left[place])) for place in run)
         return slice(run[0], run[-1] + 1), steps
 
-    @torch.enable_grad()
     def _exchanged(self, ask: Ask) -> dict[str, Tensor]:
         """The gradients of the first step, with its exchanges."""
         own = [cast(LayerwiseStep, row.training.first_step) for row in self.rows]

@@ -8,6 +8,7 @@ processor. Clients' values never mix: NaN in one client leaves the others unchan
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -114,7 +115,7 @@ class Network:
             raise NotImplementedError(f"the tensor {min(unknown)!r} is shared, or belongs to no known layer")
         # Networks with equal descriptions compute the same.
         self.description = str(self.operations)
-        self._places = places_of(model)
+        self._places, self.hooks = places_of(model), _hooks(model)  # which takes longer than checking them
 
     def shaped(self, of: Tensors) -> dict[str, Tensor]:
         """Views of the tensors as the layers need them."""
@@ -159,8 +160,12 @@ def by_layer(of: Tensors) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+def _hooks(model: nn.Module) -> list[Mapping[int, object]]:
+    """The places of the hooks of all modules."""
+    hooks = [
+        (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks) for m in model.modules()
+    ]
+    return list(itertools.chain.from_iterable(hooks))
 
 
 _known: WeakKeyDictionary[nn.Module, Network | str] = WeakKeyDictionary()
@@ -168,13 +173,14 @@ _known: WeakKeyDictionary[nn.Module, Network | str] = WeakKeyDictionary()
 
 def network_of(model: nn.Module) -> Network | str:
     """The model for several clients at once, or the reason why there is none: a part that may mix clients."""
-    if any(map(_has_hooks, model.modules())):
-        return "a module has hooks"
-    if model not in _known:
+    if (found := _known.get(model)) is None:
+        if any(_hooks(model)):
+            return "a module has hooks"
         try:
-            _known[model] = Network(model)
+            found = Network(model)
         except NotImplementedError as error:
-            _known[model] = str(error)
+            found = str(error)
         except Exception:  # PyTorch's tracer raises many kinds of errors for models with control flow
-            _known[model] = "its forward has control flow or other code that PyTorch cannot trace"
-    return _known[model]
+            found = "its forward has control flow or other code that PyTorch cannot trace"
+        _known[model] = found
+    return "a module has hooks" if isinstance(found, Network) and any(found.hooks) else found

@@ -210,6 +210,17 @@ def test_other_networks_train_alone(model: Callable[[], nn.Module], reason: str)
     assert reason in str(network_of(model()))
 
 
+@pytest.mark.parametrize("name", ["", "0", "2"])
+def test_a_model_trains_alone_while_a_module_has_hooks(name: str) -> None:
+    model = mlp()
+    module = model.get_submodule(name)
+    for _ in range(2):  # before and after the network is known
+        hook = module.register_forward_hook(lambda *_: None)
+        assert network_of(model) == "a module has hooks"
+        hook.remove()
+        assert isinstance(network_of(model), Network)
+
+
 @pytest.mark.parametrize("options", [{"optimizer": "adam"}, {"optimizer": "rmsprop"}], ids=str)
 def test_other_optimisers_train_alone(options: dict[str, Any]) -> None:
     assert not kinds(rounds(mlp(), **options))
