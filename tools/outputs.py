@@ -218,7 +218,7 @@ def private() -> Table:
     names = {
         "epsilon": "epsilon",
         "noise": "noisy statistics",
-        "keep": "kept",
+        "keep": "kept (test images' statistics)",
         "freeze": "frozen",
         "group norm": "group norm",
     }

@@ -202,7 +202,8 @@ class Difference(NamedTuple):
         tested = "", ""
         if self.test.pairs >= FEWEST:
             p = "< 0.001" if self.p < 0.001 else f"{self.p:.1g}"
-            tested = f"{self.test.low:.1f} to {self.test.high:.1f}", p
+            low, high = (round(end, 1) + 0.0 for end in (self.test.low, self.test.high))  # no -0.0
+            tested = f"{low:.1f} to {high:.1f}", p
         return mean(self.values), str(len(self.values)), *tested
 
 
