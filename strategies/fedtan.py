@@ -54,7 +54,7 @@ class FedTAN(FedAvg):
         With batches of unequal size only "batch" gives the gradient of the union.
     min_batch : int (default: 32)
         Clients refuse to exchange the statistics of a batch of fewer examples, because these reveal the examples.
-        `docs/privacy.md` has measurements. A client may have a higher limit of its own.
+        `min-batch` is a limit of each site's own; `docs/privacy.md` has measurements.
     exchange_timeout : float (default: 600)
         The time limit of one exchange in seconds.
     direct : bool (default: True)
