@@ -27,7 +27,7 @@ def described(begin: str, end: str) -> list[tuple[str, str]]:
 
 
 def test_the_way_of_a_round_is_as_described() -> None:
-    rows = described("This is the way of a round", "An exchange of FedTAN")
+    rows = described("A round calls these functions", "An exchange of FedTAN")
     assert len(rows) > len(ELSEWHERE)
     called = weight.way_of_a_round(FedAvg())[1]
     of_round = [place for function, place in rows if function not in ELSEWHERE]
