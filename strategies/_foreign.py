@@ -42,8 +42,8 @@ _NOT_SAVED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, t
 class Foreign(BaseStrategy):
     """A strategy that is not a `Rule`: it chooses the clients and combines their replies.
 
-    With a `seed`, its random choices of clients depend on the seed and the round alone. Its attributes are its state,
-    and so are those of the strategies that it wraps. Functions and classes are not saved, since a new instance receives
+    With a `seed`, its random choices of clients depend on the seed and the round alone. Its state consists of its
+    attributes and those of the strategies inside it. Functions and classes are not saved, since a new instance receives
     them as arguments, nor is the state of Python's and NumPy's global random generators.
 
     Strategies derived from Flower's FedAvg expect one record of arrays and one of metrics in a reply, with the same

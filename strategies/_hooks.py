@@ -54,7 +54,7 @@ class Question:
     key: str  # the config key that selects the client rule
     what: str  # what clients measure, in words
     problem: Callable[[Arrays], str | None]  # why an answer cannot be used, or None
-    answers: dict[int, Arrays]  # so far, by client; those who are not in it are asked
+    answers: dict[int, Arrays]  # so far, by client: the others are asked, and their answers added
     model: Arrays | None = None  # that clients measure with
 
 
@@ -70,8 +70,7 @@ class Traits:
     # client has a model of its own, which is evaluated on that client.
     kept: frozenset[str] = frozenset()
     returned: bool = True  # whether clients send it to the server all the same, for the global model
-    # Examples that a batch must have for its statistics to be exchanged, so that batch norm is that of all clients; 0:
-    # no statistics are exchanged.
+    # The smallest batch whose statistics clients exchange; 0 if the strategy exchanges none.
     min_batch: int = 0
     # Records of arrays, by name, that each client sends back, with an array for every parameter that it trains; and
     # whether all clients count equally in their mean. The hook `records` returns what is sent to the clients.
@@ -147,7 +146,7 @@ class Hooks(Strategy):
     # experiment they are on the disk before the messages that `configure_train` returns are sent.
     promised: Collection[str] = ()
     _inside: Hooks  # the rule inside this one
-    _rounds: int | None = None  # the number of rounds; None or 0 unless `Rule.start` started the run
+    num_rounds: int | None = None  # of the run; None or 0 unless `Rule.start` started it
 
     # --- the hooks ---
 
@@ -156,7 +155,7 @@ class Hooks(Strategy):
 
         `num_rounds` is 0, for unknown, if a strategy without hooks has started the run, as Flower's do.
         """
-        self.memory, self._rounds = self.Memory(), num_rounds
+        self.memory, self.num_rounds = self.Memory(), num_rounds
         self._inside.begin(num_rounds, arrays)
 
     def question(self, round: Round) -> Question | None:

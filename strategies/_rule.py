@@ -60,7 +60,7 @@ class Rule(Hooks):
         if server_round == 1 and protocol.RUN not in config:
             # A strategy around this one has started the run, as Flower's for privacy do, or a `start` of the user.
             self._check_outer()
-            self.begin(self._rounds or 0, arrays)
+            self.begin(self.num_rounds or 0, arrays)
             self._name = _drawn_name()
         # A rule that makes the statistics itself hides them from a strategy of Flower inside it.
         hidden = NORM_STATE if any("statistics" in rule.restores for rule in self.chain) else frozenset[Role]()
@@ -133,16 +133,16 @@ class Rule(Hooks):
 
     def _usable(self, round: Round, messages: Sequence[Message]) -> Sequence[Reply]:
         """The replies that every rule of the chain can use."""
-        base, sent, names = self.base, unpack(round.arrays), self.traits.records
+        base, sent, record_names = self.base, unpack(round.arrays), self.traits.records
         for rule in self.chain:
             messages = rule.incoming(round, messages)
-        screening = Screening(messages, base.arrayrecord_key, names)
+        screening = Screening(messages, base.arrayrecord_key, record_names)
         screening.check(lambda reply: base.form_problem(round, reply, sent))
         for rule in self.chain:
             screening.check(partial(rule.problem, round))
         if not any("compared" in rule.breaks for rule in self.chain):
             problems = {**metric_problems(screening.usable), **base.compare(screening.usable, sent)}
-            for name in names:
+            for name in record_names:
                 problems |= record_problems(screening.usable, name, sent)
             screening.leave_out(problems)
         replies = base.clipped(round, base.training.used_of(screening))
@@ -229,7 +229,7 @@ class BaseStrategy(Rule):
     min_train_nodes: int = 1  # usable replies that a round needs
     min_available_nodes: int = 1  # nodes that must be connected before clients are chosen or queried
     node_timeout: float = 600  # seconds to wait for them
-    reply_timeout: float = 3600  # seconds that clients have for an answer; those of a run, which sets it
+    reply_timeout: float = 3600  # seconds to wait for a reply; `start` sets it
 
     def __init__(self) -> None:
         self.memory, self.chain, self.base = self.Memory(), (self,), self
@@ -242,8 +242,8 @@ class BaseStrategy(Rule):
         return Roster(self.memory.partitions)
 
     def client_of(self, node: int) -> int:
-        """The number of a node's client: the partition that it has reported or, without one, the node."""
-        return self.memory.partitions.get(node, node)
+        """The number of a node's client: the partition that it has reported or, without one, a number below zero."""
+        return self.memory.partitions.get(node, ~node)
 
     def attendance(self, what: str, messages: Iterable[Message] = (), arrays: ArrayRecord | None = None) -> Attendance:
         """The nodes that these messages ask, as yet without replies; `arrays` is the model that they contain."""
@@ -310,7 +310,7 @@ class BaseStrategy(Rule):
         tracked = [key for key, role in roles(arrays).items() if role is Role.STATISTICS]
         if tracked and self.without_statistics:
             raise SettingsError(self.without_statistics.format(tracked[0]))
-        self.memory, self._rounds = self.Memory(), num_rounds
+        self.memory, self.num_rounds = self.Memory(), num_rounds
 
     def messages(self, round: Round) -> list[Message]:
         """Choose the clients of a round, note them in `training`, and return their messages."""

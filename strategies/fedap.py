@@ -20,7 +20,7 @@ Choices where this differs from their code, or where it does not say what to do:
 - All their clients train in each round. Here the models of clients that do not take part are those that they sent last.
 - A client that has never sent a model gets the mix of the others, and one without measured statistics the mean of all;
   it is not in the mixes of the others.
-- Their variance of a batch is the unbiased one; here it is that of the values.
+- Their batch variance is unbiased; ours is biased.
 - The global model, which no client uses, is FedBN's: the mean by numbers of examples.
 """
 

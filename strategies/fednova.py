@@ -104,22 +104,23 @@ class FedNovaClient(ClientRule):
         optimizer = self.local.optimizer
         self.rates = rates_of(optimizer.torch)
         mu = float(self.local.config.get(PROXIMAL_MU, 0.0))
-        words = "the server divides changes by a number of steps that is known for SGD"
+        needs = "FedNova needs SGD"
         if not isinstance(optimizer.torch, torch.optim.SGD):
-            raise MessageError(f"{words}, and this client trains by {type(optimizer.torch).__name__}; use SGD")
+            raise MessageError(f"{needs}, and this client trains by {type(optimizer.torch).__name__}")
         groups = optimizer.torch.param_groups
         if {*self.rates} != {self.rates[0]} or any(group["nesterov"] or group["dampening"] for group in groups):
-            raise MessageError(f"{words} of one learning rate and one momentum, without nesterov and dampening")
+            found = [{key: group[key] for key in ("lr", "momentum", "nesterov", "dampening")} for group in groups]
+            raise MessageError(f"{needs} with one rate and one momentum, no nesterov and no dampening; found {found}")
         self.lr, self.momentum = self.rates[0]
         if self.momentum and mu:
-            raise MessageError(f"{words} with momentum or with {PROXIMAL_MU}, and this client has both; leave out one")
+            raise MessageError(f"{needs} with momentum or with {PROXIMAL_MU}, and this client has both; leave out one")
         if not (self.momentum < 1 and self.lr * mu < 1):
             raise MessageError(
                 f"momentum is {self.momentum:g}, and the learning rate times {PROXIMAL_MU} {self.lr * mu:g}; expected "
                 "numbers below 1"
             )
         if self.momentum and optimizer.state():
-            raise MessageError(f"{words} whose momentum begins at zero in each round; this client keeps it")
+            raise MessageError(f"{needs} whose momentum begins at zero in each round, and this client keeps it")
         self.alpha = self.lr * mu
         return {}
 

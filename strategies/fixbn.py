@@ -95,7 +95,8 @@ class FixBN(Wrapper):
         self.freeze_round = freeze_round
         self.freeze = frozenset(map(Role, [freeze] if isinstance(freeze, str) else freeze))
         self.refresh, self.robust = refresh, robust
-        self.memory.switch_round = freeze_round + 1 if isinstance(freeze_round, int) else None
+        self.memory.switch_round = switch_of(freeze_round)
+        self._check_others()
         if refresh is not None:
             self._check_refresh()
             self.traits |= Traits(pooled=True)
@@ -103,6 +104,15 @@ class FixBN(Wrapper):
             raise SettingsError(f"robust is {robust}, which is for statistics that are refreshed; give refresh too")
         if robust:
             self.breaks = {"mean": "trims the statistics of single clients"}
+
+    def _check_others(self) -> None:
+        """Raise SettingsError if one of two rules freezes the statistics that the other one refreshes."""
+        both = [each for each in self.chain if isinstance(each, FixBN) and Role.STATISTICS in each.freeze]
+        if len(both) > 1 and any(each.refresh for each in both):
+            names = " and ".join(
+                f"{each}({each.argument}={each.freeze_round}, refresh={each.refresh})" for each in both
+            )
+            raise SettingsError(f"{names} freeze the same statistics, and refresh moves them; leave one of the two out")
 
     def _check_refresh(self) -> None:
         """Raise SettingsError if the statistics do not pass through the server, or are not frozen."""
@@ -117,12 +127,10 @@ class FixBN(Wrapper):
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
         given, name = self.freeze_round, self.argument
-        if not num_rounds:
-            self.memory.switch_round = given + 1 if isinstance(given, int) else None
+        self.memory.switch_round = switch = switch_of(given, num_rounds)
+        if not num_rounds or switch is None:
             return
-        last = int(given * num_rounds + 1e-9) if isinstance(given, float) else given  # 0.29 * 100 is 28.999999999999996
-        self.memory.switch_round = last + 1
-        if last > num_rounds:
+        if (last := switch - 1) > num_rounds:
             raise SettingsError(
                 f"{name} is {given}, but there are {num_rounds} rounds; expected 0 to {num_rounds}, or a fraction such "
                 "as 0.5"
@@ -183,7 +191,7 @@ class FixBN(Wrapper):
         return of_roles(shared, frozen)
 
     def _refreshed(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
-        """The new statistics, of which the clients' mu_k and v_k are the moments of their batches in a frozen round.
+        """The new statistics. In a frozen round mu_k and v_k are the moments of client k's batches.
 
         mu <- rate sum_k p_k mu_k + (1 - rate) mu,  v <- rate sum_k p_k (v_k + (mu_k - mu)^2) + (1 - rate) v
         """
@@ -202,6 +210,13 @@ class FixBN(Wrapper):
                 center = about(pooled, key, new)
             new[key] = rate * center + (1 - rate) * sent[key].astype(np.float64)
         return {key: cast(value, sent[key].dtype) for key, value in new.items()}
+
+
+def switch_of(given: int | float, num_rounds: int = 0) -> int | None:
+    """The round after T*, or None if that depends on a number of rounds that is not known."""
+    if isinstance(given, int):
+        return given + 1
+    return int(given * num_rounds + 1e-9) + 1 if num_rounds else None  # 0.29 * 100 is 28.999999999999996
 
 
 def about(statistics: Arrays, key: str, center: Arrays) -> Array:

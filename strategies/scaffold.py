@@ -12,7 +12,7 @@ Choices that the paper leaves open:
   c_i - c + (x - y_i) / (K lr); with them it is still a gradient.
 - x is averaged by number of examples, as in FedAvg; the paper has equal weights and a server step size of 1.
 - Only parameters have control variates. Statistics of batch norm have no gradient and are averaged like the rest of x.
-  Parameters that stay on a client have none either: they do not drift from those of others.
+  Parameters that stay on a client have none either, because they are not averaged.
 - If a client has lost its c_i, the server cannot subtract it from c: c and all c_i begin at zero again.
 """
 
@@ -71,9 +71,9 @@ class Scaffold(FedAvg):
         added = self.memory.added
         if added:  # a client may be back under another node id
             nodes = self.training.present
-            self.ask_for_partitions(round, [node for node in nodes if self._number(node) not in added])
+            self.ask_for_partitions(round, [node for node in nodes if self.client_of(node) not in added])
         return [
-            with_config(message, {CONTROL_ROUND: added.get(self._number(message.metadata.dst_node_id), 0)})
+            with_config(message, {CONTROL_ROUND: added.get(self.client_of(message.metadata.dst_node_id), 0)})
             for message in messages
         ]
 
@@ -86,15 +86,11 @@ class Scaffold(FedAvg):
             LOG.warning(words, round.number, ", ".join(lost))
             return
         mean = weighted_mean((reply.records[CONTROL_RECORD] for reply in replies), [1.0] * len(replies))
-        memory.added |= dict.fromkeys(map(self._number, clients), round.number)
+        memory.added |= dict.fromkeys(map(self.client_of, clients), round.number)
         before, count = memory.control, len(replies)
         memory.control = before | {
             key: (before.get(key, 0.0) + count * change).astype(change.dtype) for key, change in mean.items()
         }
-
-    def _number(self, node: int) -> int:
-        """The client's number: its partition, under any node id; a number below zero if it reports none."""
-        return self.memory.partitions.get(node, ~node)
 
 
 class ScaffoldClient(ClientRule):

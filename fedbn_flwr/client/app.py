@@ -91,8 +91,8 @@ class _App(ClientApp):
         old = {"fitins.parameters", "evaluateins.parameters"}
         if message.metadata.message_type.startswith("get_") or old & content:
             problem = (
-                "the server has a strategy of Flower's old API, flwr.server.strategy, and this client serves those of "
-                "flwr.serverapp.strategy (docs/old-api.md)"
+                "the server has a strategy of Flower's old API, flwr.server.strategy, and this client only works "
+                "with flwr.serverapp.strategy (docs/old-api.md)"
             )
             log_once(f"a client could not answer: {problem}{_ONLY_LOGGED}", ERROR)
             raise ClientFailed(f"this client could not answer: {problem}")

@@ -223,8 +223,8 @@ class WorkerPool(Pool, ABC, Generic[W]):
 
     def drop(self, message_ids: Collection[str]) -> None:
         self._queue = [each for each in self._queue if each.metadata.message_id not in message_ids]
-        kept = self._parked.union(message.metadata.dst_node_id for message in self._handling.values())
-        self._worker_of = {node: worker for node, worker in self._worker_of.items() if node in kept}
+        busy = self._parked.union(message.metadata.dst_node_id for message in self._handling.values())
+        self._worker_of = {node: worker for node, worker in self._worker_of.items() if node in busy}
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
         answers: dict[int, Contribution | str] = {}

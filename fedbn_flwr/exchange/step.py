@@ -3,7 +3,7 @@
 FedTAN (Wang, Shi, Chang, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", Algorithms 2 and
 3): forward, each batch norm averages its batch mean and variance over the clients; backward, the gradients with
 respect to both. Paper's symbols: y the layer's input, mu and var the global statistics, p_i a client's weight, F_i
-its loss. B_i is the number of examples in its batch, v_i that of values per channel in the layer's input.
+its loss. B_i is the number of examples in its batch, v_i the number of values per channel in the layer's input.
 
 The union that the clients represent has each example of client i with the weight p_i / B_i, so each of its values has
 this weight in mu and var. Among all values client i then has the share q_i, and r is the mean of v_i / B_i:

@@ -42,6 +42,7 @@ MEANS = "fedbn.means"
 DEVIATIONS = "fedbn.deviations"
 REESTIMATE = "fedbn.reestimate"
 OWN_TESTS = "fedbn.own-tests"
+REPORT_BATCH = "fedbn.report-batch"
 IDENTIFYING = frozenset({RUN, TOKEN, CHECKPOINT_ROUND})  # they identify the run, and do not change how a round trains
 RUN_KEYS = {
     RUN: Key("text", "keep the client's state separate from that of other runs"),
@@ -60,6 +61,7 @@ RUN_KEYS = {
     DEVIATIONS: Key("floats", f"the standard deviations for `{MEANS}`"),
     REESTIMATE: Key("true", "evaluate with batch norm's statistics of the client's training inputs"),
     OWN_TESTS: Key("true", "evaluate on the client's own test examples only, if there are some (only in experiments)"),
+    REPORT_BATCH: Key("true", "also report the metric `batch-examples`, the examples in the first batch"),
     READY: Key("true", "(with `query.partition`) also build the model and open the data, to report errors early"),
 }
 
@@ -69,7 +71,6 @@ EXCHANGE_BACKWARD = "fedbn.exchange-backward"
 EXCHANGE_STEP = "fedbn.exchange-step"
 EXCHANGE_VALUES = "fedbn.exchange-values"
 EXCHANGE_MIN_BATCH = "fedbn.exchange-min-batch"
-REPORT_BATCH = "fedbn.report-batch"
 EXCHANGE_KEYS = {
     EXCHANGE: Key("`fused` or `paper`", "exchange statistics at each batch norm of the first step (FedTAN)"),
     EXCHANGE_BACKWARD: Key("bool", "exchange gradients too"),
@@ -82,7 +83,6 @@ EXCHANGE_KEYS = {
     EXCHANGE_VALUES: Key(
         "two floats", "with an exchange's result: values per channel in all clients' batches, and in one example"
     ),
-    REPORT_BATCH: Key("true", "also report the metric `batch-examples`, the examples in the first batch"),
 }
 
 # The statistics of a smaller batch are not exchanged unless strategy and client allow it, because they reveal its

@@ -141,6 +141,8 @@ def test_the_first_round_of_a_new_model_is_reported(
         (lambda: FixBN(FedAvg(), robust=0.1), "robust is 0.1, .*give refresh too"),
         (lambda: FixBN(FedAvg(), refresh=0.1, robust=0.5), "robust is 0.5"),
         (lambda: fbn(0.0), "refresh is 0.0"),
+        (lambda: FixBN(FixBN(FedAvg()), freeze_round=0, refresh=0.1), "freeze the same statistics, and refresh moves"),
+        (lambda: FixBN(fbn(), freeze_round=3), r"FixBN\(freeze_round=0, refresh=0.1\) freeze the same statistics"),
         (lambda: Secure(fbn(robust=0.1)), "FixBN trims the statistics of single clients, and with Secure"),
         (lambda: Private(fbn()), "pooled"),
         (lambda: Secure(MeanStatistics(fbn(robust=0.1))), "trims the statistics"),

@@ -388,3 +388,9 @@ def test_statistics_that_are_not_plausible_are_left_out(federation: Federations)
         assert sorted(rule.memory.statistics) == left
         sent = fed.arrays()
         assert (rule.sent_to(2, sent) is sent) == (bounds is not None)
+
+
+def test_a_node_without_a_partition_is_not_taken_for_the_client_of_that_number() -> None:
+    rule = FedAP()
+    rule.memory.partitions = {900: 7}
+    assert rule.client_of(900) == 7 != rule.client_of(7) == ~7

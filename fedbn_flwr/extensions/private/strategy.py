@@ -145,10 +145,6 @@ class Private(Wrapper):
 
     # --- the hooks ---
 
-    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        super().begin(num_rounds, arrays)
-        self.num_rounds = num_rounds
-
     def problem(self, round: Round, reply: Reply) -> str | None:
         """Strategies of Flower only compare the replies' arrays with each other."""
         return None if self._asked is None else arrays_problem(reply.arrays, unpack(round.arrays), self._asked.keys)
