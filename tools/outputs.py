@@ -214,17 +214,20 @@ def secure() -> Table:
 
 
 def private() -> Table:
-    _, _, head, *text = (RESULTS / "private" / "digits.txt").read_text(encoding="utf-8").splitlines()
+    columns: dict[str, tuple[str, ...]] = {}
+    for file in ("digits.txt", "reestimated.txt"):
+        _, _, head, *text = (RESULTS / "private" / file).read_text(encoding="utf-8").splitlines()
+        cells = (re.split(r" {2,}", line.replace("inf", "no noise", 1).strip()) for line in text)
+        columns |= dict(zip(re.split(r" {2,}", head.strip()), zip(*cells, strict=True), strict=True))
     names = {
         "epsilon": "epsilon",
         "noise": "noisy statistics",
-        "keep": "kept (test images' statistics)",
         "freeze": "frozen",
         "group norm": "group norm",
+        "re-estimated": "noisy, re-estimated",
+        "keep": "kept, re-estimated",
     }
-    columns = tuple(names[name] for name in re.split(r" {2,}", head.strip()))
-    rows: list[Row] = [tuple(re.split(r" {2,}", line.replace("inf", "no noise", 1).strip())) for line in text]
-    return columns, rows
+    return tuple(names.values()), [*zip(*map(columns.__getitem__, names), strict=True)]
 
 
 ATTACKS = ("scaled", "statistics", "flipped", "noise")
