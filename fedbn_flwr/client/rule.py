@@ -7,8 +7,9 @@ batch, `begin` runs between the first gradient and the first step, `adjust` befo
 training. `frozen` has the roles that do not train.
 
 `begin` and `adjust` work on named tensors: w are the parameters, g their gradients, and `memo` is what `begin`
-returned. If a rule is `elementwise`, these may be the tensors of several clients, stacked along a first axis. So such a
-rule uses the operations below, or others that treat each element alone.
+returned. If a rule is `elementwise`, these may be the tensors of several clients, stacked along a first axis, and one
+client's rule adjusts them for all. So the `adjust` of such a rule uses the operations below, or others that treat each
+element alone, and reads the memo and the config, but no attribute that differs between clients.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ class ClientRule:
     # Keys that `adjust` does not use, so that clients with different values may train at once.
     may_differ: ClassVar[Collection[str]] = ()
     order: ClassVar[int] = 0  # the rules of a round run in ascending order
-    elementwise: ClassVar[bool] = True  # whether `adjust` treats each element of the gradients alone
+    # Whether `adjust` treats each element of the gradients alone, and uses no attribute that differs between clients:
+    # of clients that train at once, the `adjust` of one is then called for all.
+    elementwise: ClassVar[bool] = True
     # Whether the rule has a `loss` or changes the model: then its rounds are not compiled, and each trains alone.
     own_passes: bool = False
     frozen: frozenset[Role] = frozenset()  # roles of batch norm's arrays that keep the received values

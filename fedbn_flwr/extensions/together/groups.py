@@ -193,7 +193,7 @@ class _Group:
         taken = [0] * len(self.rows)
         if gradients is not None:
             w = {name: self.tensors[name] for name in self.training.optimizer.parameters}
-            self._step(w, gradients, self.momentum, self.memos)
+            self._step(self.rows, w, gradients, self.momentum, self.memos)
             taken = [1] * len(self.rows)
         # Statistics that are frozen are not updated; parameters that are frozen are not the optimiser's.
         frozen = self.training.frozen & {Role.STATISTICS}
@@ -245,21 +245,22 @@ class _Group:
             outputs, gradients = compute(inputs)
             found, of_outputs = loss_and_gradient(self.training.loss, outputs, targets)
             losses.append(found)
-            self._step(w, gradients(of_outputs), momentum, memos)
+            self._step(self.rows[place], w, gradients(of_outputs), momentum, memos)
         means = torch.stack(losses).view(steps, place.stop - place.start, -1).mean(2, dtype=torch.float64).sum(0)
         self.total[place].add_(means, alpha=inputs.shape[1])
         for i in range(place.start, place.stop):
             taken[i] += steps
 
-    def _step(self, w: Tensors, g: Tensors, momentum: Tensors, memos: Sequence[Memo]) -> None:
+    def _step(self, rows: Sequence[Row], w: Tensors, g: Tensors, momentum: Tensors, memos: Sequence[Memo]) -> None:
         """A step of rows with these tensors, along the gradients g after the client rules have changed them."""
         optimizer = self.training.optimizer
-        for rule, memo in zip(self.training.rules, memos, strict=True):
+        for number, (rule, memo) in enumerate(zip(self.training.rules, memos, strict=True)):
             if rule.elementwise:
                 rule.adjust(w, g, memo)
             else:
-                for row in range(len(next(iter(w.values())))):
-                    rule.adjust(_part(w, row), _part(g, row), {key: _part(each, row) for key, each in memo.items()})
+                for place, row in enumerate(rows):
+                    own = {key: _part(each, place) for key, each in memo.items()}
+                    row.training.rules[number].adjust(_part(w, place), _part(g, place), own)
         if optimizer.clip is not None:
             _clip([*g.values()], optimizer.clip)
         group = optimizer.torch.param_groups[0]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fedbn_flwr import seeding
 from fedbn_flwr.client.rule import Tensors
 from fedbn_flwr.models.tensors import places_of
 
@@ -79,6 +81,8 @@ class Network:
         places: dict[fx.Node, int] = {}
         covered: set[str] = set()
         modules = dict(model.named_modules())
+        if own := [name for name, module in modules.items() if "forward" in vars(module)]:
+            raise NotImplementedError(f"{own[0] or 'the model'!r} has a forward of its own")
         self._layers: dict[str, nn.Module] = {}  # without the model, which may be deleted
         for node in fx.Tracer().trace(model).nodes:
             kind: object
@@ -110,12 +114,15 @@ class Network:
                 raise NotImplementedError(f"{node.name!r} changes a value in place that may be used elsewhere")
             self.operations.append((kind, name, of, arguments))
             places[node] = len(self.operations)
-        names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-        if unknown := names ^ covered:
-            raise NotImplementedError(f"the tensor {min(unknown)!r} is shared, or belongs to no known layer")
+        self._places, self.hooks = places_of(model), _hooks(model)  # which takes longer than checking them
+        first: dict[int, str] = {}  # the first key of each tensor, by its address
+        for key, tensor in self.tensors().items():
+            if tensor.numel() and first.setdefault(tensor.data_ptr(), key) != key:
+                raise NotImplementedError(f"{first[tensor.data_ptr()]!r} and {key!r} are the same tensor")
+        if unknown := self._places.keys() ^ covered:
+            raise NotImplementedError(f"the tensor {min(unknown)!r} belongs to no known layer")
         # Networks with equal descriptions compute the same.
         self.description = str(self.operations)
-        self._places, self.hooks = places_of(model), _hooks(model)  # which takes longer than checking them
 
     def shaped(self, of: Tensors) -> dict[str, Tensor]:
         """Views of the tensors as the layers need them."""
@@ -168,6 +175,25 @@ def _hooks(model: nn.Module) -> list[Mapping[int, object]]:
     return list(itertools.chain.from_iterable(hooks))
 
 
+@contextmanager
+def _repeatable(model: nn.Module) -> Iterator[None]:
+    """NotImplementedError if the block draws random numbers or changes the model, which a trace would not repeat."""
+    device = next((parameter.device for parameter in model.parameters()), None)
+    with seeding.preserve_rng():
+        drawn, attributes = seeding.drawn(device), [(vars(module), {**vars(module)}) for module in model.modules()]
+        try:
+            yield
+        finally:
+            same = seeding.drawn(device) == drawn
+            for now, before in attributes:
+                if [*map(id, now.values())] != [*map(id, before.values())]:
+                    same = False
+                    now.clear()
+                    now.update(before)
+    if not same:
+        raise NotImplementedError("its forward draws random numbers, or changes the model")
+
+
 _known: WeakKeyDictionary[nn.Module, Network | str] = WeakKeyDictionary()
 
 
@@ -177,7 +203,8 @@ def network_of(model: nn.Module) -> Network | str:
         if any(_hooks(model)):
             return "a module has hooks"
         try:
-            found = Network(model)
+            with _repeatable(model):
+                found = Network(model)
         except NotImplementedError as error:
             found = str(error)
         except Exception:  # PyTorch's tracer raises many kinds of errors for models with control flow

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr import client_app, run
+from fedbn_flwr import client_app, run, seeding
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.optimizers import make_optimizer
+from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors
 from fedbn_flwr.client.training import Trained, Training, train
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.extensions.together import nested
 from fedbn_flwr.extensions.together.groups import Row, row_of, train_rows
 from fedbn_flwr.extensions.together.nested import TogetherPool
 from fedbn_flwr.extensions.together.stacked import Network, network_of
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import (
     FedAvg,
@@ -35,6 +40,7 @@ from fedbn_flwr.strategies import (
     FedWon,
     FixBN,
     GlobalMomentum,
+    Round,
     Scaffold,
     SiloBN,
     Standalone,
@@ -80,6 +86,56 @@ class Averaging(nn.Linear):
         return inputs.mean(0, keepdim=True)
 
 
+class Impure(nn.Module):
+    """What forward does in Python happens once in a trace, but in each pass of the module."""
+
+    def __init__(self, drawn: Callable[[nn.Module], float]) -> None:
+        super().__init__()
+        self.drawn, self.passes, self.layer = drawn, 0, nn.Linear(32, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs.flatten(1)) * (1 + self.drawn(self))  # type: ignore[no-any-return]
+
+
+def counted(model: nn.Module) -> float:
+    model.passes += 1
+    return float(model.passes)
+
+
+IMPURE: dict[str, Callable[[], nn.Module]] = {
+    "python": lambda: Impure(lambda _: random.random()),
+    "numpy": lambda: Impure(lambda _: float(np.random.rand())),
+    "torch": lambda: Impure(lambda _: torch.rand(1).item()),
+    "counting": lambda: Impure(counted),
+}
+
+
+def with_one_model(fed: Any) -> ClientApp:
+    """Clients that share one model, as in an experiment."""
+    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
+    options = {"lr": 0.1, **fed.options}
+
+    def make_client(context: Any) -> BNClient:
+        return BNClient(shared, fed.data[int(context.node_config["partition-id"])], context=context, **options)
+
+    return client_app(make_client)
+
+
+def tied(build: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter) -> nn.Module:
+    """Two layers with one weight."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+    model[4].weight = build(model[2].weight)
+    return model
+
+
+def doubling(place: int | None) -> nn.Module:
+    """A module whose object has a forward of its own."""
+    model = mlp()
+    module = model if place is None else model[place]
+    module.forward = MethodType(lambda self, inputs: 2 * type(self).forward(self, inputs), module)
+    return model
+
+
 NETWORKS = {
     "none": functools.partial(mlp, None),
     "batch norm": mlp,
@@ -90,6 +146,19 @@ NETWORKS = {
     "group norm": lambda: mlp(lambda n: nn.GroupNorm(3, n)),
     "residual": Residual,
 }
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of clients that have trained at once."""
+    found: list[int] = []
+
+    def noted(rows: Sequence[Row]) -> None:
+        train_rows(rows)
+        found.append(sum(row.trained is not None for row in rows))
+
+    monkeypatch.setattr(nested, "train_rows", noted)
+    return found
 
 
 def rounds(
@@ -203,11 +272,62 @@ def test_nan_stays_with_its_client() -> None:
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(32, 3)), "parametriz"),
         (Branching, "control flow"),
         (Averaging, "its forward has mean"),
+        (tied, "'2.weight' and '4.weight' are the same tensor"),
+        (lambda: tied(lambda parameter: nn.Parameter(parameter.data)), "'2.weight' and '4.weight' are the same tensor"),
+        (lambda: doubling(1), "'1' has a forward of its own"),
+        (lambda: doubling(None), "'the model' has a forward of its own"),
     ],
-    ids=["convolution", "dropout", "cumulative mean", "parametrisation", "control flow", "mean"],
-)
+    ids=["convolution", "dropout", "cumulative mean", "parametrisation", "control flow", "mean", "tied", "one memory",
+         "own forward", "own forward of the model"],
+)  # fmt: skip
 def test_other_networks_train_alone(model: Callable[[], nn.Module], reason: str) -> None:
     assert reason in str(network_of(model()))
+
+
+@pytest.mark.parametrize("name", IMPURE)
+def test_networks_that_draw_or_count_train_alone(name: str) -> None:
+    model = IMPURE[name]()
+    before = seeding.drawn()
+    assert network_of(model) == "its forward draws random numbers, or changes the model"
+    assert (model.passes, seeding.drawn()) == (0, before)
+
+
+@pytest.mark.parametrize("model", [tied, *IMPURE.values(), lambda: doubling(1)], ids=["tied", *IMPURE, "own forward"])
+def test_such_networks_train_as_one_after_the_other(model: Callable[[], nn.Module], federation: Federations) -> None:
+    fed = federation((8, 12, 11), batches=3, model=model, dtype=torch.float64, lr=0.05, epochs=2)
+    expected = models_of(fed, FedAvg(), 2, with_one_model(fed))
+    grid = fed.grid(with_one_model(fed), workers=3, pool=TogetherPool)
+    assert all(map(same, models_of(fed, FedAvg(), 2, grid=grid), expected))
+
+
+class OwnScaleClient(ClientRule):
+    """A rule with a number of its own, from the client's data."""
+
+    keys: ClassVar[dict[str, Key]] = {"test.own-scale": Key("float", "a test's key")}
+    elementwise = False
+
+    def begin(self, w: Tensors) -> Memo:
+        self.scale = next(iter(self.local.epoch(0)))[0].std().item()
+        return {}
+
+    def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
+        for gradient in g.values():
+            gradient.mul_(self.scale)
+
+
+class OwnScale(FedAvg):
+    def config(self, round: Round) -> Config:
+        return {"test.own-scale": 1.0}
+
+
+def test_rules_for_each_client_have_their_own_numbers(federation: Federations, groups: list[int]) -> None:
+    """Batches of different shapes are trained in parts of the group, whose rules are theirs too."""
+    fed = federation((8, 12, 11, 8), batches=3, model=mlp, dtype=torch.float64, lr=0.05, epochs=2)
+    expected = models_of(fed, OwnScale(), 2)
+    found = models_of(fed, OwnScale(), 2, grid=fed.grid(workers=4, pool=TogetherPool))
+    for key in expected[-1]:
+        np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-10, atol=1e-12)
+    assert 4 in groups
 
 
 @pytest.mark.parametrize("name", ["", "0", "2"])
@@ -264,10 +384,10 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_is_the_same(name: str, federation: Federations) -> None:
+def test_every_strategy_is_the_same(name: str, federation: Federations, groups: list[int]) -> None:
     model = functools.partial(mlp, None) if name == "FedWon" else mlp
     options = {"momentum": 0.5, "keep_momentum": name != "GlobalMomentum", "lr": 0.05, "epochs": 2}
-    fed = federation((8, 12, 7, 8), batches=3, model=model, dtype=torch.float64, **options)
+    fed = federation((8, 12, 11, 8), batches=3, model=model, dtype=torch.float64, **options)
     expected = models_of(fed, STRATEGIES[name](), 3)
     grid = fed.grid(workers=3, pool=TogetherPool)
     found = models_of(fed, STRATEGIES[name](), 3, grid=grid)
@@ -276,6 +396,7 @@ def test_every_strategy_is_the_same(name: str, federation: Federations) -> None:
         for key in mine:
             np.testing.assert_allclose(mine[key], theirs[key], rtol=1e-10, atol=1e-12)
     assert name == "Standalone" or not same(found[-1], expected[0])
+    assert 3 in groups
 
 
 def test_clients_with_control_variates_of_different_rounds_are_one_group(
@@ -308,13 +429,8 @@ def test_a_client_that_is_alone_begins_without_momentum(federation: Federations)
 
 def test_clients_may_share_the_model(federation: Federations) -> None:
     fed = federation((8, 12, 7), model=mlp, dtype=torch.float64)
-    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
-
-    def make_client(context: Any) -> BNClient:
-        return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)
-
     expected = models_of(fed, FedBN(), 3)
-    found = models_of(fed, FedBN(), 3, grid=fed.grid(client_app(make_client), workers=2, pool=TogetherPool))
+    found = models_of(fed, FedBN(), 3, grid=fed.grid(with_one_model(fed), workers=2, pool=TogetherPool))
     for key in expected[-1]:
         np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-11, atol=1e-12)
 
