@@ -40,7 +40,7 @@ def add_experiment(parser: argparse.ArgumentParser, changes: str) -> None:
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help=f"changes to the experiment, such as {changes}"
     )
-    parser.add_argument("--size", metavar="NAME", help="one of the file's sizes, or `paper` for the file as written")
+    parser.add_argument("--size", metavar="NAME", help="a size that the file defines; `paper`: the file as it is")
 
 
 _SETTINGS = ("size", "engine.name", "engine.device")
