@@ -225,7 +225,7 @@ class DataSet(Form):
             absent = [some.isnan().reshape(len(split), -1).any(1) for some in tensors(split.inputs)]
             rows.append(~torch.stack(absent).any(0))
             if not rows[-1].any():
-                raise DataError(f"all {len(split)} {part} examples of {self.name!r} lack an input; none is left")
+                raise DataError(f"every {part} example of {self.name!r} ({len(split)}) lacks an input, so none is left")
             if dropped := int((~rows[-1]).sum()):
                 log_once(f"data.missing: drop leaves out {dropped} of {len(split)} {part} examples of {self.name!r}")
         return self.select(*rows)

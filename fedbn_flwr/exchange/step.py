@@ -320,10 +320,13 @@ def count_calls(model: nn.Module, inputs: Value) -> int:
 
 def check_batch(examples: int, *, allowed: int, own: int) -> None:
     """Raise an error if the batch has fewer examples than the strategy (`allowed`) or the client (`own`) allows."""
-    if examples < max(allowed, own):
+    limits = {
+        f"the strategy's min_batch ({allowed})": allowed,
+        f"min-batch in this node's config or BNClient(min_batch=...) ({own})": own,
+    }
+    if above := [name for name, limit in limits.items() if limit > examples]:
         raise MessageError(
             f"the batch of this client has {examples} example{'s' if examples != 1 else ''}, and it refuses to "
             f"exchange the statistics of fewer than {max(allowed, own)} examples, which would reveal them; use larger "
-            f"batches, or lower both limits: the strategy's min_batch is {allowed}, and min-batch in this node's "
-            f"config (or BNClient(min_batch=...)) is {own}"
+            f"batches, or lower {' and '.join(above)}"
         )

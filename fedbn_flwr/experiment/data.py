@@ -256,8 +256,8 @@ def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
         )
     if dataset.dense and (moved := [name_in(part) for part in data.augment or () if name_in(part) != "flip"]):
         raise SettingsError(
-            f"data.augment has {moved[:1]}, but {name!r} is segmentation data, and it would not transform the masks; "
-            "use flip, and data.crop"
+            f"data.augment: {moved[0]!r} would not transform the masks of segmentation data ({name!r}); use flip, and "
+            "data.crop"
         )
     if cut is not None and cut > min(size):
         raise SettingsError(f"data.crop is {cut}, but the images of {name!r} have {'x'.join(map(str, size))} pixels")

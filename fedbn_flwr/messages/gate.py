@@ -77,10 +77,12 @@ def _checked_reply(reply: Message) -> Message:
 
 def _check_metrics(metrics: MetricRecord) -> None:
     if len(metrics) > _MOST_METRICS:
-        raise MessageError(f"it has {len(metrics)} metrics; expected at most {_MOST_METRICS}")
+        raise MessageError(f"it has {len(metrics)} metrics; at most {_MOST_METRICS} are accepted")
     size = sum(len(key.encode()) + 8 * (len(value) if isinstance(value, list) else 1) for key, value in metrics.items())
     if size > _MOST_BYTES:
-        raise MessageError(f"its metrics have {size:,} bytes of names and numbers; expected at most {_MOST_BYTES:,}")
+        raise MessageError(
+            f"its metrics have {size:,} bytes of names and numbers; at most {_MOST_BYTES:,} are accepted"
+        )
     for key, value in metrics.items():
         if len(key) > _LONGEST_NAME:
             raise MessageError(f"its metric {shown(key)} has a name of {len(key)} characters; expected {_LONGEST_NAME}")

@@ -185,7 +185,7 @@ def test_rows_with_missing_inputs_are_left_out_with_their_labels_and_groups(
     assert "data.missing: drop leaves out 3 of 20 training examples" in flower_log.text
     assert "drop leaves out 2 of 9 test examples" in flower_log.text
     frame[:1].to_csv(tmp_path / "test.csv", index=False)
-    with pytest.raises(DataError, match=r"all 1 test examples of '.*' lack an input; none is left"):
+    with pytest.raises(DataError, match=r"every test example of '.*' \(1\) lacks an input, so none is left"):
         opened(tmp_path, **chosen, missing="drop")
 
 

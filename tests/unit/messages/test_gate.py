@@ -217,7 +217,7 @@ def test_metrics_that_the_files_name_alike_are_checked_alike() -> None:
 def test_a_reply_has_a_limited_number_of_metrics_with_short_names() -> None:
     assert reasons([reply(**{f"own@{number}-accuracy": 0.5 for number in range(999)})]) == [None]
     assert reasons([reply(**{f"own@{number}-accuracy": 0.5 for number in range(1000)})]) == [
-        "it has 1001 metrics; expected at most 1000"
+        "it has 1001 metrics; at most 1000 are accepted"
     ]
     assert "has a name of 1001 characters; expected 1000" in str(reasons([reply(**{"x" * 1001: 0.5})])[0])
 
@@ -227,7 +227,7 @@ def test_a_reply_has_a_limited_size_of_metrics() -> None:
     given = {"num-examples": 8, **{f"{number:0980}": 0.5 for number in range(990)}}
     size = len("num-examples") + 8 + 990 * (980 + 8)
     assert reasons([reply(**given)]) == [
-        f"its metrics have {size:,} bytes of names and numbers; expected at most 262,144"
+        f"its metrics have {size:,} bytes of names and numbers; at most 262,144 are accepted"
     ]
     of_classes = [0.5] * 21_841
     assert reasons([reply(recalls=of_classes)]) == [None], "ImageNet's 21,841 classes"
