@@ -187,9 +187,8 @@ class FedTANClient(ClientRule):
             return None
         if Role.STATISTICS in frozen_roles(config) or not exchanged_layers(local.model):
             raise MessageError(
-                f"{protocol.EXCHANGE!r} asks for exchanges of batch norm's statistics, but no layer of this client's "
-                "model normalises with the statistics of its batch (instance norms and frozen batch norms do not); "
-                "use FedAvg, or a model with batch norm"
+                "FedTAN needs a layer that normalises with the statistics of its batch, and this client's model has "
+                "none (instance norms and frozen batch norms do not count); use FedAvg, or a model with batch norm"
             )
         backward = bool(config.get(protocol.EXCHANGE_BACKWARD, True))
         if backward and not (isinstance(local.optimizer.torch, SGD) and local.optimizer.clip is None):
