@@ -299,8 +299,9 @@ class BNClient(NumPyClient):
         """Load the received arrays, and the client's own values for all others; returns the latter."""
         if negative := negative_variance(arrays):
             raise MessageError(
-                f"the model from the server is unusable: {negative}. A server optimiser (FedAdam, FedAvgM, ...) must "
-                "not update statistics: wrap it as MeanStatistics(FedAdam(...))"
+                f"the model from the server is unusable: {negative}. Neither a server optimiser (FedAdam, ...) nor "
+                "noise may change statistics: wrap the optimiser as MeanStatistics(FedAdam(...)), and hide statistics "
+                "from a mod that adds noise (docs/privacy.md)"
             )
         run = run_of(config)
         self.state = NodeState(self.state.records, run)

@@ -567,6 +567,7 @@ def test_our_client_reports_a_negative_variance_of_bare_fedadam(federation: Fede
         assert re.search(r"client \d could not (train|evaluate): MessageError: .*negative values", error)
         assert "'1.running_var' has negative values (-" in error
         assert "MeanStatistics(FedAdam(...))" in error
+        assert "hide statistics from a mod that adds noise" in error
 
 
 @pytest.mark.parametrize("strategy", [SiloBN(global_norm="initial"), FedBN(global_norm="initial"), Standalone()])
