@@ -282,8 +282,7 @@ class Evaluate(Section):
     clients: Annotated[bool | Literal["own"] | None, expects("true, false or 'own'")] = setting(
         None,
         "`true`: clients evaluate their models on all test examples and on their own; `own`: only on their own; "
-        "`false`: not at all. By default `true` if the strategy personalises or the server doesn't evaluate, `own` "
-        "if only another run's strategy personalises, otherwise `false`, see [Clients](clients.md#own-accuracy)",
+        "`false`: not at all; the default is below the table",
     )
     domains: bool = setting(
         False,
