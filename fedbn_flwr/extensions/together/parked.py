@@ -45,6 +45,7 @@ class Cohort:
         self._last: Mapping[int, Message] = {}  # the train messages that end the round, by node
         self._session: Session[Found, Mapping[int, Message]] | None = Session(self._work)
         self._trained = False
+        self._errors: dict[int, Message] = {}  # of clients that could not be parked by themselves, by node
 
     def begin(self) -> Found | None:
         """The contributions to the first exchange; None if the clients cannot train together."""
@@ -57,18 +58,19 @@ class Cohort:
             if (found := self._session.advance(agreement)) is not None:
                 return {node: found[node] for node in nodes}
             self._part(nodes, self._agreed[:-1])
-        return self.nodes.exchange(nodes, agreement)
+        failed = {node: self._errors[node].error.reason for node in nodes if node in self._errors}
+        return {**self.nodes.exchange([node for node in nodes if node not in failed], agreement), **failed}
 
     def finish(self, messages: Sequence[Message]) -> Mapping[int, Message]:
-        """The replies to the round's train messages, by node; none if each client must answer by itself."""
+        """The replies to the round's train messages, by node; clients that are not among them answer by themselves."""
         if self._session is None or not messages:
-            return {}
+            return self._errors
         self._last = {message.metadata.dst_node_id: message for message in messages}
         session = self._session
         session.advance(agreement_from_records(messages[0].content))
         if not self._trained:
             self._part([*self._last], self._agreed)
-            return {}
+            return self._errors
         self._session = None
         replies = session.result.result()
         return {node: replies[node] for node in self._last}
@@ -81,7 +83,8 @@ class Cohort:
         """Park each client by itself after these agreements."""
         self._session = None
         for node in nodes:
-            self.nodes.answer(self.queries[node], self.nodes.contexts[node])
+            if (reply := self.nodes.answer(self.queries[node], self.nodes.contexts[node])).has_error():
+                self._errors[node] = reply
         for agreement in agreed:
             self.nodes.exchange([*nodes], agreement)
 
@@ -147,7 +150,7 @@ class CohortPool(TogetherPool):
     def _finish(self, messages: Sequence[Message]) -> None:
         replies = dict[int, Message]()
         for cohort in self._cohorts:
-            replies |= cohort.finish([each for each in messages if each.metadata.dst_node_id in cohort.queries])
+            replies.update(cohort.finish([each for each in messages if each.metadata.dst_node_id in cohort.queries]))
         self.close()
         super().put([message for message in messages if message.metadata.dst_node_id not in replies])
         for message in messages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr import client_app, run
+from fedbn_flwr import BNClient, client_app, run
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.extensions.together import parked
 from fedbn_flwr.extensions.together.groups import Row, train_exchanging
 from fedbn_flwr.extensions.together.parked import CohortPool
+from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import GlobalMomentum
 from tests.support.federations import models_of, nodes_in_means, same
 from tests.support.fixtures import Batches
@@ -137,6 +140,21 @@ def test_a_client_that_fails_in_training_fails_by_itself(
     assert nodes == [[1, 3]] * 2
     assert "Target 7 is out of bounds" in reason
     assert groups == [3, 3]
+
+
+def test_clients_of_one_model_that_cannot_be_parked_say_so(federation: Federations, groups: list[int]) -> None:
+    """One client fails in a later step, so all must be parked one by one, which needs a model for each."""
+    fed = federation((8, 13, 6), model=mlp, dtype=torch.float64)
+    fed.data[1].batches[1][1].fill_(7)
+    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
+
+    def make_client(context: Any) -> BNClient:
+        return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)
+
+    with fed.grid(client_app(make_client), workers=3, pool=CohortPool) as grid, pytest.raises(RunFailed) as error:
+        models_of(fed, FedTAN(), 2, grid=grid)
+    assert str(error.value).count("another client is in the middle of a round with this very model") == 2
+    assert groups == [3]
 
 
 def test_a_client_that_fails_before_training_fails_by_itself(federation: Federations, groups: list[int]) -> None:
