@@ -142,9 +142,12 @@ def differentiable(
     return compute
 
 
+CLASSES = (torch.int64, torch.uint8)  # the types of labels that PyTorch's cross entropy supports
+
+
 def loss_and_gradient(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of each client, or of each example, client by client, and the gradient of the clients' losses."""
-    if loss is cross_entropy and outputs.ndim == 3 and targets.ndim == 2 and not targets.is_floating_point():
+    if loss is cross_entropy and outputs.ndim == 3 and targets.ndim == 2 and targets.dtype in CLASSES:
         logs = torch.log_softmax(outputs.transpose(1, 2), 1)  # not of the last axis, which would take longer
         classes = targets.unsqueeze(1).long()
         losses = -logs.gather(1, classes)

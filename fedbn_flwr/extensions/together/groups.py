@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr import seeding
+from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.optimizers import SGD
 from fedbn_flwr.client.rule import Loss, Memo, Tensors
 from fedbn_flwr.client.training import Trained, Training, backpropagate, train
@@ -110,6 +111,8 @@ def row_of(training: Training) -> Row | None:
     kinds = set(map(type, itertools.chain.from_iterable(batches)))
     if not kinds or not all(issubclass(kind, Tensor) for kind in kinds):
         return None
+    if training.loss is cross_entropy and torch.cat([y.flatten() for _, y in batches]).lt(0).any():
+        return None  # ignored labels; on a GPU, `loss_and_gradient` would end the process
     if batches[0][0].device != training.device:
         training.batches = batches = [(x.to(training.device), y.to(training.device)) for x, y in batches]
     row = Row(training, network, {name: tensor.clone() for name, tensor in network.tensors().items()}, batches)

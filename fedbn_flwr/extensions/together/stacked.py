@@ -81,8 +81,8 @@ class Network:
         places: dict[fx.Node, int] = {}
         covered: set[str] = set()
         modules = dict(model.named_modules())
-        if own := [name for name, module in modules.items() if "forward" in vars(module)]:
-            raise NotImplementedError(f"{own[0] or 'the model'!r} has a forward of its own")
+        if replaced := [name for name, module in modules.items() if "forward" in vars(module)]:
+            raise NotImplementedError(f"{replaced[0] or 'the model'!r} has a forward of its own")
         self._layers: dict[str, nn.Module] = {}  # without the model, which may be deleted
         for node in fx.Tracer().trace(model).nodes:
             kind: object

@@ -169,7 +169,7 @@ def rounds(
     for client, size in enumerate(sizes):
         generator = torch.Generator().manual_seed(client)
         inputs = torch.randn(size, 2, 4, 4, generator=generator, dtype=torch.float64) * (1 + client) + client
-        targets = torch.randint(3, (size,), generator=generator)
+        targets = options.get("type", Tensor.long)(torch.randint(3, (size,), generator=generator))
         batches = [pair for pair in zip(inputs.split(batch), targets.split(batch), strict=True) if len(pair[0]) > 1]
         own = copy.deepcopy(model).double().train()
         loss = options.get("loss", make_loss("cross_entropy"))
@@ -339,6 +339,31 @@ def test_a_model_trains_alone_while_a_module_has_hooks(name: str) -> None:
         assert network_of(model) == "a module has hooks"
         hook.remove()
         assert isinstance(network_of(model), Network)
+
+
+def test_clients_with_ignored_labels_train_alone() -> None:
+    """The mean of the loss is over the other labels; on a GPU, the written-out gradient would end the process."""
+    model, ignored = mlp(), torch.tensor([False, True, False, True, False])
+    ours, apart = rounds(model), rounds(model)
+    for training in (ours[3], apart[3]):  # of five examples
+        training.batches = [(x, y.where(~ignored[: len(y)], -100)) for x, y in training.batches]
+    assert [row_of(training) is None for training in ours] == [False, False, False, True]
+    check(ours, apart)
+
+
+def test_labels_may_be_bytes() -> None:
+    model = mlp()
+    check(rounds(model, type=Tensor.byte), rounds(model, type=Tensor.byte))
+
+
+@pytest.mark.parametrize("type", [Tensor.int, Tensor.short, Tensor.char, Tensor.bool])
+def test_labels_of_other_types_are_the_same_error_as_alone(type: Callable[[Tensor], Tensor]) -> None:
+    model, errors = mlp(), []
+    for run_all in (together, lambda trainings: [*map(train, trainings)]):
+        with pytest.raises(RuntimeError, match=r"Long|not implemented") as error:
+            run_all(rounds(model, type=type))
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("options", [{"optimizer": "adam"}, {"optimizer": "rmsprop"}], ids=str)
