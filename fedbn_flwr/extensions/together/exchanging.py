@@ -21,8 +21,8 @@ from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.models.tensors import as_array
 
-from .gradients import Back, batch_norm, by_autograd, differentiable
-from .stacked import Network
+from .gradients import Backward, batch_norm, by_autograd
+from .trace import Network, differentiable
 
 Ask = Callable[[Sequence[Contribution]], Agreement]  # exchanges the contributions of all clients
 
@@ -54,11 +54,11 @@ class CohortStep(LayerwiseStep):
         outputs = outputs.detach().requires_grad_()
         losses = torch.stack([loss_fn(own[: len(y)], y) for own, y in zip(outputs, targets, strict=True)])
         (of_outputs,) = torch.autograd.grad(losses, outputs, torch.ones_like(losses))
-        found = gradients(of_outputs)
+        by_name = gradients(of_outputs)
         self.exchange_rest()
-        return losses.detach(), found
+        return losses.detach(), by_name
 
-    def _layer(self, module: nn.BatchNorm1d, *arguments: Any) -> tuple[Tensor, Back]:
+    def _layer(self, module: nn.BatchNorm1d, *arguments: Any) -> tuple[Tensor, Backward]:
         return by_autograd(self._norm, module, *arguments) if module.training else batch_norm(module, *arguments)
 
     def _norm(self, module: nn.BatchNorm1d, of: Tensors, x: Tensor) -> Tensor:

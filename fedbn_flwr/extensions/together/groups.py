@@ -28,8 +28,8 @@ from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 
 from .exchanging import CohortStep
-from .gradients import differentiable, loss_and_gradient
-from .stacked import Network, network_of
+from .gradients import loss_and_gradient
+from .trace import Network, differentiable, network_of
 
 MOMENTUM = "momentum_buffer"
 Ask = Callable[[Mapping["Row", Contribution]], Agreement]  # exchanges the contributions of all rows

@@ -58,7 +58,7 @@ class Cohort:
             if (found := self._session.advance(agreement)) is not None:
                 return {node: found[node] for node in nodes}
             self._part(nodes, self._agreed[:-1])
-        failed = {node: self._errors[node].error.reason for node in nodes if node in self._errors}
+        failed = {node: str(self._errors[node].error.reason) for node in nodes if node in self._errors}
         return {**self.nodes.exchange([node for node in nodes if node not in failed], agreement), **failed}
 
     def finish(self, messages: Sequence[Message]) -> Mapping[int, Message]:

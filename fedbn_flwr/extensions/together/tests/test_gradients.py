@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.rule import Loss
-from fedbn_flwr.extensions.together.gradients import differentiable, loss_and_gradient
-from fedbn_flwr.extensions.together.stacked import Network, network_of
+from fedbn_flwr.extensions.together.gradients import loss_and_gradient
+from fedbn_flwr.extensions.together.trace import Network, differentiable, network_of
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 

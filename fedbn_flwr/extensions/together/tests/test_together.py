@@ -29,7 +29,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.extensions.together import nested
 from fedbn_flwr.extensions.together.groups import Row, row_of, train_rows
 from fedbn_flwr.extensions.together.nested import TogetherPool
-from fedbn_flwr.extensions.together.stacked import Network, network_of
+from fedbn_flwr.extensions.together.trace import Network, network_of
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import (
