@@ -1,6 +1,6 @@
 """The first step of clients at once whose batch norms exchange (FedTAN).
 
-The channels of all clients are side by side, and the arithmetic is that of one client, in `fedbn_flwr.exchange.step`.
+The channels of all clients are side by side, so the arithmetic for one client (`fedbn_flwr.exchange.step`) serves all.
 Batches of fewer examples are padded with zeros, which neither the moments nor the gradients include.
 """
 
@@ -24,16 +24,14 @@ from fedbn_flwr.models.tensors import as_array
 from .gradients import Backward, batch_norm, by_autograd
 from .trace import Network, differentiable
 
-Ask = Callable[[Sequence[Contribution]], Agreement]  # exchanges the contributions of all clients
-
 
 @dataclass(eq=False)
 class CohortStep(LayerwiseStep):
-    """Losses and gradients of one batch of each client; `steps` are those of the clients one by one."""
+    """Losses and gradients of one batch of each client; `steps` has each client's own step."""
 
     steps: Sequence[LayerwiseStep] = field(kw_only=True)
     batches: Sequence[tuple[Tensor, Tensor]] = field(kw_only=True)
-    ask: Ask = field(kw_only=True)
+    ask: Callable[[Sequence[Contribution]], Agreement] = field(kw_only=True)  # exchanges all clients' contributions
 
     def __post_init__(self) -> None:
         self._sizes = torch.tensor([len(targets) for _, targets in self.batches])
@@ -82,7 +80,7 @@ class CohortStep(LayerwiseStep):
         return super().batch_size(mean) if self._real is None else self._of_channels(self._sizes, len(mean), 0).to(mean)
 
     def _of_channels(self, values: Tensor, channels: int, dim: int) -> Tensor:
-        """Each client's value for each of its channels; `channels` is the number of those of all clients."""
+        """Each client's value for each of its channels; `channels` is their number over all clients."""
         return values.repeat_interleave(channels // len(self.steps), dim)
 
     def swap(self, kind: str, tensors: dict[str, Tensor], values: int) -> tuple[dict[str, Tensor], Agreement]:

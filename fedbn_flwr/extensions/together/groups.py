@@ -32,7 +32,7 @@ from .gradients import loss_and_gradient
 from .trace import Network, differentiable, network_of
 
 MOMENTUM = "momentum_buffer"
-Ask = Callable[[Mapping["Row", Contribution]], Agreement]  # exchanges the contributions of all rows
+AskRows = Callable[[Mapping["Row", Contribution]], Agreement]  # exchanges the contributions of all rows
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class Row:
 
     @functools.cached_property
     def shapes(self) -> Sequence[tuple[torch.Size, torch.Size]]:
-        """Those of the inputs and of the targets of each batch."""
+        """The shapes of the inputs and targets of each batch."""
         return [(x.shape, y.shape) for x, y in self.batches]
 
     @functools.cached_property
@@ -104,14 +104,15 @@ class Row:
 @torch.no_grad()
 def row_of(training: Training) -> Row | None:
     """The round as a row; None if it must train alone."""
-    if isinstance(network := _network(training), str):
+    if isinstance(network := network_for(training), str):
         return None
     with seeding.streams(training.seed, training.device):
         training.batches = batches = list(training.batches)
     kinds = set(map(type, itertools.chain.from_iterable(batches)))
     if not kinds or not all(issubclass(kind, Tensor) for kind in kinds):
         return None
-    if training.loss is cross_entropy and torch.cat([y.flatten() for _, y in batches]).lt(0).any():
+    labels = [y for _, y in batches if y.ndim == 1]
+    if training.loss is cross_entropy and labels and torch.cat(labels).lt(0).any():
         return None  # ignored labels; on a GPU, `loss_and_gradient` would end the process
     if batches[0][0].device != training.device:
         training.batches = batches = [(x.to(training.device), y.to(training.device)) for x, y in batches]
@@ -123,13 +124,8 @@ def row_of(training: Training) -> Row | None:
     return row
 
 
-def problem(training: Training) -> str | None:
-    """Why a round cannot train with those of other clients, or None."""
-    return found if isinstance(found := _network(training), str) else None
-
-
-def _network(training: Training) -> Network | str:
-    """The network of a round, or why the round cannot train with those of other clients."""
+def network_for(training: Training) -> Network | str:
+    """The network of a round, or why its client must train alone."""
     gradient, optimizer = training.gradient, training.optimizer.torch
     if isinstance(gradient, functools.partial) and not any(gradient.keywords.values()):
         gradient = gradient.func
@@ -154,7 +150,7 @@ def _network(training: Training) -> Network | str:
 
 
 def train_rows(rows: Sequence[Row]) -> None:
-    """Train the rows, with those of one kind at once. A row that is alone, or whose group fails, stays untrained."""
+    """Train the rows, all of one kind at once. A row that is alone, or whose group fails, stays untrained."""
     groups: dict[Hashable, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.kind, []).append(row)
@@ -167,7 +163,7 @@ def train_rows(rows: Sequence[Row]) -> None:
                     row.trained = None
 
 
-def train_exchanging(rows: Sequence[Row], ask: Ask) -> None:
+def train_exchanging(rows: Sequence[Row], ask: AskRows) -> None:
     """Train rows whose first steps exchange, all at once; `ask` does an exchange."""
     if len({row.kind for row in rows}) > 1:
         raise ValueError("the clients' networks, losses, optimisers or client rules differ")
@@ -185,7 +181,7 @@ class _Group:
         self.total = torch.zeros(len(rows), dtype=torch.float64, device=self.training.device)
 
     @torch.no_grad()
-    def train(self, ask: Ask | None = None) -> None:
+    def train(self, ask: AskRows | None = None) -> None:
         gradients = None if ask is None else self._exchanged(ask)
         first = self.rows[0]
         self.momentum = _stacked([row.momentum for row in self.rows])
@@ -221,7 +217,7 @@ class _Group:
         steps = min(sum(1 for _ in itertools.takewhile(shape.__eq__, left[place])) for place in run)
         return slice(run[0], run[-1] + 1), steps
 
-    def _exchanged(self, ask: Ask) -> dict[str, Tensor]:
+    def _exchanged(self, ask: AskRows) -> dict[str, Tensor]:
         """The gradients of the first step, with its exchanges."""
         own = [cast(LayerwiseStep, row.training.first_step) for row in self.rows]
         step = CohortStep(
@@ -238,7 +234,7 @@ class _Group:
 
     def _run(self, place: slice, steps: int, taken: list[int]) -> None:
         """Take this number of steps of the rows at `place`, whose batches have one shape."""
-        of, momentum = _part(self.tensors, place), _part(self.momentum, place)
+        rows, of, momentum = self.rows[place], _part(self.tensors, place), _part(self.momentum, place)
         w = {name: of[name] for name in self.training.optimizer.parameters}
         memos = [{key: _part(values, place) for key, values in memo.items()} for memo in self.memos]
         compute = differentiable(self.network, self.network.shaped(of), [*w])
@@ -246,9 +242,9 @@ class _Group:
         for batches in zip(*(row.batches[done : done + steps] for row, done in self._rows(place, taken)), strict=True):
             inputs, targets = map(torch.stack, zip(*batches, strict=True))
             outputs, gradients = compute(inputs)
-            found, of_outputs = loss_and_gradient(self.training.loss, outputs, targets)
-            losses.append(found)
-            self._step(self.rows[place], w, gradients(of_outputs), momentum, memos)
+            own, of_outputs = loss_and_gradient(self.training.loss, outputs, targets)
+            losses.append(own)
+            self._step(rows, w, gradients(of_outputs), momentum, memos)
         means = torch.stack(losses).view(steps, place.stop - place.start, -1).mean(2, dtype=torch.float64).sum(0)
         self.total[place].add_(means, alpha=inputs.shape[1])
         for i in range(place.start, place.stop):

@@ -83,7 +83,7 @@ class Lane:
         return self.trained
 
 
-def problem(training: Training) -> str | None:
+def no_lane(training: Training) -> str | None:
     """Why a round cannot train on a stream of its own, or None."""
     if training.first_step is not None:
         return "the first step of a round exchanges statistics"
@@ -94,14 +94,14 @@ def problem(training: Training) -> str | None:
 
 def lane_of(training: Training) -> Lane | None:
     """The round in a lane; None if it must train alone."""
-    return None if problem(training) is not None else Lane(training, _free_copy(training))
+    return None if no_lane(training) is not None else Lane(training, _free_copy(training))
 
 
 def _free_copy(training: Training) -> Copy:
     copies, kind = _copies.setdefault(training.model, []), _kind(training.model)
-    for found in copies:
-        if not found.used and _kind(found.model) == kind:
-            return found
+    for known in copies:
+        if not known.used and _kind(known.model) == kind:
+            return known
     model = copy.deepcopy(training.model)
     stream = torch.cuda.Stream(training.device) if training.device.type == "cuda" else None
     copies.append(Copy(model, stream))

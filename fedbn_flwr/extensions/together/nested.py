@@ -16,12 +16,10 @@ from fedbn_flwr.client.training import TRAINER, Trained, Training, train
 from fedbn_flwr.engines.base import OnReply
 from fedbn_flwr.engines.pool import Nodes, Pool
 
-from . import groups
-from .groups import Row, row_of, train_rows
-from .lanes import Lane, lane_of, train_lanes
-from .lanes import problem as lane_problem
+from .groups import Row, network_for, row_of, train_rows
+from .lanes import Lane, lane_of, no_lane, train_lanes
 
-_MOST = 100  # clients: each one's calls are inside those of the others
+_MOST = 100  # clients, since their calls are nested
 _CALLS = 50  # of a client
 
 
@@ -78,6 +76,7 @@ def _lane_of(training: Training) -> Lane | None:
 
 
 def problem(training: Training) -> str | None:
-    """Why a round cannot train with those of other clients, or None."""
-    found = groups.problem(training)
-    return found if found is None or training.device.type != "cuda" else lane_problem(training)
+    """Why this client must train alone, or None."""
+    if isinstance(network := network_for(training), str):
+        return no_lane(training) if training.device.type == "cuda" else network
+    return None

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 # Answers messages; the function trains the loaded rounds of all.
 Nested = Callable[[Sequence[Message], Callable[[Sequence[Row]], object]], Sequence[Message]]
-Found = Mapping[int, Contribution]  # by node
-Exchange = Callable[[Found], Agreement]
+Contributions = Mapping[int, Contribution]  # by node
+ExchangeNodes = Callable[[Contributions], Agreement]
 
 
 class Cohort:
@@ -43,11 +43,11 @@ class Cohort:
         self._answers = answers
         self._agreed: list[Agreement] = []
         self._last: Mapping[int, Message] = {}  # the train messages that end the round, by node
-        self._session: Session[Found, Mapping[int, Message]] | None = Session(self._work)
+        self._session: Session[Contributions, Mapping[int, Message]] | None = Session(self._work)
         self._trained = False
         self._errors: dict[int, Message] = {}  # of clients that could not be parked by themselves, by node
 
-    def begin(self) -> Found | None:
+    def begin(self) -> Contributions | None:
         """The contributions to the first exchange; None if the clients cannot train together."""
         assert self._session
         return self._session.advance()
@@ -55,8 +55,8 @@ class Cohort:
     def exchange(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
         self._agreed.append(agreement)
         if self._session is not None:
-            if (found := self._session.advance(agreement)) is not None:
-                return {node: found[node] for node in nodes}
+            if (contributions := self._session.advance(agreement)) is not None:
+                return {node: contributions[node] for node in nodes}
             self._part(nodes, self._agreed[:-1])
         failed = {node: str(self._errors[node].error.reason) for node in nodes if node in self._errors}
         return {**self.nodes.exchange([node for node in nodes if node not in failed], agreement), **failed}
@@ -88,19 +88,19 @@ class Cohort:
         for agreement in agreed:
             self.nodes.exchange([*nodes], agreement)
 
-    def _work(self, exchange: Exchange) -> Mapping[int, Message]:
+    def _work(self, exchange: ExchangeNodes) -> Mapping[int, Message]:
         """The session: the replies of all clients, by node; in their training `exchange` waits for agreements."""
         messages = [_train_message(query) for query in self.queries.values()]
         replies = self._answers(messages, functools.partial(self._train, exchange))
         return {reply.metadata.src_node_id: reply for reply in replies}
 
-    def _train(self, exchange: Exchange, rows: Sequence[Row]) -> None:
+    def _train(self, exchange: ExchangeNodes, rows: Sequence[Row]) -> None:
         if len(rows) < len(self.queries):
             return  # some cannot train together, or have failed
         node_of = dict(zip(rows, self.queries, strict=True))
 
-        def ask(found: Mapping[Row, Contribution]) -> Agreement:
-            agreement = exchange({node_of[row]: contribution for row, contribution in found.items()})
+        def ask(contributions: Mapping[Row, Contribution]) -> Agreement:
+            agreement = exchange({node_of[row]: contribution for row, contribution in contributions.items()})
             for row, node in node_of.items():
                 if node in self._last:
                     row.training.rules[0].local.records.update(other_arrays(self._last[node].content))
@@ -139,13 +139,13 @@ class CohortPool(TogetherPool):
         for start in range(0, len(messages), self.most):
             some = messages[start : start + self.most]
             cohort = Cohort(self.nodes, some, self._answers)
-            found = None if _has_mods(self.nodes, some[0]) else cohort.begin()
-            if found is None:
+            contributions = None if _has_mods(self.nodes, some[0]) else cohort.begin()
+            if contributions is None:
                 super().put(some)
             else:
                 self._cohorts.append(cohort)
                 for message in some:
-                    self.on_reply(_answer(message, found[message.metadata.dst_node_id]))
+                    self.on_reply(_answer(message, contributions[message.metadata.dst_node_id]))
 
     def _finish(self, messages: Sequence[Message]) -> None:
         replies = dict[int, Message]()
