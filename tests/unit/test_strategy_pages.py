@@ -74,14 +74,3 @@ def test_the_table_of_privacy_has_the_statistics_that_a_strategy_s_models_and_qu
     queried = "statistics of all its examples, in each evaluated round"
     assert rows["HBN"][3] == queried
     assert rows["HeteroBN"][3] == f"with `statistics: query` {queried}"
-
-
-def test_the_concept_page_quotes_the_published_lead_of_group_norm() -> None:
-    published = yaml.safe_load((ROOT / "docs" / "published.yaml").read_text(encoding="utf-8"))["FixBN"]
-    one, hundred = published["Table 1"], published["Table 4"]
-    leads = [one["GN"]["Federated"] - one["BN"]["Federated"], hundred["GN"] - hundred["BN"]]
-    text = " ".join((ROOT / "docs" / "batch-norm.md").read_text(encoding="utf-8").split())
-    sentence = (
-        "batch norm by {:.0f} points with one local step a round (Table 1), and by {:.0f} with a hundred (Table 4)"
-    )
-    assert sentence.format(*leads) in text
