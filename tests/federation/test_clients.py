@@ -129,6 +129,21 @@ def test_a_resumed_run_has_the_same_best_round_and_files(workers: int, tmp_path:
     assert best[0] == best[1]
 
 
+# --- new clients -------------------------------------------------------------
+
+
+def test_the_newcomer_s_accuracies_are_those_of_the_page(tmp_path: Path) -> None:
+    (text,) = (block for block in PAGE if "unseen" in block)
+    found = summary(carried_out(text, tmp_path, "only=FedBN", "engine.workers=0")["FedBN"])
+    rows = re.findall(
+        r"^\| `(unseen_\w+)` .* (\d+\.\d+)% \|$", (ROOT / "docs" / "clients.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) == 3
+    for key, accuracy in rows:
+        assert 100 * found[key] == pytest.approx(float(accuracy), abs=4), key
+    assert found["unseen_own_accuracy"] < min(found["unseen_mean_accuracy"], found["unseen_batch_accuracy"]) - 0.04
+
+
 # --- settings ----------------------------------------------------------------
 
 

@@ -12,6 +12,8 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.run.launch import carry_out
+from fedbn_flwr.results.result import Results
 from tests.support.command import ROOT
 from tests.support.pages import BLOCK, Page
 
@@ -61,11 +63,20 @@ def test_data_shows_what_becomes_of_the_columns_of_its_table(tmp_path: Path, mon
     page.command("fedbn explain patients.yaml", shown)
 
 
+def test_a_lower_rate_after_the_freeze_costs_fixbn_two_points_on_the_page_of_experiments(tmp_path: Path) -> None:
+    text = next(text for guide, kind, text in BLOCKS if (guide, kind) == ("experiments", "yaml"))
+    (change,) = (line.split()[4] for _, _, line in BLOCKS if "schedule.switch" in line)
+    for name, changes in (("kept", []), ("lower", [change])):
+        carry_out(load_experiment(text, ["only=FixBN", "engine.device=cpu", *changes]), tmp_path / name, resume=False)
+    kept, lower = (Results.read(tmp_path / name)[0].summary.accuracy or 0 for name in ("kept", "lower"))
+    assert 0.01 < kept - lower < 0.04
+
+
 def test_sweeps_counts_the_trainings_of_its_experiment() -> None:
     (text,) = (text for guide, kind, text in BLOCKS if (guide, kind) == ("sweeps", "yaml"))
     runs = Counter(run.cell.row for run in load_experiment(text).runs)
     page = " ".join((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8").split())
-    assert f"here {runs.total()} trainings, {runs['FedAvg+BN']} of them of FedAvg+BN: two values" in page
+    assert f"makes {runs.total()} trainings, {runs['FedAvg+BN']} of FedAvg+BN: two values" in page
     assert runs == {"FedAvg+BN": 2 * 2 * 3, "FixBN": 2 * 3 * 3, "Centralised": 2 * 3}, "values, rates and seeds"
 
 
