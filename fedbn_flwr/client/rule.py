@@ -141,13 +141,13 @@ class ClientRule:
         """The batches to evaluate or measure on, if the message selects the rule."""
         return batches
 
-    def loss(self, inputs: Any, targets: Any, outputs: Outputs, loss: Tensor) -> Tensor:
-        """The loss of a batch. `loss` is the client's own loss, or what the rule before this one returned."""
-        return loss
-
     def first_gradient(self) -> Gradient | None:
         """A function that computes the first batch's loss and gradients; None for ordinary backpropagation."""
         return None
+
+    def loss(self, inputs: Any, targets: Any, outputs: Outputs, loss: Tensor) -> Tensor:
+        """The loss of a batch. `loss` is the client's own loss, or what the rule before this one returned."""
+        return loss
 
     def begin(self, w: Tensors) -> Memo:
         """What the rule remembers of the received parameters until the end of the round."""
