@@ -441,9 +441,8 @@ class BNClient(NumPyClient):
     ) -> Iterable[Batch]:
         """The batches of an evaluation, as the client rules change them."""
         pairs: Iterable[Batch] = self._pairs(batches)
-        local = self._local(config, sent, {}, resources)
-        for rule in rules:
-            pairs = rule.tested(local, pairs)
+        for rule in rules:  # in most evaluations there is none, and the training examples need no counting
+            pairs = rule.tested(self._local(config, sent, {}, resources), pairs)
         return pairs
 
     def _random_streams(self, purpose: str, config: Config, loader: object = None) -> AbstractContextManager[None]:

@@ -198,7 +198,7 @@ class Measurement:
 
     def __init__(self, task: Task, metrics: Sequence[Metric]) -> None:
         self.task = task
-        self.metrics: dict[str, Metric] = {  # the keys are those of messages
+        self.metrics: dict[str, Metric] = {  # by their keys in messages
             name_of(metric).replace("_", "-"): metric for metric in (*task.reported, *metrics)
         }
         self._named = [metric for metric in metrics if not callable(metric)]

@@ -5,7 +5,7 @@ clients. So a step for ten clients takes little longer than for one, whose opera
 processor. Clients' values never mix: NaN in one client leaves the others unchanged.
 
 For small layers autograd's bookkeeping takes longer than the arithmetic. So the gradients of the most common layers and
-of the cross entropy are written out here, and autograd computes those of the others, each by itself.
+of the cross entropy are written out here, and autograd computes the gradients of each other layer by itself.
 """
 
 from __future__ import annotations
