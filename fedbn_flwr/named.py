@@ -18,7 +18,7 @@ import operator
 import os
 import pickle
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -266,8 +266,11 @@ def takes(function: Callable[..., Any], keyword: str) -> bool:
     )
 
 
+_signature = functools.lru_cache(inspect.signature)
+
+
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return inspect.signature(function)
+        return (_signature if isinstance(function, Hashable) else inspect.signature)(function)
     except ValueError:  # some built-in callables have no signature
         return None

@@ -32,10 +32,10 @@ _spare: list[np.random.MT19937] = []
 
 
 @contextmanager
-def preserve_rng() -> Iterator[None]:
+def preserve_rng(numpy_seed: int = 0) -> Iterator[None]:
     """Restore the global generators of Python, NumPy and torch (on the CPU and the current GPU) after the block.
 
-    Inside, NumPy draws from another generator with seed 0, because copying a generator's state takes longer than all
+    Inside, NumPy draws from another generator with this seed, because copying a generator's state takes longer than all
     the rest. Blocks of several threads may overlap, for instance in a parked round and its caller.
     """
     python, on_cpu = random.getstate(), torch.get_rng_state()
@@ -47,7 +47,7 @@ def preserve_rng() -> Iterator[None]:
     except IndexError:
         inside = np.random.MT19937()
     np.random.set_bit_generator(inside)  # type: ignore[attr-defined]
-    np.random.seed(0)
+    np.random.seed(numpy_seed)
     try:
         yield
     finally:
@@ -75,9 +75,8 @@ def streams(seed: int, device: torch.device | None = None) -> Iterator[None]:
     If `device` is a GPU, its generator is seeded, and it is the current device inside the block.
     """
     gpu = device if device is not None and device.type == "cuda" else None
-    with torch.cuda.device(gpu) if gpu else nullcontext(), preserve_rng():
+    with torch.cuda.device(gpu) if gpu else nullcontext(), preserve_rng(seed % 2**32):
         random.seed(seed)
-        np.random.seed(seed % 2**32)
         # Not torch.manual_seed: it also queues a call for every GPU that was not used yet, which costs 1 ms.
         torch.default_generator.manual_seed(seed)
         if gpu:
