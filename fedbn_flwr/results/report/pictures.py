@@ -148,9 +148,9 @@ def _measured(rows: Sequence[Row]) -> list[str]:
 
 
 def first_of(rows: Sequence[Row], form: Form) -> str:
-    """The measure of the main picture: the first column that is asked for and has a curve, or the usual one."""
-    known = _measured(rows) if form.columns else ()
-    return next((key for key in form.columns if key in known), headline(runs_of(rows)))
+    """The measure of the main picture: the first column that is asked for and has a curve, the usual one, or any."""
+    known, usual = _measured(rows), headline(runs_of(rows))
+    return next((key for key in (*form.columns, usual, *known) if key in known), usual)
 
 
 def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = None) -> Plot:

@@ -120,6 +120,12 @@ def test_without_domains_there_is_one_table(tmp_path: Path) -> None:
     assert page.read_text().count("|---|") == 1
 
 
+def test_runs_that_stop_before_their_first_evaluation_have_a_report(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", "FedAvg", lines=[{"train_loss": 2.0}, {"train_loss": 1.0}], status="interrupted")
+    assert "FedAvg [interrupted]" in write_report([tmp_path], tmp_path)
+    assert (tmp_path / "report.png").exists()
+
+
 @pytest.mark.parametrize("count", [3, 6])
 def test_page_text_and_plot_show_the_domains(tmp_path: Path, count: int) -> None:
     labels = ("FedAvg+BN", "FedAvg+GN", "SiloBN", "FixBN", "FedBN", "FedWon", "FedProx", "Standalone", "FedTAN")
