@@ -5,17 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from fedbn_flwr.client.optimizers import make_optimizer
-from fedbn_flwr.client.training import Training, backpropagate
 from fedbn_flwr.data.partitions import Options
-from fedbn_flwr.exchange.step import LayerwiseStep, no_exchange
-from fedbn_flwr.extensions import part
 from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.clients import PartitionCounts
@@ -25,8 +19,9 @@ from fedbn_flwr.results.text import columns_in_words
 from .data import examples_of, load_data, rows_by_domain, shares_of
 from .file.layers import Setting, settings_of
 from .listeners.evaluate import Evaluate
-from .parts import Parts, counts_of, plain_loss
+from .parts import Parts, counts_of
 from .prepare import prepare
+from .run.at_once import clients_at_once, why_one
 from .settings import Experiment, Settings
 
 
@@ -109,18 +104,16 @@ def _tests_of(prepared: Parts) -> tuple[str, int | None]:
 
 
 def _together(prepared: Parts) -> str:
-    run, train = prepared.run, prepared.run.train
-    if run.engine.together == 1:
+    engine = prepared.run.engine
+    if engine.together == 1:
         return ""
-    special = train.compile or train.precision != "float32"
-    gradient = partial(backpropagate, precision=torch.bfloat16 if special else None)
-    exchanges = LayerwiseStep(no_exchange) if prepared.rule.traits.min_batch else None
-    optimizer = make_optimizer(train.optimizer, dict(prepared.model.named_parameters()), 0.1, momentum=train.momentum)
-    loss = plain_loss(run, prepared.task)
-    training = Training(prepared.model, (), optimizer, loss, prepared.device, gradient=gradient, first_step=exchanges)
-    if (problem := part("pools", "problem")(training)) is not None:
+    if (problem := why_one(prepared)) is not None:
         return f"clients train one after the other: {problem}"
-    return f"{min(run.engine.together, run.clients)} clients train at once"
+    if (clients := min(clients_at_once(prepared), prepared.run.clients)) == 1:
+        return "each process trains one client at a time"
+    copies = 3 if prepared.run.train.momentum else 2  # values, gradients and momentum
+    size = copies * clients * sum(value.nbytes for value in prepared.model.parameters())
+    return f"{clients} clients train at once, with {decimal(size)} for their models"
 
 
 # --- as text ------------------------------------------------------------------

@@ -361,10 +361,13 @@ class Engine(Section):
         "auto", "`cpu`, `cuda`, or `auto` for a GPU if available; also `--device`"
     )
     threads: int = setting(1, "PyTorch threads per client; the engines agree bit for bit at 1", ge=1, le=1_000)
-    together: Positive = setting(
+    together: Annotated[
+        Annotated[int, Field(ge=1)] | Literal["auto"], expects("a number of clients above 0, or 'auto'")
+    ] = setting(
         1,
         "clients that one process trains at once: [small networks](performance.md#small-networks) of linear layers, "
-        "where last bits of the results differ, or any [on a GPU](performance.md#on-a-gpu)",
+        "where last bits of the results differ, or any [on a GPU](performance.md#on-a-gpu). `auto`: ten, if that is "
+        "faster on this machine's CPU",
     )
     timeout: float = setting(
         3600,
@@ -390,7 +393,7 @@ class Engine(Section):
             yield "workers is 0, but on Ray clients run in actors; give a number of them, or 'auto'"
         if not is_ray and self.threads > 1 and workers not in (0, "auto"):
             yield f"threads={self.threads} needs workers=0, found {workers}: a worker has one thread"
-        if self.together > 1 and (is_ray or workers not in (0, "auto")):
+        if self.together not in (1, "auto") and (is_ray or workers not in (0, "auto")):
             found = "name is 'ray'" if is_ray else f"workers is {workers}"
             yield f"together={self.together} trains clients in one process, but {found}; leave one of them out"
         for key in ("address", "cpus_per_client", "gpus_per_client") if not is_ray else ():

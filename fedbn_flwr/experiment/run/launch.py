@@ -44,6 +44,7 @@ from ..node import Clients
 from ..parts import Parts
 from ..prepare import prepare
 from ..settings import Experiment
+from .at_once import clients_at_once
 from .loop import run_one
 from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of
 
@@ -180,7 +181,7 @@ def carry_out(
     if experiment.runs[0].engine.name == "local":
 
         def local_grid(parts: Parts) -> LocalGrid:
-            together = parts.run.engine.together
+            together = clients_at_once(parts)
             return LocalGrid(
                 client_app(Clients(experiment)),
                 parts.run.clients,

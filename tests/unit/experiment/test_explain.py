@@ -10,7 +10,10 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.layers import load_experiment, settings_of
+from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.preview import explain
+from fedbn_flwr.experiment.run import side_by_side
+from fedbn_flwr.experiment.run.at_once import clients_at_once
 from fedbn_flwr.experiment.run.launch import carry_out
 
 SMALL = """
@@ -73,7 +76,37 @@ def test_clients_that_train_at_once(given: str, expected: str) -> None:
     changes = ["model.name=mlp", "train.momentum=0", "train.batch_size=32"]
     (alone,) = explain(load_experiment(SMALL, [*changes, given.replace("engine.together=", "rounds=")]))
     (run,) = explain(load_experiment(SMALL, [*changes, "engine.together=4", given]))
-    assert (alone.together, run.together.partition("(")[0]) == ("", expected)
+    assert alone.together == ""
+    assert run.together.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cores", "clients", "expected"),
+    [
+        ((), 2, 10, "10 clients train at once, with 185.6 kB for their models"),
+        (("clients=4",), 2, 4, "4 clients train at once"),
+        (("engine.workers=0",), 16, 10, "10 clients train at once"),
+        ((), 16, 1, "each process trains one client at a time"),
+        (("engine.workers=2",), 2, 1, "each process trains one client at a time"),
+        (("model.name=cnn",), 2, 1, "clients train one after the other: 'conv1' is Conv2d"),
+    ],
+)
+def test_as_many_clients_at_once_as_is_fast(
+    changes: tuple[str, ...], cores: int, clients: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_by_side, "cores", lambda: cores)
+    given = [
+        "model.name=mlp",
+        "train.momentum=0",
+        "clients=20",
+        "engine.together=auto",
+        "engine.workers=auto",
+        *changes,
+    ]
+    experiment = load_experiment(SMALL, given)
+    assert explain(experiment)[0].together.startswith(expected)
+    (parts,) = prepare(experiment)
+    assert clients_at_once(parts) == clients
 
 
 def test_every_setting_has_its_origin() -> None:

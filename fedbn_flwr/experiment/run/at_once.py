@@ -1,0 +1,41 @@
+"""How many clients a process trains at once (`engine.together`)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from fedbn_flwr.client.optimizers import make_optimizer
+from fedbn_flwr.client.training import Training, backpropagate
+from fedbn_flwr.exchange.step import LayerwiseStep, no_exchange
+from fedbn_flwr.extensions import part
+
+from ..parts import Parts, plain_loss
+from .side_by_side import workers_of
+
+_BEST = 10  # of small networks; fifty take longer, since their values leave the processor's cache
+_WORKERS = 4  # about as fast as ten clients at once
+
+
+def clients_at_once(parts: Parts) -> int:
+    engine = parts.run.engine
+    if engine.together != "auto":
+        return engine.together
+    workers_are_faster = engine.name != "local" or engine.workers not in (0, "auto") or workers_of(parts.run) > _WORKERS
+    if workers_are_faster or parts.device.type != "cpu" or why_one(parts) is not None:
+        return 1
+    return min(_BEST, parts.run.clients)
+
+
+def why_one(parts: Parts) -> str | None:
+    """Why the clients of a run cannot train at once, or None if they can."""
+    run, train = parts.run, parts.run.train
+    special = train.compile or train.precision != "float32"
+    gradient = partial(backpropagate, precision=torch.bfloat16 if special else None)
+    exchanges = LayerwiseStep(no_exchange) if parts.rule.traits.min_batch else None
+    optimizer = make_optimizer(train.optimizer, dict(parts.model.named_parameters()), 0.1, momentum=train.momentum)
+    loss = plain_loss(run, parts.task)
+    training = Training(parts.model, (), optimizer, loss, parts.device, gradient=gradient, first_step=exchanges)
+    problem: str | None = part("pools", "problem")(training)
+    return problem
