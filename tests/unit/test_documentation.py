@@ -102,6 +102,14 @@ def test_the_readme_configures_the_superlink_that_it_names() -> None:
     assert superlinks("docs/deployment.md") == [configured]
 
 
+def test_the_readme_decides_as_the_page_does() -> None:
+    def decisions(page: str) -> list[list[str]]:
+        text = re.sub(r"\(docs/(which-strategy\.md)?", "(", (ROOT / page).read_text(encoding="utf-8"))
+        return [row.split("|")[:3] for row in re.findall(r"^\| ((?:have|hold) .*)", text, re.MULTILINE)]
+
+    assert decisions("README.md") == decisions("docs/which-strategy.md")
+
+
 def test_the_ports_on_the_page_for_sites_are_those_of_docker_compose() -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
     server = {
