@@ -41,7 +41,7 @@ class LocalNorm(FedAvg):
 
 
 class FedBN(LocalNorm):
-    """Batch norm (gamma, beta and statistics) stays on the client; the rest is averaged.
+    """Each client has its own batch norm (gamma, beta and statistics); the rest is averaged.
 
     Accepts FedAvg's arguments too.
 

@@ -14,7 +14,7 @@ from .fedbn import LocalNorm
 
 
 class SiloBN(LocalNorm):
-    """Statistics of batch norm stay on the client; weights, gamma and beta are averaged.
+    """Each client has its own statistics of batch norm; weights, gamma and beta are averaged.
 
     Accepts FedAvg's arguments too.
 

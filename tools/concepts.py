@@ -87,7 +87,7 @@ def compared() -> Table:
         stays = "as inside" if takes_base else kept(rule.traits)
         link = f"[{name}](strategies/{page_of(name)}.md)"
         rows.append((link, in_a_line(name), stays, more(rule), needs(rule), None))
-    return ("strategy", "what it does", "stays on the client", "extra messages", "needs", "avoid it if"), rows
+    return ("strategy", "what it does", "each client has its own", "extra messages", "needs", "avoid it if"), rows
 
 
 def kept(traits: Traits) -> str:
@@ -96,7 +96,7 @@ def kept(traits: Traits) -> str:
 
 
 def local(traits: Traits) -> str:
-    """What stays on the client."""
+    """What each client has its own values of."""
     return (
         "the model" if not traits.has_global_model else ", ".join(WORDS[role] for role in WORDS if role in traits.kept)
     )
