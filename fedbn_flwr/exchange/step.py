@@ -32,9 +32,9 @@ but not over one, breaks the equality.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,6 +48,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Outputs, Value, count, each
 from fedbn_flwr.errors import MessageError, SettingsError
+from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.models.tensors import as_array
 from fedbn_flwr.norms.compound import DECLARE, computes_batch_norm, followed
 from fedbn_flwr.norms.roles import batch_norms
@@ -63,19 +64,7 @@ def no_exchange(contribution: Contribution) -> Agreement:
     raise MessageError("exchanges with the other clients need a ClientApp made by fedbn_flwr.client_app")
 
 
-@dataclass
-class _Moments:
-    """The agreed statistics of one pass through one batch norm; a layer that is used twice has two passes."""
-
-    mean: Tensor
-    var: Tensor
-    gamma: Tensor
-    eps: float
-    values: int  # v_i
-    size: float | Tensor  # B_i r
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class LayerwiseStep:
     """Computes loss and gradients of one batch with exchanges, for the first step of `client.training.train`.
 
@@ -101,75 +90,128 @@ class LayerwiseStep:
     partition: int | None = None
     allowed: int = 1
     own: int = 1
-    _open: list[_Moments] = field(default_factory=list, init=False)  # passes whose gradients are yet to be exchanged
-    exchanges_left: int = field(init=False)
-    batch: int = field(init=False)
 
     def __call__(
         self, model: nn.Module, inputs: Value, targets: Value, loss_fn: Callable[[Outputs, Value], Tensor]
     ) -> Tensor:
-        self.batch = count(inputs)
-        check_batch(self.batch, allowed=self.allowed, own=self.own)  # before anything is sent
-        self.count_exchanges(model, inputs)
-        with replaced_forward(model, self.normalise):
+        batch = count(inputs)
+        check_batch(batch, allowed=self.allowed, own=self.own)  # before anything is sent
+        exchanges = Exchanges(self, batch, self.count_exchanges(model, inputs))
+        with replaced_forward(model, functools.partial(normalise, exchanges)):
             outputs = model(inputs)
         with replaced_forward(model, _called_by_loss):
             loss = loss_fn(outputs, targets)
         # Otherwise autograd's only thread for a GPU would run the backward passes of all clients there.
         with replaced_forward(model, _computed_again), torch.autograd.set_multithreading_enabled(False):
             loss.backward()
-        self.exchange_rest()
+        exchanges.finish()
         return loss.detach()
 
-    def count_exchanges(self, model: nn.Module, inputs: Value) -> None:
-        """Find how many exchanges follow."""
-        self.exchanges_left = count_calls(model, inputs) * ((1 if self.fused else 2) + self.backward)
+    def count_exchanges(self, model: nn.Module, inputs: Value) -> int:
+        return count_calls(model, inputs) * ((1 if self.fused else 2) + self.backward)
 
-    def exchange_rest(self) -> None:
-        """Exchange the gradients of layers on which the loss does not depend; they are the same on all clients."""
-        for moments in reversed(self._open):
-            self.exchange_gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.mean))
 
-    def swap(self, kind: str, tensors: dict[str, Tensor], values: int) -> tuple[dict[str, Tensor], Agreement]:
-        """Exchange tensors; returns their agreed values and the whole agreement."""
-        self.exchanges_left -= 1
-        own = {key: as_array(value) for key, value in tensors.items()}
-        agreed = self.exchange(
-            Contribution(
-                kind, own, self.batch, values, self.exchanges_left, examples=self.examples, partition=self.partition
-            )
+def normalise(exchanges: Exchanges, layer: _BatchNorm, y: Tensor) -> Tensor:
+    """Batch norm's forward, over all clients: y [N, C, ...]."""
+    layer._check_input_dim(y)
+    like = layer.weight if layer.running_mean is None else layer.running_mean  # may be float32 when y is float16
+    moments = exchanges.moments(y.detach() if like is None else y.detach().to(like.dtype))
+    _update_running(layer, moments)
+    gamma = torch.ones_like(moments.mean) if layer.weight is None else layer.weight
+    beta = torch.zeros_like(moments.mean) if layer.bias is None else layer.bias
+    # Inputs need no gradient, but backward must reach this function.
+    start = y if y.requires_grad else y.detach().requires_grad_()
+    out: Tensor = _ExchangingNorm.apply(start, gamma, beta, layer.eps, moments, exchanges)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ExchangingNorm(torch.autograd.Function):
+    """Batch norm with given statistics; its backward pass exchanges the gradients with respect to them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, eps: float, moments: _Moments, exchanges: Exchanges
+    ) -> Tensor:
+        ctx.save_for_backward(y, gamma)
+        ctx.eps, ctx.moments, ctx.exchanges = eps, moments, exchanges
+        return F.batch_norm(y, moments.mean, moments.var, gamma, beta, training=False, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        (y, gamma), moments, eps = ctx.saved_tensors, ctx.moments, ctx.eps
+        mean, var, inverse = moments.mean, moments.var, torch.rsqrt(moments.var + eps)
+        # The forward pass, whose statistics were given, saved nothing, and a GPU does not accept None for it.
+        unsaved = mean.new_empty(0)
+        _, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
+            d_out, y, gamma, mean, var, unsaved, unsaved, False, eps, [False, True, True]
         )
-        # PyTorch does not accept read-only arrays, so this copies them.
-        return {k: torch.from_numpy(np.array(agreed.tensors[k])).to(value) for k, value in tensors.items()}, agreed
+        d_mean, d_var = -gamma * inverse * d_beta, -0.5 * gamma * inverse.square() * d_gamma
+        d_mean, d_var = ctx.exchanges.gradients(moments, d_mean, d_var)
+        # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is
+        # called directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
+        slope = d_var * (2 / moments.size)
+        shift = d_mean / moments.size - slope * mean
+        zeros, ones = torch.zeros_like(mean), torch.ones_like(var)
+        d_y = torch.batch_norm(y, slope, shift, zeros, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
+        d_y.addcmul_(d_out, (gamma * inverse).view([1, -1] + [1] * (y.ndim - 2)))
+        return d_y, d_gamma, d_beta, None, None, None
 
-    def normalise(self, layer: _BatchNorm, y: Tensor) -> Tensor:
-        """Batch norm's forward, over all clients: y [N, C, ...]."""
-        layer._check_input_dim(y)
-        own = y.numel() // y.shape[1]
-        like = layer.weight if layer.running_mean is None else layer.running_mean  # may be float32 when y is float16
-        values = y.detach() if like is None else y.detach().to(like.dtype)
-        if self.fused:
+
+@dataclass(eq=False)
+class _Moments:
+    """The agreed statistics of one pass through one batch norm; a layer that is used twice has two passes."""
+
+    mean: Tensor
+    var: Tensor
+    values: int  # v_i
+    of_all: int  # the values of all clients
+    size: float | Tensor  # B_i r
+
+
+class Exchanges:
+    """What a client measures and exchanges in one step: moments forward, and gradients backward.
+
+    Parameters
+    ----------
+    step
+        The settings of the step.
+    batch
+        The number of examples in the batch.
+    left
+        How many exchanges follow.
+    """
+
+    def __init__(self, step: LayerwiseStep, batch: int, left: int) -> None:
+        self.step, self.batch, self.left = step, batch, left
+        self._open: list[_Moments] = []  # passes whose gradients are yet to be exchanged
+
+    def moments(self, y: Tensor) -> _Moments:
+        """The agreed mean and variance of a layer's input y [N, C, ...]."""
+        values = y.numel() // y.shape[1]
+        if self.step.fused:
             if y.device.type == "cpu":
-                mean = self.mean(values)
-                var = self.variance(values, mean)
+                mean = self.mean(y)
+                var = self.variance(y, mean)
             else:
-                mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
-            agreed, agreement = self.swap("moments", {"mean": mean, "var": var}, own)
-            mean, var = agreed["mean"], agreed["var"]
+                mean, var = torch.batch_norm_update_stats(y, None, None, 0.0)
+            (mean, var), agreement = self.swap("moments", values, mean=mean, var=var)
         else:
-            mean = self.swap("mean", {"mean": self.mean(values)}, own)[0]["mean"]
-            agreed, agreement = self.swap("variance", {"var": self.variance(values, mean)}, own)
-            var = agreed["var"]
-        # Running variances are unbiased over the values of all clients, as they would be over the union.
-        _update_running(layer, mean, var, count=agreement.values)
-        gamma = torch.ones_like(mean) if layer.weight is None else layer.weight
-        beta = torch.zeros_like(mean) if layer.bias is None else layer.bias
-        moments = _Moments(mean, var, gamma.detach(), layer.eps, own, self.batch_size(mean) * agreement.per_example)
-        self._open.append(moments)
-        # Inputs need no gradient, but backward must reach this function.
-        start = y if y.requires_grad else y.detach().requires_grad_()
-        out: Tensor = _ExchangingNorm.apply(start, gamma, beta, moments, self)  # type: ignore[no-untyped-call]
-        return out
+            (mean,), _ = self.swap("mean", values, mean=self.mean(y))
+            (var,), agreement = self.swap("variance", values, var=self.variance(y, mean))
+        size = self.batch_size(mean) * agreement.per_example
+        self._open.append(_Moments(mean, var, values, agreement.values, size))
+        return self._open[-1]
+
+    def gradients(self, of: _Moments, mean: Tensor, var: Tensor) -> Sequence[Tensor]:
+        """The gradients with respect to the agreed moments: the clients' mean, or these of the client."""
+        self._open.remove(of)
+        return self.swap("gradients", of.values, mean=mean, var=var)[0] if self.step.backward else (mean, var)
+
+    def finish(self) -> None:
+        """Exchange the gradients of layers on which the loss does not depend; they are the same on all clients."""
+        for moments in reversed([*self._open]):
+            self.gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.var))
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of each channel."""
@@ -187,47 +229,17 @@ class LayerwiseStep:
         """B_i, for all channels or for each one."""
         return self.batch
 
-    def exchange_gradients(self, moments: _Moments, d_gamma: Tensor, d_beta: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss's gradients with respect to the agreed mean and variance: the clients' mean or this client's."""
-        self._open = [other for other in self._open if other is not moments]
-        inverse = torch.rsqrt(moments.var + moments.eps)
-        d_mean = -moments.gamma * inverse * d_beta
-        d_var = -0.5 * moments.gamma * inverse.square() * d_gamma
-        if self.backward:
-            agreed, _ = self.swap("gradients", {"mean": d_mean, "var": d_var}, moments.values)
-            d_mean, d_var = agreed["mean"], agreed["var"]
-        return d_mean, d_var
+    def swap(self, kind: str, values: int, **tensors: Tensor) -> tuple[Sequence[Tensor], Agreement]:
+        """Exchange tensors; returns their agreed values and the whole agreement."""
+        self.left -= 1
+        agreement = self.ask(kind, values, {name: as_array(tensor) for name, tensor in tensors.items()})
+        # PyTorch does not accept read-only arrays, so this copies them.
+        agreed = [torch.from_numpy(np.array(agreement.tensors[name])).to(each) for name, each in tensors.items()]
+        return agreed, agreement
 
-
-class _ExchangingNorm(torch.autograd.Function):
-    """Batch norm with given statistics; its backward pass exchanges the gradients with respect to them."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, moments: _Moments, step: LayerwiseStep) -> Tensor:
-        ctx.save_for_backward(y)
-        ctx.moments, ctx.step = moments, step
-        return F.batch_norm(y, moments.mean, moments.var, gamma, beta, training=False, eps=moments.eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (y,), moments = ctx.saved_tensors, ctx.moments
-        mean, var, eps = moments.mean, moments.var, moments.eps
-        # The forward pass, whose statistics were given, saved nothing, and a GPU does not accept None for it.
-        unsaved = mean.new_empty(0)
-        _, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
-            d_out, y, moments.gamma, mean, var, unsaved, unsaved, False, eps, [False, True, True]
-        )
-        d_mean, d_var = ctx.step.exchange_gradients(moments, d_gamma, d_beta)
-        # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is
-        # called directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
-        slope = d_var * (2 / moments.size)
-        shift = d_mean / moments.size - slope * mean
-        zeros, ones = torch.zeros_like(mean), torch.ones_like(var)
-        d_y = torch.batch_norm(y, slope, shift, zeros, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
-        scale = moments.gamma * torch.rsqrt(var + eps)
-        d_y.addcmul_(d_out, scale.view([1, -1] + [1] * (y.ndim - 2)))
-        return d_y, d_gamma, d_beta, None, None
+    def ask(self, kind: str, values: int, own: Arrays) -> Agreement:
+        step = self.step
+        return step.exchange(Contribution(kind, own, self.batch, values, self.left, step.examples, step.partition))
 
 
 def _called_by_loss(layer: _BatchNorm, y: Tensor) -> Tensor:
@@ -244,15 +256,15 @@ def _computed_again(layer: _BatchNorm, y: Tensor) -> Tensor:
     )
 
 
-def _update_running(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
-    """Update running statistics as PyTorch does: unbiased variance, momentum or (None) a cumulative mean."""
+def _update_running(layer: _BatchNorm, moments: _Moments) -> None:
+    """Update running statistics as PyTorch does on the union: unbiased variance, momentum or a cumulative mean."""
     if layer.running_mean is None or layer.running_var is None:
         return
     assert layer.num_batches_tracked is not None
     layer.num_batches_tracked.add_(1)
     share = 1.0 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
-    layer.running_mean.lerp_(mean, share)
-    layer.running_var.lerp_(var * (count / max(count - 1, 1)), share)
+    layer.running_mean.lerp_(moments.mean, share)
+    layer.running_var.lerp_(moments.var * (moments.of_all / max(moments.of_all - 1, 1)), share)
 
 
 def exchanged_layers(model: nn.Module) -> dict[str, _BatchNorm]:

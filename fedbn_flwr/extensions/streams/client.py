@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -87,7 +88,7 @@ class Streams(ClientRule):
             )  # fmt: skip
         except KeyError as error:
             raise MessageError(f"the message has {DIRECT!r} but no {error.args[0]!r}") from None
-        local.layerwise.exchange = local.resources.enter_context(called)
+        local.layerwise = replace(local.layerwise, exchange=local.resources.enter_context(called))
 
 
 @contextlib.contextmanager

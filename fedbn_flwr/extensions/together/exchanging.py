@@ -7,7 +7,7 @@ Batches of fewer examples are padded with zeros, which neither the moments nor t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,42 +18,43 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fedbn_flwr.client.rule import Loss, Tensors
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.exchange.step import LayerwiseStep
-from fedbn_flwr.models.tensors import as_array
+from fedbn_flwr.exchange.step import Exchanges, LayerwiseStep, normalise
+from fedbn_flwr.messages.aggregate import Arrays
 
 from .gradients import Backward, batch_norm, by_autograd
 from .trace import Network, differentiable
 
 
-@dataclass(eq=False)
-class CohortStep(LayerwiseStep):
-    """Losses and gradients of one batch of each client; `steps` has each client's own step."""
+class CohortExchanges(Exchanges):
+    """Those of clients with a batch each; `steps` are the clients' own, and `ask` exchanges all contributions."""
 
-    steps: Sequence[LayerwiseStep] = field(kw_only=True)
-    batches: Sequence[tuple[Tensor, Tensor]] = field(kw_only=True)
-    ask: Callable[[Sequence[Contribution]], Agreement] = field(kw_only=True)  # exchanges all clients' contributions
-
-    def __post_init__(self) -> None:
-        self._sizes = torch.tensor([len(targets) for _, targets in self.batches])
-        self.batch = int(self._sizes.max())
+    def __init__(
+        self,
+        model: nn.Module,
+        steps: Sequence[LayerwiseStep],
+        batches: Sequence[tuple[Tensor, Tensor]],
+        ask: Callable[[Sequence[Contribution]], Agreement],
+    ) -> None:
+        self.steps, self.batches, self._ask = steps, batches, ask
+        self._sizes = torch.tensor([len(targets) for _, targets in batches])
+        super().__init__(steps[0], int(self._sizes.max()), steps[0].count_exchanges(model, batches[0][0]))
         places = torch.arange(self.batch).unsqueeze(1)
         # [examples, clients]: whether it is an example of the client; None if all are.
         self._real = None if self._sizes.eq(self.batch).all() else places < self._sizes
 
     @torch.enable_grad()
-    def gradients(
-        self, model: nn.Module, network: Network, of: Tensors, names: Sequence[str], loss_fn: Loss
+    def loss_and_gradients(
+        self, network: Network, of: Tensors, names: Sequence[str], loss_fn: Loss
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Each client's loss, and the gradients of the (shaped) tensors with these names that have one."""
         inputs, targets = zip(*self.batches, strict=True)
-        self.count_exchanges(model, inputs[0])
         compute = differentiable(network, of, names, {nn.BatchNorm1d: self._layer})
         outputs, gradients = compute(pad_sequence([*inputs], batch_first=True))
         outputs = outputs.detach().requires_grad_()
         losses = torch.stack([loss_fn(own[: len(y)], y) for own, y in zip(outputs, targets, strict=True)])
         (of_outputs,) = torch.autograd.grad(losses, outputs, torch.ones_like(losses))
         by_name = gradients(of_outputs)
-        self.exchange_rest()
+        self.finish()
         return losses.detach(), by_name
 
     def _layer(self, module: nn.BatchNorm1d, *arguments: Any) -> tuple[Tensor, Backward]:
@@ -67,7 +68,7 @@ class CohortStep(LayerwiseStep):
         own = {"momentum": module.momentum, "eps": module.eps, "_check_input_dim": module._check_input_dim}
         layer: Any = SimpleNamespace(**{**absent, **own, **of})
         folded = x.transpose(0, 1)
-        return self.normalise(layer, folded.flatten(1, 2)).view(folded.shape).transpose(0, 1)
+        return normalise(self, layer, folded.flatten(1, 2)).view(folded.shape).transpose(0, 1)
 
     def mean(self, values: Tensor) -> Tensor:
         if self._real is None:
@@ -83,17 +84,17 @@ class CohortStep(LayerwiseStep):
         """Each client's value for each of its channels; `channels` is their number over all clients."""
         return values.repeat_interleave(channels // len(self.steps), dim)
 
-    def swap(self, kind: str, tensors: dict[str, Tensor], values: int) -> tuple[dict[str, Tensor], Agreement]:
-        self.exchanges_left -= 1
-        own = {key: as_array(value).reshape(len(self.steps), -1) for key, value in tensors.items()}
-        agreed = self.ask(
+    def ask(self, kind: str, values: int, own: Arrays) -> Agreement:
+        rows = {name: value.reshape(len(self.steps), -1) for name, value in own.items()}
+        agreement = self._ask(
             [
                 Contribution(
-                    kind, {key: value[place] for key, value in own.items()}, size, values // self.batch * size,
-                    self.exchanges_left, examples=step.examples, partition=step.partition,
+                    kind, {name: value[place] for name, value in rows.items()}, size, values // self.batch * size,
+                    self.left, step.examples, step.partition,
                 )
                 for place, (step, size) in enumerate(zip(self.steps, self._sizes.tolist(), strict=True))
             ]
         )  # fmt: skip
-        same = {key: torch.from_numpy(np.tile(agreed.tensors[key], len(own[key]))) for key in own}
-        return {key: value.to(tensors[key]) for key, value in same.items()}, agreed
+        return replace(
+            agreement, tensors={name: np.tile(value, len(rows[name])) for name, value in agreement.tensors.items()}
+        )

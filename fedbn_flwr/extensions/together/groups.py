@@ -27,7 +27,7 @@ from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, no_exchange
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 
-from .exchanging import CohortStep
+from .exchanging import CohortExchanges
 from .gradients import loss_and_gradient
 from .trace import Network, differentiable, network_of
 
@@ -219,15 +219,14 @@ class _Group:
 
     def _exchanged(self, ask: AskRows) -> dict[str, Tensor]:
         """The gradients of the first step, with its exchanges."""
-        own = [cast(LayerwiseStep, row.training.first_step) for row in self.rows]
-        step = CohortStep(
-            no_exchange, own[0].fused, own[0].backward, steps=own, batches=[row.batches[0] for row in self.rows],
-            ask=lambda contributions: ask(dict(zip(self.rows, contributions, strict=True))),
-        )  # fmt: skip
-        training = self.training
+        training, batches = self.training, [row.batches[0] for row in self.rows]
+        steps = [cast(LayerwiseStep, row.training.first_step) for row in self.rows]
+        exchanges = CohortExchanges(
+            training.model, steps, batches, lambda contributions: ask(dict(zip(self.rows, contributions, strict=True)))
+        )
         shaped, names = self.network.shaped(self.tensors), [*training.optimizer.parameters]
-        losses, gradients = step.gradients(training.model, self.network, shaped, names, training.loss)
-        self.total.add_(losses * torch.tensor([len(inputs) for inputs, _ in step.batches]))
+        losses, gradients = exchanges.loss_and_gradients(self.network, shaped, names, training.loss)
+        self.total.add_(losses * torch.tensor([len(inputs) for inputs, _ in batches]))
         for row in self.rows:
             row.begin()
         return {name: gradient.view_as(self.tensors[name]) for name, gradient in gradients.items()}
