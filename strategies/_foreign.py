@@ -106,7 +106,7 @@ class Foreign(BaseStrategy):
             shown = record_of(of_roles(arrays, frozenset(Role) - round.hidden))
         with self._drawing("train", round.number):
             messages = list(self.strategy.configure_train(round.number, shown, round.config, round.grid))
-        self.training = self.attendance(f"round {round.number}", messages, arrays)
+        self.asked = self.asked_by(messages, arrays)
 
         def whole(sent: ArrayRecord) -> ArrayRecord:
             return arrays if sent is shown else record_of({**arrays, **sent})

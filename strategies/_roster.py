@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flwr.app import ArrayRecord, Message
 
@@ -12,6 +12,25 @@ from fedbn_flwr.messages.aggregate import large_value
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.quote import one_line
 from fedbn_flwr.messages.reply import Reply, partition_of, read_reply, reason_of, refused
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The nodes that are asked in a round, an evaluation or a query, without those that are left out so far."""
+
+    nodes: Sequence[int] = ()
+    needed: int = 1  # usable replies, if any node is asked
+    arrays: ArrayRecord | None = None  # the model that the nodes receive
+    left_out: Sequence[str] = ()  # client and problem
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """What became of the nodes that were asked."""
+
+    used: Sequence[int] = ()  # the nodes whose replies are used, in the order of partitions
+    left_out: Sequence[str] = ()  # client and problem
+    refused: Sequence[Message] = ()  # the replies that are not used, as errors
 
 
 @dataclass(frozen=True)
@@ -41,6 +60,46 @@ class Roster:
     def name(self, node: int) -> str:
         partition = self.partitions.get(node)
         return f"node {node}" if partition is None else f"client {partition} (node {node})"
+
+    def attendance(self, what: str, asked: Asked, screening: Screening) -> tuple[Attendance, list[Reply]]:
+        """Whose replies are used, and these replies; RunFailed if they are too few, see `admit`."""
+        left, problems = self.admit(what, asked, screening.partitions, screening.problems)
+        errors = [
+            refused(message, problems[node]) if message.has_content() else message
+            for message in screening.messages
+            if (node := message.metadata.src_node_id) not in left.nodes
+        ]
+        return Attendance(left.nodes, left.left_out, errors), [screening.usable[node] for node in left.nodes]
+
+    def admit(
+        self, what: str, asked: Asked, answered: Mapping[int, int | None], problems: Sequence[tuple[int, str]]
+    ) -> tuple[Asked, Mapping[int, str]]:
+        """The nodes that answered without a problem, in the order of partitions, and the problems of others by node.
+
+        `what` names the exchange or the round in messages. `answered` has the partition that each node reported, and
+        `problems` are pairs of node and text. The log names the clients that are left out; RunFailed lists them if
+        fewer than `needed` of the nodes that were asked remain.
+        """
+        moved = self.learn(answered)  # such a client counts once, whatever other problem it has
+        problems = [*(each for each in problems if each[0] not in moved), *moved.items()]
+        # The gate and the client name the client too, for Flower's strategies, which log the reason as it is.
+        reasons = sorted(
+            f"{self.name(node)}: {reason.removeprefix(f'client {self.partitions.get(node)}').lstrip(': ')}"
+            for node, reason in problems
+        )
+        bad, nodes = dict(problems), asked.nodes
+        usable = sorted(answered.keys() - bad.keys(), key=self.position)
+        silent = sorted({*nodes} - answered.keys() - bad.keys(), key=self.position)
+        if (count := len(nodes) - len(usable) - len(problems)) == len(silent):
+            reasons += [f"{self.name(node)}: it did not answer in time" for node in silent]
+        elif count > 0:  # the others have errors that name the SuperLink
+            reasons.append(f"{count} of {len(nodes)} clients did not answer in time")
+        left = replace(asked, nodes=usable, left_out=[*asked.left_out, *reasons])
+        if nodes and len(usable) < (needed := max(1, min(asked.needed, len(nodes)))):
+            raise _too_few(f"{what}: {len(usable)} of {len(nodes)} clients sent a usable reply, {needed}", left)
+        for reason in reasons:
+            LOG.warning("%s: left out %s", what, one_line(reason))
+        return left, bad
 
 
 class Screening:
@@ -80,68 +139,12 @@ class Screening:
         self.usable = {node: reply for node, reply in self.usable.items() if node not in problems}
 
 
-@dataclass
-class Attendance:
-    """The nodes that were asked in a round, an evaluation or a query, and those that were left out."""
-
-    what: str = ""  # its name in messages
-    roster: Roster = field(default_factory=Roster)
-    needed: int = 1  # usable replies, if any node is asked
-    arrays: ArrayRecord | None = None  # the model that the nodes receive
-    present: Sequence[int] = ()  # the nodes that are asked, without those that are left out so far
-    used: Sequence[int] = ()  # the nodes whose replies are used, in the order of partitions
-    left_out: list[str] = field(default_factory=list)  # client and problem
-    refused: Sequence[Message] = ()  # the replies that are not used, as errors
-
-    def used_of(self, screening: Screening) -> list[Reply]:
-        """The usable replies, in the order of partitions; RunFailed if they are too few, see `admit`."""
-        self.used = self.admit(self.what, screening.partitions, screening.problems)
-        reasons = {**dict(screening.problems), **self.roster.learn(screening.partitions)}
-        self.refused = [
-            refused(message, reasons[node]) if message.has_content() else message
-            for message in screening.messages
-            if (node := message.metadata.src_node_id) not in self.used
-        ]
-        return [screening.usable[node] for node in self.used]
-
-    def admit(
-        self, what: str, answered: Mapping[int, int | None], problems: Sequence[tuple[int, str]]
-    ) -> Sequence[int]:
-        """The nodes that answered without a problem, in the order of partitions; only they are `present` from now on.
-
-        `what` names the exchange or the round in messages. `answered` has the partition that each node reported, and
-        `problems` are pairs of node and text. The log names the clients that are left out; RunFailed lists them if
-        fewer than `needed` of the nodes that were asked remain.
-        """
-        moved = self.roster.learn(answered)  # such a client counts once, whatever other problem it has
-        problems = [*(each for each in problems if each[0] not in moved), *moved.items()]
-        known = self.roster.partitions
-        # The gate and the client name the client too, for Flower's strategies, which log the reason as it is.
-        reasons = sorted(
-            f"{self.roster.name(node)}: {reason.removeprefix(f'client {known.get(node)}').lstrip(': ')}"
-            for node, reason in problems
-        )
-        bad = {node for node, _ in problems}
-        usable = sorted(answered.keys() - bad, key=self.roster.position)
-        silent = sorted({*self.present} - answered.keys() - bad, key=self.roster.position)
-        if (count := len(self.present) - len(usable) - len(problems)) == len(silent):
-            reasons += [f"{self.roster.name(node)}: it did not answer in time" for node in silent]
-        elif count > 0:  # the others have errors that name the SuperLink
-            reasons.append(f"{count} of {len(self.present)} clients did not answer in time")
-        self.left_out += reasons
-        if self.present and len(usable) < (needed := max(1, min(self.needed, len(self.present)))):
-            raise self._too_few(f"{what}: {len(usable)} of {len(self.present)} clients sent a usable reply, {needed}")
-        for reason in reasons:
-            LOG.warning("%s: left out %s", what, one_line(reason))
-        self.present = usable
-        return usable
-
-    def _too_few(self, what: str) -> RunFailed:
-        listed = "".join(f"\n  - {one_line(reason)}" for reason in self.left_out) or " no reply"
-        what += " are needed"
-        if self.arrays is not None and (large := large_value(unpack(self.arrays))) is not None:
-            what += f"; they received a model with {large}: it diverged, or a reply was false"
-        if self.left_out and all("diverged?" in reason for reason in self.left_out):
-            advice = "The same run would diverge again; lower the learning rate, or clip gradients"
-            return Diverged(f"{what}:{listed}\n{advice}")
-        return RunFailed(f"{what}:{listed}")
+def _too_few(what: str, asked: Asked) -> RunFailed:
+    listed = "".join(f"\n  - {one_line(reason)}" for reason in asked.left_out) or " no reply"
+    what += " are needed"
+    if asked.arrays is not None and (large := large_value(unpack(asked.arrays))) is not None:
+        what += f"; they received a model with {large}: it diverged, or a reply was false"
+    if asked.left_out and all("diverged?" in reason for reason in asked.left_out):
+        advice = "The same run would diverge again; lower the learning rate, or clip gradients"
+        return Diverged(f"{what}:{listed}\n{advice}")
+    return RunFailed(f"{what}:{listed}")

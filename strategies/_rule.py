@@ -35,7 +35,7 @@ from fedbn_flwr.norms.roles import NORM_STATE, Role, roles, split
 
 from ._bounds import InfluenceBounds
 from ._hooks import Hooks, Question, Round
-from ._roster import Attendance, Roster, Screening
+from ._roster import Asked, Attendance, Roster, Screening
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -106,7 +106,8 @@ class Rule(Hooks):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The new model, by the hooks of the whole chain, whose outermost strategy this one is."""
         base, round = self.base, self._round
-        if round is None or not base.training.present:
+        base.training = Attendance()
+        if round is None or not base.asked.nodes:
             return None, None
         try:
             usable = self._usable(round, gate(replies))
@@ -145,7 +146,8 @@ class Rule(Hooks):
             for name in record_names:
                 problems |= record_problems(screening.usable, name, sent)
             screening.leave_out(problems)
-        replies = base.clipped(round, base.training.used_of(screening))
+        base.training, usable = base.roster.attendance(f"round {round.number}", base.asked, screening)
+        replies = base.clipped(round, usable)
         for rule in reversed(self.chain):
             replies = rule.accepted(round, replies)
         return replies
@@ -233,7 +235,8 @@ class BaseStrategy(Rule):
 
     def __init__(self) -> None:
         self.memory, self.chain, self.base = self.Memory(), (self,), self
-        self.training, self.evaluation = Attendance(), Attendance()  # in the last round and the last evaluation
+        # In the round, in the last round and in the last evaluation.
+        self.asked, self.training, self.evaluation = Asked(), Attendance(), Attendance()
 
     # --- the clients ---
 
@@ -245,10 +248,9 @@ class BaseStrategy(Rule):
         """The number of a node's client: the partition that it has reported or, without one, a number below zero."""
         return self.memory.partitions.get(node, ~node)
 
-    def attendance(self, what: str, messages: Iterable[Message] = (), arrays: ArrayRecord | None = None) -> Attendance:
-        """The nodes that these messages ask, as yet without replies; `arrays` is the model that they contain."""
-        asked = [message.metadata.dst_node_id for message in messages]
-        return Attendance(what, self.roster, self.min_train_nodes, arrays, asked)
+    def asked_by(self, messages: Iterable[Message], arrays: ArrayRecord) -> Asked:
+        """The nodes that these messages ask; `arrays` is the model that they contain."""
+        return Asked([message.metadata.dst_node_id for message in messages], self.min_train_nodes, arrays)
 
     def connected(self, grid: Grid, needed: int = 0) -> list[int]:
         """All connected nodes, as soon as there are `min_available_nodes`, or `needed` if these are more."""
@@ -275,12 +277,13 @@ class BaseStrategy(Rule):
         asked = [Message(content, node, protocol.MEASURE_QUERY) for node in left]
         screening = Screening(gate(round.grid.send_and_receive(asked, timeout=self.reply_timeout)))
         self._screen(question, screening)
-        attendance = self.attendance(f"round {round.number}, measurement")  # none is required: others may answer later
-        for reply in attendance.used_of(screening):
+        what = f"round {round.number}, measurement"  # no answer is required: others may come later
+        attendance, replies = self.roster.attendance(what, Asked(), screening)
+        for reply in replies:
             answers[self.client_of(reply.message.metadata.src_node_id)] = reply.arrays
         if not answers:
             listed = "".join(f"\n  - {reason}" for reason in attendance.left_out)
-            raise RunFailed(f"{attendance.what}: no client sent {question.what}:{listed}")
+            raise RunFailed(f"{what}: no client sent {question.what}:{listed}")
 
     def _screen(self, question: Question, screening: Screening) -> None:
         """Leave out new answers that are unusable, also by comparison with all: absurd, or outside of the bounds."""
@@ -313,7 +316,7 @@ class BaseStrategy(Rule):
         self.memory, self.num_rounds = self.Memory(), num_rounds
 
     def messages(self, round: Round) -> list[Message]:
-        """Choose the clients of a round, note them in `training`, and return their messages."""
+        """Choose the clients of a round, note them in `asked`, and return their messages."""
         raise NotImplementedError
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
@@ -387,8 +390,8 @@ class BaseStrategy(Rule):
             screening.check(lambda reply: number_problem(reply.metrics, key))
         screening.leave_out(metric_problems(screening.usable))
         # Without messages nobody was asked, so no reply is required: a missing evaluation must not end the run.
-        self.evaluation = self.attendance(f"round {server_round}, evaluation")
-        return self.evaluated(server_round, self.evaluation.used_of(screening), key)
+        self.evaluation, used = self.roster.attendance(f"round {server_round}, evaluation", Asked(), screening)
+        return self.evaluated(server_round, used, key)
 
     def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         """The metrics of an evaluation over all clients, whose replies have the metric `key` as weights."""

@@ -139,7 +139,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         more = {protocol.RETURN: True} if self.traits.kept and self.traits.returned else {}
         messages = self.messages_to(nodes, MessageType.TRAIN, round, more)
-        self.training = self.attendance(f"round {round.number}", messages, round.arrays)
+        self.asked = self.asked_by(messages, round.arrays)
         return messages
 
     def configure_evaluate(

@@ -117,21 +117,22 @@ class FedTAN(FedAvg):
     def exchanges(self, round: Round, carrier: Carrier) -> ExchangesDone:
         """All exchanges of a round. A client without a valid contribution is left out of the rest of the round."""
         report, per_layer = capabilities(round.grid).report, (1 if self.exchange == "fused" else 2) + self.backward
-        nodes, agreement, remaining, steps = self.training.present, None, None, Counter[str]()
+        agreement, remaining, steps = None, None, Counter[str]()
         while remaining != 0:
+            nodes = self.asked.nodes
             answers = carrier.ask(nodes, steps.total(), agreement)
             exchange = f"round {round.number}, exchange {steps.total() + 1}"
             contributions, problems = judge(nodes, answers, remaining, self.bounds.outliers if self.bounds else None)
             if not steps or problems or len(contributions) < len(nodes):  # otherwise all stay, and are in order
                 partitions = {node: each.partition for node, each in contributions.items()}
-                nodes = self.training.admit(exchange, partitions, problems)
-            agreement, first = self.agree(exchange, [contributions[node] for node in nodes]), contributions[nodes[0]]
-            remaining = first.remaining
-            steps[first.kind] += 1
-            way = "backward" if first.kind == "gradients" else "forward"
-            report(f"{way} pass, layers", steps[first.kind], (steps.total() + remaining) // per_layer)
+                self.asked, _ = self.roster.admit(exchange, self.asked, partitions, problems)
+            usable = [contributions[node] for node in self.asked.nodes]
+            agreement, remaining, kind = self.agree(exchange, usable), usable[0].remaining, usable[0].kind
+            steps[kind] += 1
+            way = "backward" if kind == "gradients" else "forward"
+            report(f"{way} pass, layers", steps[kind], (steps.total() + remaining) // per_layer)
         assert agreement is not None
-        return ExchangesDone(nodes, steps.total(), agreement)
+        return ExchangesDone(self.asked.nodes, steps.total(), agreement)
 
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
         """The server's answer to one exchange; `what` names the exchange in the log."""

@@ -78,6 +78,6 @@ def with_queried(
     screening.check(problem)
     screening.leave_out(metric_problems(screening.usable) | arrays_problems(screening.usable, {}))
     screening.leave_out(rule.compare(screening.usable, {}))
-    replies = rule.attendance(what, queries, round.arrays).used_of(screening)
+    _, replies = rule.roster.attendance(what, rule.asked_by(queries, round.arrays), screening)
     weights = rule.bounded(what, rule.weights(round, replies))
     return record_of({**round.arrays, **pack(mean((reply.arrays for reply in replies), weights))})

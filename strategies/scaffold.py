@@ -70,7 +70,7 @@ class Scaffold(FedAvg):
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         added = self.memory.added
         if added:  # a client may be back under another node id
-            nodes = self.training.present
+            nodes = self.asked.nodes
             self.ask_for_partitions(round, [node for node in nodes if self.client_of(node) not in added])
         return [
             with_config(message, {CONTROL_ROUND: added.get(self.client_of(message.metadata.dst_node_id), 0)})

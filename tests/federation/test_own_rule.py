@@ -528,8 +528,10 @@ class EverySecond(Wrapper):
 def test_a_skipped_round_keeps_the_model_and_the_run_goes_on(federation: Federations) -> None:
     fed = federation((8, 12))
     start = fed.arrays()
-    result = EverySecond(FedAvg()).start(fed.grid(), start, num_rounds=3)
+    rule = EverySecond(FedAvg())
+    result = rule.start(fed.grid(), start, num_rounds=3)
     assert [dict(each).get("skipped") for each in result.train_metrics_clientapp.values()] == [1, None, 1]
+    assert not rule.base.training.used, "the last round used no reply"
     # Nothing is drawn, so the second round trains as the first one of another run.
     assert same(unpack(result.arrays), unpack(FedAvg().start(fed.grid(), start, num_rounds=1).arrays))
 

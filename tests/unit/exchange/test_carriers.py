@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedbn_flwr.strategies._roster import Attendance  # type: ignore[import-untyped]
+from fedbn_flwr.strategies._roster import Asked  # type: ignore[import-untyped]
 from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-untyped]
 from flwr.app import ArrayRecord, ConfigRecord
 
@@ -39,10 +39,10 @@ def mean(value: float, *, remaining: int, partition: int, **changes: Any) -> Con
 def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[ExchangesDone, Scripted, list[str]]:
     """All exchanges with these nodes, their end, and the clients that were left out."""
     carrier, strategy = Scripted(script), FedTAN(exchange="paper", min_train_nodes=1)
-    strategy.training = Attendance(roster=strategy.roster, present=list(script))
+    strategy.asked = Asked(list(script))
     grid: Any = None  # of an engine without capabilities
     done = strategy.exchanges(Round(3, ArrayRecord(), ConfigRecord(), grid), carrier)  # type: ignore[arg-type]
-    return done, carrier, strategy.training.left_out
+    return done, carrier, [*strategy.asked.left_out]
 
 
 def two(first: float, partition: int) -> list[Contribution]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedbn_flwr.strategies._roster import Attendance, Roster, Screening  # type: ignore[import-untyped]
+from fedbn_flwr.strategies._roster import Asked, Roster, Screening  # type: ignore[import-untyped]
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -247,7 +247,7 @@ def test_the_keys_of_replies_do_not_stay_in_memory() -> None:
     def rounds(numbers: Iterable[int]) -> int:
         for number in numbers:
             rule.begin(1, arrays)
-            rule.training = Attendance(present=[1, 2])
+            rule.asked = Asked([1, 2])
             rule._round = Round(number, arrays, ConfigRecord(), LocalGrid(ClientApp(), 1))
             rule.aggregate_train(number, [reply(1), other_keys(number)])
             (left_out,) = rule.training.left_out
@@ -291,17 +291,18 @@ def test_a_node_keeps_its_partition() -> None:
 
 def test_a_client_that_is_refused_for_two_reasons_is_counted_once() -> None:
     """Otherwise the third client, which does not answer, would not be named."""
-    attendance = Attendance(roster=Roster({1: 0, 2: 1, 3: 2}), present=[1, 2, 3])
-    assert attendance.admit("round 2", {1: 0, 2: 7}, [(2, "'w' is not finite")]) == [1]
-    assert attendance.left_out == [
+    roster, asked = Roster({1: 0, 2: 1, 3: 2}), Asked([1, 2, 3])
+    left, problems = roster.admit("round 2", asked, {1: 0, 2: 7}, [(2, "'w' is not finite")])
+    assert (left.nodes, [*problems]) == ([1], [2])
+    assert left.left_out == [
         "client 1 (node 2): its partition-id is 7, and it reported 1 before",
         "client 2 (node 3): it did not answer in time",
     ]
 
 
 def test_a_reply_with_another_partition_is_an_error_with_the_reason() -> None:
-    attendance = Attendance(roster=Roster({1: 0, 2: 1}), present=[1, 2])
-    replies = attendance.used_of(Screening([reply(1), reply(2, **{"partition-id": 7})]))
+    screening = Screening([reply(1), reply(2, **{"partition-id": 7})])
+    attendance, replies = Roster({1: 0, 2: 1}).attendance("round 2", Asked([1, 2]), screening)
     assert [each.message.metadata.src_node_id for each in replies] == attendance.used == [1]
     assert [each.error.reason for each in attendance.refused] == ["its partition-id is 7, and it reported 1 before"]
 
