@@ -52,6 +52,10 @@ class Roster:
             if number != known[node]
         }
 
+    def client(self, node: int) -> int:
+        """The number of a node's client, as `client_number` on the client: its partition or, without one, the node."""
+        return self.partitions.get(node, node)
+
     def position(self, node: int) -> tuple[int, int, int]:
         """The sort key of a node: its partition; nodes that have not reported one follow, sorted by node id."""
         partition = self.partitions.get(node)

@@ -244,10 +244,6 @@ class BaseStrategy(Rule):
     def roster(self) -> Roster:
         return Roster(self.memory.partitions)
 
-    def client_of(self, node: int) -> int:
-        """The number of a node's client: the partition that it has reported or, without one, a number below zero."""
-        return self.memory.partitions.get(node, ~node)
-
     def asked_by(self, messages: Iterable[Message], arrays: ArrayRecord) -> Asked:
         """The nodes that these messages ask; `arrays` is the model that they contain."""
         return Asked([message.metadata.dst_node_id for message in messages], self.min_train_nodes, arrays)
@@ -267,10 +263,10 @@ class BaseStrategy(Rule):
 
     def ask(self, round: Round, question: Question) -> None:
         """Ask all connected clients without an answer, and add what they answer; RunFailed if nobody ever has."""
-        nodes, answers = self.connected(round.grid), question.answers
+        nodes, answers, roster = self.connected(round.grid), question.answers, self.roster
         if answers:  # a client may be back under another node id
-            self.ask_for_partitions(round, [node for node in nodes if self.client_of(node) not in answers])
-        if not (left := [node for node in nodes if self.client_of(node) not in answers]):
+            self.ask_for_partitions(round, nodes)
+        if not (left := [node for node in nodes if roster.client(node) not in answers]):
             return
         config = ConfigRecord({**round.config, question.key: True, protocol.ROUND: round.number})
         content = RecordDict({**({} if question.model is None else {"arrays": pack(question.model)}), "config": config})
@@ -278,9 +274,9 @@ class BaseStrategy(Rule):
         screening = Screening(gate(round.grid.send_and_receive(asked, timeout=self.reply_timeout)))
         self._screen(question, screening)
         what = f"round {round.number}, measurement"  # no answer is required: others may come later
-        attendance, replies = self.roster.attendance(what, Asked(), screening)
+        attendance, replies = roster.attendance(what, Asked(), screening)
         for reply in replies:
-            answers[self.client_of(reply.message.metadata.src_node_id)] = reply.arrays
+            answers[roster.client(reply.message.metadata.src_node_id)] = reply.arrays
         if not answers:
             listed = "".join(f"\n  - {reason}" for reason in attendance.left_out)
             raise RunFailed(f"{what}: no client sent {question.what}:{listed}")

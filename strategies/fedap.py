@@ -109,7 +109,7 @@ class FedAP(FedBN):
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         for reply in replies if round.number > self.warmup_rounds else ():
             _, sent = split(reply.arrays, self.traits.stays(reply.arrays))
-            self.memory.models[self.client_of(reply.message.metadata.src_node_id)] = sent
+            self.memory.models[self.roster.client(reply.message.metadata.src_node_id)] = sent
 
 
 def mix(client: int, statistics: Mapping[int, Arrays], models: Iterable[int], own_share: float) -> dict[int, float]:

@@ -174,7 +174,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
         content = RecordDict({self.arrayrecord_key: sent, self.configrecord_key: config})
 
         def content_for(node: int) -> RecordDict:
-            own = self.sent_to(self.client_of(node), sent)
+            own = self.sent_to(self.roster.client(node), sent)
             return content if own is sent else RecordDict({**content, self.arrayrecord_key: own})
 
         return [Message(content_for(node), node, kind) for node in nodes]

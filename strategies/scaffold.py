@@ -71,9 +71,9 @@ class Scaffold(FedAvg):
         added = self.memory.added
         if added:  # a client may be back under another node id
             nodes = self.asked.nodes
-            self.ask_for_partitions(round, [node for node in nodes if self.client_of(node) not in added])
+            self.ask_for_partitions(round, [node for node in nodes if self.roster.client(node) not in added])
         return [
-            with_config(message, {CONTROL_ROUND: added.get(self.client_of(message.metadata.dst_node_id), 0)})
+            with_config(message, {CONTROL_ROUND: added.get(self.roster.client(message.metadata.dst_node_id), 0)})
             for message in messages
         ]
 
@@ -86,7 +86,7 @@ class Scaffold(FedAvg):
             LOG.warning(words, round.number, ", ".join(lost))
             return
         mean = weighted_mean((reply.records[CONTROL_RECORD] for reply in replies), [1.0] * len(replies))
-        memory.added |= dict.fromkeys(map(self.client_of, clients), round.number)
+        memory.added |= dict.fromkeys(map(self.roster.client, clients), round.number)
         before, count = memory.control, len(replies)
         memory.control = before | {
             key: (before.get(key, 0.0) + count * change).astype(change.dtype) for key, change in mean.items()

@@ -390,7 +390,22 @@ def test_statistics_that_are_not_plausible_are_left_out(federation: Federations)
         assert (rule.sent_to(2, sent) is sent) == (bounds is not None)
 
 
-def test_a_node_without_a_partition_is_not_taken_for_the_client_of_that_number() -> None:
-    rule = FedAP()
-    rule.memory.partitions = {900: 7}
-    assert rule.client_of(900) == 7 != rule.client_of(7) == ~7
+def test_a_node_whose_partition_is_not_known_yet_is_not_taken_for_the_client_of_that_number(
+    federation: Federations,
+) -> None:
+    """Node 1, with partition 0, cannot answer in round 1; nodes 2 and 3 answer as clients 1 and 2."""
+    fed, first = federation(SIZES, model=two_norms, lr=LR), True
+
+    def make(context: Context) -> BNClient:
+        nonlocal first
+        if first and context.node_id == 1:
+            raise OSError("its memory is full")
+        return fed.make_client(context)  # type: ignore[no-any-return]
+
+    rule, grid, arrays = FedAP(warmup_rounds=0), fed.grid(client_app(make)), fed.arrays()
+    rule.begin(2, arrays)
+    for number, known in ((1, [1, 2]), (2, [0, 1, 2])):
+        messages = [*rule.configure_train(number, arrays, ConfigRecord(), grid)]
+        arrays, _ = rule.aggregate_train(number, grid.send_and_receive(messages))  # type: ignore[assignment]
+        assert sorted(rule.memory.statistics) == sorted(rule.memory.models) == known
+        first = False

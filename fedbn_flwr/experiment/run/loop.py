@@ -22,7 +22,6 @@ from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import Diverged, RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
-from fedbn_flwr.messages.reply import sender_of
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
@@ -128,7 +127,7 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
         raise Diverged(f"{error}{running.prepared.advice_on_targets()}") from None
     arrays = before.arrays if found is None else found
     used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.base.training.used]
-    trained = [sender_of(reply) for reply in used]
+    trained = [rule.base.roster.client(reply.metadata.src_node_id) for reply in used]
     numbers = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
     named = partial(
         _in_history, task=running.prepared.task, metrics=[*map(evaluation.name_of, running.prepared.metrics)]
