@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import Result
 from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError, few, log_once
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, absurd, are_alike, initial_problem, is_finite
+from fedbn_flwr.messages.aggregate import Arrays, absurd, are_alike, arrays_problem, initial_problem, is_finite
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.quote import shown
@@ -287,11 +287,12 @@ class BaseStrategy(Rule):
             lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or question.problem(reply.arrays)
         )
         screening.leave_out(metric_problems(screening.usable))
-        before = [*question.answers.values()]
-        screening.leave_out(arrays_problems(screening.usable, before[0] if before else {}))
-        far = self.far(before + [reply.arrays for reply in screening.usable.values()], {})
-        places = enumerate([*screening.usable], len(before))
-        screening.leave_out({node: far[place] for place, node in places if place in far})
+        if before := [*question.answers.values()]:
+            screening.check(lambda reply: arrays_problem(reply.arrays, before[0]))
+        else:
+            screening.leave_out(arrays_problems(screening.usable, {}))
+        far = self.far([*(reply.arrays for reply in screening.usable.values()), *before], {})
+        screening.leave_out({node: far[place] for place, node in enumerate(screening.usable) if place in far})
 
     def due(self, clients: int) -> int | None:
         """How many clients train in a round when all of these are connected; None if this is not known."""

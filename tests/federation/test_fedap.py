@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fedbn_flwr.strategies.fedap import mix  # type: ignore[import-untyped]
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F

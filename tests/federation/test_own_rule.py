@@ -514,6 +514,33 @@ def test_evaluation_leaves_the_attendance_of_training_as_it_is(federation: Feder
     assert [[text[:17] for text in each] for each in left_out] == [["node 2: client 1 "], ["client 0 (node 1)"]]
 
 
+@pytest.mark.parametrize("value", [7.0, 1e20])
+def test_an_answer_that_differs_in_form_from_the_known_ones_is_left_out(federation: Federations, value: float) -> None:
+    """Client 2 cannot measure in round 1, and is alone in round 2 with another key."""
+    fed, late = federation((8, 12, 6)), False
+
+    class Late(BNClient):
+        def measure_round(self, config: Any, *rest: Any) -> Any:
+            found = super().measure_round(config, *rest)
+            if self.identity["partition-id"] == 2:
+                if not late:
+                    raise OSError("its disk is away")
+                found.arrays = {"other": np.array([value])}
+            return found
+
+    page: dict[str, Any] = {"ClientRule": ClientRule, "Key": Key}
+    exec(next(block for block in BLOCKS if "class AskSizes" in block), page)
+    app = client_app(lambda context: Late(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context))
+    rule, grid, arrays = page["AskSizes"](), fed.grid(app), fed.arrays()
+    rule.begin(2, arrays)
+    for number in (1, 2):
+        messages = rule.configure_train(number, arrays, ConfigRecord(), grid)
+        arrays, _ = rule.aggregate_train(number, grid.send_and_receive(messages))
+        late = True
+    assert {client: [*answer] for client, answer in rule.memory.sizes.items()} == {0: ["size"], 1: ["size"]}
+    BY_KEY.pop("fedbn.sizes")
+
+
 class EverySecond(Wrapper):
     """Skips the rounds with odd numbers."""
 
