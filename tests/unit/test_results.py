@@ -233,7 +233,8 @@ def test_the_costs_of_fedtan_ii_are_the_papers() -> None:
 def test_the_readme_says_how_many_published_results_were_measured() -> None:
     whole, part, rows = measured.coverage()
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"Of {rows} rows in the papers' tables, {whole} are [measured](docs/results/papers.md) with all rounds" in text
+    link = "[measured](docs/results/papers.md)"
+    assert f"Of {rows} rows in the papers' tables, {whole} are {link} with all rounds" in text
     assert f"settings, and {part} with fewer rounds or other settings." in text
 
 
