@@ -20,7 +20,7 @@ def test_the_commands_of_the_page_print_what_it_shows(tmp_path: Path, monkeypatc
     for kind, text, shown in page.blocks():
         if kind == "sh" and commands_of(f"```sh\n{text}```\n"):
             ran += page.command(text, shown)
-    assert ran == 8
+    assert ran == 7
     assert (tmp_path / "report" / "report.md").exists()
     assert (tmp_path / "partition.png").exists()
 
