@@ -138,7 +138,7 @@ class Source(Section):
     examples: Positive | None = setting(
         None,
         "use only this many training examples, in the proportions of classes and domains, see [Sweeps and "
-        "sizes](sweeps.md#fewer-examples)",
+        "sizes](sweeps.md#sizes)",
     )
     test_examples: Positive | None = setting(None, "the same for test examples")
     random: bool = setting(
