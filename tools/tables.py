@@ -129,7 +129,8 @@ def arguments_of(name: str) -> Callable[[], Table]:
         for argument in describe(name).arguments:
             default = argument.default
             shown = "required" if default is inspect.Parameter.empty else "" if default is None else literal(default)
-            rows.append((f"`{argument.name}`", shown, argument.meaning))
+            meaning = re.sub(r"`?docs/([\w-]+)\.md`?", lambda m: f"[{m[1].title()}](../{m[1]}.md)", argument.meaning)
+            rows.append((f"`{argument.name}`", shown, meaning))
         return ("argument", "default", "meaning"), rows
 
     return table
