@@ -10,7 +10,7 @@ import itertools
 import json
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ class Run(NamedTuple):
             found = [each["accuracy"] for each in self.curve if rounds[0] <= each["round"] <= rounds[-1]]
             return 100 * statistics.mean(found) if len(found) > rounds[-1] - rounds[0] else None
         key = next((key for key in ([keys] if isinstance(keys, str) else keys) if key in self.summary), "")
-        no_model = key.startswith("accuracy") and self.summary["accuracy_of"] != "the global model"
+        no_model = key.startswith(("accuracy", "best_test")) and self.summary["accuracy_of"] != "the global model"
         return None if no_model or not key else 100 * float(self.summary[key])
 
 
@@ -249,7 +249,13 @@ def compared(name: str) -> Table:
 # --- claims -------------------------------------------------------------------------
 
 MARGIN = 2.0  # points: an interval within it shows that two accuracies are equal
-VERDICTS = ("supported", "supported on other data", "contradicted", "not settled", "not measured")
+VERDICTS = {
+    "supported": "all differences have the claimed sign and are significant",
+    "supported on other data": "the same, but on MNIST instead of the paper's CIFAR-10: this isn't the paper's claim",
+    "contradicted": "a difference is significant with the other sign, and none with the claimed one",
+    "not settled": "otherwise, and always with fewer than three seeds",
+    "not measured": "no run of ours",
+}
 
 
 def verdict(expects: str, found: Sequence[Difference]) -> str:
@@ -291,6 +297,13 @@ def claims() -> Table:
             published = str(claim.get("published", ", ".join(known)))
             rows.append((claim["claim"], f"{paper}, {claim['source']}", published, ours, seeds, done))
     return ("claim", "source", "published", "measured", "seeds", "verdict"), rows
+
+
+def verdicts() -> Table:
+    """How many claims have each verdict, and when a claim has it."""
+    counts = Counter(row[-1] for row in claims()[1])
+    rows: list[Row] = [(kind, str(counts[kind]), meaning) for kind, meaning in VERDICTS.items()]
+    return ("verdict", "claims", "when"), rows
 
 
 # --- tables that are like no other ------------------------------------------------------
@@ -341,10 +354,12 @@ def common(values: Iterable[str]) -> str:
     return " / ".join([first, *(each.removeprefix(start) for each in others)])
 
 
-def sets(page: str) -> Table:
-    """The sets of a page: what most of their runs have, their seeds, and their files."""
+def sets(page: str, chosen: Collection[str] = ()) -> Table:
+    """The sets of a page or some of them: what most of their runs have, their seeds, and their files."""
     rows, columns = list[Row](), dict[str, str]()
     for folder in sorted(file.parent for file in (RESULTS / page).glob("*/report.json")):
+        if chosen and folder.name not in chosen:
+            continue
         runs = read(folder.relative_to(RESULTS).as_posix())
         kept = [file for file in sorted(folder.iterdir()) if file.suffix in (".json", ".yaml", ".py", ".txt")]
         links = ", ".join(f"[{file.stem}]({file.relative_to(RESULTS)})" for file in kept)
@@ -363,7 +378,9 @@ TABLES: dict[str, Callable[[], Table]] = {
         f"sets {page}": functools.partial(sets, page)
         for page in {file.parents[1].name for file in RESULTS.glob("*/*/report.json")}
     },
+    "sets later": functools.partial(sets, "mnist", ("pooled", "fbn-hbn", "personal", "constant")),
     "evidence": evidence,
     "claims": claims,
+    "verdicts": verdicts,
     "results costs": costs,
 }
