@@ -76,7 +76,8 @@ class Traits:
     # whether all clients count equally in their mean. The hook `records` returns what is sent to the clients.
     records: Mapping[str, bool] = field(default_factory=dict)
     pooled: bool = False  # whether variances have the part between the clients (`aggregate.pooled_mean`)
-    own_inputs: bool = False  # whether each client normalises its inputs in its own way when it is tested
+    # The config keys whose client rules change each client's inputs when it is tested (`ClientRule.own_inputs`).
+    own_inputs: tuple[str, ...] = ()
     own_models: bool = False  # whether the server sends each client a model of its own
     measured: tuple[str, ...] = ()  # what each client measures on its data and sends once, in words
 
@@ -89,7 +90,7 @@ class Traits:
             min_batch=max(self.min_batch, other.min_batch),
             records={**self.records, **other.records},
             pooled=self.pooled or other.pooled,
-            own_inputs=self.own_inputs or other.own_inputs,
+            own_inputs=self.own_inputs + other.own_inputs,
             own_models=self.own_models or other.own_models,
             measured=self.measured + other.measured,
         )
@@ -97,7 +98,7 @@ class Traits:
     @property
     def personalises(self) -> bool:
         """Whether clients keep a part of the model or of what leads to it, so that each is tested on its own."""
-        return bool(self.kept) or self.own_inputs or self.own_models
+        return bool(self.kept or self.own_inputs or self.own_models)
 
     @property
     def unsent(self) -> frozenset[str]:

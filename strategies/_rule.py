@@ -97,9 +97,10 @@ class Rule(Hooks):
                     f"{self.traits.besides[0]}; use {self} without {kind}, or a strategy that sends only the model"
                 )
 
-    def _named(self, config: ConfigRecord) -> ConfigRecord:
-        """The config with the name of the run, by which clients know their state of it."""
-        return config if protocol.RUN in config else ConfigRecord({**self._name, **config})
+    def _named(self, config: ConfigRecord, keys: Iterable[str] = ()) -> ConfigRecord:
+        """The config with the name of the run, by which clients know their state of it, and with these keys."""
+        name = {} if protocol.RUN in config else self._name
+        return ConfigRecord({**name, **config, **dict.fromkeys(keys, True)})
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -20,15 +20,13 @@ Choices where neither says what to do, or where this differs:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
@@ -60,7 +58,7 @@ class FedRDN(Wrapper):
 
     traits = Traits(
         client_memory="mean and deviation of their inputs",
-        own_inputs=True,
+        own_inputs=(OWN,),
         measured=("mean and deviation of its inputs, once, for all clients",),
     )
     breaks = {"mean": "sends the statistics of each client's inputs to all clients"}
@@ -85,11 +83,6 @@ class FedRDN(Wrapper):
         pairs = [self.memory.pairs[client] for client in sorted(self.memory.pairs)]
         means, deviations = (np.concatenate([pair[key] for pair in pairs]) for key in ("mean", "deviation"))
         return {DRAWN: self.drawn, MEAN: means.tolist(), DEVIATION: deviations.tolist()}
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        return super().configure_evaluate(server_round, arrays, ConfigRecord({**config, OWN: True}), grid)
 
 
 def _problem(arrays: Arrays, known: Arrays) -> str | None:
@@ -131,9 +124,9 @@ class FedRDNClient(ClientRule):
         return cls.pair(local) if OWN in local.config else {}
 
     @classmethod
-    def tested(cls, local: LocalRound, batches: Iterable[Batch]) -> Iterator[Batch]:
-        own = OwnInputs(cls.pair(local))
-        return ((own(None, (inputs,)), targets) for inputs, targets in batches)
+    def own_inputs(cls, local: LocalRound) -> Callable[[Tensor], Tensor]:
+        own = cls.pair(local)
+        return partial(_normalised, pair=torch.from_numpy(np.stack([own["mean"], own["deviation"]]))[:, None])
 
     @classmethod
     def pair(cls, local: LocalRound) -> Arrays:
@@ -146,16 +139,6 @@ class FedRDNClient(ClientRule):
             found = {key: value.cpu().numpy() for key, value in pair.items()}
             local.state.save(cls.stored, found)
         return found
-
-
-class OwnInputs:
-    """A forward hook: a network's inputs as the client with this mean and deviation tests them."""
-
-    def __init__(self, own: Arrays) -> None:
-        self.pair = torch.from_numpy(np.stack([own["mean"], own["deviation"]]))[:, None]
-
-    def __call__(self, model: object, inputs: tuple[Tensor, ...]) -> Tensor:
-        return _normalised(inputs[0], self.pair)
 
 
 def _numbers(inputs: object) -> Tensor:

@@ -439,11 +439,11 @@ class BNClient(NumPyClient):
         config: Config,
         resources: ExitStack,
     ) -> Iterable[Batch]:
-        """The batches of an evaluation, as the client rules change them."""
-        pairs: Iterable[Batch] = self._pairs(batches)
-        for rule in rules:  # in most evaluations there is none, and the training examples need no counting
-            pairs = rule.tested(self._local(config, sent, {}, resources), pairs)
-        return pairs
+        """The batches of an evaluation, whose inputs the client rules change."""
+        # In most evaluations there is no rule, and the training examples need no counting.
+        changes = [rule.own_inputs(self._local(config, sent, {}, resources)) for rule in rules]
+        pairs = self._pairs(batches)
+        return ((functools.reduce(lambda value, change: change(value), changes, x), y) for x, y in pairs)
 
     def _random_streams(self, purpose: str, config: Config, loader: object = None) -> AbstractContextManager[None]:
         """Make random numbers, including a DataLoader's, depend only on purpose, round and client."""

@@ -132,14 +132,18 @@ class ClientRule:
         """What the client measures on its data, in reply to `query.measure`.
 
         `local.model` does not have the values of a round. If the message has a model, it is in `local.records`. The
-        batches of `local.epoch` are those that the `tested` of the other rules returns.
+        batches of `local.epoch` have the inputs that `own_inputs` of the other rules makes.
         """
         return {}
 
     @classmethod
-    def tested(cls, local: LocalRound, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """The batches to evaluate or measure on, if the message selects the rule."""
-        return batches
+    def own_inputs(cls, local: LocalRound) -> Callable[[Any], Any]:
+        """A function of inputs: how this client changes those of evaluations and measurements.
+
+        Evaluations select a rule by the keys in `Traits.own_inputs`. The client's model after the run changes inputs in
+        the same way; there is no training data then, so keep in `local.state` what the function needs of it.
+        """
+        return lambda inputs: inputs
 
     def first_gradient(self) -> Gradient | None:
         """A function that computes the first batch's loss and gradients; None for ordinary backpropagation."""

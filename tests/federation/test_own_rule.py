@@ -15,16 +15,17 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp.strategy import FedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles, run
+from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, rule_of
 from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError
 from fedbn_flwr.experiment.registry import class_of
 from fedbn_flwr.extensions import declared
-from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.reply import with_config
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
@@ -44,6 +45,7 @@ from fedbn_flwr.strategies import (
     restore,
     state_of,
 )
+from tests.support.centred import Centred
 from tests.support.command import FEDBN, ROOT, python, python_blocks
 from tests.support.federations import same
 
@@ -539,6 +541,46 @@ def test_an_answer_that_differs_in_form_from_the_known_ones_is_left_out(federati
         late = True
     assert {client: [*answer] for client, answer in rule.memory.sizes.items()} == {0: ["size"], 1: ["size"]}
     BY_KEY.pop("fedbn.sizes")
+
+
+def test_a_client_s_model_changes_its_inputs_as_the_client_does_when_it_is_tested(tmp_path: Path) -> None:
+    result = run("quick", strategy=Centred, rounds=1, out=tmp_path)
+    rules = result.files.model_description()["own_inputs"]
+    assert rules == {"fedbn.centre": "tests.support.centred:CentredClient"}
+    states = [state for _, state in sorted(result.files.checkpoint.clients(), key=lambda pair: pair[0])]
+    images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    outputs = set()
+    for client in range(3):
+        mean = torch.from_numpy(NodeState(states[client]).load("centre")["mean"].copy())
+        own = result.model(client=client)(images)
+        torch.testing.assert_close(own, result.model()(images - mean))
+        outputs.add(own.sum().item())
+    assert len(outputs) == 3
+
+
+class Halved(FedAvg):
+    """Client 1 receives half of every value."""
+
+    def sent_to(self, client: int, arrays: ArrayRecord) -> ArrayRecord:
+        return pack({key: value / 2 for key, value in unpack(arrays).items()}) if client == 1 else arrays
+
+
+def test_a_client_s_model_is_what_the_server_sends_it(tmp_path: Path) -> None:
+    """No array stays on the client."""
+    result = run("quick", strategy=Halved, rounds=1, out=tmp_path)
+    whole, half = (dict(result.model(client=client).named_parameters()) for client in (0, 1))
+    for key, value in result.model().named_parameters():
+        assert torch.equal(whole[key], value)
+        assert torch.equal(half[key], value / 2)
+
+
+class Misspelt(FedAvg):
+    traits = Traits(own_inputs=("fedbn.center",))
+
+
+def test_own_inputs_without_a_client_rule_are_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"Misspelt\.traits\.own_inputs has 'fedbn\.center'; expected a key in the"):
+        run("quick", strategy=Misspelt, rounds=1, out=tmp_path)
 
 
 class EverySecond(Wrapper):

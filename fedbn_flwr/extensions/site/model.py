@@ -102,7 +102,7 @@ def _model(arguments: argparse.Namespace) -> tuple[RunFolder, nn.Module]:
         return result.files, result.model()
     found = site_model(result.files, arguments.state, arguments.client)
     print(
-        f"the model of client {found.client}: {result.label} after round {found.round}, and {len(found.own)} arrays of "
+        f"the model of client {found.client}: {result.label} after round {found.round}, and {found.own} arrays of "
         f"its own, of round {found.state_round}"
     )
     return result.files, found.network

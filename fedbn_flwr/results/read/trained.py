@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import torch
 from flwr.app import RecordDict
 from torch import Tensor, nn
 
-from fedbn_flwr import seeding
+from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Value
 from fedbn_flwr.client.evaluation import InUnits
 from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState, latest_state
+from fedbn_flwr.client.rule import ClientRule, LocalRound, in_order
 from fedbn_flwr.data.batches import Normaliser
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.errors import UserError
+from fedbn_flwr.exchange.step import LayerwiseStep, no_exchange
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.strategies.fedrdn import FedRDNClient, OwnInputs  # type: ignore[import-untyped]
 from fedbn_flwr.trees import Draft, Json
 
 from ..folder import RunFolder, file_of
@@ -62,7 +66,7 @@ class SiteModel:
     client: int
     round: int  # of the global arrays
     state_round: int  # of the client's own arrays: the last round up to `round` in which it trained
-    own: tuple[str, ...]  # the names of its own arrays
+    own: int  # the number of its own arrays
     network: nn.Module
 
 
@@ -70,10 +74,9 @@ def site_model(folder: RunFolder, state: Path, client: int | None = None) -> Sit
     """The model of a site: the server's arrays, and those in the site's state folder."""
     arrays, server_round = _read(folder, "model.safetensors")
     number, state_round, records = latest_state(state.expanduser(), folder.token(), server_round, client)
-    arrays |= _own_mix(folder, number, server_round)
-    own, inputs = _own(records)
-    network = _personal(folder.model_description(), arrays, own, inputs, number, folder.path / "model.safetensors")
-    return SiteModel(number, server_round, state_round, (*own, *inputs), network)
+    arrays |= _sent_to(folder, number, server_round)
+    network = _personal(folder.model_description(), arrays, records, number, folder.path / "model.safetensors")
+    return SiteModel(number, server_round, state_round, sum(map(len, arrays_in(records).values())), network)
 
 
 def personal_model(folder: RunFolder, client: int) -> nn.Module:
@@ -89,17 +92,11 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
     if not 0 <= client < len(states):  # the local engine numbers its nodes by their partitions
         raise UserError(f"there is no client {client}; the run has the clients 0 to {len(states) - 1}")
     read = folder.checkpoint.read()
-    arrays = _tensors(unpack(arrays_in(read.model)["arrays"])) | _own_mix(folder, client, read.round)
-    return _personal(description, arrays, *_own(states[client]), client, folder.checkpoint.path)
+    arrays = _tensors(unpack(arrays_in(read.model)["arrays"])) | _sent_to(folder, client, read.round)
+    return _personal(description, arrays, states[client], client, folder.checkpoint.path)
 
 
-def _own(records: RecordDict) -> tuple[Arrays, Arrays]:
-    """The arrays that a client keeps, and with FedRDN the mean and deviation of its inputs."""
-    state = NodeState(records)
-    return state.load(LOCAL_ARRAYS), state.load(FedRDNClient.stored)
-
-
-def _own_mix(folder: RunFolder, client: int, server_round: int) -> dict[str, Tensor]:
+def _sent_to(folder: RunFolder, client: int, server_round: int) -> dict[str, Tensor]:
     """The arrays that the server has made for this client alone; empty if all clients receive the same."""
     if not folder.model_description().get("own_models"):
         return {}
@@ -113,15 +110,32 @@ def _own_mix(folder: RunFolder, client: int, server_round: int) -> dict[str, Ten
 
 
 def _personal(
-    description: Json, arrays: Mapping[str, Tensor], own: Arrays, inputs: Arrays, client: int, file: Path
+    description: Json, arrays: Mapping[str, Tensor], records: RecordDict, client: int, file: Path
 ) -> nn.Module:
+    """The network with the client's own arrays, which changes inputs as the client does when it is tested."""
+
+    def nothing(number: int = 0) -> NoReturn:
+        raise UserError(f"client {client} has no model of its own: it keeps no arrays, or it never trained")
+
+    state, rules = NodeState(records), description.get("own_inputs", {})
+    own = state.load(LOCAL_ARRAYS)
     model = _build(description, {**arrays, **_tensors(own)}, file)
     kinds = roles(model)
-    if inputs:
-        model.register_forward_pre_hook(OwnInputs(inputs))
-    elif all(kinds[key] is Role.COUNTER for key in own):
-        raise UserError(f"client {client} has no model of its own: it keeps no arrays, or it never trained")
+    if not (rules or description.get("own_models")) and all(kinds[key] is Role.COUNTER for key in own):
+        nothing()
+    local = LocalRound(
+        config=dict.fromkeys(rules, True), sent=arrays.keys(), records={}, state=state, model=model, roles=kinds,
+        layerwise=LayerwiseStep(no_exchange), resources=ExitStack(), epoch=nothing, seed=0,
+    )  # fmt: skip
+    for rule in in_order(
+        cast(type[ClientRule], named.load("own_inputs of model.json", each)) for each in rules.values()
+    ):
+        model.register_forward_pre_hook(partial(_changed, rule.own_inputs(local)))
     return model
+
+
+def _changed(change: Callable[[Any], object], model: object, inputs: tuple[object, ...]) -> object:
+    return change(inputs[0])
 
 
 def _tensors(arrays: Arrays) -> dict[str, Tensor]:
