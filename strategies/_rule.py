@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -65,23 +64,17 @@ class Rule(Hooks):
         # A rule that makes the statistics itself hides them from a strategy of Flower inside it.
         hidden = NORM_STATE if any("statistics" in rule.restores for rule in self.chain) else frozenset[Role]()
         round = Round(server_round, arrays, self._named(config), grid, hidden)
-        # A user's class with a `configure_train` of its own makes the messages of all rules from there on.
-        chain = [self, *takewhile(lambda rule: type(rule).configure_train is Rule.configure_train, self.chain[1:])]
-        for rule in chain:
+        for rule in self.chain:
             if (question := rule.question(round)) is not None:
                 self.base.ask(round, question)
             round = replace(round, config=ConfigRecord({**round.config, **rule.config(round)}))
         self._round, before = round, {**round.config}
-        messages: Sequence[Message]
-        if own := self.chain[len(chain) :]:
-            messages = [*own[0].configure_train(server_round, arrays, round.config, grid)]
-        else:
-            messages = self.base.messages(round)
-        # They may change the config of this round and all later ones, as in Flower's tutorial: config["lr"] *= 0.5
+        messages: Sequence[Message] = self.base.messages(round)
+        # A strategy of Flower may change the config of all later rounds too, as in its tutorial: config["lr"] *= 0.5
         config.update({key: value for key, value in round.config.items() if before.get(key) != value})
-        for rule in reversed(chain):
+        for rule in reversed(self.chain):
             messages = rule.outgoing(round, messages)
-        records = {name: pack(values) for rule in chain for name, values in rule.records(round).items() if values}
+        records = {name: pack(values) for rule in self.chain for name, values in rule.records(round).items() if values}
         if not records:
             return messages
         return [with_content(message, RecordDict({**message.content, **records})) for message in messages]

@@ -16,6 +16,12 @@ from ._composition import check_composition
 from ._foreign import as_rule
 from ._rule import Rule
 
+# What a wrapper does not call of the rule inside, and the hooks that take its place.
+_INSTEAD = {
+    "configure_train": "return config keys from config(), and change messages in outgoing() instead",
+    "aggregate_train": "override hooks such as combine() or after_round() instead",
+}
+
 
 class Wrapper(Rule):
     """A strategy around another one, which it extends.
@@ -42,11 +48,11 @@ class Wrapper(Rule):
         if own.weights is not Rule.weights and own.combine is Rule.combine:  # those inside must use them
             needs = {"weights": "{outer} has others; wrap one of fedbn_flwr.strategies, for instance FedAvg()", **needs}
         check_composition(self, needs)
-        if issubclass(kind, Rule) and kind.aggregate_train is not Rule.aggregate_train:
-            raise SettingsError(
-                f"{kind.__name__} has aggregate_train() of its own, which {name} around it would not call; override "
-                "hooks such as combine() or after_round() instead"
-            )
+        for method, instead in _INSTEAD.items() if issubclass(kind, Rule) else ():
+            if getattr(kind, method) is not getattr(Rule, method):
+                raise SettingsError(
+                    f"{kind.__name__} has {method}() of its own, which {name} around it would not call; {instead}"
+                )
 
     # --- the round ---
 

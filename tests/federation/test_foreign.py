@@ -338,13 +338,14 @@ def with_falling_rate(cls: type[Strategy]) -> Any:
         lambda: with_falling_rate(flower.FedAdagrad)(),
         lambda: MeanStatistics(with_falling_rate(flower.FedAdagrad)()),
         lambda: FixBN(MeanStatistics(with_falling_rate(flower.FedAdagrad)()), freeze_round=2),
-        lambda: GlobalMomentum(FixBN(with_falling_rate(FedAvg)(), freeze_round=2)),
+        lambda: with_falling_rate(FedAvg)(),
+        lambda: with_falling_rate(FixBN)(FedAvg(), freeze_round=2),
         lambda: flower.DifferentialPrivacyServerSideFixedClipping(
-            FixBN(with_falling_rate(FedAvg)(), freeze_round=2), 0.0, 1e6, 2
+            FixBN(with_falling_rate(flower.FedAvg)(), freeze_round=2), 0.0, 1e6, 2
         ),
     ],
 )
-def test_a_rate_that_a_wrapped_strategy_changes_stays_changed(federation: Federations, make: Any) -> None:
+def test_a_rate_that_a_strategy_changes_stays_changed(federation: Federations, make: Any) -> None:
     fed = federation((8, 12), momentum=0.9)
     grid = RecordingGrid(fed.app(), 2)
     make().start(grid, whole(fed), num_rounds=5, train_config=ConfigRecord({"lr": 0.4}))

@@ -28,14 +28,12 @@ from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.reply import with_config
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import (
     HBN,
     FedAvg,
     FedBN,
     FedProx,
     FedRDN,
-    FedTAN,
     FixBN,
     GlobalMomentum,
     MeanStatistics,
@@ -605,30 +603,25 @@ def test_a_skipped_round_keeps_the_model_and_the_run_goes_on(federation: Federat
     assert same(unpack(result.arrays), unpack(FedAvg().start(fed.grid(), start, num_rounds=1).arrays))
 
 
-class Passes(FedTAN):
-    """A class with a configure_train of its own, as in Flower's tutorial."""
+class Passes(FedAvg):
+    def configure_train(self, *given: Any) -> Any:
+        return super().configure_train(*given)
+
+
+class PassesAround(Wrapper):
+    breaks = {}
 
     def configure_train(self, *given: Any) -> Any:
         return super().configure_train(*given)
 
 
-def test_a_configure_train_of_its_own_inside_another_sends_the_same_messages(federation: Federations) -> None:
-    """Two rounds of exchanges and a frozen one; client 2 is left out of the exchanges, and counted once."""
-    fed = federation((8, 12, 6), steps=2)
-
-    def make(context: Context) -> BNClient:
-        if context.node_config["partition-id"] == 2:
-            raise OSError("its memory is full")
-        return fed.make_client(context)  # type: ignore[no-any-return]
-
-    found, counts = [], []
-    for kind in (FedTAN, Passes):
-        rule, grid = FixBN(kind(min_batch=2), freeze_round=2), MeteredGrid(fed.grid(client_app(make)))
-        found.append(unpack(rule.start(grid, fed.arrays(), num_rounds=3).arrays))
-        counts.append((grid.take(), rule.base.training.left_out))
-    assert counts[0] == counts[1]
-    assert len(counts[0][1]) == 1
-    assert all(value.tobytes() == found[1][key].tobytes() for key, value in found[0].items())
+@pytest.mark.parametrize(
+    "make", [lambda: FixBN(Passes(), freeze_round=2), lambda: MeanStatistics(PassesAround(FedAdam()))]
+)
+def test_a_configure_train_of_its_own_inside_another_is_refused(make: Callable[[], Any]) -> None:
+    """The rounds of a chain are made by its outermost rule, which calls hooks of the others only."""
+    with pytest.raises(SettingsError, match=r"has configure_train\(\) of its own, .* config keys from config\(\)"):
+        make()
 
 
 def test_the_traits_of_a_strategy_add_to_those_of_the_strategy_inside() -> None:
