@@ -74,6 +74,7 @@ class Rule(Hooks):
         config.update({key: value for key, value in round.config.items() if before.get(key) != value})
         for rule in reversed(self.chain):
             messages = rule.outgoing(round, messages)
+        messages = self.base.exchanged(round, messages)
         records = {name: pack(values) for rule in self.chain for name, values in rule.records(round).items() if values}
         if not records:
             return messages
@@ -309,6 +310,10 @@ class BaseStrategy(Rule):
     def messages(self, round: Round) -> list[Message]:
         """Choose the clients of a round, note them in `asked`, and return their messages."""
         raise NotImplementedError
+
+    def exchanged(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+        """The round's messages, as the hooks `outgoing` of all rules return them, after its exchanges if it has any."""
+        return messages
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
         """Why the form of a reply is not the one that the messages of the round ask for, or None."""

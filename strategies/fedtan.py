@@ -105,7 +105,7 @@ class FedTAN(FedAvg):
             **asked,
         }
 
-    def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+    def exchanged(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         """The train messages: the exchanges come before them or, over streams, while clients handle them."""
         if not messages or Role.STATISTICS in frozen_roles(round.config):
             return messages

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MessageType, RecordDict
+from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MessageError
@@ -78,16 +78,12 @@ def service() -> MakeCarrier | None:
     return next(filter(None, (found() for found in parts("carriers"))), None)
 
 
-def content_like(message: Message, arrays: ArrayRecord, more: protocol.Config) -> RecordDict:
-    """The content of the message with other arrays, and with `more` in its config."""
-    return RecordDict({"arrays": arrays, **configs_in(with_config(message, more).content)})
-
-
 class ByMessages:
     """A carrier over `grid`; without `pass_on`, all exchanges are messages."""
 
     def __init__(self, grid: Grid, messages: Sequence[Message], timeout: float, pass_on: PassOn | None) -> None:
-        self._grid, self._first, self._timeout, self._pass_on = grid, messages[0], timeout, pass_on
+        self._grid, self._timeout, self._pass_on = grid, timeout, pass_on
+        self._asked = {message.metadata.dst_node_id: message for message in messages}
 
     def begin(self, exchanges: Callable[[], ExchangesDone]) -> list[Message]:
         done = exchanges()
@@ -106,11 +102,16 @@ class ByMessages:
         return {reply.metadata.src_node_id: _answer(reply) for reply in replies}
 
     def _messages(self, kind: str, nodes: Sequence[int], step: int, agreement: Agreement | None) -> list[Message]:
-        arrays, more = sent_model(self._first.content), {protocol.EXCHANGE_STEP: step}
-        if agreement is not None:
-            arrays, more = pack(agreement.tensors), {**more, **numbers_of(agreement)}
-        content = content_like(self._first, arrays, more)
-        return [Message(content, node, kind) for node in nodes]
+        more = {protocol.EXCHANGE_STEP: step, **({} if agreement is None else numbers_of(agreement))}
+        agreed = None if agreement is None else pack(agreement.tensors)
+
+        def content(asked: Message) -> RecordDict:
+            model, records = sent_model(asked.content), with_config(asked, more).content
+            rest = records if kind == MessageType.TRAIN else configs_in(records)
+            others = {name: record for name, record in rest.items() if record is not model}
+            return RecordDict({"arrays": model if agreed is None else agreed, **others})
+
+        return [Message(content(self._asked[node]), node, kind) for node in nodes if node in self._asked]
 
 
 def _answer(reply: Message) -> Contribution | str:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, build_model, client_app
-from fedbn_flwr.client.layerwise import ParkedRounds
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.errors import RunFailed, SettingsError
@@ -25,7 +24,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg
 from tests.support.cohort import run_cohort
-from tests.support.federations import last_model, nodes_in_means, same
+from tests.support.federations import Forgetful, last_model, nodes_in_means, same
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
@@ -176,12 +175,6 @@ def test_parked_and_replayed_rounds_give_the_same_model(
 ) -> None:
     fed = federation((6, 6), model=two_norms_with_dropout, lr=0.1, momentum=0.9)
     parked = last_model(fed, FedTAN(fraction_evaluate=0.0), 2)
-
-    class Forgetful(ParkedRounds):
-        """Parked rounds as if a new process received every message."""
-
-        def take(self, *args: Any) -> None:
-            self.clear()
 
     monkeypatch.setattr("fedbn_flwr.client.layerwise.parked_rounds", Forgetful())
     replayed = last_model(fed, FedTAN(fraction_evaluate=0.0, direct=False), 2)

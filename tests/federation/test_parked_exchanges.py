@@ -14,12 +14,14 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr import client_app
+from fedbn_flwr import client_app, strategies
+from fedbn_flwr.client import layerwise
 from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, RUN
 from fedbn_flwr.results.folder.ledger import MeteredGrid
-from tests.support.federations import last_model, nodes_in_means, same
+from tests.support.addressed import Addressed, OwnModel
+from tests.support.federations import Forgetful, last_model, nodes_in_means, same
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.smallbatches import FedTAN
 
@@ -153,3 +155,21 @@ def test_a_late_client_is_left_out_of_this_round_only(
     assert found == [[1, 3], [1, 2, 3, 4]]
     for silent in ("client 1 (node 2)", "client 3 (node 4)"):
         assert f"round 1, exchange 2: left out {silent}: it did not answer in time" in flower_log.text
+
+
+class OwnFedTAN(OwnModel, strategies.FedTAN):
+    pass
+
+
+@pytest.mark.parametrize("parked", [True, False], ids=["parked", "replayed"])
+@pytest.mark.parametrize(("direct", "workers"), [(True, 0), (True, 2), (False, 0), (False, 2)])
+def test_every_client_receives_its_own_model_config_and_records(
+    federation: Federations, monkeypatch: pytest.MonkeyPatch, direct: bool, workers: int, parked: bool
+) -> None:
+    if not parked:
+        monkeypatch.setattr(layerwise, "parked_rounds", Forgetful())
+    fed = federation((6, 6, 6), batches=1, model=two_norms, lr=0.1)
+    strategy = Addressed(OwnFedTAN(min_batch=1, direct=direct and parked, fraction_evaluate=0.0))
+    with fed.grid(workers=workers) as grid:
+        strategy.start(grid, fed.arrays(), num_rounds=2)
+    assert strategy.received == [{client: (client, client + 1, client + 1) for client in range(3)}] * 2

@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import BNClient, client_app
+from fedbn_flwr.client.layerwise import ParkedRounds
 from fedbn_flwr.messages.arrays import unpack
 
 Arrays = dict[str, np.ndarray]
@@ -54,3 +55,10 @@ def nodes_in_means(strategy: Any) -> list[list[int]]:
         [reply.message.metadata.src_node_id for reply in replies]
     )
     return found
+
+
+class Forgetful(ParkedRounds):
+    """Parked rounds as if a new process received every message."""
+
+    def take(self, *args: Any) -> None:
+        self.clear()

@@ -19,15 +19,15 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
-from flwr.app import Message, MessageType
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
-from fedbn_flwr.exchange.carriers import ExchangesDone, content_like
+from fedbn_flwr.exchange.carriers import ExchangesDone
 from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution, contribution_from_records
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.reply import sent_model
+from fedbn_flwr.messages.reply import with_config
 
 from .client import (
     DIRECT,
@@ -60,8 +60,7 @@ class StreamCarrier:
                 f"the direct exchange needs all {count} clients alive at once, and this engine serves {served} "
                 "at a time; set engine.workers to the number of clients, or strategy.direct to false"
             )
-        self._message, self._timeout = messages[0], timeout
-        self._model = sent_model(messages[0].content)
+        self._messages, self._timeout = messages, timeout
         self._nodes = [message.metadata.dst_node_id for message in messages]
         self._up: list[Arrays] = []  # the contributions to the current exchange
         self._ended: Future[Sequence[int]] = Future()  # the nodes that took part in all exchanges
@@ -77,10 +76,10 @@ class StreamCarrier:
     def begin(self, exchanges: Callable[[], ExchangesDone]) -> list[Message]:
         threading.Thread(target=self._run, args=[exchanges], daemon=True, name="fedbn-exchanges").start()
         self._engine.observe(self.replied, self.given_up)
-        configs = {node: {**self._config, DIRECT_TOKEN: token} for node, token in self._service.tokens.items()}
+        tokens = self._service.tokens
         return [
-            Message(content_like(self._message, self._model, config), node, MessageType.TRAIN)
-            for node, config in configs.items()
+            with_config(message, {**self._config, DIRECT_TOKEN: tokens[message.metadata.dst_node_id]})
+            for message in self._messages
         ]
 
     def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
@@ -112,7 +111,8 @@ class StreamCarrier:
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> dict[int, Contribution | str]:
         if agreement is not None:
             self._send(nodes, agreement, last=False)
-        answers = {node: _answer(content) for node, content in self._service.collect(nodes, self._timeout).items()}
+        asked = [node for node in nodes if node in self._nodes]
+        answers = {node: _answer(content) for node, content in self._service.collect(asked, self._timeout).items()}
         self._up = [answer.tensors for answer in answers.values() if isinstance(answer, Contribution)]
         return answers
 

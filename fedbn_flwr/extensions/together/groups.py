@@ -228,6 +228,7 @@ class _Group:
         losses, gradients = exchanges.loss_and_gradients(self.network, shaped, names, training.loss)
         self.total.add_(losses * torch.tensor([len(inputs) for inputs, _ in batches]))
         for row in self.rows:
+            row.restore()  # clients that share a model may have received different ones
             row.begin()
         return {name: gradient.view_as(self.tensors[name]) for name, gradient in gradients.items()}
 

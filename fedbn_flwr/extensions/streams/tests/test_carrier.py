@@ -17,7 +17,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr import build_model, client_app
+from fedbn_flwr import build_model, client_app, strategies
 from fedbn_flwr.engines.network import PollingGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.extensions.streams.config import ExchangeConfig
@@ -25,6 +25,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder.ledger import MeteredGrid, Traffic
 from fedbn_flwr.strategies import FixBN, GlobalMomentum
+from tests.support.addressed import Addressed, OwnModel
 from tests.support.federations import nodes_in_means
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.network import make_keys, missing_tools
@@ -84,6 +85,17 @@ def test_communication_rounds_and_bytes_of_resnet20_are_the_papers(federation: F
     assert page.communication_rounds == 39
     assert page.bytes_down == page.bytes_up == 4 * 5 * (271_098 - 144 + 2 * 1_376)
     assert page.messages_down == page.messages_up == 5 * 39
+
+
+class OwnFedTAN(OwnModel, strategies.FedTAN):
+    pass
+
+
+def test_every_client_receives_its_own_model_config_and_records(federation: Federations) -> None:
+    fed = federation((6, 6, 6), batches=1, model=two_norms, lr=0.1)
+    strategy = Addressed(OwnFedTAN(min_batch=1, fraction_evaluate=0.0))
+    train(fed, strategy, 2, workers=3)
+    assert strategy.received == [{client: (client, client + 1, client + 1) for client in range(3)}] * 2
 
 
 def test_one_client_needs_no_worker(federation: Federations) -> None:

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr import BNClient, client_app, run
+from fedbn_flwr import BNClient, client_app, run, strategies
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.extensions.together import parked
 from fedbn_flwr.extensions.together.groups import Row, train_exchanging
 from fedbn_flwr.extensions.together.parked import CohortPool
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import GlobalMomentum
+from tests.support.addressed import Addressed, OwnModel
 from tests.support.federations import models_of, nodes_in_means, same
 from tests.support.fixtures import Batches
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
@@ -155,6 +156,25 @@ def test_clients_of_one_model_that_cannot_be_parked_say_so(federation: Federatio
         models_of(fed, FedTAN(), 2, grid=grid)
     assert str(error.value).count("another client is in the middle of a round with this very model") == 2
     assert groups == [3]
+
+
+class OwnFedTAN(OwnModel, strategies.FedTAN):
+    pass
+
+
+def test_every_client_receives_its_own_model_config_and_records(federation: Federations, groups: list[int]) -> None:
+    """The clients share a model, which has the values of the last one while all train."""
+    fed = federation((8, 13, 6), model=lambda: nn.Sequential(*mlp()[:3], nn.Linear(12, 3)))
+    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
+
+    def make_client(context: Any) -> BNClient:
+        return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)
+
+    strategy = Addressed(OwnFedTAN(min_batch=1, fraction_evaluate=0.0))
+    with fed.grid(client_app(make_client), workers=3, pool=CohortPool) as grid:
+        strategy.start(grid, fed.arrays(), num_rounds=2)
+    assert strategy.received == [{client: (client, client + 1, client + 1) for client in range(3)}] * 2
+    assert groups == [3, 3]
 
 
 def test_a_client_that_fails_before_training_fails_by_itself(federation: Federations, groups: list[int]) -> None:
