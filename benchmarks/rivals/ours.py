@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ def engine(processes: int, clients_at_once: bool) -> dict[str, Any]:
     if not clients_at_once:
         return {"workers": processes, "threads": 1}
     pool = importlib.import_module("fedbn_flwr.extensions.together.nested")
-    return {"workers": CLIENTS, "threads": 1, "pool": pool.TogetherPool}
+    return {"threads": 1, "pool": functools.partial(pool.TogetherPool, most=CLIENTS)}
 
 
 def main(task: Task, *, clients_at_once: bool = False) -> None:

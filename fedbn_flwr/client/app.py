@@ -65,9 +65,6 @@ def client_app(
 
 
 class _App(ClientApp):
-    # Continues a node's parked round without a message. Absent if mods wrap queries, because they must see each one.
-    exchange: Callable[[Context, Agreement], Contribution]
-
     def __init__(self, make_client: MakeClient, mods: Mods) -> None:
         super().__init__()
         self._given = make_client, mods
@@ -83,8 +80,8 @@ class _App(ClientApp):
             category, _, action = kind.partition(".")
             register = getattr(self, category)(action or "default", mods=[*around.get(category, ())])
             register(functools.partial(self._handle, task, handle))
-        if not around.get("query"):
-            self.exchange = _exchange
+        if not around.get("query"):  # otherwise mods must see each exchange
+            self.exchange = _exchange  # as `engines.base.Exchanging`
 
     def __call__(self, message: Message, context: Context) -> Message:
         content = {*message.content} if message.has_content() else set()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # imported only when a strategy uses exchanges
     from flwr.supercore.run import Run  # elsewhere in other versions of Flower
 
     from fedbn_flwr.exchange.carriers import Answers
-    from fedbn_flwr.exchange.codec import Agreement
+    from fedbn_flwr.exchange.codec import Agreement, Contribution
     from fedbn_flwr.messages.aggregate import Arrays
 
 
@@ -35,7 +35,10 @@ class Capabilities:
         return None
 
     def observe(self, on_reply: OnReply, given_up: GivenUp = tuple) -> None:
-        """Call `on_reply` with each reply of the next `send_and_receive` as it arrives, if the engine can."""
+        """Call `on_reply` with each reply of the next `send_and_receive` as it arrives, if the engine can.
+
+        An engine may wait for the nodes that are `given_up`, too.
+        """
 
     def contexts(self) -> Mapping[int, Context] | None:
         """The nodes' contexts, by node, or None if the engine has no access to them.
@@ -57,6 +60,13 @@ class Capabilities:
 
     def report(self, what: str, done: int, total: int) -> None:
         """Show the progress within a round, if it is watched; may be called from any thread."""
+
+
+@runtime_checkable
+class Exchanging(Protocol):
+    """A ClientApp that continues a node's parked layer-wise round without a message."""
+
+    def exchange(self, context: Context, agreement: Agreement) -> Contribution: ...
 
 
 def capabilities(grid: Grid) -> Capabilities:

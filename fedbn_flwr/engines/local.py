@@ -8,6 +8,7 @@ To run outside of Flower's runtime, it uses three of Flower's internals: `TaskId
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import itertools
 import math
@@ -26,7 +27,7 @@ from fedbn_flwr.errors import MissingPackage, install
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.quote import shown
 
-from .base import Capabilities, GivenUp, OnReply
+from .base import Capabilities, Exchanging, GivenUp, OnReply
 from .pool import ForkPool, Nodes, Pool
 
 if TYPE_CHECKING:  # imported only when a strategy uses exchanges
@@ -56,9 +57,9 @@ class LocalGrid(Capabilities, Grid):
     num_nodes
         Number of nodes; node i has `partition-id` i and `num-partitions` in its node config, as in Flower's simulation.
     workers
-        Number of processes that serve the nodes; with 0 (default) this process does.
+        Number of forked processes that serve the nodes; with 0 (default) this process does.
     pool
-        Makes the workers, if there are any: forked processes, or another subclass of `engines.pool.Pool`.
+        Makes what serves the nodes instead, a `Pool` of `engines.pool`, for instance `partial(CohortPool, most=10)`.
     threads
         Number of PyTorch's threads for a client. Workers use 1. In this process, None leaves the number unchanged.
         It can change the last bits of results.
@@ -78,7 +79,7 @@ class LocalGrid(Capabilities, Grid):
         num_nodes: Annotated[int, Ge(1)],
         *,
         workers: Annotated[int, Ge(0)] = 0,
-        pool: Callable[[Nodes, OnReply, int], Pool] = ForkPool,
+        pool: Callable[[Nodes, OnReply], Pool] | None = None,
         threads: int | None = None,
         work: Sequence[float] | None = None,
         run_config: UserConfig | None = None,
@@ -87,6 +88,8 @@ class LocalGrid(Capabilities, Grid):
     ) -> None:
         ids = list(range(1, num_nodes + 1) if node_ids is None else node_ids)
         node_configs = [node_config or {}] * num_nodes if isinstance(node_config, Mapping | None) else node_config
+        if workers and pool:
+            raise ValueError(f"workers is {workers}, but pool is given too; leave one of them out")
         if len(set(ids)) != len(ids):
             raise ValueError(f"node_ids must be different numbers, found {ids}")
         for name, each in {"node_ids": ids, "node_config": node_configs, "work": work or ids}.items():
@@ -105,8 +108,8 @@ class LocalGrid(Capabilities, Grid):
             for i, node in enumerate(ids)
         }
         self._nodes = Nodes(client_app, threads, contexts, dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
-        served = self._nodes, self._receive
-        self._pool = pool(*served, min(workers, num_nodes)) if workers else Pool(*served)
+        make = pool or (functools.partial(ForkPool, count=workers) if workers else Pool)
+        self._pool = make(self._nodes, self._receive)
         self._next_id = itertools.count(1)
         self._replies: dict[str, Message | None] = {}  # by message id; None until the reply arrives
         self._observers: list[OnReply] = []
@@ -155,13 +158,15 @@ class LocalGrid(Capabilities, Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send the messages; returns the replies that arrive within `timeout` seconds, in the order of the messages."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        message_ids = list(self.push_messages(messages))
-        while missing := {key for key in message_ids if self._replies[key] is None}:
-            if (left := deadline - time.monotonic()) <= 0:
-                self._pool.drop(missing)
-                break
-            self._pool.serve(left)
-        self._observers.clear()
+        try:
+            message_ids = list(self.push_messages(messages))
+            while missing := {key for key in message_ids if self._replies[key] is None}:
+                if (left := deadline - time.monotonic()) <= 0:
+                    self._pool.drop(missing)
+                    break
+                self._pool.serve(left)
+        finally:
+            self._observers.clear()
         return self._take(message_ids)
 
     def _receive(self, reply: Message) -> None:
@@ -188,7 +193,7 @@ class LocalGrid(Capabilities, Grid):
         return self._pool.contexts()
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
-        is_able = hasattr(self._nodes.client_app, "exchange")
+        is_able = isinstance(self._nodes.client_app, Exchanging)
         return self._pool.exchange(nodes, agreement, timeout) if is_able else None
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -27,7 +27,7 @@ from fedbn_flwr.errors import FedbnError, RunFailed, described
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 from fedbn_flwr.messages.reply import OwnContent, with_content
 
-from .base import OnReply
+from .base import Exchanging, OnReply
 from .worker import NodeWorker, Worker
 
 if TYPE_CHECKING:  # imported only when a strategy uses exchanges
@@ -38,17 +38,12 @@ _LOOK = 1.0  # seconds without a result, after which the pool checks for workers
 
 
 @dataclass
-class Nodes:
-    """The nodes of a grid and their contexts; a worker's copy has the contexts of layer-wise rounds parked in it."""
+class Served:
+    """A ClientApp and the contexts of nodes that are in this process; a worker has those of its layer-wise rounds."""
 
     client_app: ClientApp
     threads: int | None  # PyTorch's threads while serving a node; None leaves their number as it is
     contexts: dict[int, Context] = field(default_factory=dict)
-    work: Mapping[int, float] = field(default_factory=dict)  # how long each node's messages take relative to others
-
-    def for_worker(self) -> Nodes:
-        """A copy for a worker, without contexts."""
-        return Nodes(self.client_app, self.threads or 1)
 
     def handle(self, message: Message, context: Context | None) -> tuple[Message, RecordDict | None]:
         """Answer a message in a worker. Returns the reply and the new state, or None while the state stays here."""
@@ -63,19 +58,14 @@ class Nodes:
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
         """Continue the rounds that are parked in this process. The answer of a round that fails is the reason."""
+        assert isinstance(self.client_app, Exchanging)
         answers: dict[int, Contribution | str] = {}
         for node in nodes:
             try:
-                answers[node] = self.client_app.exchange(self.contexts[node], agreement)  # type: ignore[attr-defined]
+                answers[node] = self.client_app.exchange(self.contexts[node], agreement)
             except (Exception, SystemExit) as error:
                 answers[node] = _reason(error)
         return answers
-
-    def answer(self, message: Message, context: Context) -> Message:
-        """Answer a message in the process of the server."""
-        # The messages of a round share their content; a change by one client must not reach the next.
-        own = RecordDict({key: record.copy() for key, record in message.content.items()})
-        return self.call_app(with_content(message, own), context)
 
     def call_app(self, message: Message, context: Context) -> Message:
         """The ClientApp's reply, or an error reply."""
@@ -107,6 +97,19 @@ def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, FedbnError) else described(error)
 
 
+@dataclass
+class Nodes(Served):
+    """All nodes of a grid, with the app that serves them in this process."""
+
+    work: Mapping[int, float] = field(default_factory=dict)  # how long each node's messages take relative to others
+
+    def answer(self, message: Message) -> Message:
+        """Answer a message in this process."""
+        # The messages of a round share their content; a change by one client must not reach the next.
+        own = RecordDict({key: record.copy() for key, record in message.content.items()})
+        return self.call_app(with_content(message, own), self.contexts[message.metadata.dst_node_id])
+
+
 class Pool:
     """Serves the nodes of a grid in this process, where a debugger can step through; subclasses have workers.
 
@@ -123,7 +126,7 @@ class Pool:
     def put(self, messages: Sequence[Message]) -> None:
         """Queue messages; this process handles them at once."""
         for message in messages:
-            self.on_reply(self.nodes.answer(message, self.nodes.contexts[message.metadata.dst_node_id]))
+            self.on_reply(self.nodes.answer(message))
 
     def serve(self, timeout: float) -> None:
         """Let workers handle the queue; waits up to `timeout` seconds for the first reply."""
@@ -146,16 +149,23 @@ class Pool:
 W = TypeVar("W", bound=NodeWorker)
 
 
+@dataclass
+class Seat(Generic[W]):
+    """A node's place at a worker: for its layer-wise round, or while the worker handles its message."""
+
+    worker: W
+    message: Message | None = None  # which the worker handles
+    parked: bool = False  # whether the node's layer-wise round, with its state, is in the worker
+
+
 class WorkerPool(Pool, ABC, Generic[W]):
     """A pool of workers. A free worker takes the next message, and messages with the most work come first."""
 
-    def __init__(self, nodes: Nodes, on_reply: OnReply, workers: Sequence[W]) -> None:
+    def __init__(self, nodes: Nodes, on_reply: OnReply, make: Callable[[], W], count: int) -> None:
         super().__init__(nodes, on_reply)
-        self.workers = workers
+        self.workers = [make() for _ in range(min(count, len(nodes.contexts)))]
         self._queue: list[Message] = []  # sorted by work; messages to one node keep their order
-        self._handling: dict[W, Message] = {}
-        self._worker_of: dict[int, W] = {}  # by node, while it has a message or a layer-wise round there
-        self._parked: set[int] = set()  # the nodes whose layer-wise rounds, with their states, are in a worker
+        self._seats: dict[int, Seat[W]] = {}  # by node
 
     @abstractmethod
     def wait(self, busy: Sequence[W], timeout: float) -> Iterable[W]:
@@ -170,24 +180,25 @@ class WorkerPool(Pool, ABC, Generic[W]):
         self._queue = sorted([*self._queue, *messages], key=lambda each: -self.nodes.work[each.metadata.dst_node_id])
         # Every exchange waits for the slowest worker, so new layer-wise rounds are dealt out evenly.
         able = [worker for worker in self.workers if not worker.problem]
-        free = [worker for worker in able if worker not in self._handling] or able  # the rest are late with a message
+        late = [seat.worker for seat in self._seats.values() if seat.message]
+        free = [worker for worker in able if worker not in late] or able
         asked = [each.metadata.dst_node_id for each in self._queue if each.metadata.message_type == EXCHANGE_QUERY]
-        new = dict.fromkeys(node for node in asked if node not in self._worker_of)
-        self._worker_of.update(zip(new, itertools.cycle(free)))
+        new = dict.fromkeys(node for node in asked if node not in self._seats)
+        self._seats.update(zip(new, map(Seat, itertools.cycle(free)), strict=False))
 
     def serve(self, timeout: float) -> None:
         self.receive(timeout)
         for worker in self.workers:
             if worker.is_free and (message := self._next(worker)) is not None:
-                node = message.metadata.dst_node_id
-                self._handling[worker], self._worker_of[node] = message, worker
-                context = None if node in self._parked else self.nodes.contexts[node]
-                worker.send(functools.partial(self._on_result, worker), "handle", message, context)
+                seat = self._seats[node := message.metadata.dst_node_id]
+                seat.message = message
+                context = None if seat.parked else self.nodes.contexts[node]
+                worker.send(functools.partial(self._on_result, seat, message), "handle", message, context)
 
     def _next(self, worker: W) -> Message | None:
-        """Remove and return the next message for a worker; a node has one worker at a time."""
+        """Remove and return the next message for a worker; its node has a seat there, and nowhere else."""
         for place, message in enumerate(self._queue):
-            if self._worker_of.get(message.metadata.dst_node_id, worker) is worker:
+            if self._seats.setdefault(message.metadata.dst_node_id, Seat(worker)).worker is worker:
                 return self._queue.pop(place)
         return None
 
@@ -200,31 +211,26 @@ class WorkerPool(Pool, ABC, Generic[W]):
         if busy := [worker for worker in self.workers if worker.then]:
             for worker in self.wait(busy, min(timeout, _LOOK)):
                 worker.proceed()
-        lost = {worker for worker in self.workers if not (worker.is_ready or worker.then)}
-        self._worker_of = {node: worker for node, worker in self._worker_of.items() if worker not in lost}
-        self._parked &= self._worker_of.keys()
+        # Lost workers have no seats.
+        self._seats = {node: seat for node, seat in self._seats.items() if seat.worker.is_ready or seat.worker.then}
 
-    def _on_result(self, worker: W, result: tuple[Message, RecordDict | None], lost: str) -> None:
+    def _on_result(self, seat: Seat[W], message: Message, result: tuple[Message, RecordDict | None], lost: str) -> None:
         """Pass on the reply to a worker's message, and store the node's state unless it stays in the worker."""
-        message = self._handling.pop(worker)
-        node = message.metadata.dst_node_id
+        seat.message = None
         if lost:
             reason = f"{lost}; its node has the state from before this message"
             reply = Message(Error(ErrorCode.CLIENT_APP_CRASHED, reason), reply_to=message)
         else:
             reply, state = result
-            if state is None:
-                self._parked.add(node)
-            else:
-                self._parked.discard(node)
-                del self._worker_of[node]
+            seat.parked = state is None
+            if state is not None:
+                del self._seats[node := message.metadata.dst_node_id]
                 self.nodes.contexts[node].state = state
         self.on_reply(reply)
 
     def drop(self, message_ids: Collection[str]) -> None:
         self._queue = [each for each in self._queue if each.metadata.message_id not in message_ids]
-        busy = self._parked.union(message.metadata.dst_node_id for message in self._handling.values())
-        self._worker_of = {node: worker for node, worker in self._worker_of.items() if node in busy}
+        self._seats = {node: seat for node, seat in self._seats.items() if seat.parked or seat.message}
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
         answers: dict[int, Contribution | str] = {}
@@ -232,8 +238,8 @@ class WorkerPool(Pool, ABC, Generic[W]):
         def on_answers(asked: Sequence[int], result: Answers, lost: str) -> None:
             answers.update(dict.fromkeys(asked, lost) if lost else result)
 
-        parked = [node for node in nodes if node in self._parked]
-        to_ask = {worker: [node for node in parked if self._worker_of[node] is worker] for worker in self.workers}
+        parked = {node: seat for node in nodes if (seat := self._seats.get(node)) and seat.parked}
+        to_ask = {each: [node for node, seat in parked.items() if seat.worker is each] for each in self.workers}
         deadline = time.monotonic() + timeout
         while len(answers) < len(parked) and (left := deadline - time.monotonic()) > 0:
             for worker in [each for each in to_ask if each.is_free]:  # the rest are late
@@ -243,8 +249,7 @@ class WorkerPool(Pool, ABC, Generic[W]):
         return answers.copy()  # a worker that is late with this exchange adds its answers
 
     def contexts(self) -> Mapping[int, Context]:
-        self._parked.clear()
-        self.drop(())
+        self._seats = {node: seat for node, seat in self._seats.items() if seat.message}
         return super().contexts()
 
     def close(self) -> None:
@@ -257,9 +262,9 @@ class ForkPool(WorkerPool[Worker]):
 
     def __init__(self, nodes: Nodes, on_reply: OnReply, count: int) -> None:
         if nodes.threads not in (None, 1):
-            # Each worker uses one core; `workers` decides how many clients train at once.
+            # Each worker uses one core; `count` decides how many clients train at once.
             raise ValueError(f"threads is {nodes.threads}; worker processes need 1 (for more threads give workers=0)")
-        super().__init__(nodes, on_reply, [Worker(nodes.for_worker()) for _ in range(count)])
+        super().__init__(nodes, on_reply, functools.partial(Worker, Served(nodes.client_app, 1)), count)
 
     def wait(self, busy: Sequence[Worker], timeout: float) -> Iterable[Worker]:
         ready = wait([worker.channel.fileno() for worker in busy], timeout)

@@ -91,7 +91,7 @@ class NodeWorker(ABC):
 
     @abstractmethod
     def send(self, then: Then, call: str, *arguments: object) -> None:
-        """Begin a job: call a method of the object that this worker serves, such as `pool.Nodes.handle`."""
+        """Begin a job: call a method of the object that this worker serves, such as `pool.Served.handle`."""
 
     @abstractmethod
     def receive(self) -> tuple[Any, str]:

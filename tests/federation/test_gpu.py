@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def federate(
         )
         return BNClient(parts, batches, lr=0.02, momentum=0.9, epochs=2, context=context, **how)
 
-    together = {"workers": at_once, "pool": TogetherPool} if at_once > 1 else {}
+    together = {"pool": partial(TogetherPool, most=at_once)} if at_once > 1 else {}
     grid = LocalGrid(client_app(make_client), 3, **together)
     result = strategy.start(grid, first, num_rounds=rounds, train_config=ConfigRecord())
     return {key: torch.from_numpy(value.copy()).double() for key, value in unpack(result.arrays).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -15,7 +16,6 @@ from flwr.serverapp import Grid
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.engines.local import LocalGrid, UserConfig
 from fedbn_flwr.engines.network import poll_often
-from fedbn_flwr.engines.pool import ForkPool
 from fedbn_flwr.errors import (
     OF_RUN_CONFIG,
     Diverged,
@@ -185,8 +185,8 @@ def carry_out(
             return LocalGrid(
                 client_app(Clients(experiment)),
                 parts.run.clients,
-                workers=together if together > 1 else workers_of(parts.run),
-                pool=part("pools", "together") if together > 1 else ForkPool,
+                workers=0 if together > 1 else workers_of(parts.run),
+                pool=functools.partial(part("pools", "together"), most=together) if together > 1 else None,
                 work=parts.work(),
                 threads=parts.run.engine.threads,
                 node_config=node_config,

@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 
 from fedbn_flwr.engines.base import OnReply
 from fedbn_flwr.engines.local import LocalGrid, identify
-from fedbn_flwr.engines.pool import Nodes, WorkerPool
+from fedbn_flwr.engines.pool import Nodes, Served, WorkerPool
 from fedbn_flwr.engines.worker import NodeWorker, Then, keep_freed_memory
 from fedbn_flwr.errors import RunFailed, few
 from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
@@ -98,8 +98,8 @@ def ray_grid(
         raise RunFailed(
             f"no machine of the Ray cluster has {_in_words(needs)} for a client; the machines are {cluster_text()}"
         )
-    pool = functools.partial(ActorPool, needs=needs, start_timeout=start_timeout, idle=idle)
-    return LocalGrid(client_app, num_nodes, workers=workers, pool=pool, **nodes)
+    pool = functools.partial(ActorPool, count=workers, needs=needs, start_timeout=start_timeout, idle=idle)
+    return LocalGrid(client_app, num_nodes, pool=pool if workers else None, **nodes)
 
 
 def end(actors: list[Actor]) -> None:
@@ -138,9 +138,9 @@ class _Actor:
         keep_freed_memory()
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the server reports errors; a machine's log is not read
 
-    def begin(self, nodes: Nodes) -> bytes:
-        """Serve these nodes from now on. Returns the machine's address, and its name in Ray."""
-        self._nodes = nodes
+    def begin(self, served: Served) -> bytes:
+        """Serve the nodes of a grid from now on. Returns the machine's address, and its name in Ray."""
+        self._served = served
         found = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
         return pickle.dumps(found)
 
@@ -149,14 +149,14 @@ class _Actor:
         if names:
             arguments[0].content.update(zip(names, records, strict=True))
         # As bytes: arrays would stay in the object store as long as the server refers to them.
-        return pickle.dumps(getattr(self._nodes, call)(*arguments), protocol=5)
+        return pickle.dumps(getattr(self._served, call)(*arguments), protocol=5)
 
 
 @dataclass(eq=False)
 class ActorWorker(NodeWorker):
     """An actor, on any machine that has room."""
 
-    nodes: Stored
+    served: Stored
     needs: Mapping[str, float]
     idle: list[Actor] | None
     records: _SharedRecords
@@ -170,7 +170,7 @@ class ActorWorker(NodeWorker):
         reserved = {"num_cpus": self.needs.get("CPU", 0), "num_gpus": self.needs.get("GPU", 0)}
         make = ray.remote(_Actor).options(**reserved, scheduling_strategy="SPREAD").remote
         self._actor = self.idle.pop() if self.idle else make()
-        self.result = self._actor.begin.remote(self.nodes)
+        self.result = self._actor.begin.remote(self.served)
 
     def send(self, then: Then, call: str, *arguments: Any) -> None:
         self.then, large = then, dict[str, Stored]()
@@ -219,8 +219,8 @@ class ActorPool(WorkerPool[ActorWorker]):
         start_timeout: float,
         idle: list[Actor] | None,
     ) -> None:
-        sent, records = ray.put(nodes.for_worker()), _SharedRecords()
-        super().__init__(nodes, on_reply, [ActorWorker(sent, needs, idle, records) for _ in range(count)])
+        served = ray.put(Served(nodes.client_app, nodes.threads or 1))
+        super().__init__(nodes, on_reply, functools.partial(ActorWorker, served, needs, idle, _SharedRecords()), count)
         self._needs, self._start_timeout = needs, start_timeout
         self._served_at = math.inf  # when an actor was last ready, or the first ones began to start
 

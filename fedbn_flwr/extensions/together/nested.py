@@ -43,7 +43,7 @@ class TogetherPool(Pool):
 
         def answer() -> None:
             for place, message in waiting:
-                replies[place] = self.nodes.answer(message, self.nodes.contexts[message.metadata.dst_node_id])
+                replies[place] = self.nodes.answer(message)
 
         def trainer(training: Training) -> Trained:
             if (own := row_of(training) or _lane_of(training)) is None:

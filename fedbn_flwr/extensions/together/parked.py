@@ -15,7 +15,7 @@ from flwr.app import Error, Message, MessageType
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client.layerwise import Session
-from fedbn_flwr.engines.base import OnReply
+from fedbn_flwr.engines.base import Exchanging, OnReply
 from fedbn_flwr.engines.pool import Nodes
 from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records, contribution_to_records
 from fedbn_flwr.extensions import declared
@@ -83,7 +83,7 @@ class Cohort:
         """Park each client by itself after these agreements."""
         self._session = None
         for node in nodes:
-            if (reply := self.nodes.answer(self.queries[node], self.nodes.contexts[node])).has_error():
+            if (reply := self.nodes.answer(self.queries[node])).has_error():
                 self._errors[node] = reply
         for agreement in agreed:
             self.nodes.exchange([*nodes], agreement)
@@ -173,7 +173,7 @@ class CohortPool(TogetherPool):
 def _has_mods(nodes: Nodes, message: Message) -> bool:
     """Whether a mod must see each exchange, or the train message at the end of the round."""
     config = config_of(message.content)
-    return not hasattr(nodes.client_app, "exchange") or not declared("client_mods").keys().isdisjoint(config)
+    return not (isinstance(nodes.client_app, Exchanging) and declared("client_mods").keys().isdisjoint(config))
 
 
 def _train_message(query: Message) -> Message:

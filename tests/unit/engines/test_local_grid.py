@@ -22,6 +22,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr.engines.pool import Pool
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
 from fedbn_flwr.models.tensors import initial_arrays
@@ -169,6 +170,7 @@ def test_a_node_finds_its_configuration() -> None:
         ({"node_ids": [1]}, "node_ids has 1 entries for 2 nodes"),
         ({"work": [1.0]}, "work has 1 entries for 2 nodes"),
         ({"workers": 1, "threads": 2}, "threads is 2"),
+        ({"workers": 1, "pool": Pool}, "workers is 1, but pool is given too"),
         ({"node_config": [{}]}, "1 entries for 2 nodes"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ class Timed(NodeWorker):
         node = message.metadata.dst_node_id
         self.then, self.until = then, self.pool.now + self.pool.seconds[node]
         self.served.append(node)
-        assert (context is None) == (node in self.pool._parked)
+        assert (context is None) == (self.pool._seats[node].parked)
         parked = message.metadata.message_type == EXCHANGE_QUERY
         self.result = Message(RecordDict(), reply_to=message), None if parked else RecordDict()
 
@@ -48,7 +49,7 @@ class TimedPool(WorkerPool[Timed]):
     now = 0.0
 
     def __init__(self, nodes: Nodes, on_reply: OnReply, count: int) -> None:
-        super().__init__(nodes, on_reply, [Timed(self) for _ in range(count)])
+        super().__init__(nodes, on_reply, functools.partial(Timed, self), count)
         self.seconds = nodes.work
 
     def wait(self, busy: Sequence[Timed], timeout: float) -> Iterable[Timed]:
@@ -59,19 +60,19 @@ class TimedPool(WorkerPool[Timed]):
         return [first]
 
     def nodes_of(self, worker: Timed) -> set[int]:
-        return {node for node, each in self._worker_of.items() if each is worker}
+        return {node for node, seat in self._seats.items() if seat.worker is worker}
 
 
 class TimedGrid(LocalGrid):
     def __init__(self, work: Mapping[int, float], workers: int) -> None:
         pools = list[TimedPool]()
 
-        def make(nodes: Nodes, on_reply: OnReply, count: int) -> TimedPool:
-            pools.append(TimedPool(nodes, on_reply, count))
+        def make(nodes: Nodes, on_reply: OnReply) -> TimedPool:
+            pools.append(TimedPool(nodes, on_reply, workers))
             return pools[0]
 
         options: dict[str, Any] = {"work": list(work.values()), "node_ids": list(work)}
-        super().__init__(ClientApp(), len(work), workers=workers, pool=make, **options)
+        super().__init__(ClientApp(), len(work), pool=make, **options)
         (self.pool,) = pools
         self.start()
 
@@ -146,7 +147,7 @@ def test_a_worker_that_hangs_loses_its_own_node_only() -> None:
     assert (first.served, len(other.served)) == ([1], 2)
     grid.ask(range(2, 5), EXCHANGE_QUERY)
     assert grid.shares() == [{1}, {2, 3, 4}]
-    assert grid.pool._parked == {2, 3, 4}
+    assert {node for node, seat in grid.pool._seats.items() if seat.parked} == {2, 3, 4}
     first.until = grid.pool.now  # it no longer hangs; what was given up is not handled
     grid.ask([1])
     assert first.served == [1, 1]

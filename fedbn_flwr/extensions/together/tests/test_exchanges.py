@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,11 @@ def check(found: list[dict[str, np.ndarray]], expected: list[dict[str, np.ndarra
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "fused": FedTAN,
-    "paper": functools.partial(FedTAN, exchange="paper"),
-    "weighted by batch": functools.partial(FedTAN, weights="batch"),
-    "messages only": functools.partial(FedTAN, direct=False),
+    "paper": partial(FedTAN, exchange="paper"),
+    "weighted by batch": partial(FedTAN, weights="batch"),
+    "messages only": partial(FedTAN, direct=False),
     "forward only": FedAvgGlobalStats,
-    "FedTAN-II": functools.partial(FedTANII, fedtan_rounds=2),
+    "FedTAN-II": partial(FedTANII, fedtan_rounds=2),
     "global momentum": lambda: GlobalMomentum(FedTAN()),
 }
 
@@ -75,7 +75,7 @@ def test_every_mode_equals_messages(
     options = {"momentum": 0.5, "lr": 0.05, "epochs": 2}
     fed = federation(sizes, model=mlp, dtype=torch.float64, **options)
     expected = models_of(fed, STRATEGIES[name](), 3)
-    with fed.grid(workers=len(sizes), pool=CohortPool) as grid:
+    with fed.grid(pool=partial(CohortPool, most=len(sizes))) as grid:
         found = models_of(fed, STRATEGIES[name](), 3, grid=grid)
     check(found, expected)
     assert groups == [len(sizes)] * (2 if name == "FedTAN-II" else 3)
@@ -86,7 +86,7 @@ def both(fed: Any, strategy: Callable[..., Any], rounds: int = 2, most: int = 9)
     """Check that both ways have the same models and participants; returns the nodes in each mean, and the reasons why
     nodes were left out of the last round."""
     results = []
-    for pool in ({}, {"workers": most, "pool": CohortPool}):
+    for pool in ({}, {"pool": partial(CohortPool, most=most)}):
         made = strategy(fraction_evaluate=0.0)
         nodes = nodes_in_means(made)
         with fed.grid(**pool) as grid:
@@ -100,7 +100,7 @@ def both(fed: Any, strategy: Callable[..., Any], rounds: int = 2, most: int = 9)
 def test_the_order_of_the_clients_does_not_matter(federation: Federations, groups: list[int]) -> None:
     fed, permuted = (federation((8, 13, 6), model=mlp, dtype=torch.float64) for _ in range(2))
     permuted.data = [fed.data[place] for place in (2, 0, 1)]
-    found = [models_of(each, FedTAN(), 2, grid=each.grid(workers=3, pool=CohortPool)) for each in (fed, permuted)]
+    found = [models_of(each, FedTAN(), 2, grid=each.grid(pool=partial(CohortPool, most=3))) for each in (fed, permuted)]
     check(*found)
     assert groups == [3] * 4
 
@@ -152,7 +152,7 @@ def test_clients_of_one_model_that_cannot_be_parked_say_so(federation: Federatio
     def make_client(context: Any) -> BNClient:
         return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)
 
-    with fed.grid(client_app(make_client), workers=3, pool=CohortPool) as grid, pytest.raises(RunFailed) as error:
+    with fed.grid(client_app(make_client), pool=partial(CohortPool, most=3)) as grid, pytest.raises(RunFailed) as error:
         models_of(fed, FedTAN(), 2, grid=grid)
     assert str(error.value).count("another client is in the middle of a round with this very model") == 2
     assert groups == [3]
@@ -179,7 +179,7 @@ def test_every_client_receives_its_own_model_config_and_records(federation: Fede
 
 def test_a_client_that_fails_before_training_fails_by_itself(federation: Federations, groups: list[int]) -> None:
     fed = federation((8, 3, 12), model=mlp, dtype=torch.float64)
-    nodes, (reason,) = both(fed, functools.partial(FedTAN, min_batch=4))
+    nodes, (reason,) = both(fed, partial(FedTAN, min_batch=4))
     assert nodes == [[1, 3]] * 2
     assert "the batch of this client has 2 examples, and it refuses to exchange" in reason
     assert groups == []
@@ -188,7 +188,7 @@ def test_a_client_that_fails_before_training_fails_by_itself(federation: Federat
 def test_networks_that_cannot_are_unchanged_to_the_last_bit(federation: Federations, groups: list[int]) -> None:
     fed = federation((8, 12))
     expected = models_of(fed, FedTAN(), 2)
-    found = models_of(fed, FedTAN(), 2, grid=fed.grid(workers=2, pool=CohortPool))
+    found = models_of(fed, FedTAN(), 2, grid=fed.grid(pool=partial(CohortPool, most=2)))
     assert all(map(same, found, expected))
     assert groups == []
 
@@ -210,7 +210,7 @@ def test_a_mod_sees_every_exchange_as_a_message(federation: Federations, groups:
 
     fed = federation((8, 12), model=mlp, dtype=torch.float64)
     app = client_app(fed.make_client, mods={"query": [noting]})
-    models_of(fed, FedTAN(), 1, grid=fed.grid(app, workers=2, pool=CohortPool))
+    models_of(fed, FedTAN(), 1, grid=fed.grid(app, pool=partial(CohortPool, most=2)))
     assert kinds == ["query.exchange"] * 8
     assert groups == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def test_every_strategy_is_the_same_to_the_last_bit(name: str, federation: Feder
     kept = {"momentum": 0.5, "keep_momentum": name not in ("GlobalMomentum", "FedNova")}
     fed = federation((8, 12, 7, 8), batches=3, model=lambda: net(name != "FedWon"), lr=0.05, epochs=2, **kept)
     expected = models_of(fed, STRATEGIES[name](), 3)
-    found = models_of(fed, STRATEGIES[name](), 3, grid=fed.grid(workers=3, pool=TogetherPool))
+    found = models_of(fed, STRATEGIES[name](), 3, grid=fed.grid(pool=partial(TogetherPool, most=3)))
     assert all(map(same, found, expected))
     assert groups == [3, 1] * 3
 
@@ -97,7 +98,7 @@ def test_any_optimiser_is_the_same_to_the_last_bit(
 ) -> None:
     fed = federation((8, 12, 7), batches=2, lr=0.01, **options)
     expected = models_of(fed, FedAvg(), 3)
-    found = models_of(fed, FedAvg(), 3, grid=fed.grid(workers=3, pool=TogetherPool))
+    found = models_of(fed, FedAvg(), 3, grid=fed.grid(pool=partial(TogetherPool, most=3)))
     assert all(map(same, found, expected))
     assert groups == [3] * 3
 
@@ -106,7 +107,7 @@ def test_clients_may_share_the_model_whose_copies_stay(federation: Federations) 
     fed = federation((8, 12, 7))
     shared, app = with_one_model(fed)
     expected = models_of(fed, FedBN(), 3)
-    found = models_of(fed, FedBN(), 3, grid=fed.grid(app, workers=3, pool=TogetherPool))
+    found = models_of(fed, FedBN(), 3, grid=fed.grid(app, pool=partial(TogetherPool, most=3)))
     assert all(map(same, found, expected))
     copies = lanes._copies[shared.model]
     assert len(copies) == 3
@@ -117,7 +118,7 @@ def test_a_client_that_fails_does_so_alone(federation: Federations) -> None:
     fed = federation((8, 12, 7))
     inputs, targets = fed.data[1].batches[0]
     fed.data[1].batches[0] = inputs[:, :1], targets
-    grid, strategy = fed.grid(workers=3, pool=TogetherPool), FedAvg()
+    grid, strategy = fed.grid(pool=partial(TogetherPool, most=3)), FedAvg()
     strategy.start(grid, fed.arrays(), num_rounds=1)
     assert [reason.partition(":")[0] for reason in strategy.base.training.left_out] == ["node 2"]
 
@@ -126,7 +127,7 @@ def test_random_passes_draw_what_they_draw_alone(federation: Federations, groups
     fed = federation((8, 12, 7), model=lambda: nn.Sequential(small_net(), nn.Dropout(0.5)))
     _, app = with_one_model(fed)
     expected = models_of(fed, FedAvg(), 2)
-    found = models_of(fed, FedAvg(), 2, grid=fed.grid(app, workers=3, pool=TogetherPool))
+    found = models_of(fed, FedAvg(), 2, grid=fed.grid(app, pool=partial(TogetherPool, most=3)))
     assert all(map(same, found, expected))
     assert groups == [3]  # in the second round it is known
 
@@ -136,7 +137,7 @@ def test_rules_that_need_the_network_itself_train_alone(federation: Federations,
     strategies = [lambda: FedRep(kept=["4"]), lambda: FixBN(FedAvg(), freeze_round=1, refresh=0.1)]
     for make in strategies:
         expected = models_of(fed, make(), 2)
-        found = models_of(fed, make(), 2, grid=fed.grid(workers=3, pool=TogetherPool))
+        found = models_of(fed, make(), 2, grid=fed.grid(pool=partial(TogetherPool, most=3)))
         assert all(map(same, found, expected))
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import random
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
@@ -137,12 +137,12 @@ def doubling(place: int | None) -> nn.Module:
 
 
 NETWORKS = {
-    "none": functools.partial(mlp, None),
+    "none": partial(mlp, None),
     "batch norm": mlp,
     "batch norm without affine and statistics": lambda: mlp(
         lambda n: nn.BatchNorm1d(n, affine=False, track_running_stats=False)
     ),
-    "layer norm": functools.partial(mlp, nn.LayerNorm),
+    "layer norm": partial(mlp, nn.LayerNorm),
     "group norm": lambda: mlp(lambda n: nn.GroupNorm(3, n)),
     "residual": Residual,
 }
@@ -296,7 +296,7 @@ def test_networks_that_draw_or_count_train_alone(name: str) -> None:
 def test_such_networks_train_as_one_after_the_other(model: Callable[[], nn.Module], federation: Federations) -> None:
     fed = federation((8, 12, 11), batches=3, model=model, dtype=torch.float64, lr=0.05, epochs=2)
     expected = models_of(fed, FedAvg(), 2, with_one_model(fed))
-    grid = fed.grid(with_one_model(fed), workers=3, pool=TogetherPool)
+    grid = fed.grid(with_one_model(fed), pool=partial(TogetherPool, most=3))
     assert all(map(same, models_of(fed, FedAvg(), 2, grid=grid), expected))
 
 
@@ -324,7 +324,7 @@ def test_rules_for_each_client_have_their_own_numbers(federation: Federations, g
     """Batches of different shapes are trained in parts of the group, whose rules are theirs too."""
     fed = federation((8, 12, 11, 8), batches=3, model=mlp, dtype=torch.float64, lr=0.05, epochs=2)
     expected = models_of(fed, OwnScale(), 2)
-    found = models_of(fed, OwnScale(), 2, grid=fed.grid(workers=4, pool=TogetherPool))
+    found = models_of(fed, OwnScale(), 2, grid=fed.grid(pool=partial(TogetherPool, most=4)))
     for key in expected[-1]:
         np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-10, atol=1e-12)
     assert 4 in groups
@@ -410,11 +410,11 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_is_the_same(name: str, federation: Federations, groups: list[int]) -> None:
-    model = functools.partial(mlp, None) if name == "FedWon" else mlp
+    model = partial(mlp, None) if name == "FedWon" else mlp
     options = {"momentum": 0.5, "keep_momentum": name != "GlobalMomentum", "lr": 0.05, "epochs": 2}
     fed = federation((8, 12, 11, 8), batches=3, model=model, dtype=torch.float64, **options)
     expected = models_of(fed, STRATEGIES[name](), 3)
-    grid = fed.grid(workers=3, pool=TogetherPool)
+    grid = fed.grid(pool=partial(TogetherPool, most=3))
     found = models_of(fed, STRATEGIES[name](), 3, grid=grid)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.keys() == theirs.keys()
@@ -438,7 +438,7 @@ def test_clients_with_control_variates_of_different_rounds_are_one_group(
     fed = federation((8, 12, 7), model=mlp, dtype=torch.float64, lr=0.05)
     options = {"fraction_train": 0.67, "seed": 1}
     expected = models_of(fed, Scaffold(**options), 4)
-    found = models_of(fed, Scaffold(**options), 4, grid=fed.grid(workers=3, pool=TogetherPool))
+    found = models_of(fed, Scaffold(**options), 4, grid=fed.grid(pool=partial(TogetherPool, most=3)))
     assert groups == [(2, 1)] * 4
     for key in expected[-1]:
         np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-10, atol=1e-12)
@@ -448,14 +448,14 @@ def test_a_client_that_is_alone_begins_without_momentum(federation: Federations)
     """FedNova refuses momentum from an earlier round: one at a time, no client must seem to have any."""
     fed = federation((8, 12), model=mlp, dtype=torch.float64, momentum=0.5, lr=0.05)
     expected = models_of(fed, FedNova(), 2)
-    found = models_of(fed, FedNova(), 2, grid=fed.grid(workers=1, pool=TogetherPool))
+    found = models_of(fed, FedNova(), 2, grid=fed.grid(pool=partial(TogetherPool, most=1)))
     assert all(map(same, found, expected))
 
 
 def test_clients_may_share_the_model(federation: Federations) -> None:
     fed = federation((8, 12, 7), model=mlp, dtype=torch.float64)
     expected = models_of(fed, FedBN(), 3)
-    found = models_of(fed, FedBN(), 3, grid=fed.grid(with_one_model(fed), workers=2, pool=TogetherPool))
+    found = models_of(fed, FedBN(), 3, grid=fed.grid(with_one_model(fed), pool=partial(TogetherPool, most=2)))
     for key in expected[-1]:
         np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-11, atol=1e-12)
 
@@ -464,16 +464,16 @@ def test_a_failing_client_fails_by_itself(federation: Federations) -> None:
     fed = federation((8, 12, 7), model=mlp)
     inputs, targets = fed.data[1].batches[0]
     fed.data[1].batches[0] = inputs[:, :1], targets
-    grid, strategy = fed.grid(workers=3, pool=TogetherPool), FedAvg()
+    grid, strategy = fed.grid(pool=partial(TogetherPool, most=3)), FedAvg()
     strategy.start(grid, fed.arrays(), num_rounds=1)
     assert [reason.partition(":")[0] for reason in strategy.base.training.left_out] == ["node 2"]
 
 
 def test_many_clients_at_once_do_not_reach_the_limit_of_nested_calls(federation: Federations) -> None:
-    fed = federation((4,) * 150, batches=1, model=functools.partial(mlp, None), dtype=torch.float64)
+    fed = federation((4,) * 150, batches=1, model=partial(mlp, None), dtype=torch.float64)
     expected = models_of(fed, FedAvg(), 1)
     limit = sys.getrecursionlimit()
-    found = models_of(fed, FedAvg(), 1, grid=fed.grid(workers=150, pool=TogetherPool))
+    found = models_of(fed, FedAvg(), 1, grid=fed.grid(pool=partial(TogetherPool, most=150)))
     for key in expected[-1]:
         np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-11, atol=1e-12)
     assert sys.getrecursionlimit() == limit
@@ -483,7 +483,7 @@ def test_networks_that_cannot_are_unchanged_to_the_last_bit(federation: Federati
     fed = federation((8, 12))
     expected, found = (
         models_of(fed, FedAvg(), 2),
-        models_of(fed, FedAvg(), 2, grid=fed.grid(workers=2, pool=TogetherPool)),
+        models_of(fed, FedAvg(), 2, grid=fed.grid(pool=partial(TogetherPool, most=2))),
     )
     assert all(map(same, found, expected))
 
