@@ -171,7 +171,7 @@ def test_every_client_receives_its_own_model_config_and_records(federation: Fede
         return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)
 
     strategy = Addressed(OwnFedTAN(min_batch=1, fraction_evaluate=0.0))
-    with fed.grid(client_app(make_client), workers=3, pool=CohortPool) as grid:
+    with fed.grid(client_app(make_client), pool=partial(CohortPool, most=3)) as grid:
         strategy.start(grid, fed.arrays(), num_rounds=2)
     assert strategy.received == [{client: (client, client + 1, client + 1) for client in range(3)}] * 2
     assert groups == [3, 3]
