@@ -26,7 +26,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import configs_in, unpack
+from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import arrays_of
 
@@ -249,7 +249,7 @@ def continue_parked(context: Context, agreement: Agreement) -> Contribution:
 
 def _place(context: Context) -> tuple[Place, str]:
     """Place and number of the round in the client's state."""
-    if (record := configs_in(context.state).get(_ROUND)) is None:
+    if not isinstance(record := context.state.get(_ROUND), ConfigRecord):
         raise MessageError("the client's state has no layer-wise round, whose message 0 contains the model")
     return (str(record["run"]), context.run_id, context.node_id), str(record["number"])
 
