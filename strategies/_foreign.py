@@ -83,13 +83,15 @@ class Foreign(BaseStrategy):
         return next((getattr(each, attribute) for each in self.strategies() if hasattr(each, attribute)), None)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        """Also reset what an earlier run with this object left in it, such as moments of a server optimiser."""
+        """Also reset what an earlier run left in the strategy, such as moments, and begin a rule inside it."""
         super().begin(num_rounds, arrays)
-        with suppress(ValueError):  # it cannot be saved
-            if self._first is None:
+        if self._first is not None:  # by copies, so not in a first run: a list among them may be the caller's
+            restore(self, self._first)
+        else:
+            with suppress(ValueError):  # it cannot be saved
                 self._first = state_of(self)
-            else:  # by copies, so not in a first run: a list among them may be the caller's
-                restore(self, self._first)
+        if inner := next((each for each in self.strategies() if isinstance(each, Rule)), None):
+            inner.begin(num_rounds, arrays)
 
     def notes(self) -> Json:
         return {} if self.seed is None else {"strategy_of_flower": str(self)}
@@ -190,15 +192,20 @@ class Foreign(BaseStrategy):
         self.strategy.summary()
 
     def _state(self) -> object:
-        """The attributes of the strategy and of those inside it."""
-        return [
-            {name: value for name, value in vars(each).items() if not isinstance(value, _NOT_SAVED)}
-            for each in self.strategies()
-        ]
+        """The attributes of the strategy and of those inside it; of rules among them, the memory."""
+        return [_saved(each) for each in self.strategies()]
 
     def _load_state(self, values: Any) -> None:
-        for strategy, attributes in zip(self.strategies(), values, strict=True):
-            vars(strategy).update(attributes)
+        for strategy, saved in zip(self.strategies(), values, strict=True):
+            own = vars(strategy.memory if isinstance(strategy, Rule) else strategy)
+            for name in _saved(strategy).keys() - saved.keys():  # made later in a run
+                del own[name]
+            own.update(saved)
+
+
+def _saved(strategy: Strategy) -> dict[str, Any]:
+    own = vars(strategy.memory if isinstance(strategy, Rule) else strategy)
+    return {name: value for name, value in own.items() if not isinstance(value, _NOT_SAVED)}
 
 
 def as_rule(strategy: Strategy, seed: int | None = None) -> Rule:

@@ -33,6 +33,7 @@ from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,
+    FedBS,
     FedProx,
     FedTAN,
     FixBN,
@@ -42,6 +43,7 @@ from fedbn_flwr.strategies import (
     Scaffold,
     SiloBN,
     Standalone,
+    as_rule,
 )
 from strategies.fedavg import OLD_NAMES
 from tests.support.command import ROOT, python_blocks
@@ -428,6 +430,40 @@ def test_a_second_run_inside_a_strategy_of_another_project_begins_without_the_st
     runs = [Outer(inner).start(fed.grid(), fed.arrays(), num_rounds=3) for _ in range(2)]
     expected = unpack(make().start(fed.grid(), fed.arrays(), num_rounds=3).arrays)
     assert all(same(unpack(run.arrays), expected) for run in runs)
+
+
+class Counting(flower.FedAvg):
+    """It makes an attribute in its first round."""
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        self.rounds = getattr(self, "rounds", 0) + 1
+        return super().aggregate_train(server_round, replies)
+
+
+def test_what_a_strategy_of_flower_makes_in_a_run_is_gone_in_the_next(federation: Federations) -> None:
+    fed, theirs = federation((8, 12)), Counting()
+    around = FixBN(theirs, freeze_round=1)
+    for _ in range(2):
+        around.start(fed.grid(), fed.arrays(), num_rounds=2)
+        assert theirs.rounds == 2
+
+
+def test_a_rule_inside_a_strategy_of_flower_begins_with_each_run(federation: Federations) -> None:
+    """It knows the number of rounds, and rounds with losses that are alike are counted anew."""
+    fed, begun = federation((8, 12)), list[int]()
+
+    class Noting(FedBS):
+        def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+            begun.append(num_rounds)
+            super().begin(num_rounds, arrays)
+
+    rule = Noting(epsilon=1e9, patience=3)
+    inner = FixBN(rule, freeze_round=0.5)
+    around = as_rule(flower.DifferentialPrivacyServerSideFixedClipping(inner, 0.0, 1e6, 2))
+    for rounds in (2, 4, 2):
+        around.start(fed.grid(), whole(fed), num_rounds=rounds)
+        assert (begun.pop(), begun, inner.memory.switch_round) == (rounds, [], rounds // 2 + 1)
+        assert rule.memory.switch_round == (4 if rounds == 4 else None)
 
 
 @pytest.mark.parametrize("kind", ["ServerSide", "ClientSide"])
