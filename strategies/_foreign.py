@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -15,6 +16,7 @@ from flwr.serverapp.strategy import Strategy
 from flwr.serverapp.strategy.fedopt import FedOpt
 
 from fedbn_flwr import seeding
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
@@ -108,6 +110,10 @@ class Foreign(BaseStrategy):
             shown = record_of(of_roles(arrays, frozenset(Role) - round.hidden))
         with self._drawing("train", round.number):
             messages = list(self.strategy.configure_train(round.number, shown, round.config, round.grid))
+        counts = Counter(each.metadata.dst_node_id for each in messages)
+        if twice := [node for node, count in counts.items() if count > 1]:
+            found = f"{counts[twice[0]]} messages to node {twice[0]}"
+            raise RunFailed(f"round {round.number}: {self} sends {found}; expected one to each node")
         self.asked = self.asked_by(messages, arrays)
 
         def whole(sent: ArrayRecord) -> ArrayRecord:

@@ -167,7 +167,10 @@ class Hooks(Strategy):
         return None
 
     def config(self, round: Round) -> Config:
-        """The config keys that ask clients to apply the client rule."""
+        """The config keys that ask clients to apply the client rule.
+
+        They replace equal keys of the rules around this one, whose values are in `round.config`.
+        """
         return {}
 
     def records(self, round: Round) -> Mapping[str, Arrays]:

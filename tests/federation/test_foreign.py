@@ -432,6 +432,19 @@ def test_a_second_run_inside_a_strategy_of_another_project_begins_without_the_st
     assert all(same(unpack(run.arrays), expected) for run in runs)
 
 
+class Twice(flower.FedAvg):
+    def configure_train(self, *given: Any) -> Any:
+        messages = [*super().configure_train(*given)]
+        return [*messages, *(Message(each.content, each.metadata.dst_node_id, "train") for each in messages)]
+
+
+def test_two_messages_to_one_client_are_an_error(federation: Federations) -> None:
+    """Its replies would be one client's, of which one is used."""
+    fed = federation((8, 12))
+    with pytest.raises(RunFailed, match="round 1: Twice sends 2 messages to node 1; expected one to each node"):
+        FixBN(Twice(), freeze_round=1).start(fed.grid(), fed.arrays(), num_rounds=1)
+
+
 class Counting(flower.FedAvg):
     """It makes an attribute in its first round."""
 
