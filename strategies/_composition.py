@@ -18,16 +18,7 @@ from collections.abc import Mapping
 
 from fedbn_flwr.errors import SettingsError
 
-from ._foreign import Foreign
-from ._rule import BaseStrategy, Rule
-
-
-def broken(rule: Rule) -> Mapping[str, str]:
-    """The guarantees that a rule breaks by itself, each with the reason."""
-    if type(rule).weights in (Rule.weights, BaseStrategy.weights, Foreign.weights):
-        return rule.breaks
-    # Whatever it declares: a mean is weighted already.
-    return {"mean": "has weights() of its own, which need the single replies", **rule.breaks}
+from ._rule import Rule, broken
 
 
 def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:

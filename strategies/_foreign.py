@@ -52,6 +52,8 @@ class Foreign(BaseStrategy):
     names and keys in all replies; so they receive such replies.
     """
 
+    breaks = {}
+
     def __init__(self, strategy: Strategy, seed: int | None = None) -> None:
         super().__init__()
         self.strategy, self.seed = strategy, seed
@@ -140,13 +142,6 @@ class Foreign(BaseStrategy):
         return problems | super().compare(
             {node: reply for node, reply in replies.items() if node not in problems}, sent
         )
-
-    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        if not self.weighs and any(number_problem(reply.metrics, self.weighted_by_key) for reply in replies):
-            return [1.0] * len(replies)
-        weights = super().weights(round, replies)
-        # Another strategy may not weight by examples.
-        return weights if self.weighs or any(weights) else [1.0] * len(replies)
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         metrics = common_metrics([reply.metrics for reply in replies])

@@ -139,8 +139,9 @@ class Hooks(Strategy):
     traits: Traits = Traits()
     memory: Memory
     # The guarantees (see `_composition`) that this rule breaks, each with the reason, and those it restores. A class
-    # with a hook that sees the replies of single clients must declare what it breaks. One that restores "statistics"
-    # makes them itself: a strategy of Flower inside it receives neither statistics nor counters.
+    # with a hook that sees the replies of single clients must declare what it breaks; an `__init__` may add to it
+    # (`broken` is what counts). One that restores "statistics" makes them itself: a strategy of Flower inside it
+    # receives neither statistics nor counters.
     breaks: Mapping[str, str] = {}
     restores: frozenset[str] = frozenset()
     # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an
@@ -224,20 +225,12 @@ class Hooks(Strategy):
         if "__init__" in vars(cls):
             cls.__init__ = _calling_super(cls, checked(cls.__init__))  # type: ignore[method-assign]
         _warn_of_misspelt_hooks(cls)
-        own = [hook for hook in _OF_SINGLE_REPLIES if _is_own(cls, hook)]
-        if own and "breaks" not in vars(cls):
-            reason = f"has {own[0]}() of its own, which may use the replies of single clients"
-            cls.breaks = {**cls.breaks, "mean": f"{reason} (if it uses only their mean, declare this: breaks = {{}})"}
         if "Memory" in vars(cls) and "__dataclass_params__" not in vars(cls.Memory):  # the decorator may be left out
             cls.Memory = dataclass(cls.Memory)  # type: ignore[misc]
 
     def __str__(self) -> str:
         """The strategy's name in messages."""
         return type(self).__name__
-
-
-# Hooks that may use the replies of single clients.
-_OF_SINGLE_REPLIES = ("question", "problem", "weights", "combine", "after_round", "incoming", "accepted")
 
 
 def _calling_super(cls: type, init: Callable[..., None]) -> Callable[..., None]:
@@ -263,12 +256,6 @@ def _warn_of_misspelt_hooks(cls: type) -> None:
             alike = [hook for hook, its in _HOOKS.items() if its == parameters and hook not in vars(cls)]
             if meant := difflib.get_close_matches(name, alike, 1, 0.85):
                 log_once(f"{cls.__name__}.{name} isn't a hook; did you mean {meant[0]}?")
-
-
-def _is_own(cls: type, hook: str) -> bool:
-    """Whether a class defines a hook, or inherits it from a class that is not a rule."""
-    others = [getattr(base, hook) for base in cls.__bases__ if issubclass(base, Hooks)]
-    return hook in vars(cls) or getattr(cls, hook) not in others
 
 
 def require_norm(rule: Hooks, needed: Collection[Role], arrays: ArrayRecord, use: str, instead: str = "FedAvg") -> None:

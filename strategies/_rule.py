@@ -136,7 +136,7 @@ class Rule(Hooks):
         screening.check(lambda reply: base.form_problem(round, reply, sent))
         for rule in self.chain:
             screening.check(partial(rule.problem, round))
-        if not any("compared" in rule.breaks for rule in self.chain):
+        if not any("compared" in broken(rule) for rule in self.chain):
             problems = {**metric_problems(screening.usable), **base.compare(screening.usable, sent)}
             for name in record_names:
                 problems |= record_problems(screening.usable, name, sent)
@@ -344,7 +344,10 @@ class BaseStrategy(Rule):
         return [replace(reply, arrays=values) for reply, values in zip(replies, arrays, strict=True)]
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
-        return [float(reply.metrics[self.weighted_by_key]) for reply in replies]
+        key = self.weighted_by_key
+        known = self.weighs or not any(number_problem(reply.metrics, key) for reply in replies)
+        weights = [float(reply.metrics[key]) for reply in replies] if known else []
+        return weights if self.weighs or any(weights) else [1.0] * len(replies)
 
     def bounded(self, what: str, weights: list[float]) -> list[float]:
         """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""
@@ -391,6 +394,27 @@ class BaseStrategy(Rule):
 
     def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         """The metrics of an evaluation over all clients, whose replies have the metric `key` as weights."""
+
+
+# Hooks that may use the replies of single clients.
+_OF_SINGLE_REPLIES = ("question", "problem", "combine", "after_round", "incoming", "accepted")
+
+
+def broken(rule: Rule) -> Mapping[str, str]:
+    """The guarantees that a rule breaks by itself, each with the reason.
+
+    These are the ones in `breaks`, and "mean" for a hook that the class, or a base, adds to those of the nearest class
+    that declares `breaks`. Other weights break it whatever is declared: a mean is weighted already.
+    """
+    kind = type(rule)
+    nearest = next(place for place, each in enumerate(kind.__mro__) if "breaks" in vars(each))
+    own = [hook for hook in _OF_SINGLE_REPLIES if any(hook in vars(each) for each in kind.__mro__[:nearest])]
+    if own:
+        reason = f"has {own[0]}() of its own, which may use the replies of single clients"
+        return {"mean": f"{reason} (if it uses only their mean, declare this: breaks = {{}})", **rule.breaks}
+    if kind.weights not in (Rule.weights, BaseStrategy.weights):
+        return {"mean": "has weights() of its own, which need the single replies", **rule.breaks}
+    return rule.breaks
 
 
 def _drawn_name() -> Mapping[str, str]:

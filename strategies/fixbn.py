@@ -103,7 +103,7 @@ class FixBN(Wrapper):
         elif robust:
             raise SettingsError(f"robust is {robust}, which is for statistics that are refreshed; give refresh too")
         if robust:
-            self.breaks = {"mean": "trims the statistics of single clients"}
+            self.breaks = {**self.breaks, "mean": "trims the statistics of single clients"}
 
     def _check_others(self) -> None:
         """Raise SettingsError if one of two rules freezes the statistics that the other one refreshes."""

@@ -60,7 +60,8 @@ class MeanStatistics(Wrapper):
                 f"statistics. Use {strategy} without it"
             )
         if statistics == "median":
-            self.breaks = dict.fromkeys(("mean", "pooled"), "takes the median of the clients' statistics")
+            reason = "takes the median of the clients' statistics"
+            self.breaks = {**self.breaks, "mean": reason, "pooled": reason}
             self.restores = frozenset({"statistics"})
         self.statistics = statistics
         self.traits = replace(self.traits, pooled=statistics == "pooled")

@@ -40,6 +40,7 @@ from fedbn_flwr.strategies import (
     Scaffold,
     Traits,
     Wrapper,
+    broken,
     restore,
     state_of,
 )
@@ -447,6 +448,28 @@ def test_a_guarantee_of_its_own_is_broken_and_restored() -> None:
     words = "Fades fades, and NeedsColour needs its colour; wrap it: NeedsColour(Dyes(Fades()))"
     with pytest.raises(SettingsError, match=f"^{re.escape(words)}$"):
         NeedsColour(FixBN(Fades()))
+
+
+class PaleMedian(MeanStatistics):
+    breaks = {"colour": "fades"}
+
+
+class PaleTrimmed(FixBN):
+    breaks = {"colour": "fades"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PaleMedian(FedAvg(), statistics="median"),
+        lambda: PaleTrimmed(FedAvg(), freeze_round=1, refresh=0.5, robust=0.1),
+    ],
+)
+def test_what_an_argument_breaks_adds_to_what_the_class_declares(make: Callable[[], Any]) -> None:
+    rule = make()
+    assert broken(rule).keys() >= {"colour", "mean"}
+    with pytest.raises(SettingsError, match="fades, and NeedsColour needs its colour"):
+        NeedsColour(rule)
 
 
 def test_messages_pass_from_the_inside_out_and_replies_from_the_outside_in(federation: Federations) -> None:

@@ -26,7 +26,7 @@ from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import is_taken
-from fedbn_flwr.strategies import restore
+from fedbn_flwr.strategies import broken, restore
 from fedbn_flwr.tasks import Task
 
 from ..listeners.dynamics import Dynamics
@@ -144,7 +144,7 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
         trained={**before.trained, **dict.fromkeys(trained, number)},
         replies=used if run.evaluate.dynamics else (),
         line=line,
-        clients={} if "inside" in rule.breaks else values_of(used, "examples", named),
+        clients={} if "inside" in broken(rule) else values_of(used, "examples", named),
         checkpoint_round=before.checkpoint_round,
     )
 
