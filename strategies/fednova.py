@@ -99,6 +99,7 @@ class FedNovaClient(ClientRule):
         NORMALISED: Key("true", f"report `{EFFECTIVE_STEPS}`, the sum of its gradients' coefficients in its change")
     }
     order = 2  # begins after the rules that load momentum
+    elementwise = True
 
     def begin(self, w: Tensors) -> Memo:
         optimizer = self.local.optimizer

@@ -42,6 +42,7 @@ class FedProxClient(ClientRule):
     """Adds mu/2 ||w - w_t||^2 to the loss by adding its gradient mu (w - w_t), which needs no autograd graph."""
 
     keys = {PROXIMAL_MU: Key("float", "add mu/2 times the squared distance to the received parameters (Flower's key)")}
+    elementwise = True
 
     def begin(self, w: Tensors) -> Memo:
         return {"received": clone(self.local.received(w))}  # w_t

@@ -54,8 +54,6 @@ class FedWonClient(ClientRule):
     keys = {CLIP: Key("float", "clip gradients adaptively with this factor, except in the last linear layer")}
     order = 1  # clips the gradients that the other rules have changed
 
-    elementwise = False  # it measures the norms of units
-
     def begin(self, w: Tensors) -> Memo:
         model = self.local.model
         linear = [module for module in model.modules() if isinstance(module, nn.Linear)]

@@ -102,6 +102,7 @@ class ScaffoldClient(ClientRule):
     }
     may_differ = {CONTROL_ROUND}  # clients that joined in different rounds
     order = -1  # before the other rules: g_i is the unchanged gradient
+    elementwise = True
 
     def begin(self, w: Tensors) -> Memo:
         self.known = int(self.local.config.get(CONTROL_ROUND, 0))  # the server has added the c_i of this round

@@ -104,15 +104,16 @@ class ClientRule:
     # Keys that `adjust` does not use, so that clients with different values may train at once.
     may_differ: ClassVar[Collection[str]] = ()
     order: ClassVar[int] = 0  # the rules of a round run in ascending order
-    # Whether `adjust` treats each element of the gradients alone, and uses no attribute that differs between clients:
-    # of clients that train at once, the `adjust` of one is then called for all.
-    elementwise: ClassVar[bool] = True
+    # Whether `adjust`, as this class has it, treats each element of the gradients alone, and uses no attribute that
+    # differs between clients: of clients that train at once, the `adjust` of one is then called for all.
+    elementwise: ClassVar[bool] = False
     # Whether the rule has a `loss` or changes the model: then its rounds are not compiled, and each trains alone.
     own_passes: bool = False
     frozen: frozenset[Role] = frozenset()  # roles of batch norm's arrays that keep the received values
 
     def __init_subclass__(cls) -> None:
         cls.own_passes = cls.own_passes or cls.loss is not ClientRule.loss
+        cls.elementwise = vars(cls).get("elementwise", cls.elementwise and "adjust" not in vars(cls))
         own = vars(cls).get("keys", {})
         for key in own:
             ours = _OURS.get(key, "").rpartition(".")[2]  # without the package, which has two names in a checkout

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedbn_flwr import seeding
 from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.optimizers import SGD
-from fedbn_flwr.client.rule import Loss, Memo, Tensors
+from fedbn_flwr.client.rule import ClientRule, Loss, Memo, Tensors
 from fedbn_flwr.client.training import Trained, Training, backpropagate, train
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, no_exchange
@@ -177,6 +177,8 @@ class _Group:
         self.rows = sorted(rows, key=lambda row: -row.examples)
         first = self.rows[0]
         self.training, self.network = first.training, first.network
+        rules = enumerate(self.training.rules)
+        self.adjusting = [place for place, rule in rules if type(rule).adjust is not ClientRule.adjust]
         self.tensors = _stacked([row.tensors for row in self.rows])
         self.total = torch.zeros(len(rows), dtype=torch.float64, device=self.training.device)
 
@@ -253,7 +255,8 @@ class _Group:
     def _step(self, rows: Sequence[Row], w: Tensors, g: Tensors, momentum: Tensors, memos: Sequence[Memo]) -> None:
         """A step of rows with these tensors, along the gradients g after the client rules have changed them."""
         optimizer = self.training.optimizer
-        for number, (rule, memo) in enumerate(zip(self.training.rules, memos, strict=True)):
+        for number in self.adjusting:
+            rule, memo = self.training.rules[number], memos[number]
             if rule.elementwise:
                 rule.adjust(w, g, memo)
             else:

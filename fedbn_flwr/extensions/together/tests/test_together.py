@@ -45,6 +45,7 @@ from fedbn_flwr.strategies import (
     SiloBN,
     Standalone,
 )
+from fedbn_flwr.strategies.fedprox import FedProxClient  # type: ignore[import-untyped]
 from tests.support.federations import models_of, same
 from tests.support.fixtures import small_net
 
@@ -304,7 +305,6 @@ class OwnScaleClient(ClientRule):
     """A rule with a number of its own, from the client's data."""
 
     keys: ClassVar[dict[str, Key]] = {"test.own-scale": Key("float", "a test's key")}
-    elementwise = False
 
     def begin(self, w: Tensors) -> Memo:
         self.scale = next(iter(self.local.epoch(0)))[0].std().item()
@@ -328,6 +328,21 @@ def test_rules_for_each_client_have_their_own_numbers(federation: Federations, g
     for key in expected[-1]:
         np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-10, atol=1e-12)
     assert 4 in groups
+
+
+def test_a_class_says_for_its_own_adjust_that_it_is_elementwise() -> None:
+    class Renamed(FedProxClient):
+        pass
+
+    class Halved(FedProxClient):
+        def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
+            raise NotImplementedError
+
+    class Doubled(Halved):
+        elementwise = True
+
+    kinds = (ClientRule, FedProxClient, Renamed, Halved, Doubled)
+    assert [kind.elementwise for kind in kinds] == [False, True, True, False, True]
 
 
 @pytest.mark.parametrize("name", ["", "0", "2"])
@@ -404,6 +419,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "refreshed": lambda: FixBN(FedAvg(), freeze_round=1, refresh=0.1),  # stacked networks would call no hooks
     "frozen affine": lambda: FixBN(FedProx(proximal_mu=0.1), freeze_round=1, freeze=("statistics", "affine")),
     "GlobalMomentum": lambda: GlobalMomentum(FedAvg()),
+    "FedNova": FedNova,
     "FedWon": lambda: FedWon(clip=0.01),
 }
 
@@ -411,7 +427,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_is_the_same(name: str, federation: Federations, groups: list[int]) -> None:
     model = partial(mlp, None) if name == "FedWon" else mlp
-    options = {"momentum": 0.5, "keep_momentum": name != "GlobalMomentum", "lr": 0.05, "epochs": 2}
+    options = {"momentum": 0.5, "keep_momentum": name not in ("GlobalMomentum", "FedNova"), "lr": 0.05, "epochs": 2}
     fed = federation((8, 12, 11, 8), batches=3, model=model, dtype=torch.float64, **options)
     expected = models_of(fed, STRATEGIES[name](), 3)
     grid = fed.grid(pool=partial(TogetherPool, most=3))
