@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from logging import ERROR
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -70,7 +70,8 @@ class _App(ClientApp):
         self._given = make_client, mods
         parameters = inspect.signature(make_client).parameters.values()
         places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        self._wants = sum(each.default is each.empty or each.name == "config" for each in places)
+        wants = sum(each.default is each.empty or each.name == "config" for each in places)
+        self._make: Callable[..., NumPyClient] = lambda *given: make_client(*given[:wants])
         kinds = ("train", "evaluate", "query")
         around = mods if isinstance(mods, Mapping) else dict.fromkeys(kinds, mods)
         if unknown := sorted(around.keys() - {*kinds}):
@@ -100,43 +101,19 @@ class _App(ClientApp):
 
     def _handle(self, task: str, handle: Handler, message: Message, context: Context) -> Message:
         """Restore the node's state, answer the message and save the state; an error names the client and the task."""
-        call: Callable[[Message, Context], Message] = functools.partial(self._call_handler, handle)
-        config, by_key = _config(message), declared("client_mods")
+        asked = Asked(self._make, message, context, dict(config_of(message.content)))
+        call: Callable[[Message, Context], Message] = functools.partial(asked.answer, handle)
+        of_mods = declared("client_mods")
         try:
             if handle is _extension:  # it uses only volatile records, which the state folder never has
                 return call(message, context)
-            with stored_state(message, config, context):
-                for mod in dict.fromkeys(part("client_mods", key) for key in config if key in by_key):
+            with stored_state(message, asked.config, context):
+                for mod in dict.fromkeys(part("client_mods", key) for key in asked.config if key in of_mods):
                     call = functools.partial(mod, call_next=call)
                 return call(message, context)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
             # In an experiment the server reports the error, so the log here need not.
-            raise _client_error(context, task, error, "" if protocol.TOKEN in config else _ONLY_LOGGED) from error
-
-    def _call_handler(self, handle: Handler, message: Message, context: Context) -> Message:
-        config = _config(message)
-        make = functools.partial(self._make_client, context, config)
-        return Message(handle(make, message, config, context), reply_to=message)
-
-    def _make_client(self, context: Context, config: Config) -> BNClient | _Other:
-        """The client that answers a message."""
-        make_client: Callable[..., NumPyClient] = self._given[0]
-        client = make_client(*(context, config)[: self._wants])
-        if not isinstance(client, NumPyClient):
-            raise MessageError(
-                f"make_client() returned {'None' if client is None else f'a {type(client).__name__}'}; expected a "
-                "BNClient or another NumPyClient, without .to_client()"
-            )
-        if not isinstance(client, BNClient):
-            return _Other(client)
-        for name, called in (("fit", "train_round"), ("evaluate", "evaluate_round")):
-            if getattr(type(client), name) is not getattr(BNClient, name):
-                raise MessageError(
-                    f"{type(client).__name__} overrides {name}(), which client_app does not call; override "
-                    f"{called}() instead"
-                )
-        client.attach(context)
-        return client
+            raise _client_error(context, task, error, "" if protocol.TOKEN in asked.config else _ONLY_LOGGED) from error
 
 
 def _client_error(context: Context, task: str, error: BaseException, note: str = "") -> ClientFailed:
@@ -194,15 +171,58 @@ class _Other:
 
 # --- one handler per kind of message -----------------------------------------
 
-Make = Callable[[], BNClient | _Other]
-Handler = Callable[[Make, Message, Config, Context], RecordDict]
+
+class Asked(NamedTuple):
+    """A message to a node, and what its answer needs."""
+
+    make_client: Callable[..., NumPyClient]
+    message: Message
+    context: Context
+    config: Config
+
+    def answer(self, handle: Handler, message: Message, context: Context) -> Message:
+        """The reply to this message, or to another that a mod has made of it."""
+        config = self.config if message is self.message else dict(config_of(message.content))
+        return Message(handle(Asked(self.make_client, message, context, config)), reply_to=message)
+
+    def client(self) -> BNClient | _Other:
+        client = self.make_client(self.context, self.config)
+        if not isinstance(client, NumPyClient):
+            raise MessageError(
+                f"make_client() returned {'None' if client is None else f'a {type(client).__name__}'}; expected a "
+                "BNClient or another NumPyClient, without .to_client()"
+            )
+        if not isinstance(client, BNClient):
+            return _Other(client)
+        for name, called in (("fit", "train_round"), ("evaluate", "evaluate_round")):
+            if getattr(type(client), name) is not getattr(BNClient, name):
+                raise MessageError(
+                    f"{type(client).__name__} overrides {name}(), which client_app does not call; override "
+                    f"{called}() instead"
+                )
+        client.attach(self.context)
+        return client
+
+    def reply(self, update: Update) -> RecordDict:
+        extras = {name: pack(arrays) for name, arrays in update.extras.items()}
+        return RecordDict(
+            {"arrays": pack(update.arrays), "metrics": _numbers(update.metrics), **self.claim(), **extras}
+        )
+
+    def claim(self) -> dict[str, ConfigRecord]:
+        """The partition, in a record of its own because Flower's strategies average all metrics."""
+        return {"client": ConfigRecord(place)} if (place := partition_metric(self.context)) else {}
 
 
-def _train(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    if protocol.EXCHANGE_STEP in config:
-        return _train_by_messages(make, message, config, context)
-    client, extras = client_without_parked_round(make, config, context), other_arrays(message.content)
-    return _reply(client.train_round(_take_model(message.content), config, extras), context)
+Handler = Callable[[Asked], RecordDict]
+
+
+def _train(asked: Asked) -> RecordDict:
+    if protocol.EXCHANGE_STEP in asked.config:
+        return _train_by_messages(asked)
+    client = client_without_parked_round(asked.client, asked.config, asked.context)
+    extras = other_arrays(asked.message.content)
+    return asked.reply(client.train_round(_take_model(asked.message.content), asked.config, extras))
 
 
 def _take_model(content: RecordDict) -> Arrays:
@@ -213,41 +233,37 @@ def _take_model(content: RecordDict) -> Arrays:
     return unpack(record)
 
 
-def _evaluate(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    metrics = make().evaluate_round(unpack(sent_model(message.content)), config)
-    return RecordDict({"metrics": _numbers(metrics), **_claim(context)})
+def _evaluate(asked: Asked) -> RecordDict:
+    metrics = asked.client().evaluate_round(unpack(sent_model(asked.message.content)), asked.config)
+    return RecordDict({"metrics": _numbers(metrics), **asked.claim()})
 
 
-def _partition(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
+def _partition(asked: Asked) -> RecordDict:
+    context = asked.context
     own = {protocol.OWN_DATA: "data-path" in context.node_config} if _has_own_data(context) else {}
-    if config.get(protocol.READY):
-        client = make()  # an error in the site's data or model appears before any training
-        if own and (allowed := config.get(protocol.EXCHANGE_MIN_BATCH)):
+    if asked.config.get(protocol.READY):
+        client = asked.client()  # an error in the site's data or model appears before any training
+        if own and (allowed := asked.config.get(protocol.EXCHANGE_MIN_BATCH)):
             check_batch(client.batch_examples(), allowed=int(allowed), own=client.min_batch)
-    return RecordDict({"metrics": _numbers(partition_metric(context) | own | return_to_round(config, context))})
+    return RecordDict({"metrics": _numbers(partition_metric(context) | own | return_to_round(asked.config, context))})
 
 
-def _claim(context: Context) -> dict[str, ConfigRecord]:
-    """The partition, in a record of its own because Flower's strategies average all metrics."""
-    return {"client": ConfigRecord(place)} if (place := partition_metric(context)) else {}
+def _statistics(asked: Asked) -> RecordDict:
+    return asked.reply(asked.client().statistics_round(unpack(sent_model(asked.message.content)), asked.config))
 
 
-def _statistics(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    return _reply(make().statistics_round(unpack(sent_model(message.content)), config), context)
+def _measure(asked: Asked) -> RecordDict:
+    records = {name: unpack(record) for name, record in arrays_in(asked.message.content).items()}
+    return asked.reply(asked.client().measure_round(asked.config, records))
 
 
-def _measure(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    records = {name: unpack(record) for name, record in arrays_in(message.content).items()}
-    return _reply(make().measure_round(config, records), context)
+def _sums(asked: Asked) -> RecordDict:
+    return RecordDict({"arrays": pack({"sums": asked.client().sums()}), **asked.claim()})
 
 
-def _sums(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    return RecordDict({"arrays": pack({"sums": make().sums()}), **_claim(context)})
-
-
-def _extension(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    action = message.metadata.message_type.split(".")[1]
-    return RecordDict({**part("queries", action)(message.content, context), **_claim(context)})
+def _extension(asked: Asked) -> RecordDict:
+    action = asked.message.metadata.message_type.split(".")[1]
+    return RecordDict({**part("queries", action)(asked.message.content, asked.context), **asked.claim()})
 
 
 # --- layer-wise rounds -------------------------------------------------------
@@ -262,11 +278,10 @@ def _exchange(context: Context, agreement: Agreement) -> Contribution:
         raise _client_error(context, _LAYERWISE, error) from error
 
 
-def _train_by_messages(make: Make, message: Message, config: Config, context: Context) -> RecordDict:
-    extras = other_arrays(message.content)
-    # An _Other raises an error for the keys of exchanges.
-    outcome = train_by_messages(make, message.content, config, extras, context)  # type: ignore[arg-type]
-    return contribution_to_records(outcome) if isinstance(outcome, Contribution) else _reply(outcome, context)
+def _train_by_messages(asked: Asked) -> RecordDict:
+    content, make = asked.message.content, asked.client  # an _Other raises an error for the keys of exchanges
+    outcome = train_by_messages(make, content, asked.config, other_arrays(content), asked.context)  # type: ignore[arg-type]
+    return contribution_to_records(outcome) if isinstance(outcome, Contribution) else asked.reply(outcome)
 
 
 _HANDLERS: dict[str, tuple[str, Handler]] = {
@@ -281,15 +296,6 @@ _HANDLERS: dict[str, tuple[str, Handler]] = {
 
 
 # --- records -----------------------------------------------------------------
-
-
-def _config(message: Message) -> Config:
-    return dict(config_of(message.content))
-
-
-def _reply(update: Update, context: Context) -> RecordDict:
-    extras = {name: pack(arrays) for name, arrays in update.extras.items()}
-    return RecordDict({"arrays": pack(update.arrays), "metrics": _numbers(update.metrics), **_claim(context), **extras})
 
 
 def _numbers(metrics: Metrics) -> MetricRecord:
