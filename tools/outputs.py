@@ -194,7 +194,7 @@ def time_to_accuracy() -> Table:
     return (
         "strategy",
         "rounds to 90 %",
-        "faster than FedTAN if a round trip exceeds, 2 exchanges",
+        "overtakes FedTAN above a round trip of (2 exchanges)",
         "with 38 exchanges",
     ), rows
 
