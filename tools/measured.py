@@ -103,6 +103,12 @@ def coverage() -> tuple[int, int, int]:
     return in_full, sum(map(bool, rows.values())) - in_full, len(rows)
 
 
+def covered() -> Table:
+    whole, part, rows = coverage()
+    titles = "published results", "measured in full", "in part", "not measured"
+    return titles, [(str(rows), str(whole), str(part), str(rows - whole - part))]
+
+
 def status(item: Mapping[str, Any]) -> tuple[str, str]:
     """What was measured of an item, and with how many seeds of the experiment's."""
     if "test" in item:

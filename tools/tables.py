@@ -31,7 +31,7 @@ from fedbn_flwr.client.rule import ClientRule, known_keys
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partitions import KINDS
 from fedbn_flwr.experiment import settings
-from fedbn_flwr.experiment.file.content import KEYS_OF_A_FILE, read_content, shipped_experiments
+from fedbn_flwr.experiment.file.content import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.registry import STRATEGIES, class_of
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.norms.convert import NORMS
@@ -194,14 +194,6 @@ def datasets() -> Table:
     return columns, rows
 
 
-def experiments() -> Table:
-    """The shipped experiments of papers, without those to start with."""
-    rows: list[Row] = [
-        (f"`{name}`", read_content(name)[0]["description"]) for name in shipped_experiments() if "/" in name
-    ]
-    return ("experiment", "content"), rows
-
-
 def keys() -> Table:
     rows: list[Row] = [(f"`{name}`", key.value, key.asks) for name, key in sorted(known_keys().items())]
     return ("key", "value", "asks the client to"), rows
@@ -276,7 +268,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "models": models,
     "norms": norms,
     "datasets": datasets,
-    "experiments": experiments,
     "keys": keys,
     "names": names,
     "api": api,
@@ -301,6 +292,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         ]
     },
     "papers": measured.papers,
+    "coverage": measured.covered,
     **results.TABLES,
     **concepts.TABLES,
     **outputs.TABLES,
