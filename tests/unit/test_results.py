@@ -206,7 +206,7 @@ def test_the_page_of_claims_counts_them() -> None:
     of_fedtan = [row for row in supported if str(row[1]).startswith("FedTAN,")]
     assert sum(int(str(row[1])) for row in results.verdicts()[1]) == len(every)
     page = " ".join(PAGES["claims.md"].split())
-    assert f"Of the papers' {len(every)} claims {len(supported)} are supported here" in page
+    assert f"Of the papers' {len(every)} claims, {len(supported)} are supported here" in page
     assert f"; {len(of_fedtan)} of these are FedTAN's, on MNIST or on costs." in page
     assert all("CIFAR" not in f"{row[0]}{row[3]}" for row in of_fedtan)
 
