@@ -88,4 +88,6 @@ def parse_pairs(values: Sequence[str], option: str) -> Draft:
     try:
         return dict(parse_config_args(list(values)))
     except Exception as error:  # any error of Flower's TOML parser
-        raise SettingsError(f"{option} {' '.join(values)!r} cannot be read: {error}") from None
+        raise SettingsError(
+            f"{option} {' '.join(values)!r} cannot be read: {error}; texts need quotes, such as name='text'"
+        ) from None

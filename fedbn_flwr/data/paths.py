@@ -67,7 +67,7 @@ def check_rights(name: Path, *below: Path) -> None:
         if path.exists() and not os.access(path, rights, effective_ids=True):
             status = path.stat()
             raise DataError(
-                f"data.name={str(name)!r} cannot be read by the user of this process, uid {os.geteuid()}; give this "
+                f"{str(name)!r} cannot be read by the user of this process, uid {os.geteuid()}; give this "
                 "user the right to read it and all in it, for instance by chmod -R a+rX or an access control list",
                 f": {str(path)!r} has the rights {stat.filemode(status.st_mode)} and belongs to uid {status.st_uid}",
             )

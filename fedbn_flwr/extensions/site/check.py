@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
             "flower-supernode; only these are checked. The exit code is 1 if a check fails."
         ),
         epilog=(
-            "Example: fedbn check --superlink fl.example.org:8000 --root-certificates keys/ca.crt "
+            "Example: fedbn check --superlink fl.example.org:8443 --root-certificates keys/ca.crt "
             "--auth-supernode-private-key keys/node.key --node-config \"data-path='/srv/data'\" mine.yaml"
         ),
     )
@@ -61,7 +61,9 @@ def check(arguments: argparse.Namespace) -> int:
         ),
         needs.asked(
             "server",
-            needs.check_server(address, ca, insecure=arguments.insecure) if address else (),
+            needs.check_server(address, ca, insecure=arguments.insecure)
+            if address and (ca is None or ca.is_file())
+            else (),
             "correct the root certificate first",
         ),
         needs.asked(
@@ -77,13 +79,17 @@ def check(arguments: argparse.Namespace) -> int:
         ),
         needs.asked(
             "data",
-            needs.check_data(experiment, node) if experiment is not None or "data-path" in node else (),
+            needs.check_data(experiment, node),
             "correct the data, the node config or the experiment",
         ),
         needs.asked("GPU", needs.check_gpu(experiment), "install PyTorch for CUDA, or set engine.device to auto"),
     )
     counts = {"ok": 0, "warning": 0, "FAILED": 0}
+    told: set[str] = set()
     for found in answers:
+        if found.found in told:  # the data too can't be read with a wrong node config
+            continue
+        told.add(found.found)
         counts[found.status] += 1
         cure = f"\n         {'':16}   -> {found.cure}" if found.cure else ""
         print(f"{found.status.ljust(7)}  {found.name.ljust(18)} {found.found}{cure}", flush=True)

@@ -32,8 +32,9 @@ from flwr.app import Context, RecordDict
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 from torch import Tensor
 
-from fedbn_flwr import __version__
+from fedbn_flwr import __version__, named
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.paths import check_rights
 from fedbn_flwr.errors import FedbnError, few
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of
@@ -70,6 +71,8 @@ def asked(name: str, answers: Iterable[Check], cure: str) -> Iterator[Check]:
     except Failed as failed:
         found, *own = failed.args
         yield Check(name, "FAILED", found, *own or [cure])
+    except FileNotFoundError as error:
+        yield Check(name, "FAILED", f"{error.filename}: there is no such file", cure)
     except (OSError, FedbnError) as error:
         yield Check(name, "FAILED", str(error), cure)
 
@@ -124,7 +127,8 @@ def check_server(address: str, authority: Path | None, *, insecure: bool = False
         except ssl.SSLError as error:
             raise _tls_problem(error, address) from None
         except OSError as error:
-            raise Failed(f"{address}: {error.strerror or error}", "start the SuperLink; check the port") from None
+            cure = "check host and port (8443 for sites); ask the operator whether the server runs"
+            raise Failed(f"{address}: {error.strerror or error}", cure) from None
         der = None if insecure else connection.sock.getpeercert(binary_form=True)  # type: ignore[union-attr]
         yield from _health(address, connection, insecure=insecure)
     if der is not None:
@@ -136,7 +140,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
-        raise Failed(f"the address is {address!r}", "give HOST:PORT, as fl.example.org:8000")
+        raise Failed(f"the address is {address!r}", "give HOST:PORT, such as fl.example.org:8443")
     return host, int(port)
 
 
@@ -153,7 +157,7 @@ def _health(address: str, connection: HTTPConnection, *, insecure: bool) -> Iter
             cure = "give --root-certificates in place of --insecure, or correct the port"
             raise Failed(f"{address} does not answer HTTP requests without TLS ({error})", cure) from None
         found = f"{address} has TLS, but does not answer HTTP requests ({error})"
-        cure = "check that this is the SuperLink's port (8000), not that of the exchange service"
+        cure = "check that this is the port for sites (8443), not that of the exchange service"
         yield Check("server", "warning", found, cure)
         return
     # A reverse proxy may offer only the paths of sites, which are below /v1/fleet/.
@@ -256,17 +260,23 @@ def check_state(folder: Path) -> Iterator[Check]:
 
 
 def check_data(experiment: Experiment | None, node: Config) -> Iterator[Check]:
-    """Whether the site's data can be read and fit the experiment. The answer describes them."""
-    runs = experiment.runs if experiment is not None else (Settings(),)
+    """Whether the site's data can be read and fit the experiment, without which nobody knows how to read them."""
+    if "data-path" in node:
+        folder = named.path_of(given := str(node["data-path"]))
+        check_rights(folder, *folder.rglob("*"))
+        if not folder.exists():
+            raise Failed(f"data-path={given!r}: there is no such file or folder")
+        if experiment is None:
+            yield Check("data", "ok", f"{given}: can be read; name the experiment too, to check the data for it")
     checks: list[Check] = []
-    for run in runs:
-        for check in _data_of_run(run, node, expected=experiment is not None):
+    for run in experiment.runs if experiment is not None else ():
+        for check in _data_of_run(run, node):
             if check not in checks:  # most runs have the same data
                 checks.append(check)
                 yield check
 
 
-def _data_of_run(run: Settings, node: Config, *, expected: bool) -> Iterator[Check]:
+def _data_of_run(run: Settings, node: Config) -> Iterator[Check]:
     run = run.model_copy(update={"engine": run.engine.model_copy(update={"device": "cpu"})})
     parts = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={}))
     dataset, (train, test) = parts.dataset, parts.part
@@ -279,8 +289,6 @@ def _data_of_run(run: Settings, node: Config, *, expected: bool) -> Iterator[Che
     if "data-path" in node and (absent := _classes_without_examples(dataset, train)):
         cure = "fine if this site has no such examples; otherwise correct the labels, or data.class_names"
         yield Check("classes", "warning", f"{where}: no training examples of {few(absent, 10)}", cure)
-    if not expected:
-        return
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"))
     yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these examples")
     if allowed := make_rule(run).traits.min_batch:

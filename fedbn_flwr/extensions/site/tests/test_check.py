@@ -217,7 +217,7 @@ def test_every_check_is_a_line_with_its_cure(keys: Path, capsys: pytest.CaptureF
     assert cli.main(["check", "--auth-supernode-private-key", str(keys / "no.key")]) == 1
     lines = capsys.readouterr().out.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("FAILED   key"))
-    assert "No such file" in lines[at]
+    assert lines[at].endswith("no.key: there is no such file")
     assert lines[at + 1].strip().startswith("-> ")
     assert lines[-1].endswith(" 1 failed")
 
@@ -287,8 +287,14 @@ def test_a_server_that_cannot_be_trusted_or_reached_is_named(
         assert (code, plain["server"]["status"]) == (1, "FAILED")
         assert f"{address} does not answer HTTP requests without TLS" in plain["server"]["found"]
         assert "in place of --insecure" in plain["server"]["cure"]
-    assert "refused" in server(address)["found"]  # closed by now
-    assert "cannot resolve" in server("no-such-host.invalid:8000")["found"]
+    closed = server(address)
+    assert "refused" in closed["found"]
+    assert "(8443 for sites); ask the operator" in closed["cure"]
+    code, missing = check(capsys, "--root-certificates", tmp_path / "no.crt", "--superlink", address)
+    assert code == 1
+    assert missing["root certificate"]["found"].endswith("no.crt: there is no such file")
+    assert "server" not in missing
+    assert "cannot resolve" in server("no-such-host.invalid:8443")["found"]
     assert "HOST:PORT" in server("localhost")["cure"]
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         found = server(f"127.0.0.1:{silent.getsockname()[1]}")
@@ -306,7 +312,7 @@ def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, caps
     config = ["--node-config", f"data-path='{tmp_path / 'examples'}' state='{tmp_path}'"]
     code, found = check(capsys, *config)
     assert code == 0
-    assert "8 training and 4 test examples of shape [3, 12, 10]; classes: cat: 4, dog: 4" in found["data"]["found"]
+    assert "can be read; name the experiment too" in found["data"]["found"]
     assert "can be written to" in found["state folder"]["found"]
     site = ["{data: {classes: 3, channels: 3, size: [12, 10], normalise: unit}, evaluate: {server: false}}"]
     code, found = check(capsys, *config, *site)
@@ -317,26 +323,42 @@ def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, caps
     assert "at least 12x12 pixels; these have 12x10" in found["data"]["found"]
     code, found = check(capsys, *config, *site, "data.classes=2")
     assert code == 0
+    assert "8 training and 4 test examples of shape [3, 12, 10]; classes: cat: 4, dog: 4" in found["data"]["found"]
     code, found = check(capsys, *config, *site, "data.classes=null", "data.class_names=[cat, dog, owl]")
     assert code == 0
     assert "owl: 0" in found["data"]["found"]
     shutil.copytree(tmp_path / "examples", tmp_path / "broken")
     (tmp_path / "broken" / "train" / "cat" / "0.png").write_bytes(b"no image")
-    code, found = check(capsys, "--node-config", f"data-path='{tmp_path / 'broken'}'")
+    code, found = check(capsys, "--node-config", f"data-path='{tmp_path / 'broken'}'", *site, "data.classes=2")
     assert code == 1
     assert "0.png" in found["data"]["found"]
     code, found = check(capsys, "--node-config", "data-path='/no/such/folder'")
     assert code == 1
-    assert "/no/such/folder" in found["data"]["found"]
+    assert found["data"]["found"] == "data-path='/no/such/folder': there is no such file or folder"
     code, found = check(capsys, "--node-config", "data-pth='/data'")
     assert code == 1
     assert "'data-path'" in found["node config"]["found"]
+    code, found = check(capsys, "--node-config", "data-pth='/data'", "quick")
+    assert "data" not in found, "the same text again"
+    assert cli.main(["check", "--node-config", "partition-id=x"]) == 2
+    assert "texts need quotes, such as name='text'" in capsys.readouterr().err
     code, found = check(capsys, "--node-config", "partition-id=0 num-partitions=5", "quick")
     assert code == 1
     assert "has partition-id=0 and num-partitions=5, but the experiment has clients=3;" in found["data"]["found"]
     code, found = check(capsys, "quick")
     assert code == 1
     assert "this node has no partition-id, but the experiment has clients=3; set" in found["data"]["found"]
+
+
+def test_without_an_experiment_only_the_rights_of_the_data_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The number of sites, and the columns of a table, are in the experiment."""
+    option, config = patients(tmp_path / "site")
+    for numbers in ("", " partition-id=1 num-partitions=2"):
+        code, found = check(capsys, option, config + numbers)
+        assert code == 0, found
+        assert found["data"]["found"].startswith(f"{tmp_path / 'site'}: can be read;")
 
 
 @pytest.mark.parametrize(
