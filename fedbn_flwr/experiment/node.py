@@ -306,9 +306,10 @@ def checked_client_number(context: Context, clients: int) -> int:
     if type(client) is not int or partitions != clients or not 0 <= client < clients:
         given = f"partition-id={client!r} and num-partitions={partitions!r}"
         found = "no partition-id" if client is None else given
+        own = "" if "data-path" in node else ", or \"data-path='...'\" for a site with its own data"
         raise SettingsError(
             f"this node has {found}, but the experiment has clients={clients}; set --node-config "
-            f'"partition-id=... num-partitions={clients}", or "data-path=\'...\'" for a site with its own data'
+            f'"partition-id=N num-partitions={clients}" with N from 0 to {clients - 1}{own}'
         )
     return client
 

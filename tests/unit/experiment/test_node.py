@@ -15,7 +15,7 @@ from torch import nn
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.node import make_client
+from fedbn_flwr.experiment.node import checked_client_number, make_client
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import Role
 
@@ -93,6 +93,14 @@ def test_a_node_config_with_a_misspelt_key_is_refused(key: str, near: str) -> No
     with pytest.raises(SettingsError, match=f"unknown key '{key}'; did you mean '{near}'") as refused:
         client_of(0, SETTINGS.format(norm="bn"), **{key: "/srv/data"})
     assert "\n" not in str(refused.value)
+
+
+def test_a_partition_id_counts_from_0() -> None:
+    for own, ends in (({}, ", or \"data-path='...'\" for a site with its own data"), ({"data-path": "/srv/data"}, "")):
+        context = Context(1, 1, {"partition-id": 2, "num-partitions": 2, **own}, RecordDict(), {})
+        with pytest.raises(SettingsError, match=r"partition-id=2 and num-partitions=2, but .*clients=2") as refused:
+            checked_client_number(context, 2)
+        assert str(refused.value).endswith(f'num-partitions=2" with N from 0 to 1{ends}')
 
 
 def test_a_node_config_may_have_keys_of_other_apps() -> None:
