@@ -36,10 +36,10 @@ class Wrapper(Rule):
     def __init__(self, strategy: Strategy, needs: Mapping[str, str] = types.MappingProxyType({})) -> None:
         name, kind = str(self), cast(type, type(strategy))
         if not issubclass(kind, Strategy):
-            raise TypeError(
-                f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); found "
-                f"{kind.__module__}.{kind.__name__}, expected a flwr.serverapp.strategy.Strategy"
-            )
+            found = f"{kind.__module__}.{kind.__name__}, expected a flwr.serverapp.strategy.Strategy"
+            if issubclass(kind, type):
+                found = f"the class {strategy.__name__}; write {strategy.__name__}()"
+            raise TypeError(f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); found {found}")
         self.strategy = strategy
         self._inside = inside = as_rule(strategy)
         self.chain, self.base = (self, *inside.chain), inside.base

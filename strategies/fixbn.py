@@ -106,13 +106,13 @@ class FixBN(Wrapper):
             self.breaks = {**self.breaks, "mean": "trims the statistics of single clients"}
 
     def _check_others(self) -> None:
-        """Raise SettingsError if one of two rules freezes the statistics that the other one refreshes."""
+        """Raise SettingsError if two rules freeze the same statistics."""
         both = [each for each in self.chain if isinstance(each, FixBN) and Role.STATISTICS in each.freeze]
-        if len(both) > 1 and any(each.refresh for each in both):
+        if len(both) > 1:
             names = " and ".join(
                 f"{each}({each.argument}={each.freeze_round}, refresh={each.refresh})" for each in both
             )
-            raise SettingsError(f"{names} freeze the same statistics, and refresh moves them; leave one of the two out")
+            raise SettingsError(f"{names} freeze the same statistics; leave one of the two out")
 
     def _check_refresh(self) -> None:
         """Raise SettingsError if the statistics do not pass through the server, or are not frozen."""

@@ -185,7 +185,7 @@ def _built(cls: type[Any], name: str, options: dict[str, Any], section: str, def
                 hint = f"give it to its base: base: {{name: {inside}, {key}: {options[key]}}}; "
             raise SettingsError(
                 f"{section}.{key} (= {options[key]!r}) is not an argument of {name}; "
-                f"{hint}{did_you_mean(key, [*known, 'name'])}"
+                f"{hint}{did_you_mean(key, [*known, 'name', *(['base'] if inside else [])])}"
             )
         # The constructor of a rule checks the others itself.
         declared: Any = known[key].annotation
