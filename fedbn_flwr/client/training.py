@@ -128,6 +128,8 @@ class Recipe:
         for name, given in (("epochs", self.epochs), ("steps", self.steps)):
             if given is not None and (not isinstance(given, int | np.integer) or given < 0):
                 raise ValueError(f"{name} is {given!r}; expected an integer, zero or more")
+        if not callable(self.lr) and not (isinstance(self.lr, int | float | np.number) and self.lr >= 0):
+            raise ValueError(f"lr is {self.lr!r}; expected a number of zero or more, or a function of the round")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip is {self.clip!r}; expected a norm above zero, or None")
 

@@ -125,6 +125,13 @@ def test_epochs_and_steps_are_whole_numbers(federation: Federations, key: str, c
         BNClient(fed.model, fed.data[0], **{key: count})
 
 
+@pytest.mark.parametrize("lr", ["0.1", -0.1, float("nan")])
+def test_a_learning_rate_is_a_number_or_a_function(federation: Federations, lr: Any) -> None:
+    fed = federation()
+    with pytest.raises(ValueError, match=rf"lr is {lr!r}; expected a number of zero or more, or a function"):
+        BNClient(fed.model, fed.data[0], lr=lr)
+
+
 def test_a_client_whose_fit_would_not_be_called_is_refused(federation: Federations) -> None:
     class Own(BNClient):
         def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
