@@ -6,6 +6,7 @@ structure that fits into no memory.
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from typing import Any
@@ -71,7 +72,7 @@ def parse_yaml(text: str, source: str = "", most: float = LENGTH) -> Any:
     try:
         if len(text) > most:
             raise SettingsError(f"the YAML text has {len(text)} characters; expected at most {most}")
-        content = _Loader(text).get_single_data()
+        content = _Loader(io.StringIO(text)).get_single_data()  # its errors quote no lines of a stream
         check_values(content)
         return content
     except SettingsError as error:
@@ -80,7 +81,8 @@ def parse_yaml(text: str, source: str = "", most: float = LENGTH) -> Any:
         reason = f"not readable as YAML: it is nested more than {DEPTH} levels deep"
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # PyYAML has other errors for a text that does not fit its tag: !!int abc
-        words = " ".join(str(error).replace('in "<unicode string>", ', "in ").split())
+        words = " ".join(str(error).replace('in "<file>", ', "in ").split())
+        words = words.replace(r"character '\t' that cannot start any token", "a tab instead of spaces")
         reason = f"not readable as YAML: {words[:500]}"
     raise SettingsError(f"{source}: {reason}" if source else reason)
 

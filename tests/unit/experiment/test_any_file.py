@@ -202,9 +202,9 @@ def test_a_file_with_wrong_yaml_or_without_any_is_named_and_control_characters_a
 ) -> None:
     file = tmp_path / "mine.yaml"
     for text, message in (
-        ("a: b: c", r"mine\.yaml': not readable as YAML: mapping values are not allowed here in line 1, column 5: a"),
+        ("a: b: c", r"mine\.yaml': not readable as YAML: mapping values are not allowed here in line 1, column 5$"),
         ("", r"mine\.yaml': expected a mapping of keys, found nothing$"),
-        ("a: 1\na: 2", r"mine\.yaml': not readable as YAML: the key 'a' is given twice in line 2, column 1: a: 2"),
+        ("a: 1\na: 2", r"mine\.yaml': not readable as YAML: the key 'a' is given twice in line 2, column 1$"),
     ):
         file.write_text(text)
         (tmp_path / "child.yaml").write_text("extends: mine.yaml")
