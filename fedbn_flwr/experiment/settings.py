@@ -514,5 +514,5 @@ class Experiment:
 
 
 def strategy_name(spec: Tree) -> str:
-    base = spec.get("base")
-    return f"{spec['name']}({strategy_name(base)})" if isinstance(base, Mapping) else str(spec["name"])
+    name, base = str(spec.get("name", "FedAvg")), spec.get("base")
+    return f"{name}({strategy_name(base)})" if isinstance(base, Mapping) else name

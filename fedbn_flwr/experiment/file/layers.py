@@ -177,7 +177,8 @@ def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Colle
             f"evaluate.validation is 0, but the best value of tune ({', '.join(cell.tune)}) is chosen by held-out "
             f"training examples; leave it out for {VALIDATION}"
         )
-    label = row.label or str(settings.get("label") or at(settings, "strategy.name") or "FedAvg")
+    spec = settings.get("strategy")
+    label = row.label or str(settings.get("label") or strategy_name(spec if isinstance(spec, Mapping) else {}))
     if cell.values or "cell" not in settings:  # another run's settings keep their place
         # Candidates of tune are compared within a row, so a strategy that is a candidate does not name it.
         own = row.label if any(key.partition(".")[0] == "strategy" for key in cell.values) else label

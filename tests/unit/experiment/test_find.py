@@ -170,6 +170,19 @@ def test_a_key_given_twice_is_an_error_with_its_line() -> None:
         parse_yaml("train: {lr: 1, momentum: 0, lr: 2}")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: {name: mlp\ntrain: {lr: 1}", "expected ',' or '}', but got ':' in line 2, column 6"),
+        ("a:\n\tb: 1", "a tab instead of spaces in line 2, column 1"),
+    ],
+)
+def test_errors_of_yaml_have_line_and_column_without_an_excerpt(text: str, words: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_yaml(text)
+    assert str(caught.value).endswith(words)
+
+
 def test_text_that_is_no_yaml_is_refused_on_one_line() -> None:
     with pytest.raises(SettingsError, match="not readable as YAML") as caught:
         parse_yaml("train: {lr: 1")
@@ -297,6 +310,11 @@ def test_a_file_s_seed_counts_and_not_the_seeds_of_the_file_that_it_extends(tmp_
 @pytest.mark.parametrize("seeds", ["3", "[]", "[a]", "[true]", "[1.5]"])
 def test_seeds_must_be_a_list_of_numbers(seeds: str) -> None:
     assert "expected a list of numbers" in fault(f"seeds: {seeds}")
+
+
+def test_the_label_of_a_wrapper_names_its_base() -> None:
+    labels = [read_experiment({"strategy": {"name": "FixBN", "base": base}}).runs[0].label for base in ("a:A", "b:B")]
+    assert labels == ["FixBN(a:A)", "FixBN(b:B)"]
 
 
 def test_runs_must_map_labels_to_changes() -> None:
