@@ -131,6 +131,8 @@ def latest_state(folder: Path, token: str, last: int, client: int | None = None)
 
     `folder` is the state folder of a site, which has one client unless several sites share it.
     """
+    if not folder.is_dir():
+        raise UserError(f"{str(folder)!r}: there is no such folder; give the one that the node config names as state")
     found = {int(path.name.removeprefix("client-")): path for path in folder.glob(f"*-{token}/client-*")}
     if client is None and len(found) == 1:
         client = next(iter(found))
@@ -140,7 +142,8 @@ def latest_state(folder: Path, token: str, last: int, client: int | None = None)
             f"{str(folder)!r} has states of the clients {known}; give the number of one"
             if found
             else f"{str(folder)!r} has no state of this run, which would be in a folder *-{token}; give the folder "
-            "that the node config names as state, at a site that took part in this run"
+            "that the node config names as state, at a site that took part in this run; with a strategy that keeps "
+            "nothing there, such as FedAvg, model.safetensors is the site's model"
         )
     rounds = _rounds(found[client])
     if (latest := max((number for number in rounds if number <= last), default=0)) == 0:

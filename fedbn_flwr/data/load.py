@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.errors import DataError, SettingsError, needs
+from fedbn_flwr.errors import DataError, SettingsError, log_once, needs
 from fedbn_flwr.trees import Tree
 
 from .catalogue import CATALOGUE, Entry
@@ -63,6 +63,9 @@ def _read(source: Source) -> DataSet:
         raise DataError(
             f"data.revision is {source.revision!r}, which is for data sets of the hub, not for {source.name!r}"
         )
+    if not is_own and named.path_of(source.name).exists():
+        words = "is the data set of this package; for the file or folder of this name write"
+        log_once(f"{KEY}={source.name} {words} ./{source.name}")
     parts = PARTS[:1] if source.held_out else PARTS
     given = _returned(source, parts) if is_own else EMBEDDED[source.name]()
     if isinstance(given["train"], Mapping):

@@ -243,7 +243,7 @@ def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
             )
     if (data.missing == "mean" or data.targets) and data.normalise != "moments":
         given = f"data.targets is {data.targets!r}" if data.targets else f"data.missing is {data.missing!r}"
-        raise SettingsError(f"{given}, which needs data.normalise: moments, but it is {data.normalise!r}")
+        raise SettingsError(f"{given}, which needs data.normalise: moments, but data.normalise is {data.normalise!r}")
     if data.targets and dataset.task is not REGRESSION:
         raise SettingsError(
             f"data.targets is {data.targets!r}, which is for numbers to predict, but {name!r} has labels for "

@@ -20,7 +20,7 @@ from fedbn_flwr.client.training import ONE_VALUE
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main
 from fedbn_flwr.data.partitions import hold_out
-from fedbn_flwr.errors import SettingsError, few
+from fedbn_flwr.errors import SettingsError, did_you_mean, few
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
@@ -64,8 +64,11 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
 
     With `is_tried`, the network and its training were tried for another seed of the run.
     """
-    for tracker in run.track:
-        named.load("track", tracker_of(tracker))
+    for tracker in map(tracker_of, run.track):
+        if not named.is_name(tracker):
+            hint = did_you_mean(tracker, ["tensorboard"])
+            raise SettingsError(f"track={tracker!r} is not a tracker; {hint}, or module:callable for your own")
+        named.load("track", tracker)
     parts = Parts(run, name, rule)
     check_labels(run, parts.shape)
     if parts.dataset is not None:

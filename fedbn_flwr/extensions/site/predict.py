@@ -17,6 +17,7 @@ from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.columns import read
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.folders import open_rows
+from fedbn_flwr.data.paths import check_rights
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.experiment.file.layers import read_experiment
 from fedbn_flwr.experiment.node import ClientParts
@@ -34,9 +35,12 @@ class Predictions:
 
 def predictions(folder: RunFolder, model: nn.Module, path: Path) -> Predictions:
     """A row for each example: its place, its label if it has one, the prediction, and a probability per class."""
+    check_rights(path := path.expanduser())
+    if not path.exists():
+        raise UserError(f"--data {str(path)!r}: there is no such file or folder")
     run, summary = read_experiment(folder.config()).runs[0], folder.summary()
     task = TASKS[summary.task] if summary and summary.task else CLASSIFICATION
-    dataset, indices, has_labels = _data(folder, run, task, path.expanduser())
+    dataset, indices, has_labels = _data(folder, run, task, path)
     if dataset.task is not task or not task.form or dataset.dense:
         raise UserError(
             f"{str(path)!r} has labels for {dataset.task.name}, and the run is for {task.name}; expected a run that "

@@ -14,9 +14,14 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.client.node_state import NodeState, return_to_round, stored_state
-from fedbn_flwr.errors import MessageError
+from fedbn_flwr.client.node_state import NodeState, latest_state, return_to_round, stored_state
+from fedbn_flwr.errors import MessageError, UserError
 from fedbn_flwr.messages.arrays import pack
+
+
+def test_a_state_folder_that_is_absent_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing': there is no such folder; give the one that the node config names"):
+        latest_state(tmp_path / "nothing", "0" * 32, 1)
 
 
 def test_a_state_of_another_run_is_dropped() -> None:

@@ -127,3 +127,16 @@ def test_test_examples_of_a_site_without_training_examples_are_refused() -> None
     groups = Groups(heart.groups.names, heart.groups.train.clamp(max=2), heart.groups.test)
     with pytest.raises(DataError, match="test examples of groups without training examples"):
         replace(heart, groups=groups).standardised()
+
+
+def test_a_folder_of_the_same_name_is_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr("fedbn_flwr.data.load.log_once", logged.append)
+    monkeypatch.chdir(tmp_path)
+    load(Source(name="heart"))
+    assert not logged
+    (tmp_path / "heart").mkdir()
+    load(Source(name="heart"))
+    assert logged == [
+        "data.name=heart is the data set of this package; for the file or folder of this name write ./heart"
+    ]

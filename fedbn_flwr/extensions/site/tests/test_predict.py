@@ -54,6 +54,9 @@ def test_images_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (len(rows), right / len(rows)) == (12, pytest.approx(result.values["accuracy"]))
     assert f"{right} of 12 labels" in printed
     assert all(float(row["probability benign"]) + float(row["probability malign"]) == pytest.approx(1) for row in rows)
+    words = ["predict", str(result.folder), "--data", str(tmp_path / "no.csv"), "--out", str(tmp_path / "none.csv")]
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.endswith("no.csv': there is no such file or folder\n")
     # The same images without labels, and an order of their own.
     (tmp_path / "new").mkdir()
     for place, file in enumerate(sorted((tmp_path / "site" / "test").rglob("*.png"))):

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import cli
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.file.types import name_in
 from fedbn_flwr.experiment.listeners import track
 from fedbn_flwr.experiment.listeners.track import TrackedRun
+from fedbn_flwr.experiment.prepare import make_rule, prepare_run
 from fedbn_flwr.results.folder import RunFolder, deciding
 from tests.support.command import PATIENCE, ROOT
 from tests.support.experiments import fault, read
@@ -238,3 +240,9 @@ def test_a_tracker_of_the_user_that_is_missing_is_refused_before_training(
 def test_a_tracker_does_not_make_another_run_of_it(tmp_path: Path) -> None:
     plain, tracked = load_experiment(EXPERIMENT).runs[0], load_experiment(EXPERIMENT, ["track=tensorboard"]).runs[0]
     assert deciding(plain.model_dump(mode="json")) == deciding(tracked.model_dump(mode="json"))
+
+
+def test_a_tracker_that_is_misspelt_is_refused() -> None:
+    run = read("track: tensorbord")
+    with pytest.raises(SettingsError, match="track='tensorbord' is not a tracker; did you mean 'tensorboard'"):
+        prepare_run(run, "name", make_rule(run))
