@@ -38,7 +38,8 @@ class Wrapper(Rule):
         if not issubclass(kind, Strategy):
             found = f"{kind.__module__}.{kind.__name__}, expected a flwr.serverapp.strategy.Strategy"
             if issubclass(kind, type):
-                found = f"the class {strategy.__name__}; write {strategy.__name__}()"
+                given = cast(type, strategy).__name__
+                found = f"the class {given}; write {given}()"
             raise TypeError(f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); found {found}")
         self.strategy = strategy
         self._inside = inside = as_rule(strategy)

@@ -50,7 +50,9 @@ class Addressed(Wrapper):
         names = ("model", "config", "record")
         self.received.append(
             {
-                self.base.roster.client(reply.message.metadata.src_node_id): tuple(reply.metrics[name] for name in names)
+                self.base.roster.client(reply.message.metadata.src_node_id): tuple(
+                    reply.metrics[name] for name in names
+                )
                 for reply in replies
             }
         )
