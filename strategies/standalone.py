@@ -17,7 +17,7 @@ from .fedavg import FedAvg
 class Standalone(FedAvg):
     """Each client trains by itself, and no arrays are sent.
 
-    The arguments are FedAvg's.
+    The arguments are FedAvg's, except `bounds` and `kept`.
     """
 
     traits = Traits(client_memory="their models", kept=frozenset(Role), returned=False)
