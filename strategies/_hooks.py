@@ -148,7 +148,7 @@ class Hooks(Strategy):
     # experiment they are on the disk before the messages that `configure_train` returns are sent.
     promised: Collection[str] = ()
     _inside: Hooks  # the rule inside this one
-    num_rounds: int | None = None  # of the run; None or 0 unless `Rule.start` started it
+    num_rounds: int = 0  # of the run; 0, for unknown, unless `Rule.start` started it
 
     # --- the hooks ---
 

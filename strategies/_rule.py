@@ -59,7 +59,7 @@ class Rule(Hooks):
         if server_round == 1 and protocol.RUN not in config:
             # A strategy around this one has started the run, as Flower's for privacy do, or a `start` of the user.
             self._check_outer()
-            self.begin(self.num_rounds or 0, arrays)
+            self.begin(self.num_rounds, arrays)
             self._name = _drawn_name()
         # A rule that makes the statistics itself hides them from a strategy of Flower inside it.
         hidden = NORM_STATE if any("statistics" in rule.restores for rule in self.chain) else frozenset[Role]()

@@ -32,7 +32,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.client.node_state import LOCAL_ARRAYS
 from fedbn_flwr.client.rule import MODEL, ClientRule, Key, LocalRound, Memo
-from fedbn_flwr.errors import LOG, MessageError, SettingsError
+from fedbn_flwr.errors import MessageError, SettingsError, log_once
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, pooled_mean
 from fedbn_flwr.messages.arrays import unpack
@@ -136,10 +136,10 @@ class FixBN(Wrapper):
                 "as 0.5"
             )
         if given and not last:
-            text = "%s=%s of %d rounds is round 0: the statistics are frozen at their initial values; train more rounds"
-            LOG.warning(text, name, given, num_rounds)
+            words = "is round 0: the statistics are frozen at their initial values; train more rounds"
+            log_once(f"{name}={given} of {num_rounds} rounds {words}")
         if self.refresh and not last and is_initial(unpack(arrays)):
-            LOG.warning("the statistics are 0 and 1 in round 1: nothing is normalised before they are refreshed")
+            log_once("the statistics are 0 and 1 in round 1: nothing is normalised before they are refreshed")
         if last < num_rounds:
             require_norm(self, self.freeze, arrays, "freezes batch norm", instead="the base strategy alone")
 

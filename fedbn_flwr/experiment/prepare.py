@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -82,11 +81,7 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
         _check_norm(run, parts.model, rule)
         try_model(run, parts.model, parts.shape, parts.device)
         check_training(parts)
-    logging.disable(logging.WARNING)  # the run calls it again, and warns then
-    try:
-        rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # raises an error for a model that does not suit it
-    finally:
-        logging.disable(logging.NOTSET)
+    rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # raises an error for a model that does not suit it
     stays = rule.traits.stays(parts.model.state_dict())
     if stays and (problem := ModelTensors(parts.model).form.kept_problem(stays)):
         raise SettingsError(f"strategy {strategy_name(run.strategy)}: {problem}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import SettingsError, log_once
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedTAN, FixBN, MeanStatistics, Private, Secure
 from tests.support.federations import Arrays, last_model, models_of
@@ -127,6 +127,7 @@ def test_the_first_round_of_a_new_model_is_reported(
     fbn().begin(1, fed.arrays())
     assert "nothing is normalised before they are refreshed" in flower_log.text
     flower_log.clear()
+    log_once.cache_clear()
     fed.model[1].running_mean.fill_(0.5)
     fbn().begin(1, fed.arrays())
     assert "normalised" not in flower_log.text

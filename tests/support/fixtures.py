@@ -44,6 +44,7 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app
+from fedbn_flwr.errors import log_once
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.results.report import write
@@ -137,7 +138,8 @@ def pictures(_drawing: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def flower_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The warnings that strategies log through Flower's logger."""
+    """The warnings that strategies log through Flower's logger, also those that an earlier test has caused."""
+    log_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="flwr")
     return caplog
 

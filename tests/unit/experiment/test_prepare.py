@@ -19,6 +19,8 @@ from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Data, Experiment
+from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
 
@@ -104,6 +106,16 @@ def test_rules_that_replace_batch_norm_refuse_other_kinds_of_it(rule: dict[str, 
 
 def test_other_rules_take_it() -> None:
     prepare(experiment_of({"name": "FixBN", "freeze_round": 1}, "brn"))
+
+
+def test_a_warning_about_the_strategy_comes_before_training_and_once(flower_log: pytest.LogCaptureFixture) -> None:
+    (run,) = read_experiment({"rounds": 1, "strategy": {"name": "FixBN", "freeze_round": 0.5}}).runs
+    for _ in range(2):
+        prepared = prepare_run(run, "name", make_rule(run))
+    prepared.rule.begin(1, pack(initial_arrays(prepared.model)))
+    assert [each.message for each in flower_log.records if "0.5 of 1 rounds" in each.message] == [
+        "freeze_round=0.5 of 1 rounds is round 0: the statistics are frozen at their initial values; train more rounds"
+    ]
 
 
 def strategy_of(text: str) -> object:
