@@ -171,7 +171,7 @@ def _first_line(thing: Any) -> str:
 
 
 def norms() -> Table:
-    return ("normaliser", "description"), [(f"`{name}`", text) for name, (text, _) in NORMS.items()]
+    return ("normaliser", "description"), [(f"`{name}`", kind.text) for name, kind in NORMS.items()]
 
 
 def datasets() -> Table:

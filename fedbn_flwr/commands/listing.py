@@ -66,7 +66,7 @@ def _lines(what: str) -> Mapping[str, str]:
             from fedbn_flwr.norms.convert import NORMS
 
             own = {"MODULE:CALLABLE": "a normaliser of your own: a function of the number of channels"}
-            return {name: line for name, (line, _) in NORMS.items()} | own
+            return {name: kind.text for name, kind in NORMS.items()} | own
         case "datasets":
             from fedbn_flwr.data.catalogue import describe_datasets
 

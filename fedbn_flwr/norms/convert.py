@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from .features import excitation, normalise_features
 from .fixup import convolutions, fixup, residual_blocks
 from .roles import AFFINE, batch_norms, check_own
 from .variants import BatchRenorm, HybridBatchNorm, MaskedBatchNorm1d, StaticBatchNorm
-from .wsconv import STANDARDS, standardise
+from .wsconv import RELU_GAMMA, standardise
 
 Convert = Callable[..., nn.Module]  # takes a batch norm, its name, and the options that the signature names
 
@@ -51,47 +51,67 @@ class InstanceNorm(nn.GroupNorm):
         return super().forward(input)
 
 
-NORMS: dict[str, tuple[str, Convert | None]] = {
-    "bn": ("batch norm: the model is not changed", None),
-    "gn": ("group norm with `groups` groups (default 2)", _group_norm),
+class Kind(NamedTuple):
+    """A kind of norm: what replaces a batch norm, and what else changes in the model."""
+
+    text: str
+    norm: Convert = nn.Identity
+    options: tuple[str, ...] = ()  # the kind ignores all others
+    standard: tuple[float, float | None] | None = None  # eps and gamma of the weights, if they are standardised
+    whole: Callable[[nn.Module], nn.Module] | None = None  # converts the model, instead of its norms one by one
+    finish: Callable[[nn.Module], object] = lambda model: None  # also changes the converted model
+    # Whether it has a use for a model with these layers to standardise, and these batch norms.
+    is_useful: Callable[[object, object], object] = lambda weights, norms: norms
+
+
+NORMS = {
+    "bn": Kind("batch norm: the model is not changed", whole=lambda model: model),
+    "gn": Kind("group norm with `groups` groups (default 2)", _group_norm, ("groups",)),
     # Group norm with one group, so gamma and beta are per channel; unlike nn.LayerNorm, examples may be of any size.
-    "ln": ("layer norm over channels and places of an example", partial(_group_norm, groups=1)),
-    "in": ("instance norm", InstanceNorm),
-    "none": ("no normalisation", nn.Identity),
-    "gn+ws": ("group norm, and convolutions with weight standardisation", _group_norm),
-    "fixup": ("no normalisation, and Fixup's scalars and initial weights (for ResNets)", nn.Identity),
-    "won": (
+    "ln": Kind("layer norm over channels and places of an example", partial(_group_norm, groups=1)),
+    "in": Kind("instance norm", InstanceNorm),
+    "none": Kind("no normalisation", is_useful=lambda *_: True),
+    "gn+ws": Kind(
+        "group norm, and convolutions with weight standardisation",
+        _group_norm,
+        ("groups",),
+        standard=(1e-5, None),
+        is_useful=lambda weights, norms: weights and norms,
+    ),
+    # It needs the residual branches, so it converts the whole model.
+    "fixup": Kind("no normalisation, and Fixup's scalars and initial weights (for ResNets)", whole=fixup),
+    "won": Kind(
         "no normalisation, and convolutions with scaled weight standardisation (FedWon); `branch_scale` for ResNets",
-        nn.Identity,
+        options=("branch_scale",),
+        standard=(1e-6, RELU_GAMMA),
+        # It also removes batch norm, so a model without convolutions has a use for it.
+        is_useful=lambda weights, norms: weights or norms,
     ),
-    "won+se": (
+    "won+se": Kind(
         "`won`, and squeeze-excitation at the end of each branch (ANFR; for ResNets), with `reduction`",
-        nn.Identity,
+        options=("branch_scale", "reduction"),
+        standard=(1e-6, RELU_GAMMA),
     ),
-    "fn": ("no normalisation, and features of length sqrt(d) before the last linear layer (FN)", nn.Identity),
-    "sbn": (
+    "fn": Kind(
+        "no normalisation, and features of length sqrt(d) before the last linear layer (FN)",
+        finish=normalise_features,
+        is_useful=lambda *_: True,
+    ),
+    "sbn": Kind(
         "static batch norm: batch statistics, none tracked (HeteroFL)",
         lambda layer, where: StaticBatchNorm(layer.num_features, eps=layer.eps, affine=layer.affine),
     ),
-    "brn": (
+    "brn": Kind(
         "batch renormalisation: the same output in training as in evaluation, within growing bounds",
         lambda layer, where, **bounds: BatchRenorm(
             layer.num_features, layer.eps, layer.momentum, layer.affine, **bounds
         ),
+        ("r_max", "d_max", "warmup", "r_steps", "d_steps"),
     ),
-    "hbn": (
+    "hbn": Kind(
         "hybrid batch norm: a learnt mix of the batch's statistics and the running ones (HBN)",
         lambda layer, where: HybridBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine),
     ),
-}
-
-# The options of each kind; a kind ignores the options of others.
-OPTIONS = {
-    "gn": ("groups",),
-    "gn+ws": ("groups",),
-    "brn": ("r_max", "d_max", "warmup", "r_steps", "d_steps"),
-    "won": ("branch_scale",),
-    "won+se": ("branch_scale", "reduction"),
 }
 
 
@@ -129,66 +149,58 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     its replacement is returned.
     """
     check_kind(kind)
-    options = _options_of(kind, options)
-    convert = partial(_own, name=kind) if is_name(kind) else NORMS[kind][1]
-    if convert is None:
-        return model
-    if kind == "fixup":  # needs the residual branches, so it converts the whole model
-        return fixup(model)
+    entry = Kind("", partial(_own, name=kind)) if is_name(kind) else NORMS[kind]
+    options = _options_of(entry, options)
+    if entry.whole:
+        return entry.whole(model)
     scale, reduction = options.pop("branch_scale", 1.0), options.pop("reduction", 16)
-    blocks = residual_blocks(model, kind) if scale != 1 or kind == "won+se" else {}
+    is_excited = "reduction" in entry.options
+    blocks = residual_blocks(model, kind) if scale != 1 or is_excited else {}
     norms = batch_norms(model, f"norm {kind!r}")
-    weights = _to_standardise(model, kind)
-    for layer, name in weights.items():
-        standardise(layer, name or "the model itself", kind)
+    weights = _standardise(model, kind, *entry.standard) if entry.standard else []
     replaced: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
     for name, norm in norms.items():
         if norm not in replaced:
-            replaced[norm] = _replace(norm, name or "the model itself", kind, partial(convert, **options))
+            replaced[norm] = _replace(norm, name or "the model itself", kind, partial(entry.norm, **options))
         if name:
             model.set_submodule(name, replaced[norm])
     for block in blocks.values():
         last = convolutions(block)[-1]
         last.gamma *= scale
-        if kind == "won+se":
+        if is_excited:
             setattr(block, f"bn{len(convolutions(block))}", excitation(last, reduction))
-    if kind == "fn":
-        normalise_features(model)
-    # `won` also removes batch norm, so a model without convolutions has a use for it.
-    if not {"gn+ws": weights and replaced, "won": weights or replaced, "none": True, "fn": True}.get(kind, replaced):
-        what = (
-            "convolution or linear layer to standardise"
-            if kind in STANDARDS and not weights
-            else "batch norm to replace"
-        )
+    entry.finish(model)
+    if not entry.is_useful(weights, replaced):
+        lacks_weights = entry.standard and not weights
+        what = "convolution or linear layer to standardise" if lacks_weights else "batch norm to replace"
         raise SettingsError(f"norm {kind!r}: the model has no {what}; use 'bn', which leaves the model as it is")
     return replaced.get(model, model)
 
 
-def _options_of(kind: str, options: Tree) -> Draft:
+def _options_of(kind: Kind, options: Tree) -> Draft:
     """The options that this kind has; SettingsError for one that no kind has."""
-    known = {option for names in OPTIONS.values() for option in names}
+    known = {option for each in NORMS.values() for option in each.options}
     if unknown := sorted(set(options) - known):
         raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
-    return {key: value for key, value in options.items() if key in OPTIONS.get(kind, ())}
+    return {key: value for key, value in options.items() if key in kind.options}
 
 
-def _to_standardise(model: nn.Module, kind: str) -> dict[nn.Module, str]:
-    """The layers whose weights this kind standardises, with their names.
+def _standardise(model: nn.Module, kind: str, eps: float, gamma: float | None) -> Sequence[nn.Module]:
+    """Make the convolutions or, in a network for tables, which has none, the linear layers standardise their weights.
 
-    They are the convolutions or, in a network for tables, which has none, the linear layers.
+    Returns these layers.
     """
-    if kind not in STANDARDS:
-        return {}
     layers = {
         layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd | nn.Linear | _BatchNorm)
     }
     convolved, linear = ([layer for layer in layers if isinstance(layer, of)] for of in (_ConvNd, nn.Linear))
     chosen = convolved or linear
     # A last layer with no norm after it keeps its weights, for instance the classifier of a segmentation model.
-    if chosen[-1:] == [*layers][-1:] and (kind not in ("won", "won+se") or not convolved):
+    if chosen[-1:] == [*layers][-1:] and (gamma is None or not convolved):
         chosen = chosen[:-1]
-    return {layer: layers[layer] for layer in chosen}
+    for layer in chosen:
+        standardise(layer, layers[layer] or "the model itself", kind, eps, gamma)
+    return chosen
 
 
 def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.Module:

@@ -80,20 +80,15 @@ _STANDARDISED: dict[type[nn.Module], type[Standardised]] = {
     nn.Conv3d: StdConv3d,
     nn.Linear: StdLinear,
 }
-# eps and gamma, by kind of norm.
-STANDARDS: dict[str, tuple[float, float | None]] = {
-    **dict.fromkeys(("won", "won+se"), (1e-6, RELU_GAMMA)),
-    "gn+ws": (1e-5, None),
-}
 
 
-def standardise(layer: Any, where: str, kind: str) -> None:
-    """Make a convolution or linear layer standardise its weights, as this kind of norm needs it.
+def standardise(layer: Any, where: str, kind: str, eps: float, gamma: float | None) -> None:
+    """Make a convolution or linear layer standardise its weights, for a norm of this kind.
 
-    With `won`, a layer without a bias gets one, initially zero, as in NF-Nets. It replaces the beta of the batch norm
+    With a gamma, a layer without a bias gets one, initially zero, as in NF-Nets. It replaces the beta of the batch norm
     after the layer.
     """
-    own, (eps, gamma) = type(layer), STANDARDS[kind]
+    own = type(layer)
     if isinstance(layer, Standardised) and layer.eps == eps:
         return
     plain = next((each for each in _STANDARDISED if isinstance(layer, each)), None)
