@@ -27,7 +27,7 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, no_exchange
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, negative_variance
+from fedbn_flwr.messages.aggregate import Arrays, negative_variance, values_problem
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.models.layout import lay_out
 from fedbn_flwr.models.tensors import ModelTensors, copied
@@ -372,7 +372,7 @@ class BNClient(NumPyClient):
         returned = protocol.kept_keys(config, self.roles) if config.get(protocol.RETURN) else set()
         taken = self._tensors.values_of([key for key in self.roles if key in local.sent or key in returned])
         own = self._values_besides(local.sent)
-        problem = arrays_problem(taken, taken) or arrays_problem(own, own)
+        problem = values_problem(taken) or values_problem(own)
         if not math.isfinite(trained.loss):
             problem = f"its {protocol.TRAIN_LOSS} is {trained.loss} (the client diverged?)"
         if problem:

@@ -163,6 +163,11 @@ def arrays_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None 
     return negative_variance(arrays)
 
 
+def values_problem(arrays: Arrays) -> str | None:
+    """The reason why the values of `arrays` must not be aggregated, or None."""
+    return arrays_problem(arrays, arrays)
+
+
 def are_alike(arrays: Arrays, like: Arrays) -> bool:
     """A fast check: True if both have one layout and `arrays` are finite. It may miss arrays that are alike."""
     is_same = isinstance(arrays, FlatArrays) and isinstance(like, FlatArrays) and arrays.layout is like.layout
