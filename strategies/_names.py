@@ -29,6 +29,7 @@ from .fedtan import FedTAN as FedTAN
 from .fedtan import FedTANII as FedTANII
 from .fedwon import FedWon as FedWon
 from .fixbn import FixBN as FixBN
+from .fixbn import frozen_roles as frozen_roles
 from .globalmomentum import GlobalMomentum as GlobalMomentum
 from .hbn import HBN as HBN
 from .heterobn import HeteroBN as HeteroBN

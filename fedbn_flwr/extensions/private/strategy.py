@@ -34,8 +34,7 @@ from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.arrays import config_of, configs_in, pack, unpack
 from fedbn_flwr.messages.reply import Reply, arrays_of, with_content
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.strategies import Round, Wrapper
-from fedbn_flwr.strategies.fixbn import frozen_roles  # type: ignore[import-untyped]
+from fedbn_flwr.strategies import Round, Wrapper, frozen_roles
 from fedbn_flwr.trees import Json
 
 from .noise import Change, KeysByPart, applied, change_of, clipped, epsilon_of, gaussian, parts_of
