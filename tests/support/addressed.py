@@ -47,15 +47,9 @@ class Addressed(Wrapper):
         return with_content(own, RecordDict({**own.content, "address": pack({"node": np.array(float(node))})}))
 
     def after_round(self, round: Any, replies: Any, weights: Any) -> None:
-        names = ("model", "config", "record")
-        self.received.append(
-            {
-                self.base.roster.client(reply.message.metadata.src_node_id): tuple(
-                    reply.metrics[name] for name in names
-                )
-                for reply in replies
-            }
-        )
+        clients = [self.base.roster.client(reply.message.metadata.src_node_id) for reply in replies]
+        values = [tuple(reply.metrics[name] for name in ("model", "config", "record")) for reply in replies]
+        self.received.append(dict(zip(clients, values, strict=True)))
 
 
 class AddressedClient(ClientRule):

@@ -138,7 +138,7 @@ def pictures(_drawing: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def flower_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The warnings that strategies log through Flower's logger, also those that an earlier test has caused."""
+    """The warnings that strategies log through Flower's logger, also those that an earlier test has logged once."""
     log_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="flwr")
     return caplog

@@ -21,7 +21,7 @@ from fedbn_flwr import seeding
 from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.optimizers import SGD
 from fedbn_flwr.client.rule import ClientRule, Loss, Memo, Tensors
-from fedbn_flwr.client.training import Trained, Training, backpropagate, train
+from fedbn_flwr.client.training import Trained, Training, backpropagate
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, no_exchange
 from fedbn_flwr.norms.roles import Role
@@ -30,22 +30,21 @@ from fedbn_flwr.norms.statistics import frozen_norm
 from .exchanging import CohortExchanges
 from .gradients import loss_and_gradient
 from .trace import Network, differentiable, network_of
+from .waiting import Waiting, leave_alone
 
 MOMENTUM = "momentum_buffer"
 AskRows = Callable[[Mapping["Row", Contribution]], Agreement]  # exchanges the contributions of all rows
 
 
 @dataclass(eq=False)
-class Row:
-    """A loaded round with its own copy of the model's values, so that other clients may use the model meanwhile."""
+class Row(Waiting):
+    """A round of a group."""
 
-    training: Training
     network: Network
     tensors: dict[str, Tensor]  # all tensors of the model, by name
     batches: list[tuple[Tensor, Tensor]]
     momentum: dict[str, Tensor] = field(init=False)  # the optimiser's momentum, by the names of parameters
     memos: list[Memo] = field(init=False)
-    trained: Trained | None = None  # None if the group could not be trained
 
     @functools.cached_property
     def shapes(self) -> Sequence[tuple[torch.Size, torch.Size]]:
@@ -89,31 +88,25 @@ class Row:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the model and the optimiser the values of this row."""
         torch._foreach_copy_([*self.network.tensors().values()], [*self.tensors.values()])
         if self.trained is not None and self.momentum:  # else the optimiser is as the rules left it
             for name, parameter in self.training.optimizer.parameters.items():
                 self.training.optimizer.torch.state[parameter][MOMENTUM] = self.momentum[name]
 
-    def finished(self) -> Trained:
-        """Load the values into the model after `train_rows`, and return the result."""
-        self.restore()
-        return train(self.training) if self.trained is None else self.trained
-
 
 @torch.no_grad()
-def row_of(training: Training) -> Row | None:
-    """The round as a row; None if it must train alone."""
+def row_of(training: Training) -> Row | str:
+    """The round as a row, or why its client must train alone."""
     if isinstance(network := network_for(training), str):
-        return None
+        return network
     with seeding.streams(training.seed, training.device):
         training.batches = batches = list(training.batches)
     kinds = set(map(type, itertools.chain.from_iterable(batches)))
     if not kinds or not all(issubclass(kind, Tensor) for kind in kinds):
-        return None
+        return "it has no batches, or their inputs or targets are several tensors"
     labels = [y for _, y in batches if y.ndim == 1]
     if training.loss is cross_entropy and labels and torch.cat(labels).lt(0).any():
-        return None  # ignored labels; on a GPU, `loss_and_gradient` would end the process
+        return "some labels are ignored"  # on a GPU, `loss_and_gradient` would end the process
     if batches[0][0].device != training.device:
         training.batches = batches = [(x.to(training.device), y.to(training.device)) for x, y in batches]
     row = Row(training, network, {name: tensor.clone() for name, tensor in network.tensors().items()}, batches)
@@ -150,7 +143,7 @@ def network_for(training: Training) -> Network | str:
 
 
 def train_rows(rows: Sequence[Row]) -> None:
-    """Train the rows, all of one kind at once. A row that is alone, or whose group fails, stays untrained."""
+    """Train the rows, all of one kind at once; a row that is alone of its kind trains in `finished`."""
     groups: dict[Hashable, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.kind, []).append(row)
@@ -158,9 +151,8 @@ def train_rows(rows: Sequence[Row]) -> None:
         if len(group) > 1 and group[0].training.first_step is None:
             try:
                 _Group(group).train()
-            except Exception:  # one client's data may be the cause; trained alone, only that client fails
-                for row in group:
-                    row.trained = None
+            except Exception as error:
+                leave_alone(group, error)
 
 
 def train_exchanging(rows: Sequence[Row], ask: AskRows) -> None:

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import each
-from fedbn_flwr.client.training import Trained, Training, steps, train
+from fedbn_flwr.client.training import Training, steps
 from fedbn_flwr.models.tensors import plain_attributes
+
+from .waiting import Waiting, leave_alone
 
 
 @dataclass(eq=False)
@@ -42,14 +44,12 @@ _drawing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # networks w
 
 
 @dataclass(eq=False)
-class Lane:
-    """A loaded round in a copy of its network, so that other clients may use the network meanwhile."""
+class Lane(Waiting):
+    """A round in a copy of its network."""
 
-    training: Training
     copy: Copy
     own: Training = field(init=False)  # the same round, of the copy
     received: list[Tensor] = field(init=False)  # the values of the network that the round begins with
-    trained: Trained | None = None  # None if it must train alone
 
     def __post_init__(self) -> None:
         self.copy.used = True
@@ -73,28 +73,25 @@ class Lane:
         for rule in training.rules:
             rule.local.optimizer = training.optimizer
 
-    def finished(self) -> Trained:
-        """Load the values into the client's own network after `train_lanes`, and return the result."""
+    def restore(self) -> None:
         self.copy.used = False
-        _fill(self.training.model, self.received if self.trained is None else _tensors(self.copy.model))
         if self.trained is None:
             self._use(self.training)
-            return train(self.training)
-        return self.trained
+        _fill(self.training.model, self.received if self.trained is None else _tensors(self.copy.model))
 
 
-def no_lane(training: Training) -> str | None:
-    """Why a round cannot train on a stream of its own, or None."""
+def no_lane(training: Training) -> str:
+    """Why a round must train alone; "" if it may have a lane."""
     if training.first_step is not None:
         return "the first step of a round exchanges statistics"
     if any(rule.own_passes for rule in training.rules):
         return "a client rule has a loss of its own, or changes the model"
-    return "its passes draw random numbers" if training.model in _drawing else None
+    return "its passes draw random numbers" if training.model in _drawing else ""
 
 
-def lane_of(training: Training) -> Lane | None:
-    """The round in a lane; None if it must train alone."""
-    return None if no_lane(training) is not None else Lane(training, _free_copy(training))
+def lane_of(training: Training) -> Lane | str:
+    """The round in a lane, or why its client must train alone."""
+    return no_lane(training) or Lane(training, _free_copy(training))
 
 
 def _free_copy(training: Training) -> Copy:
@@ -124,9 +121,9 @@ def _fill(model: nn.Module, values: list[Tensor]) -> None:
 
 
 def train_lanes(lanes: Sequence[Lane]) -> None:
-    """Train the clients of the lanes, each a step in turn. A lane that fails stays untrained.
+    """Train the clients of the lanes, each a step in turn; a lane that fails trains alone in `finished`.
 
-    If a network has drawn random numbers, all lanes stay untrained, because those draws must not depend on the others.
+    If a network has drawn random numbers, all train alone, because those draws must not depend on the others.
     """
     if not lanes:
         return
@@ -152,8 +149,8 @@ def _take_turns(lanes: Sequence[Lane]) -> None:
                     next(running[lane])
             except StopIteration as end:
                 lane.trained = end.value
-            except Exception:  # trained alone, this client fails by itself
-                lane.trained = None
+            except Exception as error:
+                leave_alone([lane], error)
             else:
                 continue
             del running[lane]

@@ -18,6 +18,7 @@ from fedbn_flwr.engines.pool import Nodes, Pool
 
 from .groups import Row, network_for, row_of, train_rows
 from .lanes import Lane, lane_of, no_lane, train_lanes
+from .waiting import Waiting
 
 _MOST = 100  # clients, since their calls are nested
 _CALLS = 50  # of a client
@@ -36,29 +37,23 @@ class TogetherPool(Pool):
                 self.on_reply(reply)
 
     def _answers(
-        self, messages: Sequence[Message], train_all: Callable[[Sequence[Row]], object] | None = None
+        self, messages: Sequence[Message], train_all: Callable[[Sequence[Waiting]], object] | None = None
     ) -> Sequence[Message]:
-        waiting, rows, lanes = enumerate(messages), list[Row](), list[Lane]()
-        replies: dict[int, Message] = {}
+        left, waiting, replies = enumerate(messages), list[Waiting](), dict[int, Message]()
 
         def answer() -> None:
-            for place, message in waiting:
+            for place, message in left:
                 replies[place] = self.nodes.answer(message)
 
         def trainer(training: Training) -> Trained:
-            if (own := row_of(training) or _lane_of(training)) is None:
+            if isinstance(own := loaded(training), str):
                 return train(training)
-            if isinstance(own, Row):
-                rows.append(own)
-            else:
-                lanes.append(own)
+            waiting.append(own)
             answer()
             try:
-                (train_all or train_rows)(rows)
-                train_lanes(lanes)
+                (train_all or train_waiting)(waiting)
             finally:
-                rows.clear()  # they are trained when the other clients continue
-                lanes.clear()
+                waiting.clear()  # they are trained when the other clients continue
             return own.finished()
 
         calls, before = _CALLS * len(messages), TRAINER.set(trainer)
@@ -71,12 +66,20 @@ class TogetherPool(Pool):
         return [replies[place] for place in sorted(replies)]
 
 
-def _lane_of(training: Training) -> Lane | None:
-    return lane_of(training) if training.device.type == "cuda" else None
+def loaded(training: Training) -> Waiting | str:
+    """The round, to be trained along with others, or why its client must train alone."""
+    row = row_of(training)
+    return lane_of(training) if isinstance(row, str) and training.device.type == "cuda" else row
+
+
+def train_waiting(waiting: Sequence[Waiting]) -> None:
+    """Train these rounds, as far as they can train along with others."""
+    train_rows([each for each in waiting if isinstance(each, Row)])
+    train_lanes([each for each in waiting if isinstance(each, Lane)])
 
 
 def problem(training: Training) -> str | None:
-    """Why this client must train alone, or None."""
+    """Why this client must train alone, as far as it shows before its batches are loaded, or None."""
     if isinstance(network := network_for(training), str):
-        return no_lane(training) if training.device.type == "cuda" else network
+        return (no_lane(training) or None) if training.device.type == "cuda" else network
     return None

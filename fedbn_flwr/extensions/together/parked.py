@@ -25,12 +25,13 @@ from fedbn_flwr.messages.reply import other_arrays, with_config
 
 from .groups import Row, train_exchanging
 from .nested import TogetherPool
+from .waiting import Waiting
 
 if TYPE_CHECKING:
     from fedbn_flwr.exchange.carriers import Answers
 
 # Answers messages; the function trains the loaded rounds of all.
-Nested = Callable[[Sequence[Message], Callable[[Sequence[Row]], object]], Sequence[Message]]
+Nested = Callable[[Sequence[Message], Callable[[Sequence[Waiting]], object]], Sequence[Message]]
 Contributions = Mapping[int, Contribution]  # by node
 ExchangeNodes = Callable[[Contributions], Agreement]
 
@@ -94,7 +95,8 @@ class Cohort:
         replies = self._answers(messages, functools.partial(self._train, exchange))
         return {reply.metadata.src_node_id: reply for reply in replies}
 
-    def _train(self, exchange: ExchangeNodes, rows: Sequence[Row]) -> None:
+    def _train(self, exchange: ExchangeNodes, waiting: Sequence[Waiting]) -> None:
+        rows = [each for each in waiting if isinstance(each, Row)]
         if len(rows) < len(self.queries):
             return  # some cannot train together, or have failed
         node_of = dict(zip(rows, self.queries, strict=True))

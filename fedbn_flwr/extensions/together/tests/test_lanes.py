@@ -46,8 +46,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.extend([len(lanes)] if lanes else [])
         train_lanes(lanes)
 
-    monkeypatch.setattr(nested, "row_of", lambda training: None)
-    monkeypatch.setattr(nested, "_lane_of", lane_of)
+    monkeypatch.setattr(nested, "loaded", lane_of)
     monkeypatch.setattr(nested, "train_lanes", noted)
     return found
 
@@ -114,12 +113,13 @@ def test_clients_may_share_the_model_whose_copies_stay(federation: Federations) 
     assert not any(each.used for each in copies)
 
 
-def test_a_client_that_fails_does_so_alone(federation: Federations) -> None:
+def test_a_client_that_fails_does_so_alone(federation: Federations, flower_log: pytest.LogCaptureFixture) -> None:
     fed = federation((8, 12, 7))
     inputs, targets = fed.data[1].batches[0]
     fed.data[1].batches[0] = inputs[:, :1], targets
     grid, strategy = fed.grid(pool=partial(TogetherPool, most=3)), FedAvg()
     strategy.start(grid, fed.arrays(), num_rounds=1)
+    assert "training several clients at once has failed, so each trains alone: RuntimeError: " in flower_log.text
     assert [reason.partition(":")[0] for reason in strategy.base.training.left_out] == ["node 2"]
 
 
@@ -147,9 +147,9 @@ def test_a_lane_is_the_loop_of_one_client() -> None:
 
     model = net()
     ours, apart = (rounds(model, (8, 13, 5), momentum=0.9) for _ in range(2))
-    loaded = [lane_of(training) for training in ours]
-    train_lanes([lane for lane in loaded if lane])
-    found: list[Trained] = [lane.finished() for lane in loaded if lane]
+    loaded = [lane for training in ours if isinstance(lane := lane_of(training), Lane)]
+    train_lanes(loaded)
+    found: list[Trained] = [lane.finished() for lane in loaded]
     expected: list[Training] = apart
     assert found == [train(training) for training in expected]
     for mine, one in zip(ours, apart, strict=True):
