@@ -74,7 +74,9 @@ class FedRepClient(ClientRule):
         local.resources.callback(_train_only, trained, trained)
         _train_only(head, trained)
         for number in range(local.config[HEAD_EPOCHS]):
-            yield from local.epoch(~number)  # other draws than those of the round's own epochs, 0, 1, ...
+            # Other draws than those of the round's own epochs, 0, 1, ...; the first ones are those of `MEASURING` too,
+            # a pass before the client's first round that trains nothing.
+            yield from local.epoch(~number)
         _train_only(body, trained)
         yield from batches
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from flwr.app import ArrayRecord, Message
 from torch.optim import SGD
 
@@ -28,7 +28,7 @@ from fedbn_flwr.client.rule import ClientRule, Gradient
 from fedbn_flwr.engines.base import capabilities
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.carriers import ByMessages, Carrier, ExchangesDone, judge, service
-from fedbn_flwr.exchange.codec import Agreement, Contribution
+from fedbn_flwr.exchange.codec import TIME_LIMIT, Agreement, Contribution
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import total_weight, weighted_mean
@@ -56,7 +56,7 @@ class FedTAN(FedAvg):
         Clients refuse to exchange the statistics of a batch of fewer examples, because these reveal the examples.
         `min-batch` is a limit of each site's own; `docs/privacy.md` has measurements.
     exchange_timeout : float (default: 600)
-        The time limit of one exchange in seconds.
+        The time limit of one exchange in seconds, at most 3600.
     direct : bool (default: True)
         Send exchanges the fastest way available: by calls to an exchange service (`FEDBN_EXCHANGE_ADDRESS`), through
         the processes of the engines `local` and `ray`, or as messages; False always sends messages.
@@ -72,7 +72,7 @@ class FedTAN(FedAvg):
         exchange: Literal["fused", "paper"] = "fused",
         weights: Literal["data", "batch"] = "data",
         min_batch: Annotated[int, Ge(1), "a number of examples, 1 or more"] = protocol.MIN_BATCH,
-        exchange_timeout: Annotated[float, Gt(0), "a number of seconds above zero"] = 600,
+        exchange_timeout: Annotated[float, Gt(0), Le(TIME_LIMIT), f"seconds, above zero and up to {TIME_LIMIT}"] = 600,
         direct: bool = True,
         **options: Any,
     ) -> None:

@@ -16,14 +16,21 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records
+from fedbn_flwr.exchange.codec import (
+    TIME_LIMIT,
+    Agreement,
+    Contribution,
+    agreement_from_arrays,
+    agreement_from_records,
+    agreement_to_arrays,
+)
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import unpack
@@ -38,8 +45,8 @@ Client = TypeVar("Client")
 Result = TypeVar("Result")
 Sent = TypeVar("Sent")  # what a session sends to an exchange: the contribution of one client, or of several
 
-_EXCHANGES = "exchanges"  # the round's model and agreed tensors, in the client's state
-_ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round, with the agreed numbers
+_EXCHANGES = "exchanges"  # the round's model (0) and agreements (1, 2, ...), in the client's state
+_ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round
 
 
 _Tasks = queue.SimpleQueue[Callable[[], object]]  # a thread's queue; it runs one session after the other
@@ -70,7 +77,7 @@ class Session(Generic[Sent, Result]):
     agreed
         Answers to the first exchanges, from an earlier session of the same round.
     patience
-        Seconds that a parked round waits for its next message.
+        Seconds that a parked round waits for its next message, more than an exchange may take.
     """
 
     _tasks: _Tasks  # the queue of the thread that runs it
@@ -80,7 +87,7 @@ class Session(Generic[Sent, Result]):
         work: Callable[[Callable[[Sent], Agreement]], Result],
         agreed: Sequence[Agreement] = (),
         *,
-        patience: float = 3600,
+        patience: float = 2 * TIME_LIMIT,
     ) -> None:
         self._work, self._agreed = work, iter(agreed)
         self.step = len(agreed)  # the number of exchanges whose result it has
@@ -207,9 +214,8 @@ def train_by_messages(
         context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
     place, number = _place(context)
     agreement = agreement_from_records(content) if step else None
-    state.save(f"{_EXCHANGES}/{step}", unpack(arrays_of(content)))
-    if agreement is not None:
-        context.state[_ROUND][str(step)] = config[protocol.EXCHANGE_VALUES]
+    received = unpack(arrays_of(content)) if agreement is None else agreement_to_arrays(agreement)
+    state.save(f"{_EXCHANGES}/{step}", received)
     parked = parked_rounds.take(place, number, step)
     if parked is None:
         parked, agreement = _replay(make, state, config, extras, number), None
@@ -278,6 +284,4 @@ def _replay(
     received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]
     if missing := [each for each, arrays in enumerate(received) if not arrays]:
         raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")
-    numbers: list[Any] = [state.records[_ROUND][str(each)] for each in range(1, step + 1)]
-    agreed = [Agreement(arrays, int(of[0]), of[1]) for arrays, of in zip(received[1:], numbers, strict=True)]
-    return ParkedRound(client, received[0], config, extras, agreed, number)
+    return ParkedRound(client, received[0], config, extras, [*map(agreement_from_arrays, received[1:])], number)

@@ -1,4 +1,4 @@
-"""The values of one exchange, converted to Flower's records and back.
+"""The values of one exchange, converted to Flower's records and to arrays, and back.
 
 A client sends a `Contribution`, and the server answers with an `Agreement`. Neither trusts the other: invalid content
 raises `MessageError`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fedbn_flwr.errors import MessageError
@@ -19,7 +20,9 @@ from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import partition_of
 
 TEXT_LIMIT = 1000  # the most characters of a text that a client sends
+TIME_LIMIT = 3600  # the most seconds that a strategy may wait for an exchange
 KIND = "what"  # config key
+_NUMBERS = "numbers"  # no tensor has this name
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,16 @@ def contribution_from_records(content: RecordDict) -> Contribution:
 def numbers_of(agreement: Agreement) -> protocol.Metrics:
     """The agreement's numbers, as an entry for a config."""
     return {protocol.EXCHANGE_VALUES: [float(agreement.values), agreement.per_example]}
+
+
+def agreement_to_arrays(agreement: Agreement) -> Arrays:
+    """The agreement as named arrays, for a client's state."""
+    return {**agreement.tensors, _NUMBERS: np.array([agreement.values, agreement.per_example])}
+
+
+def agreement_from_arrays(arrays: Arrays) -> Agreement:
+    values, per_example = arrays[_NUMBERS].tolist()
+    return Agreement({name: array for name, array in arrays.items() if name != _NUMBERS}, int(values), per_example)
 
 
 def agreement_from_records(content: RecordDict) -> Agreement:

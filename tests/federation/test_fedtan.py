@@ -311,6 +311,10 @@ def test_fedtan_ii_is_fedtan_then_frozen_statistics(federation: Federations) -> 
         (lambda: FedTAN(exchange="both"), "exchange is 'both'"),
         (lambda: FedTAN(weights="none"), "weights is 'none'"),
         (lambda: FedTAN(min_batch=0), "min_batch is 0; expected a number of examples"),
+        (
+            lambda: FedTAN(exchange_timeout=7200),
+            "exchange_timeout is 7200; expected seconds, .*up to 3600",
+        ),
         (lambda: FedTANII(fedtan_rounds=-1), "fedtan_rounds is -1"),
         (lambda: FedTAN(weighted_by_key="w"), "weighted_by_key is 'w', but the exchanges of FedTAN weight .* 'num-exa"),
         (lambda: FedTAN(weights="batch", weighted_by_key="num-examples"), "weight clients by 'batch-examples'"),

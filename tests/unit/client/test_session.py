@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import multiprocessing
 import threading
 import time
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.layerwise import Session, parked_rounds
-from fedbn_flwr.exchange.codec import Agreement, Contribution
+from fedbn_flwr.exchange.codec import TIME_LIMIT, Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep
 
 
@@ -32,6 +33,10 @@ class Dropping(nn.Module):
         dropped = F.dropout(self.a(x), 0.5)
         y: Tensor = self.last(self.b(dropped * torch.from_numpy(np.random.rand(4)).to(x)))
         return y
+
+
+def test_a_parked_round_outlasts_the_longest_exchange() -> None:
+    assert inspect.signature(Session).parameters["patience"].default > TIME_LIMIT
 
 
 def test_a_replayed_session_gives_the_numbers_of_a_parked_one() -> None:
