@@ -179,6 +179,14 @@ def test_impossible_grids_are_refused(options: dict[str, Any], message: str) -> 
         LocalGrid(app_of(who), **({"num_nodes": 2} | options))
 
 
+def test_an_observer_of_a_pass_that_failed_sees_no_later_one() -> None:
+    grid = LocalGrid(app_of(who), 1)
+    grid.observe(lambda reply: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        grid.send_and_receive([to(1)])
+    assert len(list(grid.send_and_receive([to(1)]))) == 1
+
+
 # --- the same numbers --------------------------------------------------------
 
 
