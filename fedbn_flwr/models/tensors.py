@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from types import NoneType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,6 +39,33 @@ def plain_attributes(model: nn.Module) -> Hashable:
         (type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
         for module in model.modules()
     )
+
+
+def hook_places(model: nn.Module) -> list[Mapping[int, object]]:
+    """Where the hooks of the modules are."""
+    return [
+        place
+        for m in model.modules()
+        for place in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    ]
+
+
+def hooks_of(parameter: Tensor) -> list[object]:
+    """The hooks of a parameter."""
+    places = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return [hook for place in places for hook in (place or {}).values()]
+
+
+def identity(function: object) -> Hashable:
+    """A key for a function, equal for partial objects of different clients with equal options."""
+    if isinstance(function, functools.partial):
+        key: Hashable = (function.func, function.args, *function.keywords.items())
+        with suppress(TypeError):  # an option may be a list
+            hash(key)
+            return key
+    with suppress(TypeError):  # some classes with __slots__ have no weak references
+        return weakref.ref(function)  # since it may hold the model
+    return id(function)
 
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:

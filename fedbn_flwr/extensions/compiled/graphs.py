@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, each, tensors
 from fedbn_flwr.client.rule import Gradient, Loss
-from fedbn_flwr.models.tensors import plain_attributes
+from fedbn_flwr.models.tensors import hook_places, hooks_of, identity, plain_attributes
 
 _MOST = 8  # recordings per model, since each needs its own memory
 _recordings: WeakKeyDictionary[nn.Module, dict[Hashable, Recording | str]] = WeakKeyDictionary()
@@ -40,7 +40,7 @@ def recorded(
     batch = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in [*tensors(inputs), *tensors(targets)])
     with _lock:
         recordings = _recordings.setdefault(model, {})
-        key = _identity(plain), _identity(loss_fn), batch, state_of(model)
+        key = identity(plain), identity(loss_fn), batch, state_of(model)
         if key not in recordings and len(recordings) == _MOST:
             del recordings[next(iter(recordings))]
         found: Recording = made_once(recordings, key, lambda: Recording(plain, model, inputs, targets, loss_fn))
@@ -62,18 +62,6 @@ def made_once(results: dict[Hashable, Any], key: Hashable, make: Callable[[], An
     return results[key]
 
 
-def _identity(function: object) -> Hashable:
-    """A key for the function that is equal for clients' partial objects with equal options."""
-    if not isinstance(function, functools.partial):
-        return ref(function)  # which may hold the model
-    key: Hashable = (function.func, function.args, *function.keywords.items())
-    try:
-        hash(key)
-    except TypeError:  # an option is a list
-        return ref(function)
-    return key
-
-
 def state_of(model: nn.Module) -> Hashable:
     """All that a pass's kernels depend on: the tensors' addresses, and the modules' plain attributes and hooks."""
     places = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in chain(model.parameters(), model.buffers()))
@@ -88,14 +76,8 @@ def check_recordable(model: nn.Module) -> None:
 
 
 def _hooks(model: nn.Module) -> Iterator[object]:
-    for module in model.modules():
-        for hooks in (
-            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-        ):  # fmt: skip
-            yield from hooks.values()
-    for parameter in model.parameters():
-        yield from (parameter._backward_hooks or {}).values()
-        yield from (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    yield from (hook for place in hook_places(model) for hook in place.values())
+    yield from chain.from_iterable(map(hooks_of, model.parameters()))
 
 
 def run_twice(gradient: Gradient, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> None:

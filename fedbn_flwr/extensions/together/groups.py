@@ -20,10 +20,11 @@ from torch import Tensor
 from fedbn_flwr import seeding
 from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.optimizers import SGD
-from fedbn_flwr.client.rule import ClientRule, Loss, Memo, Tensors
+from fedbn_flwr.client.rule import ClientRule, Memo, Tensors
 from fedbn_flwr.client.training import Trained, Training, backpropagate
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, no_exchange
+from fedbn_flwr.models.tensors import identity
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 
@@ -73,7 +74,7 @@ class Row(Waiting):
         )
         return (
             self.network.description, tuple(training.optimizer.parameters), first.dtype, first.device,
-            _identity(training.loss), training.frozen, training.optimizer.clip, options, rules, exchanges,
+            identity(training.loss), training.frozen, training.optimizer.clip, options, rules, exchanges,
         )  # fmt: skip
 
     def begin(self) -> None:
@@ -262,13 +263,6 @@ class _Group:
 
     def _rows(self, place: slice, taken: Sequence[int]) -> Iterator[tuple[Row, int]]:
         return zip(self.rows[place], taken[place], strict=True)
-
-
-def _identity(loss: Loss) -> Hashable:
-    """A key for the loss that is equal for clients' partial objects with the same options."""
-    if not isinstance(loss, functools.partial):
-        return id(loss)
-    return (loss.func, *map(id, loss.args), *((name, id(value)) for name, value in loss.keywords.items()))
 
 
 def _stacked(rows: Sequence[Tensors]) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.client.rule import Tensors
-from fedbn_flwr.models.tensors import places_of, plain_attributes
+from fedbn_flwr.models.tensors import hook_places, hooks_of, places_of, plain_attributes
 
 from .gradients import LAYERS, RELU, Backward, Gradients, Layer
 
@@ -76,7 +75,7 @@ class Network:
                 raise NotImplementedError(f"{node.name!r} changes a value in place that may be used elsewhere")
             self.operations.append(Operation(kind, name, of, arguments))
             places[node] = Value(len(self.operations))
-        self._places, self.hooks = places_of(model), _hooks(model)  # which takes longer than checking them
+        self._places, self._hooks = places_of(model), hook_places(model)  # finding them takes longer than a look
         first: dict[int, str] = {}  # the first key of each tensor, by its address
         for key, tensor in self.tensors().items():
             if tensor.numel() and first.setdefault(tensor.data_ptr(), key) != key:
@@ -96,6 +95,10 @@ class Network:
         if kind is nn.Linear:
             return tensor.transpose(1, 2) if part == "weight" else tensor.unsqueeze(1)
         return tensor.flatten() if kind is nn.BatchNorm1d else tensor
+
+    def has_hooks(self) -> bool:
+        """Whether a module or a parameter of the model has hooks now, which the computation does not call."""
+        return any(self._hooks) or any(map(hooks_of, self.tensors().values()))
 
     def tensors(self) -> dict[str, Tensor]:
         """The model's parameters and buffers, by name."""
@@ -141,22 +144,15 @@ def by_layer(of: Tensors) -> dict[str, dict[str, Tensor]]:
     return layers
 
 
-def _hooks(model: nn.Module) -> list[Mapping[int, object]]:
-    """The places of the hooks of all modules."""
-    hooks = [
-        (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks) for m in model.modules()
-    ]
-    return list(itertools.chain.from_iterable(hooks))
-
-
+_HOOKS = "a module or a parameter has hooks"
 _known: WeakKeyDictionary[nn.Module, Network | str] = WeakKeyDictionary()
 
 
 def network_of(model: nn.Module) -> Network | str:
     """The model for several clients at once, or the reason why there is none: a part that may mix clients."""
     if (network := _known.get(model)) is None:
-        if any(_hooks(model)):
-            return "a module has hooks"
+        if any(hook_places(model)):
+            return _HOOKS
         try:
             network = Network(model)
         except NotImplementedError as error:
@@ -164,7 +160,7 @@ def network_of(model: nn.Module) -> Network | str:
         except Exception:  # PyTorch's tracer raises many kinds of errors for models with control flow
             network = "its forward has control flow or other code that PyTorch cannot trace"
         _known[model] = network
-    return "a module has hooks" if isinstance(network, Network) and any(network.hooks) else network
+    return _HOOKS if isinstance(network, Network) and network.has_hooks() else network
 
 
 def differentiable(
@@ -174,7 +170,13 @@ def differentiable(
 
     `compute(inputs)` returns the outputs and a function: given the outputs' gradient, it returns the gradients of the
     tensors `names`, each in the tensor's own shape. Tensors without influence on the outputs are left out. `other`
-    layers replace those of some types.
+    layers replace those of some types. For x + norm(first(x)), forward from the left and backward from the right:
+
+        values     0: x               1: first(0)    2: norm(1)    3: 0 + 2
+        needed     (constant input)   False          True          True       whether arguments need gradients
+        left       {0: d}             {0: d, 1: d}   {0: d, 2: d}  {3: d}     gradients of values, not yet used
+
+    `depending` has the values that depend on tensors: 1, 2 and 3.
     """
     own, gradients_of, depending, known = by_layer(of), dict[str, Gradients](), set[int](), {**LAYERS, **other}
     # Of each operation: its layer, its arguments, and whether they need gradients.

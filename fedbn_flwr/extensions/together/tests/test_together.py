@@ -347,13 +347,20 @@ def test_a_class_says_for_its_own_adjust_that_it_is_elementwise() -> None:
     assert [kind.elementwise for kind in kinds] == [False, True, True, False, True]
 
 
-@pytest.mark.parametrize("name", ["", "0", "2"])
-def test_a_model_trains_alone_while_a_module_has_hooks(name: str) -> None:
+@pytest.mark.parametrize(
+    "register",
+    [
+        *(lambda model, name=name: model.get_submodule(name).register_forward_hook(bool) for name in ("", "0", "2")),
+        lambda model: model[1].weight.register_hook(torch.neg),
+        lambda model: model[1].bias.register_post_accumulate_grad_hook(Tensor.neg_),
+    ],
+    ids=["model", "flatten", "norm", "gradient", "accumulated gradient"],
+)
+def test_a_model_trains_alone_while_it_has_hooks(register: Callable[[Any], Any]) -> None:
     model = mlp()
-    module = model.get_submodule(name)
     for _ in range(2):  # before and after the network is known
-        hook = module.register_forward_hook(lambda *_: None)
-        assert network_of(model) == "a module has hooks"
+        hook = register(model)
+        assert network_of(model) == "a module or a parameter has hooks"
         hook.remove()
         assert isinstance(network_of(model), Network)
 
