@@ -54,7 +54,7 @@ class WandB:
             dir=str(run.folder),
             config=dict(run.settings),
             reinit="create_new",
-            # It shall not wait longer than the run waits for it, in particular not when Python exits.
+            # It must not wait longer than the run waits for it, in particular not when Python exits.
             settings=wandb.Settings(console="off", silent=True, init_timeout=20, finish_timeout=20),
         )
         _keep_id(run, "wandb", self.run.id)

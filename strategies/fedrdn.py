@@ -5,12 +5,12 @@ with the pair of a client that is drawn from all; a client is tested with its ow
 
 From the authors' code (IAMJackYan/FedRDN): a client's mean is the mean over its images of each image's mean, and its
 deviation the mean of each image's (unbiased) deviation, both after augmentation. It draws once for a batch: a mean, and
-a deviation independently of it. The paper is known here from descriptions, by which each image draws a pair; `drawn`
-has both.
+a deviation independently of it. We know the paper only from descriptions of it, in which each image draws its own pair;
+`drawn` offers both variants.
 
 Choices where neither says what to do, or where this differs:
 
-- Pairs are measured on inputs as `data.normalise` or a user's loader leave them. If that is the same for all clients,
+- Pairs are measured on inputs after `data.normalise` or the user's loader. If that is the same for all clients,
   normalising again gives the same inputs as from pixels.
 - Inputs without pixels (tables) have no deviation of an image; a client's is then that over its examples.
 - A channel that is constant in all images of a client has the deviation 1.

@@ -54,9 +54,9 @@ class Source(Section):
 
     name: str = setting(
         "digits",
-        "`digits` (1,797 images of 8x8 pixels, part of the package), a name that `fedbn list datasets` "
-        "shows (`cifar10`, `office_caltech10`, ...), a folder, or a name on the Hugging Face hub; see "
-        "[Data](data.md); or `module:callable`, a [data set of your own](own-parts.md#data-set)",
+        "`digits` (1,797 images of 8x8 pixels), another name that `fedbn list datasets` shows, a folder (`./digits` if "
+        "it has such a name), or a name on the Hugging Face hub; see [Data](data.md); or `module:callable`, a [data "
+        "set of your own](own-parts.md#data-set)",
     )
     options: Tree = setting({}, "arguments of a data set `module:callable`, see [Your own parts](own-parts.md)")
     root: str | None = setting(None, "a folder of local copies: `root/cifar10` is read instead of the hub")

@@ -46,7 +46,9 @@ Targets = dict[str, Value]  # by split
 def as_rows(where: str, given: Any) -> np.ndarray:
     """The values of all examples."""
     if isinstance(given, Mapping):
-        raise DataError(f"{where} is a mapping; expected an array, or several that data.inputs: [a, b] names")
+        raise DataError(
+            f"{where} is a mapping; expected an array, or several whose names are in data.inputs, such as [a, b]"
+        )
     if isinstance(given, np.ndarray) and given.dtype != object:
         return given
     if isinstance(given, Tensor):

@@ -206,7 +206,7 @@ def _built(cls: type[Any], name: str, options: dict[str, Any], section: str, def
 def personalises(spec: Tree) -> bool:
     """Whether clients of a strategy keep a part of the model; not if it cannot be made, for which its run has an error.
 
-    A node may lack what a strategy of the user needs on the server.
+    A user's strategy may need packages on the server that a node lacks.
     """
     with suppress(Exception):
         return as_rule(build_strategy(spec)).traits.personalises

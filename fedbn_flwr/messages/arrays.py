@@ -276,7 +276,7 @@ def read_npy(data: bytes) -> Values:
         values = np.frombuffer(data, dtype, offset=start) if len(data) > start else np.empty(0, dtype)
         with suppress(ValueError):  # too many axes, or one of no size and others too long
             return values.reshape(shape, order="F" if fortran_order else "C")
-    raise MessageError(f"its header has {dtype} of shape {shape!s:.80}, which does not fit its {len(data)} bytes")
+    raise MessageError(f"its header says {dtype} of shape {shape!s:.80}, which doesn't match its {len(data)} bytes")
 
 
 _LONGEST_HEADER = 2048  # bytes; 64 axes fit

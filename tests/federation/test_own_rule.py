@@ -444,7 +444,7 @@ class NeedsColour(Wrapper):
 
 def test_a_guarantee_of_its_own_is_broken_and_restored() -> None:
     NeedsColour(FedAvg())
-    NeedsColour(FixBN(Dyes(FixBN(Fades()))))
+    NeedsColour(FixBN(Dyes(FixBN(Fades(), freeze=["affine"]))))
     words = "Fades fades, and NeedsColour needs its colour; wrap it: NeedsColour(Dyes(Fades()))"
     with pytest.raises(SettingsError, match=f"^{re.escape(words)}$"):
         NeedsColour(FixBN(Fades()))

@@ -17,8 +17,8 @@ KEYS_OF_A_FILE = {  # in addition to the keys of a run
     "description": "one line",
     "extends": (
         "a shipped experiment (`fixbn/table4`), or a file relative to this one, to start from. Its `name`, "
-        "`description`, `runs`, `sweep` and `published` aren't taken over; a value here replaces the other file's "
-        "`tune` of its key"
+        "`description`, `runs`, `sweep` and `published` aren't taken over; if the other file "
+        "tunes a key that has a value here, the value here wins"
     ),
     "seeds": "a list of seeds; every run is repeated for each seed, and the report shows mean and standard deviation",
     "runs": (

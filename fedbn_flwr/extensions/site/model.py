@@ -26,7 +26,7 @@ def add_model(commands: Commands) -> None:
         commands,
         "model",
         write,
-        summary="at a site: its personal model, from the run's model and the site's state",
+        summary="write a site's own model, from the run's model and the site's state",
         description=(
             f"Combine a run's global model with the arrays that a site keeps, such as FedBN's batch norms. {_RUN}"
         ),
@@ -41,7 +41,7 @@ def add_predict(commands: Commands) -> None:
         commands,
         "predict",
         predict,
-        summary="predictions of a run's model, or of a site's, on data",
+        summary="predict with a run's model or a site's",
         description=f"Predict with a run's global model or, with --state, with a site's model. {_RUN}",
         epilog="Example: fedbn predict heart --state /srv/fedbn-state --data new.csv --out predictions.csv",
     )

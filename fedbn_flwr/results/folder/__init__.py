@@ -54,7 +54,7 @@ def default_folder() -> Path:
 
 
 def default_out(name: str) -> Path:
-    """A new folder for output, NAME-TIME in the default folder."""
+    """A new folder for output, NAME-TIME in the default parent folder."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = default_folder() / f"{file_name(name)}-{stamp}"
     repeats = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
