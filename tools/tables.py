@@ -199,16 +199,6 @@ def keys() -> Table:
     return ("key", "value", "asks the client to"), rows
 
 
-def names() -> Table:
-    """What concerns the author of a strategy, by class."""
-    rows: list[Row] = [
-        (f"`{kind}`", ", ".join(f"`{name}`" for name in each))
-        for kind, each in weight.names().items()
-        if kind not in ("Traits", "LocalRound")  # in tables of their own
-    ]
-    return ("class", "names"), rows
-
-
 def hooks(cls: type, *columns: str) -> Callable[[], Table]:
     """The public methods of a class with their arguments; the page describes them."""
 
@@ -269,7 +259,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "norms": norms,
     "datasets": datasets,
     "keys": keys,
-    "names": names,
     "api": api,
     "hooks of the server": hooks(Rule, "what it does", "default", "for instance"),
     "hooks of the client": hooks(ClientRule, "when", "for instance"),
