@@ -70,8 +70,7 @@ class Scaffold(FedAvg):
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         added = self.memory.added
         if added:  # a client may be back under another node id
-            nodes = self.asked.nodes
-            self.ask_for_partitions(round, [node for node in nodes if self.roster.client(node) not in added])
+            self.ask_for_partitions(round, self.asked.nodes)
         return [
             with_config(message, {CONTROL_ROUND: added.get(self.roster.client(message.metadata.dst_node_id), 0)})
             for message in messages

@@ -146,10 +146,10 @@ def rules() -> Iterator[None]:
 class Asking(FedAvg):
     def __init__(self, **keys: Any) -> None:
         super().__init__(fraction_evaluate=0.0)
-        self.asked = {f"fedbn.{key}": value for key, value in keys.items()}
+        self.own = {f"fedbn.{key}": value for key, value in keys.items()}
 
     def config(self, round: Any) -> dict[str, Any]:
-        return self.asked
+        return self.own
 
 
 def test_changed_batches_are_those_of_changed_data(federation: Federations) -> None:

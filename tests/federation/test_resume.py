@@ -33,6 +33,7 @@ from fedbn_flwr.results.folder.checkpoint import CheckpointFile
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.strategies import (
     FedBS,
+    FedRDN,
     FixBN,
     GlobalMomentum,
     MeanStatistics,
@@ -90,19 +91,20 @@ def test_what_cannot_be_saved_is_refused_by_name() -> None:
 
 
 def test_a_nested_rule_keeps_its_own_state() -> None:
-    make = lambda: FixBN(GlobalMomentum(FixBN(FedBS(patience=3))))  # noqa: E731
+    make = lambda: FixBN(GlobalMomentum(FedRDN(FedBS(patience=3))))  # noqa: E731
     before, after = make(), make()
     for each in (before, after):
         each.begin(9, pack({"n.running_mean": np.zeros(1), "n.running_var": np.ones(1)}))
     inner: Any = before.strategy
     inner.memory.momentum = unpack(pack({"w": np.array([0.25])}))
-    inner.strategy.memory.switch_round, before.memory.switch_round = 3, 5
+    inner.strategy.memory.pairs = {0: unpack(pack({"mean": np.array([0.5])}))}
+    before.memory.switch_round = 5
     inner.strategy.strategy.memory.alike = 2
     inner.strategy.strategy.memory.partitions = {7: 0}
     restore(as_rule(after), state_of(as_rule(before)))
     assert state_of(as_rule(after)) == state_of(as_rule(before))
     other: Any = after.strategy
-    assert (after.memory.switch_round, other.strategy.memory.switch_round) == (5, 3)
+    assert (after.memory.switch_round, other.strategy.memory.pairs[0]["mean"]) == (5, 0.5)
     assert other.strategy.strategy.memory == inner.strategy.strategy.memory
     assert other.memory.momentum["w"] == 0.25
 

@@ -21,7 +21,6 @@ from fedbn_flwr.results.report.pictures import plot
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import Form, paired
 from fedbn_flwr.results.report.write import write_report
-from tests.support.command import ROOT, python_blocks
 from tests.support.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -184,19 +183,6 @@ def test_a_plot_for_a_paper_is_one_panel(runs: Path, tmp_path: Path) -> None:
     figure.savefig(tmp_path / "a.png", dpi=100)
     with Image.open(tmp_path / "a.png") as picture:
         assert picture.size == (340, 260)
-
-
-def test_the_code_of_the_page_makes_a_table_and_a_plot(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs.rename(tmp_path / "compare")
-    runs.mkdir()
-    (tmp_path / "compare").rename(runs / "compare")
-    monkeypatch.chdir(tmp_path)
-    (code,) = python_blocks((ROOT / "docs" / "report.md").read_text())
-    exec(code, {})
-    assert r"FedAvg \& co & 0.720 & 0.020" in capsys.readouterr().out
-    assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_few_rows_have_a_band(runs: Path) -> None:
