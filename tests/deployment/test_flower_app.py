@@ -75,7 +75,7 @@ def test_the_guide_shows_what_the_example_prints(capsys: pytest.CaptureFixture[s
     assert bare != server.read_text()
     server.write_text(bare)
     here(folder)
-    (without,) = re.findall(r"in place of `FixBN` the same app ends at ([\d.]+)%", PAGE)
+    (without,) = re.findall(r"With `FedAvg` instead the app ends at ([\d.]+)%", PAGE)
     assert accuracies(capsys.readouterr().out)[60] == pytest.approx(float(without), abs=2)
 
 

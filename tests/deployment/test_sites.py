@@ -437,7 +437,7 @@ def test_a_site_has_what_the_page_on_sites_shows(
         serve(grid, run_config)
     capsys.readouterr()
 
-    commands = [shlex.split(line) for line in re.findall(r"^fedbn (.*)", page, re.MULTILINE)]
+    commands = [shlex.split(line) for line in re.findall(r"^(?:sudo \.venv/bin/)?fedbn (.*)", page, re.MULTILINE)]
     assert [words[0] for words in commands] == ["status", "report", "model", "predict"]
     for words in commands:
         here = [word.replace("/srv/heart", "heart-1").replace("/srv/fedbn-state", "state-1") for word in words]

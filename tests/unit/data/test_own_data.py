@@ -219,7 +219,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a mapping": (
         {"train": ({"inputs": PIXELS}, LABELS), "test": (PIXELS, LABELS)},
         {},
-        r"'inputs' is a mapping; expected an array, or several that data\.inputs: \[a, b\]",
+        r"'inputs' is a mapping; expected an array, or several whose names are in data\.inputs",
     ),
     "complex": ({"train": (PIXELS * 1j, LABELS), "test": (PIXELS, LABELS)}, {}, "has complex128 pixels; expected"),
     "texts": (
