@@ -18,7 +18,7 @@ import operator
 import os
 import pickle
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -271,6 +271,6 @@ _signature = functools.lru_cache(inspect.signature)
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return (_signature if isinstance(function, Hashable) else inspect.signature)(function)
+        return (_signature if isinstance(function, FunctionType | type) else inspect.signature)(function)
     except ValueError:  # some built-in callables have no signature
         return None

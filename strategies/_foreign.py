@@ -60,6 +60,7 @@ class Foreign(BaseStrategy):
         key = self.find_attribute("weighted_by_key")  # of a strategy derived from Flower's FedAvg
         self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
+        self._names = [{*_own(each)} for each in self.strategies()]
         self._first: bytes | None = None  # the state at the first `begin`
         self.breaks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
@@ -197,16 +198,19 @@ class Foreign(BaseStrategy):
         return [_saved(each) for each in self.strategies()]
 
     def _load_state(self, values: Any) -> None:
-        for strategy, saved in zip(self.strategies(), values, strict=True):
-            own = vars(strategy.memory if isinstance(strategy, Rule) else strategy)
-            for name in _saved(strategy).keys() - saved.keys():  # made later in a run
+        for strategy, names, saved in zip(self.strategies(), self._names, values, strict=True):
+            own = _own(strategy)
+            for name in own.keys() - names - saved.keys():  # made in a run
                 del own[name]
             own.update(saved)
 
 
+def _own(strategy: Strategy) -> dict[str, Any]:
+    return vars(strategy.memory if isinstance(strategy, Rule) else strategy)
+
+
 def _saved(strategy: Strategy) -> dict[str, Any]:
-    own = vars(strategy.memory if isinstance(strategy, Rule) else strategy)
-    return {name: value for name, value in own.items() if not isinstance(value, _NOT_SAVED)}
+    return {name: value for name, value in _own(strategy).items() if not isinstance(value, _NOT_SAVED)}
 
 
 def as_rule(strategy: Strategy, seed: int | None = None) -> Rule:

@@ -5,7 +5,8 @@ one runs the round and calls the hooks of all (`_rule`) in this order:
 
 - `begin` prepares a run.
 - `question` asks clients what they measure, and `config` has keys for the clients, those of the outermost rule first.
-- `outgoing` may change the messages, the innermost rule first; then the `records` of all are added.
+- `outgoing` may change the messages, the innermost rule first. Then FedTAN exchanges statistics, and the `records` of
+  all are added.
 - `incoming` may change the replies, the outermost rule first.
 - `problem` judges single replies. `accepted` gets the usable ones and may change them, the innermost rule first.
 - `weights` and `combine` make the new model; a rule calls those of the rule inside it by `super()`.
@@ -179,7 +180,7 @@ class Hooks(Strategy):
         return {}
 
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages to the clients, which may be changed, or exchange something first."""
+        """The messages to the clients, which may be changed."""
         return messages
 
     def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:

@@ -55,7 +55,7 @@ class Rule(Hooks):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The messages of the whole chain, whose outermost strategy this one is."""
+        """The round's messages, by the hooks of the chain. Flower calls this on the outermost strategy."""
         if server_round == 1 and protocol.RUN not in config:
             # A strategy around this one has started the run, as Flower's for privacy do, or a `start` of the user.
             self._check_outer()
@@ -94,12 +94,13 @@ class Rule(Hooks):
     def _named(self, config: ConfigRecord, keys: Iterable[str] = ()) -> ConfigRecord:
         """The config with the name of the run, by which clients know their state of it, and with these keys."""
         name = {} if protocol.RUN in config else self._name
-        return ConfigRecord({**name, **config, **dict.fromkeys(keys, True)})
+        added: dict[str, str | bool] = {**name, **dict.fromkeys(keys, True)}
+        return ConfigRecord({**added, **config}) if added.keys() - config.keys() else config
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The new model, by the hooks of the whole chain, whose outermost strategy this one is."""
+        """The new model, by the hooks of the chain. Flower calls this on the outermost strategy."""
         base, round = self.base, self._round
         base.training = Attendance()
         if round is None or not base.asked.nodes:
@@ -230,7 +231,8 @@ class BaseStrategy(Rule):
 
     def __init__(self) -> None:
         self.memory, self.chain, self.base = self.Memory(), (self,), self
-        # In the round, in the last round and in the last evaluation.
+        self._unnumbered: set[int] = set()
+        # Of this round, of the last one, and of the last evaluation.
         self.asked, self.training, self.evaluation = Asked(), Attendance(), Attendance()
 
     # --- the clients ---
@@ -250,11 +252,13 @@ class BaseStrategy(Rule):
 
     def ask_for_partitions(self, round: Round, nodes: Iterable[int]) -> None:
         """Ask these nodes for their partitions unless they are known, since node ids are random in every run."""
-        unknown = [node for node in nodes if node not in self.memory.partitions]
+        unknown = [node for node in nodes if node not in self.memory.partitions and node not in self._unnumbered]
         content = RecordDict({self.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
         asked = [Message(content, node, protocol.PARTITION_QUERY) for node in unknown]
         replies = gate(round.grid.send_and_receive(asked, timeout=self.node_timeout)) if asked else ()
-        self.roster.learn({r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()})
+        reported = {r.metadata.src_node_id: partition_of(r.content) for r in replies if r.has_content()}
+        self.roster.learn(reported)
+        self._unnumbered |= {node for node, number in reported.items() if number is None}
 
     def ask(self, round: Round, question: Question) -> None:
         """Ask all connected clients without an answer, and add what they answer; RunFailed if nobody ever has."""
@@ -305,14 +309,14 @@ class BaseStrategy(Rule):
         tracked = [key for key, role in roles(arrays).items() if role is Role.STATISTICS]
         if tracked and self.without_statistics:
             raise SettingsError(self.without_statistics.format(tracked[0]))
-        self.memory, self.num_rounds = self.Memory(), num_rounds
+        self.memory, self.num_rounds, self._unnumbered = self.Memory(), num_rounds, set()
 
     def messages(self, round: Round) -> list[Message]:
         """Choose the clients of a round, note them in `asked`, and return their messages."""
         raise NotImplementedError
 
     def exchanged(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
-        """The round's messages, as the hooks `outgoing` of all rules return them, after its exchanges if it has any."""
+        """Run the round's exchanges, if it has any; returns the messages to send."""
         return messages
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:

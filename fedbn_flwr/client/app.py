@@ -101,19 +101,21 @@ class _App(ClientApp):
 
     def _handle(self, task: str, handle: Handler, message: Message, context: Context) -> Message:
         """Restore the node's state, answer the message and save the state; an error names the client and the task."""
-        asked = Asked(self._make, message, context, dict(config_of(message.content)))
-        call: Callable[[Message, Context], Message] = functools.partial(asked.answer, handle)
+        request = Request(self._make, message, context, dict(config_of(message.content)))
+        call: Callable[[Message, Context], Message] = functools.partial(request.answer, handle)
         of_mods = declared("client_mods")
         try:
             if handle is _extension:  # it uses only volatile records, which the state folder never has
                 return call(message, context)
-            with stored_state(message, asked.config, context):
-                for mod in dict.fromkeys(part("client_mods", key) for key in asked.config if key in of_mods):
+            with stored_state(message, request.config, context):
+                for mod in dict.fromkeys(part("client_mods", key) for key in request.config if key in of_mods):
                     call = functools.partial(mod, call_next=call)
                 return call(message, context)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
             # In an experiment the server reports the error, so the log here need not.
-            raise _client_error(context, task, error, "" if protocol.TOKEN in asked.config else _ONLY_LOGGED) from error
+            raise _client_error(
+                context, task, error, "" if protocol.TOKEN in request.config else _ONLY_LOGGED
+            ) from error
 
 
 def _client_error(context: Context, task: str, error: BaseException, note: str = "") -> ClientFailed:
@@ -172,7 +174,7 @@ class _Other:
 # --- one handler per kind of message -----------------------------------------
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """A message to a node, and what its answer needs."""
 
     make_client: Callable[..., NumPyClient]
@@ -183,7 +185,7 @@ class Asked(NamedTuple):
     def answer(self, handle: Handler, message: Message, context: Context) -> Message:
         """The reply to this message, or to another that a mod has made of it."""
         config = self.config if message is self.message else dict(config_of(message.content))
-        return Message(handle(Asked(self.make_client, message, context, config)), reply_to=message)
+        return Message(handle(Request(self.make_client, message, context, config)), reply_to=message)
 
     def client(self) -> BNClient | _Other:
         client = self.make_client(self.context, self.config)
@@ -214,15 +216,15 @@ class Asked(NamedTuple):
         return {"client": ConfigRecord(place)} if (place := partition_metric(self.context)) else {}
 
 
-Handler = Callable[[Asked], RecordDict]
+Handler = Callable[[Request], RecordDict]
 
 
-def _train(asked: Asked) -> RecordDict:
-    if protocol.EXCHANGE_STEP in asked.config:
-        return _train_by_messages(asked)
-    client = client_without_parked_round(asked.client, asked.config, asked.context)
-    extras = other_arrays(asked.message.content)
-    return asked.reply(client.train_round(_take_model(asked.message.content), asked.config, extras))
+def _train(request: Request) -> RecordDict:
+    if protocol.EXCHANGE_STEP in request.config:
+        return _train_by_messages(request)
+    client = client_without_parked_round(request.client, request.config, request.context)
+    extras = other_arrays(request.message.content)
+    return request.reply(client.train_round(_take_model(request.message.content), request.config, extras))
 
 
 def _take_model(content: RecordDict) -> Arrays:
@@ -233,37 +235,37 @@ def _take_model(content: RecordDict) -> Arrays:
     return unpack(record)
 
 
-def _evaluate(asked: Asked) -> RecordDict:
-    metrics = asked.client().evaluate_round(unpack(sent_model(asked.message.content)), asked.config)
-    return RecordDict({"metrics": _numbers(metrics), **asked.claim()})
+def _evaluate(request: Request) -> RecordDict:
+    metrics = request.client().evaluate_round(unpack(sent_model(request.message.content)), request.config)
+    return RecordDict({"metrics": _numbers(metrics), **request.claim()})
 
 
-def _partition(asked: Asked) -> RecordDict:
-    context = asked.context
+def _partition(request: Request) -> RecordDict:
+    context = request.context
     own = {protocol.OWN_DATA: "data-path" in context.node_config} if _has_own_data(context) else {}
-    if asked.config.get(protocol.READY):
-        client = asked.client()  # an error in the site's data or model appears before any training
-        if own and (allowed := asked.config.get(protocol.EXCHANGE_MIN_BATCH)):
+    if request.config.get(protocol.READY):
+        client = request.client()  # an error in the site's data or model appears before any training
+        if own and (allowed := request.config.get(protocol.EXCHANGE_MIN_BATCH)):
             check_batch(client.batch_examples(), allowed=int(allowed), own=client.min_batch)
-    return RecordDict({"metrics": _numbers(partition_metric(context) | own | return_to_round(asked.config, context))})
+    return RecordDict({"metrics": _numbers(partition_metric(context) | own | return_to_round(request.config, context))})
 
 
-def _statistics(asked: Asked) -> RecordDict:
-    return asked.reply(asked.client().statistics_round(unpack(sent_model(asked.message.content)), asked.config))
+def _statistics(request: Request) -> RecordDict:
+    return request.reply(request.client().statistics_round(unpack(sent_model(request.message.content)), request.config))
 
 
-def _measure(asked: Asked) -> RecordDict:
-    records = {name: unpack(record) for name, record in arrays_in(asked.message.content).items()}
-    return asked.reply(asked.client().measure_round(asked.config, records))
+def _measure(request: Request) -> RecordDict:
+    records = {name: unpack(record) for name, record in arrays_in(request.message.content).items()}
+    return request.reply(request.client().measure_round(request.config, records))
 
 
-def _sums(asked: Asked) -> RecordDict:
-    return RecordDict({"arrays": pack({"sums": asked.client().sums()}), **asked.claim()})
+def _sums(request: Request) -> RecordDict:
+    return RecordDict({"arrays": pack({"sums": request.client().sums()}), **request.claim()})
 
 
-def _extension(asked: Asked) -> RecordDict:
-    action = asked.message.metadata.message_type.split(".")[1]
-    return RecordDict({**part("queries", action)(asked.message.content, asked.context), **asked.claim()})
+def _extension(request: Request) -> RecordDict:
+    action = request.message.metadata.message_type.split(".")[1]
+    return RecordDict({**part("queries", action)(request.message.content, request.context), **request.claim()})
 
 
 # --- layer-wise rounds -------------------------------------------------------
@@ -278,10 +280,10 @@ def _exchange(context: Context, agreement: Agreement) -> Contribution:
         raise _client_error(context, _LAYERWISE, error) from error
 
 
-def _train_by_messages(asked: Asked) -> RecordDict:
-    content, make = asked.message.content, asked.client  # an _Other raises an error for the keys of exchanges
-    outcome = train_by_messages(make, content, asked.config, other_arrays(content), asked.context)  # type: ignore[arg-type]
-    return contribution_to_records(outcome) if isinstance(outcome, Contribution) else asked.reply(outcome)
+def _train_by_messages(request: Request) -> RecordDict:
+    content, make = request.message.content, request.client  # an _Other raises an error for the keys of exchanges
+    outcome = train_by_messages(make, content, request.config, other_arrays(content), request.context)  # type: ignore[arg-type]
+    return contribution_to_records(outcome) if isinstance(outcome, Contribution) else request.reply(outcome)
 
 
 _HANDLERS: dict[str, tuple[str, Handler]] = {

@@ -35,7 +35,8 @@ class SGD(torch.optim.SGD):
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.param_groups.append({**self.defaults, **param_group})
+        several = {} if self.defaults["fused"] else {"foreach": self.defaults["foreach"] is not False}
+        self.param_groups.append({**self.defaults, **several, **param_group})  # `foreach` is faster on a CPU too
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
@@ -149,4 +150,4 @@ def _optimizers() -> Mapping[str, MakeOptimizer]:
         key.lower(): value
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
-    } | {"sgd": functools.partial(SGD, foreach=True)}  # fewer operations also on a CPU
+    } | {"sgd": SGD}

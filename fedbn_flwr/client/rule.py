@@ -104,8 +104,9 @@ class ClientRule:
     # Keys that `adjust` does not use, so that clients with different values may train at once.
     may_differ: ClassVar[Collection[str]] = ()
     order: ClassVar[int] = 0  # the rules of a round run in ascending order
-    # Whether `adjust`, as this class has it, treats each element of the gradients alone, and uses no attribute that
-    # differs between clients: of clients that train at once, the `adjust` of one is then called for all.
+    # Whether `adjust` treats each element of the gradients alone, and uses no attribute that differs between clients:
+    # of clients that train at once, the `adjust` of one is then called for all. A subclass with an `adjust` of its own
+    # sets it again.
     elementwise: ClassVar[bool] = False
     # Whether the rule has a `loss` or changes the model: then its rounds are not compiled, and each trains alone.
     own_passes: bool = False

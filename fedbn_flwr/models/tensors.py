@@ -65,7 +65,7 @@ def identity(function: object) -> Hashable:
             return key
     with suppress(TypeError):  # some classes with __slots__ have no weak references
         return weakref.ref(function)  # since it may hold the model
-    return id(function)
+    return object()  # a number might be used again
 
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -21,10 +21,11 @@ from fedbn_flwr.errors import RunFailed, SettingsError, UserError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.serialization import parse
-from fedbn_flwr.strategies import FedAP, FedAvg, FedBN, FedRDN, FixBN, Private, Secure
+from fedbn_flwr.strategies import FedAP, FedAvg, FedBN, FedRDN, FixBN, Private, Scaffold, Secure
 from tests.support.federations import Arrays, models_of, replaced, same
 from tests.support.fixtures import Batches
 from tests.support.localnorm import by_hand, share
+from tests.support.plugin import RecordingGrid
 
 Federations = Callable[..., Any]
 SIZES = (6, 9, 14)
@@ -409,3 +410,14 @@ def test_a_node_whose_partition_is_not_known_yet_is_not_taken_for_the_client_of_
         arrays, _ = rule.aggregate_train(number, grid.send_and_receive(messages))  # type: ignore[assignment]
         assert sorted(rule.memory.statistics) == sorted(rule.memory.models) == known
         first = False
+
+
+@pytest.mark.parametrize("strategy", [FedAP, Scaffold])
+def test_nodes_without_a_partition_are_asked_for_it_once(federation: Federations, strategy: Any) -> None:
+    fed = federation(SIZES, model=two_norms, lr=LR)
+    model = two_norms()
+    grid = RecordingGrid(client_app(lambda context: BNClient(model, fed.data[0], lr=LR)), len(SIZES))
+    for context in grid.contexts().values():
+        context.node_config.clear()
+    strategy().start(grid, fed.arrays(), num_rounds=4)
+    assert grid.count(protocol.PARTITION_QUERY) == len(SIZES)

@@ -44,6 +44,8 @@ from fedbn_flwr.strategies import (
     SiloBN,
     Standalone,
     as_rule,
+    restore,
+    state_of,
 )
 from strategies.fedavg import OLD_NAMES
 from tests.support.command import ROOT, python_blocks
@@ -461,6 +463,43 @@ def test_what_a_strategy_of_flower_makes_in_a_run_is_gone_in_the_next(federation
         assert theirs.rounds == 2
 
 
+class Scheduled(flower.FedAvg):
+    """It has an attribute that it fills in its first round with what cannot be saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule: Any = None
+
+
+def test_a_resumed_strategy_of_flower_has_all_its_attributes(federation: Federations) -> None:
+    arrays = federation((8, 12)).arrays()
+    before, after = as_rule(Scheduled()), as_rule(Scheduled())
+    for each in (before, after):
+        each.begin(3, arrays)
+    before.strategy.schedule = lambda number: 0.1
+    restore(after, state_of(before))
+    assert after.strategy.schedule is None
+
+
+class Turning(flower.FedAvg):
+    """It counts its evaluations in their config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: list[Any] = []
+
+    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any) -> Any:
+        config["turn"] = int(config.get("turn", 0)) + 1  # type: ignore[arg-type]
+        self.turns.append(config["turn"])
+        return super().configure_evaluate(server_round, arrays, config, grid)
+
+
+def test_an_evaluation_s_config_that_a_strategy_changes_stays_changed(federation: Federations) -> None:
+    fed, theirs = federation((8, 12)), Turning()
+    FixBN(theirs, freeze_round=2).start(fed.grid(), fed.arrays(), num_rounds=3)
+    assert theirs.turns == [1, 2, 3]
+
+
 def test_a_rule_inside_a_strategy_of_flower_begins_with_each_run(federation: Federations) -> None:
     """It knows the number of rounds, and rounds with losses that are alike are counted anew."""
     fed, begun = federation((8, 12)), list[int]()
@@ -855,7 +894,7 @@ def test_the_page_of_the_old_api_has_each_argument_that_was_renamed() -> None:
 def test_the_documented_keys_are_those_of_the_protocol() -> None:
     page = (ROOT / "docs" / "client-protocol.md").read_text()
     documented = set(re.findall(r"^\| `(fedbn\.[\w-]+)`", page, re.MULTILINE))
-    of_tests = {key for key in BY_KEY if rule_of(key).__module__.startswith("tests.")}  # in the same process
+    of_tests = {key for key in [*BY_KEY] if rule_of(key).__module__.startswith("tests.")}  # in the same process
     assert documented == {key for key in known_keys() if key.startswith(protocol.PREFIX)} - of_tests
 
 

@@ -121,7 +121,9 @@ def _personal(
     own = state.load(LOCAL_ARRAYS)
     model = _build(description, {**arrays, **_tensors(own)}, file)
     kinds = roles(model)
-    if not (rules or description.get("own_models")) and all(kinds[key] is Role.COUNTER for key in own):
+    has_own = rules or description.get("own_models") or any(kinds[key] is not Role.COUNTER for key in own)
+    has_trained = own or Role.COUNTER not in kinds.values()  # counters are never sent
+    if not (has_own and has_trained):
         nothing()
     local = LocalRound(
         config=dict.fromkeys(rules, True), sent=arrays.keys(), records={}, state=state, model=model, roles=kinds,
