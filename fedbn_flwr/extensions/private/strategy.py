@@ -64,7 +64,7 @@ class _Asked:
 
 
 class Private(Wrapper):
-    """Differential privacy of clients, around any strategy.
+    """Differential privacy of clients, around any strategy that sends only a model and takes its mean.
 
     Parameters
     ----------
