@@ -415,8 +415,7 @@ def test_a_node_whose_partition_is_not_known_yet_is_not_taken_for_the_client_of_
 @pytest.mark.parametrize("strategy", [FedAP, Scaffold])
 def test_nodes_without_a_partition_are_asked_for_it_once(federation: Federations, strategy: Any) -> None:
     fed = federation(SIZES, model=two_norms, lr=LR)
-    model = two_norms()
-    grid = RecordingGrid(client_app(lambda context: BNClient(model, fed.data[0], lr=LR)), len(SIZES))
+    grid = RecordingGrid(client_app(lambda context: BNClient(two_norms(), fed.data[0], lr=LR)), len(SIZES))
     for context in grid.contexts().values():
         context.node_config.clear()
     strategy().start(grid, fed.arrays(), num_rounds=4)
