@@ -27,7 +27,7 @@ def described(begin: str, end: str) -> list[tuple[str, str]]:
 
 
 def test_the_way_of_a_round_is_as_described() -> None:
-    rows = described("A round calls these functions", "An exchange of FedTAN")
+    rows = described("A round calls these functions", "In an exchange of FedTAN")
     assert len(rows) > len(ELSEWHERE)
     called = weight.way_of_a_round(FedAvg())[1]
     of_round = [place for function, place in rows if function not in ELSEWHERE]
@@ -35,7 +35,7 @@ def test_the_way_of_a_round_is_as_described() -> None:
 
 
 def test_the_way_of_an_exchange_is_as_described() -> None:
-    rows = [place for _, place in described("An exchange of FedTAN", "In the client's thread")]
+    rows = [place for _, place in described("In an exchange of FedTAN", "In the client's thread")]
     called = weight.way_of_a_round(FedTAN(min_batch=1))[1]
     assert len(rows) > 5
     assert rows == [place for place in called if place in rows]
