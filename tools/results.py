@@ -348,9 +348,9 @@ def setup(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def common(values: Iterable[str]) -> str:
-    """The values that at least half as many runs have as the most frequent one, and how they begin only once."""
+    """The values that at least a third as many runs have as the most frequent one, and how they begin only once."""
     counts = Counter(values)
-    first, *others = (each for each, count in counts.items() if 2 * count >= max(counts.values()))
+    first, *others = (each for each, count in counts.items() if 3 * count >= max(counts.values()))
     start = "".join(first.rpartition(", ")[:2])
     return " / ".join([first, *(each.removeprefix(start) for each in others)])
 
