@@ -215,7 +215,7 @@ def test_a_claim_that_was_measured_on_other_data_is_neither_supported_nor_contra
     """FedTAN's Figures 3, 5 and 12 and FixBN's freeze round are of CIFAR-10, and our runs of MNIST."""
     elsewhere = [row for row in results.claims()[1] if " instead of " in str(row[3])]
     assert {str(row[1]) for row in elsewhere} >= {"FedTAN, Figure 3", "FedTAN, Figure 5", "FedTAN, Figure 12"}
-    assert {row[-1] for row in elsewhere} == {"supported on other data"}
+    assert {row[-1] for row in elsewhere} == {"supported on other data", "not settled"}
 
 
 def test_the_costs_of_fedtan_ii_are_the_papers() -> None:
