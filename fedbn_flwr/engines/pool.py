@@ -39,7 +39,7 @@ _LOOK = 1.0  # seconds without a result, after which the pool checks for workers
 
 @dataclass
 class Served:
-    """A ClientApp and the contexts of nodes that are in this process; a worker has those of its layer-wise rounds."""
+    """A ClientApp and the contexts of nodes in this process; a worker has the contexts of its parked rounds."""
 
     client_app: ClientApp
     threads: int | None  # PyTorch's threads while serving a node; None leaves their number as it is

@@ -63,9 +63,11 @@ def identity(function: object) -> Hashable:
         with suppress(TypeError):  # an option may be a list
             hash(key)
             return key
-    with suppress(TypeError):  # some classes with __slots__ have no weak references
-        return weakref.ref(function)  # since it may hold the model
-    return object()  # a number might be used again
+    with suppress(TypeError):  # it may have no weak reference or no hash
+        key = weakref.ref(function)  # since it may hold the model
+        hash(key)
+        return key
+    return function.__call__  # type: ignore[operator, no-any-return]  # bound methods are compared by identity
 
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:

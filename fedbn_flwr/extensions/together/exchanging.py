@@ -26,7 +26,7 @@ from .trace import Network, differentiable
 
 
 class CohortExchanges(Exchanges):
-    """Those of clients with a batch each; `steps` are the clients' own, and `ask` exchanges all contributions."""
+    """The exchanges of clients with a batch each, which have their own `steps`; `ask` exchanges all contributions."""
 
     def __init__(
         self,
