@@ -9,7 +9,6 @@ names those that it needs, and may invent others:
 - `statistics`: the statistics of its model are means of the clients' statistics.
 - `pooled`: a rule around it may combine the clients' statistics in another way.
 - `weights`: it reports the weights of its mean.
-- `compared`: a reply may be left out because of what the other clients sent.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from collections.abc import Mapping
 
 from fedbn_flwr.errors import SettingsError
 
-from ._rule import Rule, broken
+from ._base import BaseStrategy
+from ._rule import Rule
 
 
 def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
@@ -34,3 +34,24 @@ def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
         inside = next(rule for rule in reversed(inner) if need in broken(rule))
         rest = needs[need].format(inside=inside, outer=outer)
         raise SettingsError(f"{inside} {broken(inside)[need]}, and {rest}")
+
+
+# Hooks that may use the replies of single clients.
+_OF_SINGLE_REPLIES = ("question", "problem", "combine", "after_round", "incoming", "accepted")
+
+
+def broken(rule: Rule) -> Mapping[str, str]:
+    """The guarantees that a rule breaks by itself, each with the reason.
+
+    These are the ones in `breaks`, and "mean" for a hook that the class, or a base, adds to those of the nearest class
+    that declares `breaks`. Other weights break it whatever is declared: a mean is weighted already.
+    """
+    kind = type(rule)
+    nearest = next(place for place, each in enumerate(kind.__mro__) if "breaks" in vars(each))
+    own = [hook for hook in _OF_SINGLE_REPLIES if any(hook in vars(each) for each in kind.__mro__[:nearest])]
+    if own:
+        reason = f"has {own[0]}() of its own, which may use the replies of single clients"
+        return {"mean": f"{reason} (if it uses only their mean, declare this: breaks = {{}})", **rule.breaks}
+    if kind.weights not in (Rule.weights, BaseStrategy.weights):
+        return {"mean": "has weights() of its own, which need the single replies", **rule.breaks}
+    return rule.breaks

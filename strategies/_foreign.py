@@ -24,8 +24,9 @@ from fedbn_flwr.messages.reply import Reply, number_problem, with_arrays, with_c
 from fedbn_flwr.messages.votes import arrays_problems, common_metrics, overflow
 from fedbn_flwr.norms.roles import Role, of_roles, roles
 
+from ._base import BaseStrategy
 from ._hooks import Json, Round
-from ._rule import NOISED, BaseStrategy, Rule, restore, state_of
+from ._rule import NOISED, Rule, restore, state_of
 
 # Strategies whose result depends on the mean of the replies only.
 _MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)

@@ -80,6 +80,7 @@ class Traits:
     # The config keys whose client rules change each client's inputs when it is tested (`ClientRule.own_inputs`).
     own_inputs: tuple[str, ...] = ()
     own_models: bool = False  # whether the server sends each client a model of its own
+    compared: bool = True  # whether a reply may be left out because of what the other clients sent
     measured: tuple[str, ...] = ()  # what each client measures on its data and sends once, in words
 
     def __or__(self, other: Traits) -> Traits:
@@ -93,6 +94,7 @@ class Traits:
             pooled=self.pooled or other.pooled,
             own_inputs=self.own_inputs + other.own_inputs,
             own_models=self.own_models or other.own_models,
+            compared=self.compared and other.compared,
             measured=self.measured + other.measured,
         )
 

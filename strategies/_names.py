@@ -5,12 +5,12 @@ from typing import Any
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages.reply import Reply as Reply
 
+from ._composition import broken as broken
 from ._foreign import as_rule as as_rule
 from ._hooks import Question as Question
 from ._hooks import Round as Round
 from ._hooks import Traits as Traits
 from ._rule import Rule as Rule
-from ._rule import broken as broken
 from ._rule import restore as restore
 from ._rule import state_of as state_of
 from ._wrapper import Wrapper as Wrapper

@@ -32,9 +32,11 @@ from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem
 from fedbn_flwr.messages.votes import common_metrics
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
 
+from ._base import BaseStrategy
 from ._bounds import InfluenceBounds, refuse_bounds
 from ._hooks import Config, Json, Round, Traits
-from ._rule import BaseStrategy, Rule
+from ._questions import ask_for_partitions, connected
+from ._rule import Rule
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 Names = Annotated[str | Sequence[str], "a name or a list of names, such as ['fc', 'layer4*', 'affine']"]
@@ -184,12 +186,12 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
         if fraction == 0.0:
             return []
         roster = self.roster
-        nodes = self.connected(round.grid, least)
+        nodes = connected(self, round.grid, least)
         for node in sorted(roster.partitions.keys() - set(nodes), key=roster.position):
             LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, roster.name(node))
         count = _share(len(nodes), fraction, least)
         if count < len(nodes) or self.traits.own_models:
-            self.ask_for_partitions(round, nodes)
+            ask_for_partitions(self, round, nodes)
         nodes = sorted(nodes, key=roster.position)
         if count >= len(nodes):
             return nodes

@@ -24,6 +24,7 @@ from fedbn_flwr.messages.votes import arrays_problems, metric_problems
 from fedbn_flwr.norms.roles import NORM_STATE, roles
 
 from ._hooks import Round
+from ._questions import connected
 from ._roster import Screening
 from .fedavg import FedAvg
 
@@ -63,7 +64,7 @@ def with_queried(
     rule: FedAvg, round: Round, mean: Callable[[Iterable[Arrays], Sequence[float]], Arrays]
 ) -> ArrayRecord:
     """The global model with the mean of the statistics that all clients measure on their data under it."""
-    nodes = rule.connected(round.grid)
+    nodes = connected(rule, round.grid)
     queries = rule.messages_to(nodes, protocol.STATISTICS_QUERY, round)
     what = f"round {round.number}, statistics"
     answers = round.grid.send_and_receive(queries, timeout=rule.reply_timeout)

@@ -33,6 +33,7 @@ from fedbn_flwr.messages.reply import Reply, with_config
 from fedbn_flwr.models.tensors import copied, tensor_like
 
 from ._hooks import Config, Round, Traits
+from ._questions import ask_for_partitions
 from .fedavg import FedAvg
 
 CONTROL = "fedbn.control"
@@ -70,7 +71,7 @@ class Scaffold(FedAvg):
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         added = self.memory.added
         if added:  # a client may be back under another node id
-            self.ask_for_partitions(round, self.asked.nodes)
+            ask_for_partitions(self, round, self.asked.nodes)
         return [
             with_config(message, {CONTROL_ROUND: added.get(self.roster.client(message.metadata.dst_node_id), 0)})
             for message in messages

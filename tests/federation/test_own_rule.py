@@ -229,7 +229,7 @@ def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Pa
 def test_the_page_s_commands_print_what_it_shows(tmp_path: Path) -> None:
     for name in ("equal", "perstep"):
         (tmp_path / f"{name}.py").write_text(code(f"# {name}.py"))
-    found, figures = "", r"(\w+-\w+): 3 rounds in \S+ s  accuracy ([\d.]+)"
+    found, figures = "", r"\] (\w+-\w+): 3 rounds in \S+ s  accuracy ([\d.]+)"
     for number, command in enumerate(commands := re.findall(r"^fedbn (run .*)$", GUIDE, re.MULTILINE)):
         done = python(FEDBN, *shlex.split(command), "--out", f"out{number}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr

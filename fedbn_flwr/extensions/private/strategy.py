@@ -34,7 +34,7 @@ from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.arrays import config_of, configs_in, pack, unpack
 from fedbn_flwr.messages.reply import Reply, arrays_of, with_content
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.strategies import Round, Wrapper, frozen_roles
+from fedbn_flwr.strategies import Round, Traits, Wrapper, frozen_roles
 from fedbn_flwr.trees import Json
 
 from .noise import Change, KeysByPart, applied, change_of, clipped, epsilon_of, gaussian, parts_of
@@ -100,10 +100,8 @@ class Private(Wrapper):
         evaluated: bool = False  # clients sent metrics of evaluations
 
     memory: Memory
-    breaks = {
-        "inside": "adds noise to the mean",
-        "compared": "must not let one client decide whether another one's change counts",
-    }
+    traits = Traits(compared=False)  # one client must not decide whether another one's change counts
+    breaks = {"inside": "adds noise to the mean"}
 
     def __init__(
         self,

@@ -1,0 +1,184 @@
+"""The base of a chain: the innermost rule, which chooses the clients of a round and judges their replies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord
+
+from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays, absurd, are_alike, initial_problem, is_finite
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.reply import Reply, number_problem
+from fedbn_flwr.messages.votes import metric_problems, record_problems
+from fedbn_flwr.norms.roles import Role, roles, split
+
+from ._bounds import InfluenceBounds
+from ._hooks import Hooks, Round
+from ._roster import Asked, Attendance, Roster, Screening
+from ._rule import Rule
+
+
+class BaseStrategy(Rule):
+    """The innermost rule of a chain: it chooses the clients, and knows them by their partitions."""
+
+    @dataclass
+    class Memory(Hooks.Memory):
+        partitions: dict[int, int] = field(default_factory=dict)  # by node id, for nodes that have reported it
+
+    memory: Memory
+    breaks = {}
+    weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
+    weighs: bool = True  # whether replies must have this metric
+    arrayrecord_key: str = "arrays"
+    configrecord_key: str = "config"
+    bounds: InfluenceBounds | None = None
+    # The error for models that track statistics, with a place for the first key of theirs; None accepts them.
+    without_statistics: ClassVar[str | None] = None
+    min_train_nodes: int = 1  # usable replies that a round needs
+    min_available_nodes: int = 1  # nodes that must be connected before clients are chosen or queried
+    node_timeout: float = 600  # seconds to wait for them
+    reply_timeout: float = 3600  # seconds to wait for a reply; `start` sets it
+
+    def __init__(self) -> None:
+        self.memory, self.chain, self.base = self.Memory(), (self,), self
+        self.unnumbered = set[int]()  # the nodes that have answered that they have no partition
+        # Of this round, of the last one, and of the last evaluation.
+        self.asked, self.training, self.evaluation = Asked(), Attendance(), Attendance()
+
+    # --- the clients ---
+
+    @property
+    def roster(self) -> Roster:
+        return Roster(self.memory.partitions)
+
+    def asked_by(self, messages: Iterable[Message], arrays: ArrayRecord) -> Asked:
+        """The nodes that these messages ask; `arrays` is the model that they contain."""
+        return Asked([message.metadata.dst_node_id for message in messages], self.min_train_nodes, arrays)
+
+    def due(self, clients: int) -> int | None:
+        """How many clients train in a round when all of these are connected; None if this is not known."""
+        return None
+
+    # --- a round of training, in the order in which `Rule` calls these ---
+
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        if not isinstance(arrays, ArrayRecord):
+            raise SettingsError(
+                f"initial_arrays is a {type(arrays).__name__}; expected ArrayRecord(model.state_dict())"
+            )
+        if problem := initial_problem(unpack(arrays)):
+            raise SettingsError(f"the initial model cannot be trained: {problem}")
+        tracked = [key for key, role in roles(arrays).items() if role is Role.STATISTICS]
+        if tracked and self.without_statistics:
+            raise SettingsError(self.without_statistics.format(tracked[0]))
+        self.memory, self.num_rounds, self.unnumbered = self.Memory(), num_rounds, set()
+
+    def messages(self, round: Round) -> list[Message]:
+        """Choose the clients of a round, note them in `asked`, and return their messages."""
+        raise NotImplementedError
+
+    def exchanged(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+        """Run the round's exchanges, if it has any; returns the messages to send."""
+        return messages
+
+    def judged(self, outer: Rule, round: Round, messages: Sequence[Message]) -> Sequence[Reply]:
+        """The replies that every rule of the chain of `outer` can use."""
+        sent, record_names = unpack(round.arrays), outer.traits.records
+        screening = Screening(messages, self.arrayrecord_key, record_names)
+        screening.check(lambda reply: self.form_problem(round, reply, sent))
+        for rule in outer.chain:
+            screening.check(partial(rule.problem, round))
+        if outer.traits.compared:
+            problems = {**metric_problems(screening.usable), **self.compare(screening.usable, sent)}
+            for name in record_names:
+                problems |= record_problems(screening.usable, name, sent)
+            screening.leave_out(problems)
+        self.training, usable = self.roster.attendance(f"round {round.number}", self.asked, screening)
+        return self.clipped(round, usable)
+
+    def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
+        """Why the form of a reply is not the one that the messages of the round ask for, or None."""
+
+    def compare(self, replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+        """The problems that only a comparison with the other replies shows, by node.
+
+        Values must not be absurd, and statistics must be within the bounds.
+        """
+        nodes, cohort = list(replies), [reply.arrays for reply in replies.values()]
+        keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS] if cohort else []
+        return {nodes[place]: problem for place, problem in self.far(cohort, sent, keys).items()}
+
+    def far(self, cohort: Sequence[Arrays], sent: Arrays, keys: Sequence[str] | None = None) -> Mapping[int, str]:
+        """The problems of clients that are too far from the others, by place; bounds decide on all arrays or `keys`."""
+        found = self.bounds.outliers(cohort, [*cohort[0]] if keys is None else keys) if self.bounds and cohort else {}
+        return {**absurd(cohort, sent), **found}
+
+    def clipped(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
+        """The replies, with updates that are larger than the bounds allow shortened."""
+        if self.bounds is None:
+            return replies
+        arrays: Sequence[Arrays] = [reply.arrays for reply in replies]
+        sent = unpack(round.arrays)
+        # What stays on the clients is apart: its distance from the clients' mean is not an update.
+        for some in filter(None, split(sent, self.traits.stays(sent))):
+            arrays = self.bounds.clipped(arrays, some, f"round {round.number}")
+        return [replace(reply, arrays=values) for reply, values in zip(replies, arrays, strict=True)]
+
+    def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
+        key = self.weighted_by_key
+        known = self.weighs or not any(number_problem(reply.metrics, key) for reply in replies)
+        weights = [float(reply.metrics[key]) for reply in replies] if known else []
+        return weights if self.weighs or any(weights) else [1.0] * len(replies)
+
+    def bounded(self, what: str, weights: list[float]) -> list[float]:
+        """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""
+        if not sum(weights) > 0:
+            raise RunFailed(
+                f"{what}: the sum of the weights of all {len(weights)} clients ({self.weighted_by_key}) is "
+                f"{sum(weights)}; expected one above zero"
+            )
+        return weights if self.bounds is None else list(self.bounds.weights(weights))
+
+    def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
+        """Why the new model must not replace the one that was sent, or None."""
+        if are_alike(model, sent):
+            return None
+        for key, value in model.items():
+            if key not in sent:
+                return f"it has {key!r}, which the clients' model lacks"
+            if not isinstance(value, np.ndarray | np.generic) or value.shape != sent[key].shape:
+                found = f"{type(value).__name__} of shape {np.shape(value)}"
+                return f"{key!r} is {found}; expected an array of shape {sent[key].shape}"
+            if not is_finite(value):
+                return f"{key!r} is not finite; bound the replies, or use another strategy"
+        return None
+
+    def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
+        """The metrics of training, over all clients."""
+
+    # --- an evaluation ---
+
+    def global_model(self, round: Round) -> ArrayRecord:
+        return round.arrays
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        screening = Screening(gate(replies), records=None)
+        # A key of training, such as its loss, is missing here; examples weight then. Most replies decide, not one.
+        known = [self.weighted_by_key in reply.metrics for reply in screening.usable.values()]
+        key = self.weighted_by_key if 2 * sum(known) > len(known) else protocol.NUM_EXAMPLES
+        if self.weighs:
+            screening.check(lambda reply: number_problem(reply.metrics, key))
+        screening.leave_out(metric_problems(screening.usable))
+        # Without messages nobody was asked, so no reply is required: a missing evaluation must not end the run.
+        self.evaluation, used = self.roster.attendance(f"round {server_round}, evaluation", Asked(), screening)
+        return self.evaluated(server_round, used, key)
+
+    def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
+        """The metrics of an evaluation over all clients, whose replies have the metric `key` as weights."""

@@ -1,0 +1,76 @@
+"""What the server asks clients before they train: who is connected, their partitions, and what they measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedbn_flwr.engines.base import wait_for_nodes
+from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import arrays_problem
+from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.reply import number_problem, partition_of
+from fedbn_flwr.messages.votes import arrays_problems, metric_problems
+
+from ._hooks import Question, Round
+from ._roster import Asked, Screening
+
+if TYPE_CHECKING:
+    from ._base import BaseStrategy
+
+
+def connected(base: BaseStrategy, grid: Grid, needed: int = 0) -> list[int]:
+    """All connected nodes, as soon as there are `min_available_nodes`, or `needed` if these are more."""
+    hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
+    return wait_for_nodes(grid, max(needed, base.min_available_nodes), base.node_timeout, hint)
+
+
+def ask_for_partitions(base: BaseStrategy, round: Round, nodes: Iterable[int]) -> None:
+    """Ask these nodes for their partitions unless they are known, since node ids are random in every run."""
+    unknown = [node for node in nodes if node not in base.memory.partitions and node not in base.unnumbered]
+    content = RecordDict({base.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
+    queries = [Message(content, node, protocol.PARTITION_QUERY) for node in unknown]
+    replies = gate(round.grid.send_and_receive(queries, timeout=base.node_timeout)) if queries else ()
+    reported = {reply.metadata.src_node_id: partition_of(reply.content) for reply in replies if reply.has_content()}
+    base.roster.learn(reported)
+    base.unnumbered |= {node for node, number in reported.items() if number is None}
+
+
+def ask(base: BaseStrategy, round: Round, question: Question) -> None:
+    """Ask all connected clients without an answer, and add what they answer; RunFailed if nobody ever has."""
+    nodes, answers, roster = connected(base, round.grid), question.answers, base.roster
+    if answers:  # a client may be back under another node id
+        ask_for_partitions(base, round, nodes)
+    if not (left := [node for node in nodes if roster.client(node) not in answers]):
+        return
+    config = ConfigRecord({**round.config, question.key: True, protocol.ROUND: round.number})
+    content = RecordDict({**({} if question.model is None else {"arrays": pack(question.model)}), "config": config})
+    queries = [Message(content, node, protocol.MEASURE_QUERY) for node in left]
+    screening = Screening(gate(round.grid.send_and_receive(queries, timeout=base.reply_timeout)))
+    _screen(base, question, screening)
+    what = f"round {round.number}, measurement"  # no answer is required: others may come later
+    attendance, replies = roster.attendance(what, Asked(), screening)
+    for reply in replies:
+        answers[roster.client(reply.message.metadata.src_node_id)] = reply.arrays
+    if not answers:
+        listed = "".join(f"\n  - {reason}" for reason in attendance.left_out)
+        raise RunFailed(f"{what}: no client sent {question.what}:{listed}")
+
+
+def _screen(base: BaseStrategy, question: Question, screening: Screening) -> None:
+    """Leave out new answers that are unusable, also by comparison with all: absurd, or outside of the bounds."""
+    screening.check(
+        lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or question.problem(reply.arrays)
+    )
+    screening.leave_out(metric_problems(screening.usable))
+    if before := [*question.answers.values()]:
+        screening.check(lambda reply: arrays_problem(reply.arrays, before[0]))
+    else:
+        screening.leave_out(arrays_problems(screening.usable, {}))
+    far = base.far([*(reply.arrays for reply in screening.usable.values()), *before], {})
+    screening.leave_out({node: far[place] for place, node in enumerate(screening.usable) if place in far})
