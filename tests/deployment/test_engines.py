@@ -155,6 +155,7 @@ def contents(file: Path) -> bytes:
         return b""
 
 
+@pytest.mark.slow
 def test_superlink_and_supernodes_give_the_same_arrays(local: Path, deployment: Deployment) -> None:
     folder = deployment.run_app({"experiment": EXPERIMENT.read_text(), "set": "engine.device=cpu"})
     assert (folder / "model.safetensors").read_bytes() == arrays(local)

@@ -18,7 +18,10 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 QUIET = {"PYDEVD_DISABLE_FILE_VALIDATION": "1", "FLWR_TELEMETRY_ENABLED": "0"}
 
 
-@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=[pytest.mark.slow] * (file.stem != "batch_norm"), id=file.stem) for file in NOTEBOOKS],
+)
 def test_a_notebook_runs(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in QUIET.items():
         monkeypatch.setenv(key, value)
@@ -44,6 +47,7 @@ result = run("quick", rounds=500, strategy="FedAvg", clients=2, train={"steps": 
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_s_interrupt_stops_after_a_round_and_leaves_a_run_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
