@@ -25,8 +25,8 @@ Batch = Any  # what a loader yields; `split_batch` turns it into (inputs, target
 Outputs = Any  # what a model returns: a tensor, or whatever the user's loss takes
 
 
-def each(function: Callable[[Tensor], Any], value: Value) -> Any:
-    """The result of `function` for the tensor, or a dict of its results for all tensors of a dict."""
+def map_tensors(function: Callable[[Tensor], Any], value: Value) -> Any:
+    """`function` of the tensor, or a dict of its results for all tensors of a dict."""
     if isinstance(value, Mapping):
         return {key: function(tensor) for key, tensor in value.items()}
     return function(value)

@@ -37,7 +37,7 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from flwr.app import ArrayRecord
 
-from fedbn_flwr.batch import count, each
+from fedbn_flwr.batch import count, map_tensors
 from fedbn_flwr.client.rule import MEASURING, MODEL, ClientRule, Key, LocalRound
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, cast, pooled_mean, weighted_mean
@@ -160,7 +160,7 @@ class FedAPClient(ClientRule):
         found, sizes = [], []
         for inputs, _ in local.epoch(MEASURING):
             with MomentRecorder(model) as moments:
-                model(each(lambda tensor: tensor.to(device), inputs))
+                model(map_tensors(lambda tensor: tensor.to(device), inputs))
             found.append(copied(moments.statistics()))
             sizes.append(float(count(inputs)))
         measured = pooled_mean(found, sizes)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batch import Outputs, Value, count, each, map_batches
+from fedbn_flwr.batch import Outputs, Value, count, map_batches, map_tensors
 from fedbn_flwr.data import IGNORED, Moments
 from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
 from fedbn_flwr.named import in_a_line
@@ -254,7 +254,7 @@ class Measurement:
 
 
 def _on_cpu(value: Outputs) -> Outputs:
-    return tuple(map(_on_cpu, value)) if isinstance(value, list | tuple) else each(Tensor.cpu, value)
+    return tuple(map(_on_cpu, value)) if isinstance(value, list | tuple) else map_tensors(Tensor.cpu, value)
 
 
 def _concatenate(parts: Sequence[Outputs]) -> Outputs:
@@ -295,7 +295,7 @@ def evaluate(
 
     @torch.no_grad()  # each thread has its own setting
     def outputs_of(model: nn.Module, batch: Batch) -> tuple[Outputs, Value]:
-        inputs, targets = (each(lambda tensor: tensor.to(device), part) for part in batch)
+        inputs, targets = (map_tensors(lambda tensor: tensor.to(device), part) for part in batch)
         return model(inputs), targets
 
     was_training = model.training

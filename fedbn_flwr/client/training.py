@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
-from fedbn_flwr.batch import Outputs, Value, count, each, first
+from fedbn_flwr.batch import Outputs, Value, count, first, map_tensors
 from fedbn_flwr.extensions import part
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
@@ -226,7 +226,7 @@ def steps(training: Training) -> Generator[None, None, Trained]:
     done = examples = first_batch = 0
     with frozen:
         for inputs, targets in training.batches:
-            inputs, targets = each(to_device, inputs), each(to_device, targets)
+            inputs, targets = map_tensors(to_device, inputs), map_tensors(to_device, targets)
             optimizer.zero_grad()
             size = count(inputs)
             loss = _loss_with_rules(training.loss, changing, inputs) if changing else training.loss

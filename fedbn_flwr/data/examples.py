@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batch import Value, count, each, first, tensors
+from fedbn_flwr.batch import Value, count, first, map_tensors, tensors
 
 MASK = "mask"  # the entry of a dict of inputs that is true at real positions, bool [N, T]
 
@@ -72,24 +72,24 @@ class Examples:
             some = part[here]
             return some if self.sent_to is None else some.to(self.sent_to, non_blocking=True)
 
-        inputs, targets = each(taken, self.inputs), each(taken, self.targets)
-        return inputs, each(lambda part: part.long() if part.dtype is torch.uint8 else part, targets)
+        inputs, targets = map_tensors(taken, self.inputs), map_tensors(taken, self.targets)
+        return inputs, map_tensors(lambda part: part.long() if part.dtype is torch.uint8 else part, targets)
 
     def blank(self, number: int) -> Value:
         """Inputs of this form that are zero, to try a model; all positions are real."""
-        inputs: Value = each(lambda part: _zeros(part, number), self.inputs)
+        inputs: Value = map_tensors(lambda part: _zeros(part, number), self.inputs)
         return inputs
 
     def select(self, rows: Tensor) -> Examples:
         here = rows.to(main(self.inputs).device)
-        inputs, targets = (each(lambda part: part[here], value) for value in (self.inputs, self.targets))
+        inputs, targets = (map_tensors(lambda part: part[here], value) for value in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets)
 
     def to(self, device: torch.device, most: float = math.inf) -> Examples:
         """On a device, as a whole if they have at most `most` bytes, or else batch by batch."""
         if device.type != "cpu" and self.nbytes > most:
             return replace(self, sent_to=device)
-        return Examples(*(each(lambda part: part.to(device), part) for part in (self.inputs, self.targets)))
+        return Examples(*(map_tensors(lambda part: part.to(device), part) for part in (self.inputs, self.targets)))
 
 
 def _zeros(part: Tensor, number: int) -> Tensor:

@@ -46,7 +46,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr import seeding
-from fedbn_flwr.batch import Outputs, Value, count, each
+from fedbn_flwr.batch import Outputs, Value, count, map_tensors
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.models.tensors import as_array
@@ -308,7 +308,7 @@ def count_calls(model: nn.Module, inputs: Value) -> int:
 
     The pass needs the whole batch, since part of a graph's nodes would not be an input.
     """
-    case = each(lambda tensor: tensor.shape[1:], inputs), [*exchanged_layers(model)]
+    case = map_tensors(lambda tensor: tensor.shape[1:], inputs), [*exchanged_layers(model)]
     known, calls = _calls.get(model, (None, 0))
     if known == case:
         return calls

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.batch import Outputs, Value, each
+from fedbn_flwr.batch import Outputs, Value, map_tensors
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
 from fedbn_flwr.client.optimizers import check_optimizer
 from fedbn_flwr.client.training import ONE_VALUE
@@ -198,7 +198,7 @@ def check_partition(parts: Parts) -> None:
 
 def _try_one_example(parts: Parts) -> None:
     """Raise an error if a batch of one example leaves a batch norm with one value per channel."""
-    inputs = each(lambda part: part.to(parts.device), parts.shape.blank(1))
+    inputs = map_tensors(lambda part: part.to(parts.device), parts.shape.blank(1))
     try:
         with torch.no_grad(), seeding.streams(0, parts.device):
             parts.model.train()
@@ -304,7 +304,7 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SettingsError(f"model.name={run.model.name!r} has no parameter with requires_grad; expected one to train")
     # Two, because static batch norm cannot compute the variance of one value.
-    tried = [each(lambda part: part.to(device), dataset.blank(2))]
+    tried = [map_tensors(lambda part: part.to(device), dataset.blank(2))]
     if run.data.crop is not None:
         tried.insert(0, tried[0].new_zeros(2, dataset.channels, run.data.crop, run.data.crop))
     model.eval()

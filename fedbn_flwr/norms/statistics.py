@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fedbn_flwr.batch import Batch, each, map_batches
+from fedbn_flwr.batch import Batch, map_batches, map_tensors
 from fedbn_flwr.errors import MessageError
 
 from .roles import MEAN, VARIANCE, Role, batch_norms, key_of, norm_layers, roles
@@ -53,7 +53,7 @@ def reestimate(
     @torch.no_grad()  # a setting of the thread
     def moments_of(model: nn.Module, batch: Batch) -> list[tuple[str, int, torch.Tensor, torch.Tensor]]:
         found.moments = []
-        model(each(lambda inputs: inputs.to(device), batch[0]))
+        model(map_tensors(lambda inputs: inputs.to(device), batch[0]))
         return list(found.moments)
 
     # For each layer that the model uses, by its first name and in float64: the sum of the weights, and the weighted

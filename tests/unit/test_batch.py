@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from fedbn_flwr.batch import count, each, first
+from fedbn_flwr.batch import count, first, map_tensors
 
 TOKENS, MASK = torch.arange(12).reshape(4, 3), torch.ones(4, 3, dtype=torch.bool)
 
 
 def test_a_function_is_applied_to_every_tensor() -> None:
-    assert each(torch.Tensor.size, TOKENS) == (4, 3)
-    found = each(lambda tensor: tensor[:2], {"tokens": TOKENS, "mask": MASK})
+    assert map_tensors(torch.Tensor.size, TOKENS) == (4, 3)
+    found = map_tensors(lambda tensor: tensor[:2], {"tokens": TOKENS, "mask": MASK})
     assert [*found] == ["tokens", "mask"]
     assert found["tokens"].equal(TOKENS[:2])
     assert found["mask"].equal(MASK[:2])

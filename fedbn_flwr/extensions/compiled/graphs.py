@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
-from fedbn_flwr.batch import Value, each, tensors
+from fedbn_flwr.batch import Value, map_tensors, tensors
 from fedbn_flwr.client.rule import Gradient, Loss
 from fedbn_flwr.models.tensors import hook_places, hooks_of, identity, plain_attributes
 
@@ -97,7 +97,7 @@ class Recording:
 
     def __init__(self, gradient: Gradient, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> None:
         check_recordable(model)
-        batch = each(torch.clone, inputs), each(torch.clone, targets)
+        batch = map_tensors(torch.clone, inputs), map_tensors(torch.clone, targets)
         # A stream has its own workspace for matrix products; clients that train at once must not share it.
         current, self._graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         side = torch.cuda.Stream() if current == torch.cuda.default_stream() else current

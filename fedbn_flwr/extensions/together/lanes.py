@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
-from fedbn_flwr.batch import each
+from fedbn_flwr.batch import map_tensors
 from fedbn_flwr.client.training import Training, steps
 from fedbn_flwr.models.tensors import plain_attributes
 
@@ -56,7 +56,8 @@ class Lane(Waiting):
         training, model = self.training, self.copy.model
         with seeding.streams(training.seed, training.device):
             training.batches = [
-                (each(self._to_device, inputs), each(self._to_device, targets)) for inputs, targets in training.batches
+                (map_tensors(self._to_device, inputs), map_tensors(self._to_device, targets))
+                for inputs, targets in training.batches
             ]
         self.received = [tensor.detach().clone() for tensor in _tensors(training.model)]
         _fill(model, self.received)
