@@ -107,7 +107,7 @@ def split_batch(batch: Batch, how: Split | None) -> Pair:
 
 
 def _is_value(value: Value) -> bool:
-    return bool(found := tensors(value)) and all(hasattr(each, "to") for each in found)
+    return bool(found := tensors(value)) and all(hasattr(tensor, "to") for tensor in found)
 
 
 _CURE = (

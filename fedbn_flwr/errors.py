@@ -102,9 +102,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
     Upper and lower case do not count.
     """
-    by_lower = {each.lower(): each for each in known}
+    by_lower = {other.lower(): other for other in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1) or [
-        each for each in by_lower if name.lower() in each.split("_")
+        other for other in by_lower if name.lower() in other.split("_")
     ]
     return by_lower[near[0]] if len(near) == 1 else None
 
@@ -161,7 +161,7 @@ def options_as(out: str, resume: str) -> Iterator[None]:
     try:
         yield
     except FedbnError as error:
-        error.args = tuple(str(each).replace("--out", out).replace("--resume", resume) for each in error.args)
+        error.args = tuple(str(argument).replace("--out", out).replace("--resume", resume) for argument in error.args)
         raise
 
 

@@ -134,7 +134,7 @@ def _arguments(text: str) -> Draft | None:
     with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         call = ast.parse(f"f({text}", mode="eval").body
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.keywords and not call.args:
-            found = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+            found = {argument.arg: ast.literal_eval(argument.value) for argument in call.keywords}
             return None if None in found else found  # type: ignore[return-value]
     return None
 
@@ -187,7 +187,7 @@ def _constants(function: FunctionType) -> list[object]:
     """The numbers, texts and tuples of its module that a function refers to; other values may change during a run."""
     codes, known = [function.__code__], function.__globals__
     for code in codes:
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     steps = itertools.chain.from_iterable(map(dis.get_instructions, codes))
     names = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return [known[name] for name in sorted(names) if isinstance(known.get(name), str | int | float | tuple)]
@@ -262,7 +262,8 @@ def takes(function: Callable[..., Any], keyword: str) -> bool:
     """Whether the function can be called with this keyword, as far as its signature says."""
     signature = signature_of(function)
     return signature is None or any(
-        each.kind is each.VAR_KEYWORD or each.name == keyword for each in signature.parameters.values()
+        parameter.kind is parameter.VAR_KEYWORD or parameter.name == keyword
+        for parameter in signature.parameters.values()
     )
 
 

@@ -30,7 +30,7 @@ def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
     given, inner = {*needs}, outer.chain[1:]
     for rule in reversed(inner):
         given = given - broken(rule).keys() | (needs.keys() & rule.restores)
-    for need in (each for each in needs if each not in given):
+    for need in [need for need in needs if need not in given]:
         inside = next(rule for rule in reversed(inner) if need in broken(rule))
         rest = needs[need].format(inside=inside, outer=outer)
         raise SettingsError(f"{inside} {broken(inside)[need]}, and {rest}")

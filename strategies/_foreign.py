@@ -61,7 +61,7 @@ class Foreign(BaseStrategy):
         key = self.find_attribute("weighted_by_key")  # of a strategy derived from Flower's FedAvg
         self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
-        self._names = [{*_own(each)} for each in self.strategies()]
+        self._names = [{*_own(inner)} for inner in self.strategies()]
         self._first: bytes | None = None  # the state at the first `begin`
         self.breaks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
@@ -86,7 +86,7 @@ class Foreign(BaseStrategy):
 
     def find_attribute(self, attribute: str) -> Any:
         """An attribute of the strategy, or of the outermost one inside it that has it."""
-        return next((getattr(each, attribute) for each in self.strategies() if hasattr(each, attribute)), None)
+        return next((getattr(inner, attribute) for inner in self.strategies() if hasattr(inner, attribute)), None)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         """Also reset what an earlier run left in the strategy, such as moments, and begin a rule inside it."""
@@ -96,7 +96,7 @@ class Foreign(BaseStrategy):
         else:
             with suppress(ValueError):  # it cannot be saved
                 self._first = state_of(self)
-        if inner := next((each for each in self.strategies() if isinstance(each, Rule)), None):
+        if inner := next((inner for inner in self.strategies() if isinstance(inner, Rule)), None):
             inner.begin(num_rounds, arrays)
 
     def notes(self) -> Json:
@@ -114,7 +114,7 @@ class Foreign(BaseStrategy):
             shown = record_of(of_roles(arrays, frozenset(Role) - round.hidden))
         with self._drawing("train", round.number):
             messages = list(self.strategy.configure_train(round.number, shown, round.config, round.grid))
-        counts = Counter(each.metadata.dst_node_id for each in messages)
+        counts = Counter(message.metadata.dst_node_id for message in messages)
         if twice := [node for node, count in counts.items() if count > 1]:
             found = f"{counts[twice[0]]} messages to node {twice[0]}"
             raise RunFailed(f"round {round.number}: {self} sends {found}; expected one to each node")
@@ -178,8 +178,8 @@ class Foreign(BaseStrategy):
         if self.weighs:
             metrics = [MetricRecord({**reply.metrics, self.weighted_by_key: reply.metrics[key]}) for reply in replies]
             messages = [
-                with_content(each, RecordDict({**configs_in(each.content), "metrics": numbers}))
-                for each, numbers in zip(messages, common_metrics(metrics), strict=True)
+                with_content(message, RecordDict({**configs_in(message.content), "metrics": numbers}))
+                for message, numbers in zip(messages, common_metrics(metrics), strict=True)
             ]
         return self.strategy.aggregate_evaluate(server_round, [*messages, *self._errors(self.evaluation.refused)])
 
@@ -196,7 +196,7 @@ class Foreign(BaseStrategy):
 
     def _state(self) -> object:
         """The attributes of the strategy and of those inside it; of rules among them, the memory."""
-        return [_saved(each) for each in self.strategies()]
+        return [_saved(inner) for inner in self.strategies()]
 
     def _load_state(self, values: Any) -> None:
         for strategy, names, saved in zip(self.strategies(), self._names, values, strict=True):

@@ -248,7 +248,7 @@ def _calling_super(cls: type, init: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-_HOOKS = {name: [*inspect.signature(each).parameters] for name, each in vars(Hooks).items() if inspect.isfunction(each)}
+_HOOKS = {name: [*inspect.signature(hook).parameters] for name, hook in vars(Hooks).items() if inspect.isfunction(hook)}
 
 
 def _warn_of_misspelt_hooks(cls: type) -> None:

@@ -85,7 +85,7 @@ class Roster:
         fewer than `needed` of the nodes that were asked remain.
         """
         moved = self.learn(answered)  # such a client counts once, whatever other problem it has
-        problems = [*(each for each in problems if each[0] not in moved), *moved.items()]
+        problems = [*(problem for problem in problems if problem[0] not in moved), *moved.items()]
         # The gate and the client name the client too, for Flower's strategies, which log the reason as it is.
         reasons = sorted(
             f"{self.name(node)}: {reason.removeprefix(f'client {self.partitions.get(node)}').lstrip(': ')}"

@@ -264,6 +264,6 @@ OLD_NAMES = {
 
 
 def _unknown_argument(strategy: type, key: str) -> TypeError:
-    known = {name for each in strategy.__mro__ if issubclass(each, Rule) for name in inspect.signature(each).parameters}
+    known = {name for kind in strategy.__mro__ if issubclass(kind, Rule) for name in inspect.signature(kind).parameters}
     hint = f"did you mean {OLD_NAMES[key]}?" if key in OLD_NAMES else did_you_mean(key, known - {"options"})
     return TypeError(f"{strategy.__name__} has no argument {key!r}; {hint}")

@@ -80,7 +80,7 @@ class FedNova(FedAvg):
         """x + tau_eff sum_i p_i (x_i - x) / ||a_i||_1"""
         a = [float(reply.metrics[EFFECTIVE_STEPS]) for reply in replies]
         tau = float(np.average(a, weights=weights))
-        of_steps = [weight * tau / each for weight, each in zip(weights, a, strict=True)]  # w_i
+        of_steps = [weight * tau / a_i for weight, a_i in zip(weights, a, strict=True)]  # w_i
         scale = math.fsum(of_steps) / math.fsum(weights)
         model, x = dict(super().combine(round, replies, weights)), unpack(round.arrays)
         mean = super().combine(round, replies, of_steps)  # sum_i w_i x_i / sum_i w_i

@@ -67,7 +67,7 @@ class FedRepClient(ClientRule):
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         local, own = self.local, protocol.kept_keys(self.local.config, self.local.roles)
-        trained = {name: each for name, each in local.model.named_parameters() if each.requires_grad}
+        trained = {name: parameter for name, parameter in local.model.named_parameters() if parameter.requires_grad}
         head, body = split(trained, own)
         if not head or not body:
             raise MessageError(f"{HEAD_EPOCHS!r} needs a head and a body with parameters that train; found one of them")

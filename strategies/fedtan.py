@@ -124,7 +124,7 @@ class FedTAN(FedAvg):
             exchange = f"round {round.number}, exchange {steps.total() + 1}"
             contributions, problems = judge(nodes, answers, remaining, self.bounds.outliers if self.bounds else None)
             if not steps or problems or len(contributions) < len(nodes):  # otherwise all stay, and are in order
-                partitions = {node: each.partition for node, each in contributions.items()}
+                partitions = {node: contribution.partition for node, contribution in contributions.items()}
                 self.asked, _ = self.roster.admit(exchange, self.asked, partitions, problems)
             usable = [contributions[node] for node in self.asked.nodes]
             agreement, remaining, kind = self.agree(exchange, usable), usable[0].remaining, usable[0].kind
@@ -136,7 +136,9 @@ class FedTAN(FedAvg):
 
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
         """The server's answer to one exchange; `what` names the exchange in the log."""
-        p = [each.examples if self.weights_by == "data" else each.batch for each in contributions]
+        p = [
+            contribution.examples if self.weights_by == "data" else contribution.batch for contribution in contributions
+        ]
         return algorithm_3(contributions, p, partial(self.bounded, what))
 
     def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
@@ -158,18 +160,18 @@ def algorithm_3(
     have the same number of values. With "paper", clients have received mu before and compute var_i around it, so that
     var = sum_i q_i var_i. `bounded` limits the influence of single clients.
     """
-    kind, tensors = contributions[0].kind, [each.tensors for each in contributions]
-    sizes = [each.values / each.batch for each in contributions]  # v_i / B_i
+    kind, tensors = contributions[0].kind, [contribution.tensors for contribution in contributions]
+    sizes = [contribution.values / contribution.batch for contribution in contributions]  # v_i / B_i
     # Relative to the first client's: sums and quotients of ones are exact.
     relative = [size / sizes[0] for size in sizes]
     p = bounded([*weights])
     q = bounded([weight * size for weight, size in zip(weights, relative, strict=True)])
     total = total_weight(q)
     r = sizes[0] * (total / math.fsum(p))
-    numbers = sum(each.values for each in contributions), r
+    numbers = sum(contribution.values for contribution in contributions), r
     if kind != "moments":
         return Agreement(weighted_mean(tensors, p if kind == "gradients" else q), *numbers)
-    mus, variances = ([each[name].astype(np.float64) for each in tensors] for name in ("mean", "var"))
+    mus, variances = ([arrays[name].astype(np.float64) for arrays in tensors] for name in ("mean", "var"))
     shares = [weight / total for weight in q]
     mu = sum(q_i * mu_i for q_i, mu_i in zip(shares, mus, strict=True))
     var = sum(q_i * (var_i + (mu_i - mu) ** 2) for q_i, mu_i, var_i in zip(shares, mus, variances, strict=True))

@@ -107,10 +107,10 @@ class FixBN(Wrapper):
 
     def _check_others(self) -> None:
         """Raise SettingsError if two rules freeze the same statistics."""
-        both = [each for each in self.chain if isinstance(each, FixBN) and Role.STATISTICS in each.freeze]
+        both = [rule for rule in self.chain if isinstance(rule, FixBN) and Role.STATISTICS in rule.freeze]
         if len(both) > 1:
             names = " and ".join(
-                f"{each}({each.argument}={each.freeze_round}, refresh={each.refresh})" for each in both
+                f"{rule}({rule.argument}={rule.freeze_round}, refresh={rule.refresh})" for rule in both
             )
             raise SettingsError(f"{names} freeze the same statistics; leave one of the two out")
 
@@ -203,9 +203,9 @@ class FixBN(Wrapper):
         new: dict[str, Array] = {}
         for key in sorted(sent, key=is_variance):  # the new means first
             if not is_variance(key):
-                center = trimmed_mean([each[key] for each in cohort], self.robust) if self.robust else pooled[key]
+                center = trimmed_mean([reply[key] for reply in cohort], self.robust) if self.robust else pooled[key]
             elif self.robust:
-                center = trimmed_mean([about(each, key, new) for each in cohort], self.robust)
+                center = trimmed_mean([about(reply, key, new) for reply in cohort], self.robust)
             else:
                 center = about(pooled, key, new)
             new[key] = rate * center + (1 - rate) * sent[key].astype(np.float64)
@@ -244,7 +244,7 @@ def same_values(value: Array, sent: Array) -> bool:
     Some of Flower's strategies send float64 to a model of float32, and a model may have bfloat16.
     """
     rounded = torch.from_numpy(sent.copy()).bfloat16().float().numpy()
-    return value.tobytes() in [each.astype(value.dtype).tobytes() for each in (sent, rounded)]
+    return value.tobytes() in [known.astype(value.dtype).tobytes() for known in (sent, rounded)]
 
 
 class FixBNClient(ClientRule):

@@ -83,7 +83,7 @@ class MeanStatistics(Wrapper):
 def median(replies: Sequence[Arrays], weights: Sequence[float] = ()) -> Arrays:
     """The coordinatewise median, in the dtypes of the input; clients have no weights."""
     rows = {key: np.stack([reply[key] for reply in replies]).astype(np.float64) for key in replies[0]}
-    return {key: cast(np.median(each, axis=0), replies[0][key].dtype) for key, each in rows.items()}
+    return {key: cast(np.median(values, axis=0), replies[0][key].dtype) for key, values in rows.items()}
 
 
 _MEANS: Mapping[str, Callable[[Sequence[Arrays], Sequence[float]], Arrays]] = {

@@ -66,7 +66,7 @@ class Scaffold(FedAvg):
         known = {number[node] for node in connected if node in number}
         # N: clients may join, be away, or have another node id since a restart.
         total = max(len(connected), len(known.union(self.memory.added)), 1)
-        return {CONTROL_RECORD: {key: each / total for key, each in self.memory.control.items()}}
+        return {CONTROL_RECORD: {key: control / total for key, control in self.memory.control.items()}}
 
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         added = self.memory.added

@@ -69,8 +69,12 @@ class _App(ClientApp):
         super().__init__()
         self._given = make_client, mods
         parameters = inspect.signature(make_client).parameters.values()
-        places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        wants = sum(each.default is each.empty or each.name == "config" for each in places)
+        places = [
+            parameter
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        wants = sum(parameter.default is parameter.empty or parameter.name == "config" for parameter in places)
         self._make: Callable[..., NumPyClient] = lambda *given: make_client(*given[:wants])
         kinds = ("train", "evaluate", "query")
         around = mods if isinstance(mods, Mapping) else dict.fromkeys(kinds, mods)
@@ -168,7 +172,7 @@ class _Other:
                 f"the server's message asks for {key!r} (= {config[key]!r}), which a {type(self._client).__name__} "
                 "does not honour; a BNClient of the server's version of fedbn-flwr does"
             )
-        return [each.copy() for each in arrays.values()]
+        return [array.copy() for array in arrays.values()]
 
 
 # --- one handler per kind of message -----------------------------------------
@@ -231,7 +235,7 @@ def _take_model(content: RecordDict) -> Arrays:
     """The arrays of the model. If only this client has the content, they leave it, and training has the memory."""
     record = sent_model(content)
     if isinstance(content, OwnContent):
-        del content[next(name for name, each in content.items() if each is record)]
+        del content[next(name for name, other in content.items() if other is record)]
     return unpack(record)
 
 

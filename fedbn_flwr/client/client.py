@@ -255,7 +255,7 @@ class BNClient(NumPyClient):
         with ExitStack() as resources, self._random_streams("measure", config, self.train_data):
             local = self._local(config, (), extras or {}, resources)
             for rule in rules:
-                others = [each for each in rules if each is not rule]
+                others = [other for other in rules if other is not rule]
                 found |= rule.measure(replace(local, epoch=functools.partial(self._tested_epoch, others, local)))
         if not found:
             raise MessageError("it is asked to measure, and the message has no key of a client rule that measures")
@@ -340,7 +340,7 @@ class BNClient(NumPyClient):
         for rule in rules:
             pairs = rule.batches(pairs)
         frozen = frozenset[Role]().union(*(rule.frozen for rule in rules))
-        trained = {name: each for name, each in self._tensors.trained.items() if self.roles.get(name) not in frozen}
+        trained = {name: tensor for name, tensor in self._tensors.trained.items() if self.roles.get(name) not in frozen}
         self._tensors.train()
         # The server scales the rate after the round in which its strategy switched.
         factor = float(config.get(protocol.LR_FACTOR, 1.0))

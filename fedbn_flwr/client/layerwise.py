@@ -281,7 +281,7 @@ def _replay(
 ) -> ParkedRound:
     """A round that will replay what the client's state has of it."""
     client, step = make(), int(config[protocol.EXCHANGE_STEP])
-    received = [state.load(f"{_EXCHANGES}/{each}") for each in range(step + 1)]
-    if missing := [each for each, arrays in enumerate(received) if not arrays]:
+    received = [state.load(f"{_EXCHANGES}/{number}") for number in range(step + 1)]
+    if missing := [number for number, arrays in enumerate(received) if not arrays]:
         raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")
     return ParkedRound(client, received[0], config, extras, [*map(agreement_from_arrays, received[1:])], number)

@@ -185,7 +185,7 @@ def _restore(folder: Path, context: Context, run: str, last: int) -> None:
             raise MessageError(
                 f"the node's state {error}; restore the folder from a copy, or start a new run"
             ) from None
-    records.update({name: each for name, each in context.state.items() if name.startswith(protocol.VOLATILE)})
+    records.update({name: record for name, record in context.state.items() if name.startswith(protocol.VOLATILE)})
     context.state.clear()
     context.state.update(records)
 

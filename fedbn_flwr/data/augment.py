@@ -31,7 +31,7 @@ def random_cut(images: Tensor, targets: Any, generator: torch.Generator, *, side
 
     def cut(values: Tensor) -> Tensor:
         corners = zip(values, top, left, strict=True)
-        return torch.stack([each[..., y : y + side, x : x + side] for each, y, x in corners])
+        return torch.stack([image[..., y : y + side, x : x + side] for image, y, x in corners])
 
     return cut(images), cut(targets)
 

@@ -68,7 +68,7 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     image, mask = _files(columns["train"], inputs, label[0])
     # Files are decoded when it is clear which are used: until then inputs are the numbers of rows, and masks zeros.
     numbers = {part: torch.arange(len(split)) for part, split in splits.items()}
-    targets: Targets = {part: torch.zeros_like(each) for part, each in numbers.items()}
+    targets: Targets = {part: torch.zeros_like(values) for part, values in numbers.items()}
     names, task = classes, SEGMENTATION
     if mask is None:
         targets, names, task = targets_of(source, _values(columns, label), classes, numbered=not is_table)
@@ -80,7 +80,7 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     values, features = (numbers, ()) if image else inputs_of(source, _values(columns, inputs))
     examples = {part: Examples(some, targets[part]) for part, some in values.items()}
     for part, split in examples.items():
-        of_groups = [getattr(each, part) for each in (domains, groups) if each is not None]
+        of_groups = [getattr(grouping, part) for grouping in (domains, groups) if grouping is not None]
         _check_sizes(f"{source.name!r}: {part}", split, of_groups, dense=task is SEGMENTATION and image is None)
     data = DataSet(
         source.name,

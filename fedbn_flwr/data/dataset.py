@@ -150,7 +150,7 @@ class DataSet(Form):
     @property
     def groupings(self) -> list[Groups]:
         """The columns by which the examples are grouped, if there are any."""
-        return [each for each in (self.domains, self.groups) if each is not None]
+        return [grouping for grouping in (self.domains, self.groups) if grouping is not None]
 
     def blank(self, number: int) -> Value:
         return self.train.blank(number)
@@ -168,10 +168,13 @@ class DataSet(Form):
     @cached_property  # the runs of an experiment share it
     def checksum(self) -> str:
         """A checksum of the examples and their groups, equal on all machines; it samples large arrays."""
-        values = [each for part in (self.train, self.test) for each in (part.inputs, part.targets)]
-        parts = [*(part for value in values for part in tensors(value)), *(each.train for each in self.groupings)]
-        parts += [each.test for each in self.groupings if each.test is not None]
-        found = zlib.crc32(repr((self.class_names, *(each.names for each in self.groupings))).encode())
+        values = [value for part in (self.train, self.test) for value in (part.inputs, part.targets)]
+        parts = [
+            *(part for value in values for part in tensors(value)),
+            *(grouping.train for grouping in self.groupings),
+        ]
+        parts += [grouping.test for grouping in self.groupings if grouping.test is not None]
+        found = zlib.crc32(repr((self.class_names, *(grouping.names for grouping in self.groupings))).encode())
         for part in parts:
             found = zlib.crc32(part[:: 1 + part.nbytes // _MOST].cpu().contiguous().numpy().data, found)
         return f"{found:08x}"
@@ -261,7 +264,7 @@ class DataSet(Form):
         count = round(share * len(self.train))
         if not 0 < count < len(self.train):
             raise DataError(f"data.test is {share:g}, which is {count} of {len(self.train)} examples of {self.name!r}")
-        test = draw(count, [each.train for each in (self.strata(), *self.groupings)], "held-out test examples")
+        test = draw(count, [grouping.train for grouping in (self.strata(), *self.groupings)], "held-out test examples")
         train = torch.from_numpy(np.setdiff1d(np.arange(len(self.train)), test.numpy()))
         return self.select(train, test)
 
@@ -283,8 +286,8 @@ def fewer(dataset: DataSet, examples: int | None, test_examples: int | None) -> 
     up to rounding in each group.
     """
     groupings = [dataset.strata(), *dataset.groupings]
-    train = [each.train for each in groupings]
-    test = [each.test for each in groupings if each.test is not None]
+    train = [grouping.train for grouping in groupings]
+    test = [grouping.test for grouping in groupings if grouping.test is not None]
     rows: list[Tensor | None] = []
     for key, count, columns in (("examples", examples, train), ("test_examples", test_examples, test)):
         total = len(columns[0])

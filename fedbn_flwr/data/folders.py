@@ -113,7 +113,7 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     found = _named(folder, source, given, _READERS)
     columns = [getattr(split, "features", {}) for split in found.values()]  # of tables
     codes = [*source.label, source.domain or "domain", *filter(None, [source.group])]
-    kinds = {code: {getattr(each.get(code), "dtype", None) for each in columns} for code in codes}
+    kinds = {code: {getattr(features.get(code), "dtype", None) for features in columns} for code in codes}
     if texts := [code for code, kind in kinds.items() if kind == {"string", "int64"}]:
         # The texts of one split happen to be numbers.
         found = _named(folder, source, given, {**_READERS, ".csv": functools.partial(_csv, texts=texts)})
@@ -169,7 +169,8 @@ def _split(folder: Path, name: str, readers: Readers) -> Rows:
     It has all files and folders whose names begin with `name`; without a name, everything in the folder.
     """
     tables = {
-        each: sorted(folder.glob(f"{name}*{each}")) or sorted(folder.glob(f"*/{name}*{each}")) for each in readers
+        suffix: sorted(folder.glob(f"{name}*{suffix}")) or sorted(folder.glob(f"*/{name}*{suffix}"))
+        for suffix in readers
     }
     kinds = [suffix for suffix, files in tables.items() if files]
     if len(kinds) > 1:
@@ -228,8 +229,8 @@ def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Rows
         column_types=dict.fromkeys(texts, pyarrow.string()),
     )
     tables = [_read(folder, repr(str(file)), csv.read_csv, file, convert_options=options) for file in files]
-    for file, each in zip(files, tables, strict=True):
-        ((column, number),) = Counter(each.column_names).most_common(1)
+    for file, table in zip(files, tables, strict=True):
+        ((column, number),) = Counter(table.column_names).most_common(1)
         if number > 1:
             raise DataError(
                 f"data.name={str(folder)!r}: {file.name} has {number} columns {column!r}; rename all but one"

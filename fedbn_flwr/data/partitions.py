@@ -225,18 +225,20 @@ def domain(
     """
     if not (found := rows.by_group()):
         raise DataError("data.partition (domain): the data has no domains; name their column by data.domain")
-    each = clients_per_domain or max(1, clients // len(found))
-    if each * len(found) != clients:
+    per_domain = clients_per_domain or max(1, clients // len(found))
+    if per_domain * len(found) != clients:
         raise DataError(
             f"data.partition (domain): {len(found)} domains ({', '.join(found)}) cannot be assigned equally to "
-            f"clients={clients}; for {each} per domain set clients={each * len(found)}"
+            f"clients={clients}; for {per_domain} per domain set clients={per_domain * len(found)}"
         )
     parts: ClientRows = []
     for number, (name, group) in enumerate(found.items()):
-        if len(group) < each * (examples or 1):
+        if len(group) < per_domain * (examples or 1):
             of_each = f" with examples={examples}" if examples else ""
-            raise DataError(f"data.partition (domain): {name!r} has {len(group)} examples for {each} clients{of_each}")
-        shares = np.array_split(np.random.default_rng(seed + number).permutation(group), each)
+            raise DataError(
+                f"data.partition (domain): {name!r} has {len(group)} examples for {per_domain} clients{of_each}"
+            )
+        shares = np.array_split(np.random.default_rng(seed + number).permutation(group), per_domain)
         parts += [share[:examples] for share in shares]
     return parts
 

@@ -24,7 +24,7 @@ class Long:
     @classmethod
     def of(cls, where: str, ids: ArrayLike, times: ArrayLike | None) -> Long:
         """By the columns of ids and times; without times, the rows of a series are in the order of the table."""
-        given = [_ordered(where, each) for each in (ids, times) if each is not None]
+        given = [_ordered(where, column) for column in (ids, times) if column is not None]
         rows = np.lexsort(given[::-1])
         _, series, counts = np.unique(given[0][rows], return_inverse=True, return_counts=True)
         starts = np.cumsum(counts) - counts

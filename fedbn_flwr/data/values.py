@@ -54,7 +54,7 @@ def as_rows(where: str, given: Any) -> np.ndarray:
     if isinstance(given, Tensor):
         return (given.float() if given.dtype is torch.bfloat16 else given).cpu().numpy()
     try:
-        return np.stack([np.asarray(each.cpu() if isinstance(each, Tensor) else each) for each in given])
+        return np.stack([np.asarray(row.cpu() if isinstance(row, Tensor) else row) for row in given])
     except (TypeError, ValueError) as error:
         raise DataError(
             f"{where} has values that are not arrays of one shape; pad series to one length, and give their masks too: "
@@ -238,7 +238,7 @@ def targets_of(
     columns = list(label.values())
     column, parts = ", ".join(label), columns[0]
     if len(columns) > 1:
-        known, parts = tuple(label), {part: np.stack([each[part] for each in columns], 1) for part in parts}
+        known, parts = tuple(label), {part: np.stack([column[part] for column in columns], 1) for part in parts}
     task = _task(source, parts)
     rows = next(iter(parts.values()))
     if task in (CLASSIFICATION, BINARY):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # imported only when a strategy uses exchanges
     from fedbn_flwr.exchange.codec import Agreement
 
 _FLOWER = ("1.41", "1.42")
-if not (_found := importlib.metadata.version("flwr")).startswith(tuple(f"{each}." for each in _FLOWER)):
+if not (_found := importlib.metadata.version("flwr")).startswith(tuple(f"{version}." for version in _FLOWER)):
     raise MissingPackage(
         f"the local engine needs Flower {' and '.join(_FLOWER)}, because it uses Flower's internals; found {_found}. "
         f"To install a version that works: {install('run')}. Strategies and clients work with other versions too"
@@ -92,9 +92,9 @@ class LocalGrid(Capabilities, Grid):
             raise ValueError(f"workers is {workers}, but pool is given too; leave one of them out")
         if len(set(ids)) != len(ids):
             raise ValueError(f"node_ids must be different numbers, found {ids}")
-        for name, each in {"node_ids": ids, "node_config": node_configs, "work": work or ids}.items():
-            if len(each) != num_nodes:
-                raise ValueError(f"{name} has {len(each)} entries for {num_nodes} nodes")
+        for name, entries in {"node_ids": ids, "node_config": node_configs, "work": work or ids}.items():
+            if len(entries) != num_nodes:
+                raise ValueError(f"{name} has {len(entries)} entries for {num_nodes} nodes")
         self._run = Run.create_empty(run_id=1)
         identify()
         contexts = {

@@ -177,12 +177,16 @@ class WorkerPool(Pool, ABC, Generic[W]):
         return len(self.workers)
 
     def put(self, messages: Sequence[Message]) -> None:
-        self._queue = sorted([*self._queue, *messages], key=lambda each: -self.nodes.work[each.metadata.dst_node_id])
+        self._queue = sorted(
+            [*self._queue, *messages], key=lambda message: -self.nodes.work[message.metadata.dst_node_id]
+        )
         # Every exchange waits for the slowest worker, so new layer-wise rounds are dealt out evenly.
         able = [worker for worker in self.workers if not worker.problem]
         late = [seat.worker for seat in self._seats.values() if seat.message]
         free = [worker for worker in able if worker not in late] or able
-        asked = [each.metadata.dst_node_id for each in self._queue if each.metadata.message_type == EXCHANGE_QUERY]
+        asked = [
+            message.metadata.dst_node_id for message in self._queue if message.metadata.message_type == EXCHANGE_QUERY
+        ]
         new = dict.fromkeys(node for node in asked if node not in self._seats)
         self._seats.update(zip(new, map(Seat, itertools.cycle(free)), strict=False))
 
@@ -229,7 +233,7 @@ class WorkerPool(Pool, ABC, Generic[W]):
         self.on_reply(reply)
 
     def drop(self, message_ids: Collection[str]) -> None:
-        self._queue = [each for each in self._queue if each.metadata.message_id not in message_ids]
+        self._queue = [message for message in self._queue if message.metadata.message_id not in message_ids]
         self._seats = {node: seat for node, seat in self._seats.items() if seat.parked or seat.message}
 
     def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
@@ -239,10 +243,10 @@ class WorkerPool(Pool, ABC, Generic[W]):
             answers.update(dict.fromkeys(asked, lost) if lost else result)
 
         parked = {node: seat for node in nodes if (seat := self._seats.get(node)) and seat.parked}
-        to_ask = {each: [node for node, seat in parked.items() if seat.worker is each] for each in self.workers}
+        to_ask = {worker: [node for node, seat in parked.items() if seat.worker is worker] for worker in self.workers}
         deadline = time.monotonic() + timeout
         while len(answers) < len(parked) and (left := deadline - time.monotonic()) > 0:
-            for worker in [each for each in to_ask if each.is_free]:  # the rest are late
+            for worker in [worker for worker in to_ask if worker.is_free]:  # the rest are late
                 if asked := to_ask.pop(worker):
                     worker.send(functools.partial(on_answers, asked), "exchange", asked, agreement)
             self.receive(left)

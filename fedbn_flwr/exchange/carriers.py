@@ -130,7 +130,7 @@ def judge(
     nodes: Sequence[int], answers: Answers, remaining: int | None, outliers: Outliers | None
 ) -> tuple[dict[int, Contribution], list[tuple[int, str]]]:
     """The contributions by node, and the problems of unusable ones; see `contribution_problems` for `remaining`."""
-    contributions = {node: each for node in nodes if isinstance(each := answers.get(node), Contribution)}
+    contributions = {node: answer for node in nodes if isinstance(answer := answers.get(node), Contribution)}
     refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
     refused |= contribution_problems(contributions, remaining)
     usable = [node for node in contributions if node not in refused]
@@ -149,15 +149,17 @@ def contribution_problems(contributions: Mapping[int, Contribution], remaining: 
     """
     # The gate checks this in messages, and streams bypass it. It is fine if most clients report equal weights instead.
     large = {
-        node: f"its batch has {each.batch} examples, but its data set has {each.examples}"
-        for node, each in contributions.items()
-        if each.batch > each.examples
+        node: f"its batch has {contribution.batch} examples, but its data set has {contribution.examples}"
+        for node, contribution in contributions.items()
+        if contribution.batch > contribution.examples
     }
     refused = large if 2 * len(large) <= len(contributions) else {}
     refused |= {
-        node: why for node, each in contributions.items() if (why := contribution_problem(each, remaining)) is not None
+        node: why
+        for node, contribution in contributions.items()
+        if (why := contribution_problem(contribution, remaining)) is not None
     }
-    forms = {node: _form(each) for node, each in contributions.items() if node not in refused}
+    forms = {node: _form(contribution) for node, contribution in contributions.items() if node not in refused}
     times = Counter(forms.values())
     # In a tie, the form of the first partition.
     most = min(forms, key=lambda node: (-times[forms[node]], contributions[node].partition or 0), default=0)

@@ -234,7 +234,7 @@ class Exchanges:
         self.left -= 1
         agreement = self.ask(kind, values, {name: as_array(tensor) for name, tensor in tensors.items()})
         # PyTorch does not accept read-only arrays, so this copies them.
-        agreed = [torch.from_numpy(np.array(agreement.tensors[name])).to(each) for name, each in tensors.items()]
+        agreed = [torch.from_numpy(np.array(agreement.tensors[name])).to(tensor) for name, tensor in tensors.items()]
         return agreed, agreement
 
     def ask(self, kind: str, values: int, own: Arrays) -> Agreement:

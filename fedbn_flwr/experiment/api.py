@@ -87,7 +87,7 @@ def run(
     """
     planned = _planned(experiment, [only] if only is not None else None, changes)
     if len(planned.runs) > 1:
-        labels, seeds = ({getattr(each, key): None for each in planned.runs} for key in ("label", "seed"))
+        labels, seeds = ({getattr(run, key): None for run in planned.runs} for key in ("label", "seed"))
         raise SettingsError(
             f"{planned.name} has {len(planned.runs)} runs (labels: {', '.join(labels)}; seeds: "
             f"{', '.join(map(str, seeds))}); run_all() carries out all of them, only=LABEL and seed=NUMBER select one"
@@ -194,7 +194,7 @@ def _carry_out(
             print(f"stopped; resume with out={str(folder)!r}, resume=True", file=sys.stderr, flush=True)
             raise
     try:
-        return Results([Result.read(each.path) for each in run_folders(planned, folder)])
+        return Results([Result.read(run_folder.path) for run_folder in run_folders(planned, folder)])
     except UserError:
         check_failures(outcome.failures)  # runs that wrote nothing
         raise

@@ -51,7 +51,7 @@ def load_data(data: Data, device: str) -> DataSet:
         loaded = load(data).standardised() if data.normalise == "own" else load(data)
         rows_by_domain(loaded)  # checks the names
         found = _kept[key] = loaded.to(torch.device(device), most := data.memory * 2**30)
-        while len(_kept) > 2 and sum(each.nbytes for each in list(_kept.values())) > most:
+        while len(_kept) > 2 and sum(dataset.nbytes for dataset in list(_kept.values())) > most:
             _kept.pop(next(iter(_kept)), None)
     return found
 

@@ -124,13 +124,15 @@ def pages(
 ) -> list[str]:
     """What `fedbn explain` prints; `every`: the settings with default values too."""
     first, *others = runs
-    shared = [each for each in first.settings if all(each in other.settings for other in others)]
+    shared = [setting for setting in first.settings if all(setting in other.settings for other in others)]
     found = [f"{experiment.name}: {experiment.description}" if experiment.description else experiment.name]
     found.append(_settings("settings", shared, every))
     if others:
         for run in runs:
-            found.append(_settings(f"run {run.label}", [each for each in run.settings if each not in shared], True))
-    found += [f"data {partition_table(each)}" for each in partitions]
+            found.append(
+                _settings(f"run {run.label}", [setting for setting in run.settings if setting not in shared], True)
+            )
+    found += [f"data {partition_table(partition)}" for partition in partitions]
     found += dict.fromkeys("\n".join(columns_in_words(run.columns)) for run in runs if run.columns)
     found += dict.fromkeys(as_text(_model(run)) for run in runs)
     found += [as_text(_traffic(run)) for run in runs]
@@ -139,16 +141,16 @@ def pages(
 
 
 def _settings(title: str, settings: Sequence[Setting], every: bool) -> str:
-    shown = [each for each in settings if every or each.origin != "default"]
-    values = [each.value if isinstance(each.value, str) else json.dumps(each.value) for each in shown]
-    rows = [(each.key, value, each.origin) for each, value in zip(shown, values, strict=True)]
+    shown = [setting for setting in settings if every or setting.origin != "default"]
+    values = [setting.value if isinstance(setting.value, str) else json.dumps(setting.value) for setting in shown]
+    rows = [(setting.key, value, setting.origin) for setting, value in zip(shown, values, strict=True)]
     hidden = len(settings) - len(shown)
     rest = f"\n... and {hidden} with default values (--all)" if hidden else ""
     return as_text([(title, "value", "given in"), *rows]) + rest
 
 
 def _model(run: ExplainedRun) -> list[tuple[str, ...]]:
-    values = {each.key: each.value for each in run.settings}
+    values = {setting.key: setting.value for setting in run.settings}
     rows = [(role, str(part.arrays), f"{part.values:,}", decimal(part.bytes)) for role, part in run.model.items()]
     title = f"model {values['model.name']}, {values['model.norm']}"
     return [(title, "arrays", "values", "size"), *rows]

@@ -171,10 +171,10 @@ class Schedule(Section):
             yield f"gamma ({self.gamma}) is for kind step, but kind is {kind!r}"
         if self.milestones != MILESTONES and kind in ("constant", "cosine"):
             yield f"milestones ({list(self.milestones)}) are for kind step, but kind is {kind!r}"
-        for each in self.milestones:
-            if each <= 0 or (each > 1 and each % 1):
+        for milestone in self.milestones:
+            if milestone <= 0 or (milestone > 1 and milestone % 1):
                 yield (
-                    f"milestones has {each:g}; expected a fraction of the rounds, above 0 and below 1, or a round "
+                    f"milestones has {milestone:g}; expected a fraction of the rounds, above 0 and below 1, or a round "
                     "(1, 2, ...)"
                 )
 

@@ -220,7 +220,7 @@ def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | N
             size = largest_of({key: value})
             if size <= (_HUGE**2 if key in squares else _HUGE):
                 continue
-            changes = [_largest_change(each[key], sent.get(key)) for each in replies]
+            changes = [_largest_change(reply[key], sent.get(key)) for reply in replies]
             middle = float(np.median([*changes[:i], *changes[i + 1 :]]))
             if changes[i] > _TIMES * middle:
                 found[i] = (

@@ -63,13 +63,13 @@ def _encode(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
         tensors[key := str(len(tensors))] = np.asarray(value, order="C")
         return "array" if kind is np.ndarray else "scalar", key
     if kind in _LISTS.values():
-        return kind.__name__, [_encode(each, name, tensors) for each in value]
+        return kind.__name__, [_encode(item, name, tensors) for item in value]
     record = next((name for name, base in _RECORDS.items() if isinstance(value, base)), None)
     if record or kind in (dict, FlatArrays):
         items = (unpack(value) if record == "arrays" else value).items()
         pairs = [
-            (_encode(key, name, tensors), _encode(each, f"{name}.{key}", tensors))
-            for key, each in items
+            (_encode(key, name, tensors), _encode(item, f"{name}.{key}", tensors))
+            for key, item in items
             if record != "records" or not key.startswith(protocol.VOLATILE)
         ]
         return record or "dict", pairs
@@ -89,5 +89,5 @@ def _decode(coded: Any, tensors: Mapping[str, np.ndarray]) -> Any:
     if kind in ("array", "scalar"):
         return tensors[content] if kind == "array" else tensors[content][()]
     if kind in _LISTS:
-        return _LISTS[kind](_decode(each, tensors) for each in content)
-    return _MADE_BY[kind]({_decode(key, tensors): _decode(each, tensors) for key, each in content})
+        return _LISTS[kind](_decode(item, tensors) for item in content)
+    return _MADE_BY[kind]({_decode(key, tensors): _decode(item, tensors) for key, item in content})

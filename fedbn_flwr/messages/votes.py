@@ -31,8 +31,8 @@ def metric_problems(replies: Mapping[int, Reply]) -> dict[int, str]:
     metrics = {
         node: {metric_name(key): value for key, value in reply.metrics.items()} for node, reply in replies.items()
     }
-    for key in dict.fromkeys(key for each in metrics.values() for key in each):
-        forms = {node: _form(key, each) for node, each in metrics.items() if key in each}
+    for key in dict.fromkeys(key for own in metrics.values() for key in own):
+        forms = {node: _form(key, own) for node, own in metrics.items() if key in own}
         counts = Counter(forms.values())
         most = min(counts, key=lambda form: (-counts[form], form))  # if two forms are equally frequent, one number
         problems |= {
@@ -96,7 +96,9 @@ def arrays_problems(replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str
 
     forms = {node: form(reply.arrays) for node, reply in replies.items()}
     votes, of_sent = Counter(forms.values()), form(sent)
-    most = max(votes, key=lambda each: (votes[each], each == of_sent, len(each), each), default=())
+    most = max(
+        votes, key=lambda candidate: (votes[candidate], candidate == of_sent, len(candidate), candidate), default=()
+    )
     like = next((reply.arrays for node, reply in replies.items() if forms[node] == most), {})
     faults = {node: arrays_problem(reply.arrays, like) for node, reply in replies.items()}
     return {node: problem for node, problem in faults.items() if problem is not None}

@@ -154,7 +154,7 @@ _OF_DATA = ("num_classes", "num_outputs", "in_channels", "image_size", "input_sh
 def _check_arguments(name: str, make: Callable[..., nn.Module], arguments: Tree) -> None:
     """Raise SettingsError for an argument that the network does not have."""
     signature = signature_of(make)
-    if signature is None or any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
+    if signature is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return  # the network takes any argument
     known = [key for key in signature.parameters if key not in _OF_DATA]
     for key in arguments:

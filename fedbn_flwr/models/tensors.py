@@ -246,7 +246,7 @@ class ModelTensors:
             # Flower's mean of integer counters has a rounding error.
             if block.flat.dtype.kind == "f" and not self._whole.isdisjoint(block):
                 pairs = zip(into, values, strict=True)
-                values = [each if tensor.is_floating_point() else each.round() for tensor, each in pairs]
+                values = [value if tensor.is_floating_point() else value.round() for tensor, value in pairs]
             torch._foreach_copy_(into, values)
 
     def values_of(self, keys: Collection[str]) -> Arrays:
@@ -277,7 +277,7 @@ def copied(tensors: Mapping[str, Tensor]) -> Arrays:
         return {key: np.array(as_array(value), order="C") for key, value in zip(tensors, values, strict=True)}
     # For a single tensor PyTorch's function returns no copy.
     block = as_array(_flatten_dense_tensors(values) if len(values) > 1 else values[0].flatten().clone())
-    shapes = tuple([tuple(each.shape) for each in values])
+    shapes = tuple([tuple(value.shape) for value in values])
     return FlatArrays(_own_layout(block.dtype.str, tuple(tensors), shapes), block)
 
 

@@ -67,7 +67,7 @@ def followed(layer: nn.Module, norm: Callable[..., Tensor], *args: Any, **kwargs
 
 
 def _declared(layer: nn.Module) -> tuple[str, ...] | None:
-    return _THEN.get(_name(next(each for each in type(layer).__mro__ if "forward" in vars(each))))
+    return _THEN.get(_name(next(kind for kind in type(layer).__mro__ if "forward" in vars(kind))))
 
 
 def _name(layer: type[nn.Module]) -> str:

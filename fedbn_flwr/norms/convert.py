@@ -179,7 +179,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
 
 def _options_of(kind: Kind, options: Tree) -> Draft:
     """The options that this kind has; SettingsError for one that no kind has."""
-    known = {option for each in NORMS.values() for option in each.options}
+    known = {option for norm in NORMS.values() for option in norm.options}
     if unknown := sorted(set(options) - known):
         raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
     return {key: value for key, value in options.items() if key in kind.options}

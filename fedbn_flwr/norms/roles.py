@@ -84,7 +84,7 @@ def _places(key: str) -> Iterator[tuple[str, str]]:
     found = [(layer + dot, name), (layer + dot, name.partition("_")[0])]
     if computed := _COMPUTED.fullmatch(key):
         found.append((computed[1], computed[2]))
-    return (each for each in found if each[1] in _ROLES)
+    return (place for place in found if place[1] in _ROLES)
 
 
 def key_of(layer: str, name: str) -> str:
@@ -166,7 +166,7 @@ def selected(of: Mapping[str, Role], names: Collection[str]) -> set[str]:
 
     def is_selected(key: str) -> bool:
         is_last = layer is not None and f"{key}.".startswith(layer)
-        return is_last or any(fnmatchcase(key, each) or fnmatchcase(key, f"{each}.*") for each in patterns)
+        return is_last or any(fnmatchcase(key, pattern) or fnmatchcase(key, f"{pattern}.*") for pattern in patterns)
 
     return {key for key, role in of.items() if role in names or (role is not Role.COUNTER and is_selected(key))}
 

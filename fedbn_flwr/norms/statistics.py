@@ -150,7 +150,7 @@ def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
         for layer in tracking:
             layer.training = False  # of the layer alone: dropout inside it stays on
     of = roles(model) if Role.AFFINE in what else {}
-    own = [each for key, each in model.named_parameters(remove_duplicate=False) if of.get(key) is Role.AFFINE]
+    own = [parameter for key, parameter in model.named_parameters(remove_duplicate=False) if of.get(key) is Role.AFFINE]
     frozen = [parameter for parameter in own if parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)

@@ -91,7 +91,7 @@ def standardise(layer: Any, where: str, kind: str, eps: float, gamma: float | No
     own = type(layer)
     if isinstance(layer, Standardised) and layer.eps == eps:
         return
-    plain = next((each for each in _STANDARDISED if isinstance(layer, each)), None)
+    plain = next((kind for kind in _STANDARDISED if isinstance(layer, kind)), None)
     if plain is None:
         raise SettingsError(
             f"norm {kind!r}: {where} is a {own.__name__}; only Conv1d, Conv2d, Conv3d and Linear can be standardised"

@@ -27,7 +27,7 @@ def columns_in_words(columns: Mapping[str, str]) -> list[str]:
 def in_words(value: object) -> str:
     """The value of a setting for a label; a section, such as a partition, is its kind followed by its options."""
     if isinstance(value, Mapping):
-        rest = [f"{key}={in_words(each)}" for key, each in value.items() if key not in ("name", "kind")]
+        rest = [f"{key}={in_words(option)}" for key, option in value.items() if key not in ("name", "kind")]
         return " ".join([*(str(value[key]) for key in ("name", "kind") if key in value), *rest])
     if isinstance(value, list):
         return "[" + ", ".join(map(in_words, value)) + "]"

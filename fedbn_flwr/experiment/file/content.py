@@ -84,7 +84,7 @@ def drop_given(lists: Tree, own: Tree) -> Tree:
     return {
         key: values
         for key, values in flat_settings(lists).items()
-        if not any(each.startswith(f"{key}.") or f"{key}.".startswith(each) for each in given)
+        if not any(own_key.startswith(f"{key}.") or f"{key}.".startswith(own_key) for own_key in given)
     }
 
 
@@ -160,7 +160,7 @@ def write_out(settings: Tree, section: str = "") -> Draft:
     for key in ("runs", "sizes") if not section else ():
         if isinstance(parts := found.get(key), Mapping):
             found[key] = {
-                label: write_out(each) if isinstance(each, Mapping) else each for label, each in parts.items()
+                label: write_out(part) if isinstance(part, Mapping) else part for label, part in parts.items()
             }
     return found
 

@@ -139,7 +139,7 @@ def changes_of_size(size: str, parts: Iterable[tuple[str, Tree]], name: str) -> 
     found = []
     for where, content in parts:
         sizes = content.get("sizes") or {}
-        if not isinstance(sizes, Mapping) or not all(isinstance(each, Mapping | None) for each in sizes.values()):
+        if not isinstance(sizes, Mapping) or not all(isinstance(changes, Mapping | None) for changes in sizes.values()):
             raise SettingsError(f"{where}: sizes must map a size to changes, for instance small: {{rounds: 20}}")
         if PAPER in sizes:
             raise SettingsError(f"{where}: sizes has {PAPER}, which is the file as written; name smaller sizes only")

@@ -127,7 +127,7 @@ def read_experiment(content: Any, overrides: Tree = MappingProxyType({}), *, nam
         name=runs[0].name,
         runs=tuple(runs),
         description=str(content.get("description", "")),
-        seeded=changes.get("seeds") is not None or any("seeds" in each for each in with_seeds),
+        seeded=changes.get("seeds") is not None or any("seeds" in layer for layer in with_seeds),
         layers=origins,
     )
 
@@ -183,7 +183,7 @@ def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Colle
         # Candidates of tune are compared within a row, so a strategy that is a candidate does not name it.
         own = row.label if any(key.partition(".")[0] == "strategy" for key in cell.values) else label
         settings["cell"] = cell.model_copy(update={"row": own}).model_dump()
-    planned, found = (flat_settings(each) for each in (merge_layers(layers[:-1]), settings))
+    planned, found = (flat_settings(layer) for layer in (merge_layers(layers[:-1]), settings))
     changed = [key for key in sorted(compared) if found.get(key) != planned.get(key)]
     more = [f"{key}={found[key]}" for key in changed if key in found]
     return {**settings, "label": ", ".join([label, *values_in_words(cell), *more])}
@@ -218,7 +218,7 @@ def published_by_label(published: object, rows: Mapping[str, _Row], name: str) -
         return {"": published}
     if not isinstance(published, Mapping):
         raise SettingsError(f"{name}: published is {published!r}; expected results by the labels of their runs")
-    known = dict.fromkeys([*rows, *(each for row in rows.values() for each in row.conditions)])
+    known = dict.fromkeys([*rows, *(condition for row in rows.values() for condition in row.conditions)])
     if unknown := next((str(label) for label in published if str(label) not in known), None):
         raise SettingsError(f"{name}: published has {unknown!r}, which isn't a run; {did_you_mean(unknown, known)}")
     return {str(label): content for label, content in published.items()}
@@ -247,7 +247,7 @@ class Setting:
 
 def settings_of(experiment: Experiment, run: Settings) -> list[Setting]:
     """All settings of a run that have a value, for `fedbn explain`."""
-    origins = {key: each.origin for each in experiment.layers[run.label] for key in flat_settings(each.settings)}
+    origins = {key: layer.origin for layer in experiment.layers[run.label] for key in flat_settings(layer.settings)}
     return [
         # `optimizer: {name: sgd}`, and the seed of `seeds`
         Setting(key, value, origins.get(key) or origins.get(f"{key}.name") or origins.get(f"{key}s", "default"))

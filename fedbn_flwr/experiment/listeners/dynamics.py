@@ -61,13 +61,13 @@ class Dynamics(Listener):
             self._before = now = statistics_in(unpack(at.arrays))
             records = running.prepared.rule.traits.records
             found = {
-                str(sender_of(each)): statistics_in(read_reply(each, records=records).arrays)
-                for each in sorted(at.replies, key=sender_of)
+                str(sender_of(reply)): statistics_in(read_reply(reply, records=records).arrays)
+                for reply in sorted(at.replies, key=sender_of)
             }
-            for key, each in found.items():
-                self._windows.setdefault(key, Window(each)).add(each)
+            for key, own in found.items():
+                self._windows.setdefault(key, Window(own)).add(own)
             if at.is_evaluated:
-                clients = {key: distances(each, now, DEVIATION) for key, each in found.items()}
+                clients = {key: distances(own, now, DEVIATION) for key, own in found.items()}
                 for key, layers in clients.items() if self._is_whole else ():
                     for layer, metrics in layers.items():
                         metrics |= self._windows[key].spreads(layer, now[layer][1])

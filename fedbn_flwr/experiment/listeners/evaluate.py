@@ -198,14 +198,16 @@ def _of_own(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def own_means(clients: ByClient) -> dict[str, float]:
     """Means over the clients' own test examples, with equal weights, over the clients that have some (of a domain)."""
-    metrics = {name: each.values() for name, each in by_metric(clients).items() if name.startswith("own_")}
-    return {name: statistics.fmean(each) for name, each in metrics.items() if not is_count(name)}
+    metrics = {name: values.values() for name, values in by_metric(clients).items() if name.startswith("own_")}
+    return {name: statistics.fmean(values) for name, values in metrics.items() if not is_count(name)}
 
 
 def validation_means(clients: ByClient, main: str) -> dict[str, float]:
     """Validation loss and main metric over the examples that all clients hold out; empty if none reports any."""
     names = dict.fromkeys(("validation_loss", f"validation_{main}"))
-    held = [each for each in clients.values() if each.get("validation_examples") and each.keys() >= {*names}]
+    held = [
+        metrics for metrics in clients.values() if metrics.get("validation_examples") and metrics.keys() >= {*names}
+    ]
     total = math.fsum(metrics["validation_examples"] for metrics in held)
     return {
         name: math.fsum(metrics[name] * metrics["validation_examples"] for metrics in held) / total
@@ -218,9 +220,9 @@ def spreads(clients: ByClient) -> dict[str, float]:
     """Deviation and worst tenth of each metric over the clients, with equal weights."""
     metrics = by_metric(clients)
     found: dict[str, float] = {}
-    for name, each in metrics.items():
+    for name, values in metrics.items():
         # Without `evaluate.domains` a metric of a single domain exists only on own test examples.
         if name.removeprefix("own_") in metrics and not is_count(name):
-            measured = spread([*each.values()], name)
+            measured = spread([*values.values()], name)
             found |= {f"{name}_std": measured.deviation, f"{name}_worst_tenth": measured.worst_tenth}
     return found

@@ -160,17 +160,17 @@ def checkpoint_every(run: Settings) -> int:
 
 def promises_of(rule: Rule) -> dict[str, float]:
     """The numbers that the rule, and the rules inside it, write to the disk before the messages of a round are sent."""
-    return {name: getattr(each.memory, name) for each in rule.chain for name in each.promised}
+    return {name: getattr(link.memory, name) for link in rule.chain for name in link.promised}
 
 
 def keep_promises(rule: Rule, folder: RunFolder, done: int) -> None:
     """Count the rounds that stopped sessions began after the checkpoint of round `done`."""
     kept = folder.promises()
-    for each in rule.chain:
-        for name in each.promised:
+    for link in rule.chain:
+        for name in link.promised:
             if done and name not in kept:
                 raise SettingsError(
                     f"{str(folder.path)!r} cannot be resumed: its file 'promises' does not have {name!r} of the rounds "
                     "that were begun; restore the folder from a copy, or start again with another --out"
                 )
-            setattr(each.memory, name, max(getattr(each.memory, name), kept.get(name, 0)))
+            setattr(link.memory, name, max(getattr(link.memory, name), kept.get(name, 0)))

@@ -39,9 +39,12 @@ class Unseen(Listener):
     def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
         for way in running.run.evaluate.unseen.statistics if at.is_evaluated else ():
             values = self._newcomers(running, at, way)
-            names = dict.fromkeys(name for each in values.values() for name in each)
+            names = dict.fromkeys(name for metrics in values.values() for name in metrics)
             at = at.with_metrics(
-                {name: statistics.fmean(each[name] for each in values.values() if name in each) for name in names},
+                {
+                    name: statistics.fmean(metrics[name] for metrics in values.values() if name in metrics)
+                    for name in names
+                },
                 values,
             )
         return at

@@ -114,7 +114,7 @@ def listeners_of(running: Running, progress: Reporter, ends: float) -> list[List
 def train_round(running: Running, before: FinishedRound, listeners: Sequence[Listener] = ()) -> FinishedRound:
     run, rule, number = running.run, running.prepared.rule, before.number + 1
     config = ConfigRecord({**running.config, protocol.CHECKPOINT_ROUND: before.checkpoint_round})
-    switched = any(number >= (each.memory.switch_round or math.inf) for each in rule.chain)
+    switched = any(number >= (link.memory.switch_round or math.inf) for link in rule.chain)
     if (factor := run.train.schedule.switch) is not None and switched:
         config[protocol.LR_FACTOR] = factor
     messages = list(rule.configure_train(number, before.arrays, config, running.grid))

@@ -34,11 +34,11 @@ def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
     if jobs is not None and jobs < 1:
         raise SettingsError(f"--jobs is {jobs}; expected a number of runs at the same time, 1 or more")
     engines = [run.engine for run in runs]
-    alone = any(each.threads > 1 or choose_device(each.device).type == "cuda" for each in engines)
+    alone = any(engine.threads > 1 or choose_device(engine.device).type == "cuda" for engine in engines)
     if alone and jobs is not None and jobs > 1:
         raise SettingsError(f"--jobs is {jobs}, but a run trains on a GPU or has engine.threads above 1; leave it out")
     if jobs is None:  # with fewer runs than cores, the cores share out the clients of one run at a time
-        shared = alone or unfinished < cores() or any(each.workers != "auto" for each in engines)
+        shared = alone or unfinished < cores() or any(engine.workers != "auto" for engine in engines)
         jobs = 1 if shared else cores()
     return max(1, min(jobs, unfinished))
 

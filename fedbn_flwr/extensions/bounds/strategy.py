@@ -65,7 +65,7 @@ class Bounds:
         if self.plausible is None or len(cohort) < 3:
             return found
         for key in keys:
-            rows = np.stack([each[key].reshape(-1) for each in cohort]).astype(np.float64)
+            rows = np.stack([arrays[key].reshape(-1) for arrays in cohort]).astype(np.float64)
             middle = np.median(rows, axis=0)
             with np.errstate(over="ignore"):
                 distances = np.linalg.norm(rows - middle, axis=1)
@@ -104,7 +104,7 @@ def from_settings(settings: object) -> Bounds:
     """The bounds in the section `bounds` of an experiment file."""
     if not isinstance(settings, Mapping):
         raise SettingsError(f"bounds is {settings!r}; expected settings, for instance {{max_share: 0.2}}, or an object")
-    known = [each.name for each in fields(Bounds)]
+    known = [field.name for field in fields(Bounds)]
     if unknown := [str(key) for key in settings if key not in known]:
         raise SettingsError(f"bounds.{unknown[0]} is not a bound; {did_you_mean(unknown[0], known)}")
     try:

@@ -85,7 +85,7 @@ def ray_grids(experiment: Experiment) -> Iterator[Callable[[Parts], AbstractCont
 def _gpus(engine: Engine) -> float:
     if engine.gpus_per_client is not None:
         return engine.gpus_per_client
-    return 1.0 if engine.device != "cpu" and any(each["Resources"].get("GPU") for each in machines()) else 0.0
+    return 1.0 if engine.device != "cpu" and any(machine["Resources"].get("GPU") for machine in machines()) else 0.0
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def stage(folder: Path, modules: Iterable[str]) -> None:
     """Copy this package into `folder`, and `modules` that are not installed, with the loaded modules next to them."""
     roots = {source.parent for name in modules if (source := _source(name.partition(".")[0])) is not None}
     loaded = [_source(name) for name in list(sys.modules) if "." not in name and name != "__main__"]
-    for source in {_PACKAGE, *(each for each in loaded if each is not None and each.parent in roots)}:
+    for source in {_PACKAGE, *(path for path in loaded if path is not None and path.parent in roots)}:
         if source.is_dir():
             shutil.copytree(source, folder / source.name, ignore=_NOT_CODE)
         else:

@@ -47,23 +47,23 @@ def fits(needs: Mapping[str, float]) -> int:
     """How many actors with these needs fit on the machines of the cluster."""
     # Ray counts in ten-thousandths.
     return sum(
-        min(round(node["Resources"].get(name, 0) * 1e4) // round(each * 1e4) for name, each in needs.items())
+        min(round(node["Resources"].get(name, 0) * 1e4) // round(need * 1e4) for name, need in needs.items())
         for node in machines()
     )
 
 
 def _in_words(needs: Mapping[str, float]) -> str:
-    return " and ".join(f"{each:g} {name}s" for name, each in needs.items())
+    return " and ".join(f"{need:g} {name}s" for name, need in needs.items())
 
 
 def cluster_text() -> str:
     """The machines of the cluster and their resources, for messages."""
-    each = [
+    lines = [
         f"{node['NodeManagerAddress']} (CPU {node['Resources'].get('CPU', 0):g}, "
         f"GPU {node['Resources'].get('GPU', 0):g})"
         for node in machines()
     ]
-    return few(each, 8) or "none"
+    return few(lines, 8) or "none"
 
 
 def ray_grid(
@@ -93,7 +93,7 @@ def ray_grid(
     nodes
         The other arguments of `LocalGrid`.
     """
-    needs = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
+    needs = {name: need for name, need in (("CPU", cpus), ("GPU", gpus)) if need}
     if workers is None and not (workers := fits(needs)):
         raise RunFailed(
             f"no machine of the Ray cluster has {_in_words(needs)} for a client; the machines are {cluster_text()}"
@@ -124,7 +124,9 @@ class _SharedRecords:
         """The message without its large records, and their places in the object store, by name."""
         content = message.content
         large = {
-            name: self.put(each) for name, each in arrays_in(content).items() if size_of(unpack(each))[1] >= _SHARED
+            name: self.put(record)
+            for name, record in arrays_in(content).items()
+            if size_of(unpack(record))[1] >= _SHARED
         }
         rest = RecordDict({name: ArrayRecord() if name in large else record for name, record in content.items()})
         return Message(content=rest, metadata=message.metadata), large  # type: ignore[call-overload]

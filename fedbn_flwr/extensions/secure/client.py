@@ -102,7 +102,7 @@ def masked(content: RecordDict, received: Arrays, config: Config, context: Conte
         )
     metrics = {key: value for record in metrics_in(content).values() for key, value in record.items()}
     readable = {key: metrics.pop(key) for key in (protocol.PARTITION,) if key in metrics}
-    values |= {(TOTALS, key): np.asarray(each) for key, each in metrics.items() if not isinstance(each, list)}
+    values |= {(TOTALS, key): np.asarray(value) for key, value in metrics.items() if not isinstance(value, list)}
     update, statistics, examples = config[RANGES]
     equal = str(config[EQUAL]).split(",")
     fixed = FixedPoint(len(session.nodes), update, statistics, examples, str(config[WEIGHT]), equal)
@@ -125,13 +125,13 @@ def _change(value: Array, before: Array | None) -> Array:
 
 
 def values_in(content: RecordDict) -> dict[Place, Array]:
-    return {(name, key): each for name, record in arrays_in(content).items() for key, each in unpack(record).items()}
+    return {(name, key): value for name, record in arrays_in(content).items() for key, value in unpack(record).items()}
 
 
 def records_of(values: Mapping[Place, Array]) -> dict[str, ArrayRecord]:
     """The inverse of `values_in`."""
     names = dict.fromkeys(name for name, _ in values)
-    return {each: pack({key: value for (name, key), value in values.items() if name == each}) for each in names}
+    return {record: pack({key: value for (name, key), value in values.items() if name == record}) for record in names}
 
 
 # --- the stages --------------------------------------------------------------
@@ -202,7 +202,7 @@ def _share(config: Config, arrays: Arrays, context: Context) -> list[bytes]:
     context.state[SECRET] = session.record
     shares = [(which, session.secrets.shares(which, threshold, count)) for which in (OWN, PAIR)]
     return [
-        b"".join(seal(session.sealing_key(which, session.node, node), each[place]) for which, each in shares)
+        b"".join(seal(session.sealing_key(which, session.node, node), of_secret[place]) for which, of_secret in shares)
         for place, node in enumerate(session.nodes)  # itself, too
     ]
 

@@ -224,7 +224,10 @@ class MaskedRound:
             if name == "arrays":
                 mean = self._model(mean, error)
             content[name] = pack({key: cast(value, whole[key].dtype) for key, value in mean.items()})
-        return [*(with_content(each, RecordDict({**configs_in(each.content), **content})) for each in found), *errors]
+        return [
+            *(with_content(message, RecordDict({**configs_in(message.content), **content})) for message in found),
+            *errors,
+        ]
 
     def _model(self, changes: Arrays, error: float) -> dict[str, Array]:
         """The mean model; `error` is the largest rounding error of a change."""
@@ -252,7 +255,7 @@ class MaskedRound:
         }
         values = {node: client.values_in(reply.content) for node, reply in found.items()}
         forms = {
-            node: frozenset((place, each.dtype.str, each.shape) for place, each in of_node.items())
+            node: frozenset((place, value.dtype.str, value.shape) for place, value in of_node.items())
             for node, of_node in values.items()
         }
         given = [*forms.values()]
@@ -288,7 +291,7 @@ class MaskedRound:
         """The wanted secrets, recovered from their shares. Each is a node and one of its two secrets."""
         given = self._ask("unmask", survivors, {"survivors": np.array(survivors, np.uint64)}, (len(wanted), KEY_BYTES))
         # Positions of shares begin with 1: the value at 0 is the secret.
-        shares: dict[tuple[int, int], dict[int, int]] = {each: {} for each in wanted}
+        shares: dict[tuple[int, int], dict[int, int]] = {secret: {} for secret in wanted}
         for receiver, keys in given.items():
             place = self.roster.index(receiver)
             for key, (sender, which) in zip(keys, wanted, strict=True):
@@ -322,7 +325,7 @@ class MaskedRound:
             value = next(iter(client.values_in(reply.content).values()), np.zeros(0))
             if value.dtype != np.uint8 or value.shape != shape:
                 reasons[node] = f"its answer is {value.dtype} of shape {value.shape}; expected bytes of shape {shape}"
-            elif stage == "keys" and not all(is_usable(each.tobytes()) for each in value.reshape(-1, KEY_BYTES)):
+            elif stage == "keys" and not all(is_usable(key.tobytes()) for key in value.reshape(-1, KEY_BYTES)):
                 reasons[node] = "with one of its public keys no client can agree on a secret"
             else:
                 found[node] = value

@@ -102,7 +102,7 @@ def check_authority(file: Path) -> Iterator[Check]:
         certificates = x509.load_pem_x509_certificates(file.read_bytes())
     except ValueError:
         raise Failed(f"{file}: not a PEM certificate") from None
-    first = min(certificates, key=lambda each: each.not_valid_after_utc)
+    first = min(certificates, key=lambda certificate: certificate.not_valid_after_utc)
     yield _validity("root certificate", first, str(file), "have the operator of the server create a new authority")
 
 
@@ -246,7 +246,9 @@ def check_node_config(node: Config) -> Iterator[Check]:
 
 def check_state(folder: Path) -> Iterator[Check]:
     """Whether the node's state folder can be written to."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())  # the client creates the rest
+    there = next(
+        parent for parent in (folder, *folder.absolute().parents) if parent.exists()
+    )  # the client creates the rest
     with writing(folder):
         tempfile.TemporaryFile(dir=there).close()
     free = shutil.disk_usage(there).free

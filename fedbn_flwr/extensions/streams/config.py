@@ -42,7 +42,7 @@ class ExchangeConfig:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ExchangeConfig | None:
         """The settings in the ServerApp's environment; None if it contains no address."""
-        given = {each.name: environment.get(PREFIX + each.name.upper(), "").strip() for each in fields(cls)}
+        given = {field.name: environment.get(PREFIX + field.name.upper(), "").strip() for field in fields(cls)}
         return cls(**given) if given["address"] else None
 
     @property

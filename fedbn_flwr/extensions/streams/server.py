@@ -207,7 +207,7 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
     @property
     def lost(self) -> dict[int, str]:
         """The reasons why nodes are lost, by node."""
-        return {node: each.lost for node, each in self._clients.items() if each.lost is not None}
+        return {node: client.lost for node, client in self._clients.items() if client.lost is not None}
 
     # --- the round's side ---
 

@@ -57,7 +57,7 @@ def is_count(metric: str) -> bool:
 def by_metric(clients: Mapping[Any, Mapping[str, float]]) -> dict[str, dict[Any, float]]:
     """Each metric's values by client; a client may lack some metrics."""
     metrics = dict.fromkeys(metric for values in clients.values() for metric in values)
-    return {name: {client: each[name] for client, each in clients.items() if name in each} for name in metrics}
+    return {name: {client: values[name] for client, values in clients.items() if name in values} for name in metrics}
 
 
 def last_values(lines: Sequence[Json]) -> dict[str, dict[str, float]]:

@@ -65,7 +65,7 @@ class Run:
     def place(self) -> tuple[str, list[int], int, str, str]:
         """The key by which runs are sorted: their experiment, and their place in its file."""
         found = self.cell.get("place")
-        place = found if isinstance(found, list) and all(type(each) is int for each in found) else []
+        place = found if isinstance(found, list) and all(type(number) is int for number in found) else []
         return str(self.folder.parent), place, self.summary.seed, self.summary.began, str(self.folder)
 
     @cached_property
@@ -123,7 +123,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
     for folder in folders:
         if not any(run.folder.is_relative_to(folder) for _, run in read):
             raise UserError(f"{str(folder)!r} holds no run (there is no summary.json in it or its subfolders)")
-    runs = [run for _, run in sorted(read, key=lambda each: (each[0], *each[1].place))]
+    runs = [run for _, run in sorted(read, key=lambda numbered: (numbered[0], *numbered[1].place))]
     # A copied folder is not another repetition. The copy that was continued counts, or the first of equal ones.
     states = [(run.summary.rounds, run.summary.status == "finished", -place) for place, run in enumerate(runs)]
     longest = {run.origin: run for _, run in sorted(zip(states, runs, strict=True))}

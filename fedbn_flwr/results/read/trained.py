@@ -49,7 +49,7 @@ def _read(folder: RunFolder, file: str) -> tuple[dict[str, Tensor], int]:
 
     path = folder.path / file
     if not path.is_file():
-        files = ", ".join(sorted(each.name for each in folder.path.glob("*.safetensors"))) or "none yet"
+        files = ", ".join(sorted(file.name for file in folder.path.glob("*.safetensors"))) or "none yet"
         raise UserError(f"{str(folder.path)!r} has no {file!r}; files with models: {files}")
     try:
         with safe_open(path, "pt") as opened:
@@ -130,7 +130,7 @@ def _personal(
         layerwise=LayerwiseStep(no_exchange), resources=ExitStack(), epoch=nothing, seed=0,
     )  # fmt: skip
     for rule in in_order(
-        cast(type[ClientRule], named.load("own_inputs of model.json", each)) for each in rules.values()
+        cast(type[ClientRule], named.load("own_inputs of model.json", name)) for name in rules.values()
     ):
         model.register_forward_pre_hook(partial(_changed, rule.own_inputs(local)))
     return model

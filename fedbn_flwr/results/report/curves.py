@@ -122,8 +122,8 @@ def curve(histories: Sequence[Sequence[Json]], key: str, axis: str) -> tuple[lis
         lines = zip(history, spent(history), strict=True)
         found.append({line["round"]: (at[axis], line[key]) for line, at in lines if is_number(line.get(key))})
     rounds = thin(sorted(set.intersection(*map(set, found))))
-    places = [statistics.fmean(each[number][0] for each in found) for number in rounds]
-    return places, [[each[number][1] for each in found] for number in rounds]
+    places = [statistics.fmean(points[number][0] for points in found) for number in rounds]
+    return places, [[points[number][1] for points in found] for number in rounds]
 
 
 def thin(items: Sequence[Any], points: int = POINTS) -> list[Any]:

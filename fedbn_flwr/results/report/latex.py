@@ -33,8 +33,8 @@ def as_latex(rows: Sequence[Row], form: Form) -> str:
         measure, (title, lines) = Measure.of(prefix.removesuffix("_")), domain_table(rows, prefix, names)
         found += [_tabular(title, lines, [measure] * (len(names) + 1), rows)] if len(lines) > 1 else []
     for sweep in sweeps(rows):
-        for measure, each in zip(measures_of_sweep(sweep, form), sweep_tables(sweep, form), strict=True):
-            found.append(_tabular(*each, [measure] * len(sweep.values), rows))
+        for measure, titled in zip(measures_of_sweep(sweep, form), sweep_tables(sweep, form), strict=True):
+            found.append(_tabular(*titled, [measure] * len(sweep.values), rows))
     return "\n".join([_ABOUT, *found])
 
 
@@ -44,7 +44,7 @@ def _tabular(title: str, lines: Lines, shown: Sequence[Measure], rows: Sequence[
     best = {}
     for at, measure in enumerate(shown):
         means = [_mean(line[1 + at]) for line in body if line[0] not in unfinished]
-        best[at] = _best(measure.key, [each for each in means if each is not None], rows)
+        best[at] = _best(measure.key, [mean for mean in means if mean is not None], rows)
         heads[at] += ", %" if measure.is_fraction and not title else ""
     unit = ", in percent" if shown[0].is_fraction else ""
     text = [f"% {in_latex(title)}{unit}"] if title else []

@@ -106,7 +106,7 @@ def _grid(draws: Sequence[Draw], columns: int, width: float, **legend: Any) -> P
     """Panels of this width in inches, with a common legend."""
     figure, panels = _panels(len(draws), columns, width, 4.2)
     handles = [draw(panel) for draw, panel in zip(draws, panels, strict=True)]
-    _legend(figure, {title: line for each in handles for title, line in each.items()}, **legend)
+    _legend(figure, {title: line for panel in handles for title, line in panel.items()}, **legend)
     return figure
 
 
@@ -144,7 +144,7 @@ def alone_partition(partition: PartitionCounts) -> Plot:
 
 def _measured(rows: Sequence[Row]) -> list[str]:
     """The keys that have a curve."""
-    return [each.key for each in measures(line for run in runs_of(rows) for line in run.lines)]
+    return [measure.key for measure in measures(line for run in runs_of(rows) for line in run.lines)]
 
 
 def first_of(rows: Sequence[Row], form: Form) -> str:
@@ -190,12 +190,12 @@ def _main(rows: Sequence[Row], measure: str) -> list[list[Draw]]:
     keys = both(measure, rows)
     lines = [line for row in rows for run in row.counted for line in run.lines]
     within = any(line["communication_rounds"] != 1 for line in lines)  # a round exchanges more than a model
-    axes = [each for each in _PANELS if each != "communication_rounds" or within]
+    axes = [axis for axis in _PANELS if axis != "communication_rounds" or within]
     # A row without a global model has its clients in the panels of their own examples only.
     of_model = [row for row in rows if not row.accuracy_of]
     shown = {key: of_model if len(keys) > 1 and not key.startswith(OWN) else rows for key in keys}
     found: list[list[Draw]] = [[partial(_curves, rows, shown[key], key, axis) for axis in axes] for key in keys]
-    return found + [[partial(_domains, rows, *each)] for each in by_domain(rows).items()]
+    return found + [[partial(_domains, rows, *domains)] for domains in by_domain(rows).items()]
 
 
 def _curves(rows: Sequence[Row], shown: Sequence[Row], key: str, axis: str, panel: Axes) -> Handles:
@@ -318,7 +318,7 @@ def clients_plot(rows: Sequence[Row]) -> Plot | None:
 
 def _of_clients(rows: Sequence[Row]) -> list[Draw]:
     rows = [row for row in rows if not row.diverged]
-    metrics = {key: each for row in rows for run in row.counted for key, each in measures_of_clients(run).items()}
+    metrics = {key: measure for row in rows for run in row.counted for key, measure in measures_of_clients(run).items()}
     return [partial(_boxes, rows, key, measure) for key, measure in metrics.items()]
 
 
@@ -327,8 +327,8 @@ def _boxes(rows: Sequence[Row], key: str, measure: Measure, panel: Axes) -> Hand
     extremes.
     """
     rows = [row for row in rows if any(key in run.clients for run in row.counted)]
-    values = [[each for run in row.counted for each in run.clients.get(key, {}).values()] for row in rows]
-    finite = [[measure.scale * value for value in each if math.isfinite(value)] for each in values]
+    values = [[value for run in row.counted for value in run.clients.get(key, {}).values()] for row in rows]
+    finite = [[measure.scale * value for value in own if math.isfinite(value)] for own in values]
     panel.boxplot(finite, positions=range(len(rows)), **_BOX)
     for place, (row, found) in enumerate(zip(rows, finite, strict=True)):
         if found:

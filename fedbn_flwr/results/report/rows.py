@@ -35,8 +35,8 @@ def headline(runs: Sequence[Run]) -> str:
     mains = list(
         dict.fromkeys(run.summary.of_task.main for run in runs if run.summary.main is not None or not evaluated)
     )
-    main = next((main for main in mains if all(main in each for each in evaluated)), [*mains, "accuracy"][0])
-    is_own = evaluated and any(run.summary.personal for run in runs) and all(OWN + main in each for each in evaluated)
+    main = next((main for main in mains if all(main in keys for keys in evaluated)), [*mains, "accuracy"][0])
+    is_own = evaluated and any(run.summary.personal for run in runs) and all(OWN + main in keys for keys in evaluated)
     return OWN + main if is_own else main
 
 
@@ -153,10 +153,10 @@ def apart(found: Sequence[tuple[str, Json]]) -> list[str]:
     """
     names = [label for label, _ in found]
     for label in dict.fromkeys(names):
-        same = [i for i, (each, _) in enumerate(found) if each == label]
+        same = [i for i, (other, _) in enumerate(found) if other == label]
         settings = [found[i][1] for i in same]
         keys = {key: re.sub(r"\.(name|kind)$", "", key).rpartition(".")[2] for key in differing(settings)}
-        words = [", ".join(f"{keys[key]}={each[key]}" for key in keys if key in each) for each in settings]
+        words = [", ".join(f"{keys[key]}={own[key]}" for key in keys if key in own) for own in settings]
         short = max(map(len, words)) <= _ENDING
         for i, text in zip(same, words, strict=True):
             names[i] += (text and f", {text}") if short else f" ({list(dict.fromkeys(words)).index(text) + 1})"
@@ -165,8 +165,8 @@ def apart(found: Sequence[tuple[str, Json]]) -> list[str]:
 
 def differing(found: Sequence[Json]) -> list[str]:
     """The keys whose values differ."""
-    keys = dict.fromkeys(key for each in found for key in each)
-    return [key for key in keys if any(each.get(key) != found[0].get(key) for each in found)]
+    keys = dict.fromkeys(key for settings in found for key in settings)
+    return [key for key in keys if any(settings.get(key) != found[0].get(key) for settings in found)]
 
 
 def repetitions(row: Row) -> str:

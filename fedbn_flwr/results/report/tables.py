@@ -77,7 +77,7 @@ def table(rows: Sequence[Row], form: Form = DEFAULT) -> Lines:
     headings = (f"difference to {form.baseline}", "95 % interval", "p", "pairs") if compared else ()
     lines: Lines = [("run", *(measure.title for measure in shown), *headings)]
     runs = [run.values for run in runs_of(rows)]
-    digits = [measure.digits([each[measure.key] for each in runs if measure.key in each]) for measure in shown]
+    digits = [measure.digits([run[measure.key] for run in runs if measure.key in run]) for measure in shown]
     for row in rows:
         cells = [as_measured(measure, row.values(measure.key), n) for measure, n in zip(shown, digits, strict=True)]
         if compared:
@@ -175,7 +175,7 @@ def numbers(rows: Sequence[Row], form: Form) -> Sequence[Json]:
 def as_csv(rows: Sequence[Row], form: Form) -> str:
     found, stream = numbers(rows, form), io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerows([map(in_csv, line) for line in (found[0], *(each.values() for each in found))])
+    writer.writerows([map(in_csv, line) for line in (found[0], *(line.values() for line in found))])
     return stream.getvalue()
 
 
@@ -186,7 +186,7 @@ def by_domain(rows: Sequence[Row]) -> dict[str, list[str]]:
     """The domains of the main metric that at least one run has, by the prefix of their keys."""
     keys = dict.fromkeys(key for run in runs_of(rows) for key in run.summary.domains)
     prefixes = dict.fromkeys(prefix for run in runs_of(rows) for prefix in domain_keys(run.summary.of_task))
-    found = {each: [key.removeprefix(each) for key in keys if key.startswith(each)] for each in prefixes}
+    found = {prefix: [key.removeprefix(prefix) for key in keys if key.startswith(prefix)] for prefix in prefixes}
     return {prefix: names for prefix, names in found.items() if names}
 
 
@@ -244,7 +244,7 @@ def participation_table(rows: Sequence[Row]) -> Lines:
             for client, values in line["clients"].items():
                 if "examples" in values:
                     trained.setdefault(client, {})[line["round"]] = values["examples"]
-        for client, examples in sorted(trained.items(), key=lambda each: int(each[0]))[:_SHOWN_CLIENTS]:
+        for client, examples in sorted(trained.items(), key=lambda item: int(item[0]))[:_SHOWN_CLIENTS]:
             last = max(examples)
             lines.append((row.label, client, f"{examples[last]:,.0f}", str(len(examples)), str(last)))
     return lines
@@ -328,7 +328,7 @@ def set_up(rows: Sequence[Row]) -> str:
     runs = runs_of(rows)
     names = ", ".join(dict.fromkeys(run.summary.name for run in runs))
     settings = [run.settings | {"data.name": run.data} for run in runs]
-    common = {key: value for key, value in settings[0].items() if all(each.get(key) == value for each in settings)}
+    common = {key: value for key, value in settings[0].items() if all(own.get(key) == value for own in settings)}
     words = {"data.name": "{}", "model.name": "{}", "clients": "{} clients", "rounds": "{} rounds"}
     seeds = sorted({run.summary.seed for run in runs})
     found = [text.format(common[key]) for key, text in words.items() if common.get(key) is not None]
@@ -430,10 +430,10 @@ def tables(every: Sequence[Row], form: Form = DEFAULT) -> list[Table]:
     rows = choose(every)
     found = [
         ("", table(rows, form)),
-        *(domain_table(rows, *each) for each in by_domain(rows).items()),
+        *(domain_table(rows, *domains) for domains in by_domain(rows).items()),
         ("clients with equal weights, last evaluated round", client_table(rows)),
         ("clients that took part", participation_table(rows)),
-        *(each for sweep in sweeps(rows) for each in sweep_tables(sweep, form)),
+        *(table for sweep in sweeps(rows) for table in sweep_tables(sweep, form)),
         *candidates_tables(every),
         ("published and measured results", published(rows)),
     ]

@@ -174,7 +174,7 @@ def _pictures_of_page(rows: Sequence[Row], form: Form) -> Iterator[tuple[str, st
     yield "Pictures", "", alone_all(rows, form)
     main = both(first_of(rows, form), rows)
     lines = [line for row in rows for run in row.counted for line in run.lines]
-    for measure in sorted(measures(lines), key=lambda each: each.key != main[0])[:_CURVES]:
+    for measure in sorted(measures(lines), key=lambda measure: measure.key != main[0])[:_CURVES]:
         axis = "seconds" if measure.key in main else "round"  # others are in the plot
         values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
         scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)
