@@ -51,12 +51,12 @@ class InstanceNorm(nn.GroupNorm):
         return super().forward(input)
 
 
-class Kind(NamedTuple):
-    """A kind of norm: what replaces a batch norm, and what else changes in the model."""
+class Normaliser(NamedTuple):
+    """What replaces a batch norm, and what else changes in the model."""
 
     text: str
     norm: Convert = nn.Identity
-    options: tuple[str, ...] = ()  # the kind ignores all others
+    options: tuple[str, ...] = ()  # it ignores all others
     standard: tuple[float, float | None] | None = None  # eps and gamma of the weights, if they are standardised
     whole: Callable[[nn.Module], nn.Module] | None = None  # converts the model, instead of its norms one by one
     finish: Callable[[nn.Module], object] = lambda model: None  # also changes the converted model
@@ -65,13 +65,13 @@ class Kind(NamedTuple):
 
 
 NORMS = {
-    "bn": Kind("batch norm: the model is not changed", whole=lambda model: model),
-    "gn": Kind("group norm with `groups` groups (default 2)", _group_norm, ("groups",)),
+    "bn": Normaliser("batch norm: the model is not changed", whole=lambda model: model),
+    "gn": Normaliser("group norm with `groups` groups (default 2)", _group_norm, ("groups",)),
     # Group norm with one group, so gamma and beta are per channel; unlike nn.LayerNorm, examples may be of any size.
-    "ln": Kind("layer norm over channels and places of an example", partial(_group_norm, groups=1)),
-    "in": Kind("instance norm", InstanceNorm),
-    "none": Kind("no normalisation", is_useful=lambda *_: True),
-    "gn+ws": Kind(
+    "ln": Normaliser("layer norm over channels and places of an example", partial(_group_norm, groups=1)),
+    "in": Normaliser("instance norm", InstanceNorm),
+    "none": Normaliser("no normalisation", is_useful=lambda *_: True),
+    "gn+ws": Normaliser(
         "group norm, and convolutions with weight standardisation",
         _group_norm,
         ("groups",),
@@ -79,36 +79,36 @@ NORMS = {
         is_useful=lambda weights, norms: weights and norms,
     ),
     # It needs the residual branches, so it converts the whole model.
-    "fixup": Kind("no normalisation, and Fixup's scalars and initial weights (for ResNets)", whole=fixup),
-    "won": Kind(
+    "fixup": Normaliser("no normalisation, and Fixup's scalars and initial weights (for ResNets)", whole=fixup),
+    "won": Normaliser(
         "no normalisation, and convolutions with scaled weight standardisation (FedWon); `branch_scale` for ResNets",
         options=("branch_scale",),
         standard=(1e-6, RELU_GAMMA),
         # It also removes batch norm, so a model without convolutions has a use for it.
         is_useful=lambda weights, norms: weights or norms,
     ),
-    "won+se": Kind(
+    "won+se": Normaliser(
         "`won`, and squeeze-excitation at the end of each branch (ANFR; for ResNets), with `reduction`",
         options=("branch_scale", "reduction"),
         standard=(1e-6, RELU_GAMMA),
     ),
-    "fn": Kind(
+    "fn": Normaliser(
         "no normalisation, and features of length sqrt(d) before the last linear layer (FN)",
         finish=normalise_features,
         is_useful=lambda *_: True,
     ),
-    "sbn": Kind(
+    "sbn": Normaliser(
         "static batch norm: batch statistics, none tracked (HeteroFL)",
         lambda layer, where: StaticBatchNorm(layer.num_features, eps=layer.eps, affine=layer.affine),
     ),
-    "brn": Kind(
+    "brn": Normaliser(
         "batch renormalisation: the same output in training as in evaluation, within growing bounds",
         lambda layer, where, **bounds: BatchRenorm(
             layer.num_features, layer.eps, layer.momentum, layer.affine, **bounds
         ),
         ("r_max", "d_max", "warmup", "r_steps", "d_steps"),
     ),
-    "hbn": Kind(
+    "hbn": Normaliser(
         "hybrid batch norm: a learnt mix of the batch's statistics and the running ones (HBN)",
         lambda layer, where: HybridBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine),
     ),
@@ -149,19 +149,19 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     its replacement is returned.
     """
     check_kind(kind)
-    entry = Kind("", partial(_own, name=kind)) if is_name(kind) else NORMS[kind]
-    options = _options_of(entry, options)
-    if entry.whole:
-        return entry.whole(model)
+    normaliser = Normaliser("", partial(_own, name=kind)) if is_name(kind) else NORMS[kind]
+    options = _options_of(normaliser, options)
+    if normaliser.whole:
+        return normaliser.whole(model)
     scale, reduction = options.pop("branch_scale", 1.0), options.pop("reduction", 16)
-    is_excited = "reduction" in entry.options
+    is_excited = "reduction" in normaliser.options
     blocks = residual_blocks(model, kind) if scale != 1 or is_excited else {}
     norms = batch_norms(model, f"norm {kind!r}")
-    weights = _standardise(model, kind, *entry.standard) if entry.standard else []
+    weights = _standardise(model, kind, *normaliser.standard) if normaliser.standard else []
     replaced: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
     for name, norm in norms.items():
         if norm not in replaced:
-            replaced[norm] = _replace(norm, name or "the model itself", kind, partial(entry.norm, **options))
+            replaced[norm] = _replace(norm, name or "the model itself", kind, partial(normaliser.norm, **options))
         if name:
             model.set_submodule(name, replaced[norm])
     for block in blocks.values():
@@ -169,20 +169,20 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
         last.gamma *= scale
         if is_excited:
             setattr(block, f"bn{len(convolutions(block))}", excitation(last, reduction))
-    entry.finish(model)
-    if not entry.is_useful(weights, replaced):
-        lacks_weights = entry.standard and not weights
+    normaliser.finish(model)
+    if not normaliser.is_useful(weights, replaced):
+        lacks_weights = normaliser.standard and not weights
         what = "convolution or linear layer to standardise" if lacks_weights else "batch norm to replace"
         raise SettingsError(f"norm {kind!r}: the model has no {what}; use 'bn', which leaves the model as it is")
     return replaced.get(model, model)
 
 
-def _options_of(kind: Kind, options: Tree) -> Draft:
-    """The options that this kind has; SettingsError for one that no kind has."""
-    known = {option for norm in NORMS.values() for option in norm.options}
+def _options_of(normaliser: Normaliser, options: Tree) -> Draft:
+    """The options that it has; SettingsError for one that no normaliser has."""
+    known = {option for entry in NORMS.values() for option in entry.options}
     if unknown := sorted(set(options) - known):
         raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
-    return {key: value for key, value in options.items() if key in kind.options}
+    return {key: value for key, value in options.items() if key in normaliser.options}
 
 
 def _standardise(model: nn.Module, kind: str, eps: float, gamma: float | None) -> Sequence[nn.Module]:

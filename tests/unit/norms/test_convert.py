@@ -19,7 +19,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from fedbn_flwr import build_model, convert_norm, roles
 from fedbn_flwr.cli import main
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.norms.convert import NORMS, Kind
+from fedbn_flwr.norms.convert import NORMS, Normaliser
 from tests.support.nets import two_norms
 
 
@@ -280,7 +280,7 @@ def test_an_entry_of_the_list_may_have_parameters_that_batch_norm_lacks(monkeypa
             super().__init__(2, channels)
             self.threshold = nn.Parameter(torch.full((channels,), 3.0))
 
-    monkeypatch.setitem(NORMS, "new", Kind("one more", lambda layer, *_: Thresholded(layer.num_features)))
+    monkeypatch.setitem(NORMS, "new", Normaliser("one more", lambda layer, *_: Thresholded(layer.num_features)))
     model = nn.Sequential(nn.BatchNorm2d(4))
     gamma = model[0].weight
     new: Any = convert_norm(model, "new")[0]  # type: ignore[index]
