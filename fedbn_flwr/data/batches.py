@@ -24,7 +24,7 @@ Augmentation = Callable[[Any, Any, torch.Generator], tuple[Any, Any]]  # of imag
 
 
 @functools.lru_cache(maxsize=16)
-class Normaliser:
+class Standardiser:
     """Turns examples into inputs of the model: zero mean and unit standard deviation per feature or channel.
 
     Tokens stay as they are. Missing values become the mean, zero, and so do padded ones.
@@ -53,8 +53,8 @@ class Normaliser:
         return ((inputs - mean) / deviation).nan_to_num_(0.0)
 
 
-def _normaliser(normalise: Normalise, device: torch.device) -> Callable[[Value], Value]:
-    return normalise if callable(normalise) else Normaliser(normalise, device)
+def _standardiser(normalise: Normalise, device: torch.device) -> Callable[[Value], Value]:
+    return normalise if callable(normalise) else Standardiser(normalise, device)
 
 
 # --- parts of the user, by the name `module:callable` ---
@@ -118,7 +118,7 @@ class TestBatches:
         self.batch_size = batch_size
         self.indices = torch.arange(len(data)) if indices is None else indices.cpu()
         self.num_examples = len(self.indices)
-        self._normalise = _normaliser(normalise, data.device)
+        self._normalise = _standardiser(normalise, data.device)
 
     def __iter__(self) -> Iterator[tuple[Value, Value]]:
         parts = list(self.indices.split(self.batch_size))
@@ -167,8 +167,8 @@ class ClientBatches:
         self._augmentations = [*(function for name, function in known.items() if name in augment), *own]
         if cut is not None:
             self._augmentations.insert(0, functools.partial(random_cut, side=cut))
-        self._normalise = _normaliser(normalise, data.device)
-        self._scale = _normaliser(targets, data.device) if targets else lambda targets: targets
+        self._normalise = _standardiser(normalise, data.device)
+        self._scale = _standardiser(targets, data.device) if targets else lambda targets: targets
 
     def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Value, Value]]:
         """Each example of the client once, in an order drawn for this round and epoch."""

@@ -20,7 +20,7 @@ from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.optimizers import make_optimizer
 from fedbn_flwr.client.rule import Batch
 from fedbn_flwr.client.training import Training, train
-from fedbn_flwr.data.batches import ClientBatches, Normaliser
+from fedbn_flwr.data.batches import ClientBatches, Standardiser
 from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.launch import carry_out
@@ -49,10 +49,10 @@ MOMENTS = ((0.5,) * 3, (0.25,) * 3)
 def _float64() -> Iterator[None]:
     """Models and inputs of the test are in float64, in which devices differ by rounding only."""
     torch.set_default_dtype(torch.float64)
-    Normaliser.cache_clear()
+    Standardiser.cache_clear()
     yield
     torch.set_default_dtype(torch.float32)
-    Normaliser.cache_clear()
+    Standardiser.cache_clear()
 
 
 @pytest.fixture
