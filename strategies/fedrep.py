@@ -63,7 +63,7 @@ class FedRepClient(ClientRule):
     """Lines 7 to 12: first the head trains, then the body."""
 
     keys = {HEAD_EPOCHS: Key("int", "train what stays on the client for so many epochs first, then only the rest")}
-    own_passes = True
+    trains_alone = True
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         local, own = self.local, protocol.kept_keys(self.local.config, self.local.roles)

@@ -270,7 +270,7 @@ class FixBNClient(ClientRule):
             )
         self.frozen = frozen - missing.keys()
         refreshed = bool(local.config.get(MOMENTS))
-        self.own_passes |= refreshed  # compiled passes may leave out the hooks that measure
+        self.trains_alone |= refreshed  # compiled passes may leave out the hooks that measure
         self.moments = local.resources.enter_context(MomentRecorder(local.model)) if refreshed else None
 
     def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:

@@ -125,7 +125,7 @@ class HBNClient(ClientRule):
     keys = {
         HYBRID: Key("`hybrid` or `batch`", "send these statistics of the first batch, and keep alpha on the client")
     }
-    own_passes = True  # compiled passes may leave out the hooks that measure
+    trains_alone = True  # compiled passes may leave out the hooks that measure
     stored = "fedbn.alpha"  # the name of its alphas in the client's state
 
     def __init__(self, local: LocalRound) -> None:

@@ -361,7 +361,7 @@ class BNClient(NumPyClient):
             device=self._tensors.device,
             rules=rules,
             frozen=frozen,
-            gradient=self.recipe.gradient(batch_size, plain=any(rule.own_passes for rule in rules)),
+            gradient=self.recipe.gradient(batch_size, plain=any(rule.trains_alone for rule in rules)),
             first_step=first_step,
             seed=self._seed("model", config, self.train_data),
         )

@@ -109,11 +109,11 @@ class ClientRule:
     # sets it again.
     elementwise: ClassVar[bool] = False
     # Whether the rule has a `loss` or changes the model: then its rounds are not compiled, and each trains alone.
-    own_passes: bool = False
+    trains_alone: bool = False
     frozen: frozenset[Role] = frozenset()  # roles of batch norm's arrays that keep the received values
 
     def __init_subclass__(cls) -> None:
-        cls.own_passes = cls.own_passes or cls.loss is not ClientRule.loss
+        cls.trains_alone = cls.trains_alone or cls.loss is not ClientRule.loss
         cls.elementwise = vars(cls).get("elementwise", cls.elementwise and "adjust" not in vars(cls))
         own = vars(cls).get("keys", {})
         for key in own:

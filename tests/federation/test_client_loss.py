@@ -231,7 +231,7 @@ def test_a_rule_that_adds_a_loss_to_one_that_decides_by_the_message_has_it(feder
 
 def test_only_rules_with_a_loss_train_alone() -> None:
     known_keys()  # imports all
-    alone = {rule_of(key).__name__ for key in BY_KEY if rule_of(key).own_passes}
+    alone = {rule_of(key).__name__ for key in BY_KEY if rule_of(key).trains_alone}
     assert {"SmoothClient", "Twice", "FedRepClient"} <= alone
     assert not {"Doubled", "FedProxClient", "ScaffoldClient", "FixBNClient", "FedTANClient"} & alone
 

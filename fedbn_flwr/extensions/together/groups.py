@@ -132,7 +132,7 @@ def network_for(training: Training) -> Network | str:
     ):
         return "the first step of a round exchanges statistics"
     groups = optimizer.param_groups
-    if any(rule.own_passes for rule in training.rules):
+    if any(rule.trains_alone for rule in training.rules):
         return "a client rule has a loss of its own, or changes the model"
     if type(optimizer) not in (SGD, torch.optim.SGD) or len(groups) > 1:
         return f"the optimiser is {type(optimizer).__name__}"

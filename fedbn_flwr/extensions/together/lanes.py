@@ -85,7 +85,7 @@ def no_lane(training: Training) -> str:
     """Why a round must train alone; "" if it may have a lane."""
     if training.first_step is not None:
         return "the first step of a round exchanges statistics"
-    if any(rule.own_passes for rule in training.rules):
+    if any(rule.trains_alone for rule in training.rules):
         return "a client rule has a loss of its own, or changes the model"
     return "its passes draw random numbers" if training.model in _drawing else ""
 
