@@ -107,11 +107,11 @@ class Attack:
         return Message(RecordDict({**reply.content, "arrays": pack(changed)}), reply_to=message)
 
     def model(self, arrays: Arrays, partition: int, random: np.random.Generator) -> Arrays:
-        of, sent = roles(arrays), self.models[partition]
+        role_of, sent = roles(arrays), self.models[partition]
         for key, value in arrays.items():
-            if of[key] is Role.STATISTICS:
+            if role_of[key] is Role.STATISTICS:
                 arrays[key] = self.statistic(value, key.endswith("running_var"))
-            elif of[key] is not Role.COUNTER:
+            elif role_of[key] is not Role.COUNTER:
                 arrays[key] = self.update(value, sent[key], random)
         return arrays
 

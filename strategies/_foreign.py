@@ -149,9 +149,9 @@ class Foreign(BaseStrategy):
         metrics = common_metrics([reply.metrics for reply in replies])
         messages = []
         for reply, numbers in zip(replies, metrics, strict=True):
-            of, sent = roles(reply.arrays), reply.arrays
+            role_of, sent = roles(reply.arrays), reply.arrays
             # QFedAvg takes arrays by their place.
-            keys = (key for key in {**round.arrays, **sent} if key in sent and of[key] not in round.hidden)
+            keys = (key for key in {**round.arrays, **sent} if key in sent and role_of[key] not in round.hidden)
             arrays = pack({key: sent[key] for key in keys})
             content = RecordDict(
                 {**configs_in(reply.message.content), self.arrayrecord_key: arrays, "metrics": numbers}

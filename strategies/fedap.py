@@ -127,8 +127,8 @@ def mix(client: int, statistics: Mapping[int, Arrays], models: Iterable[int], ow
 def distances(own: Arrays, others: Sequence[Arrays]) -> np.ndarray:
     """W_ij: the sum over the layers of the Wasserstein distance of two normal distributions without covariances."""
 
-    def moments(of: Arrays, layer: str) -> np.ndarray:
-        return np.concatenate([of[layer + MEAN], np.sqrt(of[layer + VARIANCE], dtype=np.float64)])
+    def moments(arrays: Arrays, layer: str) -> np.ndarray:
+        return np.concatenate([arrays[layer + MEAN], np.sqrt(arrays[layer + VARIANCE], dtype=np.float64)])
 
     found = np.zeros(len(others))
     for layer in layers(own):

@@ -120,19 +120,19 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
         if self.kept:
             self._check_kept(roles(arrays), self.traits.stays(arrays))
 
-    def _check_kept(self, of: Mapping[str, Role], stays: Collection[str]) -> None:
-        """Raise SettingsError unless each name has arrays of the model, whose roles are `of`, and something is left."""
-        if missing := [name for name in self.kept if not selected(of, {name})]:
-            layers = dict.fromkeys(key.rpartition(".")[0] or key for key in of)
+    def _check_kept(self, role_of: Mapping[str, Role], stays: Collection[str]) -> None:
+        """Raise SettingsError unless each name has arrays of the model, and something is left."""
+        if missing := [name for name in self.kept if not selected(role_of, {name})]:
+            layers = dict.fromkeys(key.rpartition(".")[0] or key for key in role_of)
             raise SettingsError(
                 f"kept has {missing[0]!r}, and the model has no such arrays; its layers are {few(layers, 20)}. "
                 f"Expected their names, patterns ('layer*'), 'last' for the last one, or roles ({', '.join(Role)})"
             )
-        of_norm = [key for key, role in of.items() if role is Role.STATISTICS and is_variance(key)]
+        of_norm = [key for key, role in role_of.items() if role is Role.STATISTICS and is_variance(key)]
         if half := [key for key in of_norm if (key in stays) != (mean_of(key) in stays)]:
             found = f"one of {mean_of(half[0])!r} and {half[0]!r}"
             raise SettingsError(f"kept is {self.kept}, which has {found}; keep both or none")
-        if len(stays) == len(of):
+        if len(stays) == len(role_of):
             raise SettingsError(f"kept is {self.kept}, which leaves nothing to average; use Standalone without it")
 
     # --- sending ---

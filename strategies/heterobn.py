@@ -70,8 +70,8 @@ def with_queried(
     answers = round.grid.send_and_receive(queries, timeout=rule.reply_timeout)
 
     def problem(reply: Reply) -> str | None:
-        of = roles({**round.arrays, **reply.arrays})
-        wrong = [key for key in reply.arrays if of[key] not in NORM_STATE]
+        role_of = roles({**round.arrays, **reply.arrays})
+        wrong = [key for key in reply.arrays if role_of[key] not in NORM_STATE]
         other = f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
         return number_problem(reply.metrics, rule.weighted_by_key) or other
 

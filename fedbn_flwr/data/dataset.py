@@ -216,8 +216,8 @@ class DataSet(Form):
             if group is not None:
                 keep &= group >= 0
             if not keep.any():
-                of = f" of {', '.join(self.domains.names)}" if self.domains is not None else ""
-                raise DataError(f"{self.name!r} has no {part} examples{of}")
+                of_domains = f" of {', '.join(self.domains.names)}" if self.domains is not None else ""
+                raise DataError(f"{self.name!r} has no {part} examples{of_domains}")
             rows.append(None if keep.all() else keep)
         return self.select(*rows)
 
@@ -248,8 +248,8 @@ class DataSet(Form):
         found = [moments_from([sums_of(inputs[groups.train == group])], self.input_names) for group in present]
         mean, deviation = torch.tensor(found, dtype=torch.float64).unbind(1)  # [groups, channels]
 
-        def scaled(split: Examples, of: Tensor) -> Examples:
-            rows = torch.searchsorted(present, of)
+        def scaled(split: Examples, group_of: Tensor) -> Examples:
+            rows = torch.searchsorted(present, group_of)
             form = (len(split), -1, *[1] * (inputs.ndim - 2))
             values = (main(split.inputs) - mean[rows].view(form)) / deviation[rows].view(form)
             return replace(split, inputs=values.to(inputs.dtype))

@@ -121,8 +121,8 @@ def digits() -> Tree:
     pixels = np.rint(rows[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     is_test = np.arange(len(rows)) % 5 == 4
     parts = {
-        part: {"inputs": pixels[of], "labels": rows[of, -1]}
-        for part, of in zip(PARTS, (~is_test, is_test), strict=True)
+        part: {"inputs": pixels[chosen], "labels": rows[chosen, -1]}
+        for part, chosen in zip(PARTS, (~is_test, is_test), strict=True)
     }
     return {**parts, "classes": range(10)}
 

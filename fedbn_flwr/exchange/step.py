@@ -203,10 +203,10 @@ class Exchanges:
         self._open.append(_Moments(mean, var, values, agreement.values, size))
         return self._open[-1]
 
-    def gradients(self, of: _Moments, mean: Tensor, var: Tensor) -> Sequence[Tensor]:
+    def gradients(self, moments: _Moments, mean: Tensor, var: Tensor) -> Sequence[Tensor]:
         """The gradients with respect to the agreed moments: the clients' mean, or these of the client."""
-        self._open.remove(of)
-        return self.swap("gradients", of.values, mean=mean, var=var)[0] if self.step.backward else (mean, var)
+        self._open.remove(moments)
+        return self.swap("gradients", moments.values, mean=mean, var=var)[0] if self.step.backward else (mean, var)
 
     def finish(self) -> None:
         """Exchange the gradients of layers on which the loss does not depend; they are the same on all clients."""

@@ -76,10 +76,10 @@ def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
 
 def _parts_of(prepared: Parts) -> tuple[dict[str, Part], set[str]]:
     """The parts of the model, and the names of those that stay on the clients."""
-    tensors, by_role, of = prepared.model.state_dict(), dict[str, list[Tensor]](), roles(prepared.model)
+    tensors, by_role, role_of = prepared.model.state_dict(), dict[str, list[Tensor]](), roles(prepared.model)
     stays = prepared.rule.traits.stays(tensors)
-    shared = {role for key, role in of.items() if key not in stays}
-    names = {key: f"own {role}" if key in stays and role in shared else str(role) for key, role in of.items()}
+    shared = {role for key, role in role_of.items() if key not in stays}
+    names = {key: f"own {role}" if key in stays and role in shared else str(role) for key, role in role_of.items()}
     for key, name in names.items():
         by_role.setdefault(name, []).append(tensors[key])
     parts = {

@@ -146,9 +146,9 @@ def _names_in(config: Config, key: str) -> list[str]:
     return [name.strip() for name in str(config.get(key, "")).split(",") if name.strip() not in ("", _NOTHING)]
 
 
-def kept_keys(config: Config, of: Mapping[str, Role]) -> set[str]:
-    """The keys of a model with the roles `of` that stay on the client, according to the message's config."""
-    return selected(of, _names_in(config, KEPT)) if KEPT in config else set()
+def kept_keys(config: Config, role_of: Mapping[str, Role]) -> set[str]:
+    """The keys of a model, with these roles, that stay on the client, according to the message's config."""
+    return selected(role_of, _names_in(config, KEPT)) if KEPT in config else set()
 
 
 def roles_of(config: Config, key: str, allowed: frozenset[Role]) -> frozenset[Role]:

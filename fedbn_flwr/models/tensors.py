@@ -265,8 +265,8 @@ def _readable(flat: np.ndarray) -> Tensor:
 def initial_arrays(model: nn.Module) -> Arrays:
     """The initial arrays of a server: all arrays of the model except batch norm's counters, which are never sent."""
     check_tensors(model)
-    of, state = roles(model), model.state_dict()
-    return copied({key: state[key] for key in state if of[key] is not Role.COUNTER})
+    role_of, state = roles(model), model.state_dict()
+    return copied({key: state[key] for key in state if role_of[key] is not Role.COUNTER})
 
 
 @torch.no_grad()

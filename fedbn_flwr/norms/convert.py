@@ -193,7 +193,8 @@ def _standardise(model: nn.Module, kind: str, eps: float, gamma: float | None) -
     layers = {
         layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd | nn.Linear | _BatchNorm)
     }
-    convolved, linear = ([layer for layer in layers if isinstance(layer, of)] for of in (_ConvNd, nn.Linear))
+    convolved = [layer for layer in layers if isinstance(layer, _ConvNd)]
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     chosen = convolved or linear
     # A last layer with no norm after it keeps its weights, for instance the classifier of a segmentation model.
     if chosen[-1:] == [*layers][-1:] and (gamma is None or not convolved):

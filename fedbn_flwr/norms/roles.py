@@ -155,20 +155,20 @@ def check_own(layer: nn.Module, where: str, kind: str, name: str) -> None:
 LAST = "last"
 
 
-def selected(of: Mapping[str, Role], names: Collection[str]) -> set[str]:
-    """The keys that these names select; `of` has the role of each key, in the model's order.
+def selected(role_of: Mapping[str, Role], names: Collection[str]) -> set[str]:
+    """The keys that these names select; `role_of` has all keys, in the model's order.
 
     A name is a role, "last" for the model's last layer, or a pattern of keys or layers (`fc`, `layer4*`) as for file
     names. A pattern does not select counters, which are never sent: only their role does.
     """
     patterns = [name for name in names if name not in {*Role, LAST}]
-    layer = f"{_layer_of(next(reversed([*of]), ''))}." if LAST in names else None
+    layer = f"{_layer_of(next(reversed([*role_of]), ''))}." if LAST in names else None
 
     def is_selected(key: str) -> bool:
         is_last = layer is not None and f"{key}.".startswith(layer)
         return is_last or any(fnmatchcase(key, pattern) or fnmatchcase(key, f"{pattern}.*") for pattern in patterns)
 
-    return {key for key, role in of.items() if role in names or (role is not Role.COUNTER and is_selected(key))}
+    return {key for key, role in role_of.items() if role in names or (role is not Role.COUNTER and is_selected(key))}
 
 
 def _layer_of(key: str) -> str:

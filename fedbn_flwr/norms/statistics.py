@@ -149,8 +149,12 @@ def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
             raise MessageError(f"cannot freeze the statistics of batch norm {next(iter(layers))!r}: it tracks none")
         for layer in tracking:
             layer.training = False  # of the layer alone: dropout inside it stays on
-    of = roles(model) if Role.AFFINE in what else {}
-    own = [parameter for key, parameter in model.named_parameters(remove_duplicate=False) if of.get(key) is Role.AFFINE]
+    role_of = roles(model) if Role.AFFINE in what else {}
+    own = [
+        parameter
+        for key, parameter in model.named_parameters(remove_duplicate=False)
+        if role_of.get(key) is Role.AFFINE
+    ]
     frozen = [parameter for parameter in own if parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)

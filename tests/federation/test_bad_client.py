@@ -122,8 +122,8 @@ def of_parts(part: str, value: float) -> Spoil:
 
     def spoil(content: RecordDict) -> None:
         name = next(name for name in arrays_in(content) if (name == "arrays") != (part == "record"))
-        values, of = dict(unpack(content[name])), roles(unpack(content["arrays"]))  # type: ignore[arg-type]
-        keys = [key for key in values if part in ("record", of[key], key.rpartition(".")[2])]
+        values, role_of = dict(unpack(content[name])), roles(unpack(content["arrays"]))  # type: ignore[arg-type]
+        keys = [key for key in values if part in ("record", role_of[key], key.rpartition(".")[2])]
         assert keys
         content[name] = pack(values | {key: np.full_like(values[key], value) for key in keys})
 

@@ -64,7 +64,7 @@ def test_names_are_roles_the_last_layer_and_patterns_of_keys_and_layers() -> Non
     net = nn.ModuleDict({
         "conv": nn.Conv2d(1, 2, 3), "norm": nn.BatchNorm2d(2), "head1": nn.Linear(2, 2), "head2": nn.Linear(2, 3),
     })  # fmt: skip
-    of = roles(net)
+    role_of = roles(net)
     norm = {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var"}
     for names, expected in {
         "affine": {"norm.weight", "norm.bias"},
@@ -76,7 +76,7 @@ def test_names_are_roles_the_last_layer_and_patterns_of_keys_and_layers() -> Non
         "head": set(),
         "last": {"head2.weight", "head2.bias"},
     }.items():
-        assert selected(of, [names]) == expected, names
+        assert selected(role_of, [names]) == expected, names
     nn.utils.parametrizations.weight_norm(net["head2"])
     assert selected(roles(net), ["last"]) == {key for key in roles(net) if key.startswith("head2.")}
 

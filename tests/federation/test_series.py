@@ -74,8 +74,8 @@ def test_every_rule_trains_and_evaluates_on_dicts(strategy: Any) -> None:
     assert all(np.isfinite(value).all() for value in found.values())
     changed = {key for key, value in found.items() if not np.array_equal(value, before[key])}
     kept = {Role.AFFINE, Role.STATISTICS} if isinstance(strategy(), FedBN) else set()
-    of = roles(found)
-    assert {key for key in found if of[key] not in kept} <= changed
+    role_of = roles(found)
+    assert {key for key in found if role_of[key] not in kept} <= changed
 
 
 def test_targets_may_be_a_dict_with_a_loss_of_the_user() -> None:

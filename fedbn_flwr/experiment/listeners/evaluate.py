@@ -133,10 +133,16 @@ class Evaluate(Listener):
         return "model" if all(norm.running_mean is not None for norm in norms) else "batch"
 
     def _measure(self, examples: TestBatches) -> Draft:
-        of = self.prepared
-        with evaluation.in_units(of.model, of.units):
+        prepared = self.prepared
+        with evaluation.in_units(prepared.model, prepared.units):
             measured = evaluation.evaluate(
-                of.model, examples, self.loss, of.device, of.metrics, task=of.task, threads=self.threads
+                prepared.model,
+                examples,
+                self.loss,
+                prepared.device,
+                prepared.metrics,
+                task=prepared.task,
+                threads=self.threads,
             )
         return {key.replace("-", "_"): value for key, value in measured.items() if key != protocol.NUM_EXAMPLES}
 

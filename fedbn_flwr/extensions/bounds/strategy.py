@@ -83,8 +83,8 @@ class Bounds:
         """The clients' models, where updates of the arrays in `sent` are shortened to the bound on their norm."""
         if not self.of_updates():
             return replies
-        of = roles(sent)
-        trained = [k for k in sent if k in replies[0] and of[k] in _TRAINED and sent[k].dtype.kind == "f"]
+        role_of = roles(sent)
+        trained = [k for k in sent if k in replies[0] and role_of[k] in _TRAINED and sent[k].dtype.kind == "f"]
         norms = [_update_norm(reply, sent, trained) for reply in replies]
         by_median = math.inf if self.clip_factor is None else self.clip_factor * float(np.median(norms))
         bound = min(by_median, math.inf if self.clip_norm is None else self.clip_norm)

@@ -42,13 +42,13 @@ def compiled_gradient(plain: functools.partial[Tensor], size: int | None) -> Gra
     """
     compiled: Gradient | None = None
     shapes: list[torch.Size] = []
-    of: nn.Module | None = None  # the model that `compiled` is for
+    compiled_for: nn.Module | None = None  # the model that `compiled` is for
 
     def gradient(model: nn.Module, inputs: Value, targets: Value, loss_fn: Loss) -> Tensor:
-        nonlocal compiled, shapes, size, of
+        nonlocal compiled, shapes, size, compiled_for
         size, now = size or count(inputs), [tensor.shape for tensor in [*tensors(inputs), *tensors(targets)]]
-        if of is not model and count(inputs) == size:
-            of, shapes, compiled = model, now, None
+        if compiled_for is not model and count(inputs) == size:
+            compiled_for, shapes, compiled = model, now, None
             try:
                 compiled = (recorded if first(inputs).is_cuda else fused)(plain, model, inputs, targets, loss_fn)
             except Exception as error:  # from PyTorch's or the machine's C++ compiler, the model or the loss

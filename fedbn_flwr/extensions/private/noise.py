@@ -26,12 +26,12 @@ KeysByPart = Mapping[str, Sequence[str]]  # the keys of a model that each part o
 
 
 def parts_of(
-    arrays: Arrays, of: Mapping[str, Role], roles: Collection[Role] = (Role.WEIGHTS, Role.AFFINE, Role.STATISTICS)
+    arrays: Arrays, role_of: Mapping[str, Role], roles: Collection[Role] = (Role.WEIGHTS, Role.AFFINE, Role.STATISTICS)
 ) -> KeysByPart:
     """The keys of floating-point arrays with these roles, which a change covers."""
-    numbers = [key for key, value in arrays.items() if value.dtype.kind == "f" and of[key] in roles]
-    statistics = [key for key in numbers if of[key] is Role.STATISTICS]
-    return {"weights": [key for key in numbers if of[key] is not Role.STATISTICS], "statistics": statistics}
+    numbers = [key for key, value in arrays.items() if value.dtype.kind == "f" and role_of[key] in roles]
+    statistics = [key for key in numbers if role_of[key] is Role.STATISTICS]
+    return {"weights": [key for key in numbers if role_of[key] is not Role.STATISTICS], "statistics": statistics}
 
 
 def change_of(parts: KeysByPart, before: Arrays, after: Arrays) -> dict[str, Array]:

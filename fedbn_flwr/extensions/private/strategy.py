@@ -151,10 +151,10 @@ class Private(Wrapper):
         if not messages:
             return messages
         content, arrays = messages[0].content, round.arrays  # the messages of a round are equal
-        asked, of = config_of(content), roles(arrays)
-        sent, returned = arrays_of(content), protocol.kept_keys(asked, of) if asked.get(protocol.RETURN) else set()
+        asked, role_of = config_of(content), roles(arrays)
+        sent, returned = arrays_of(content), protocol.kept_keys(asked, role_of) if asked.get(protocol.RETURN) else set()
         keys = tuple(key for key in arrays if key in sent or key in returned)  # that clients send in reply
-        parts = parts_of({key: unpack(arrays)[key] for key in keys}, of, frozenset(Role) - frozen_roles(asked))
+        parts = parts_of({key: unpack(arrays)[key] for key in keys}, role_of, frozenset(Role) - frozen_roles(asked))
         nodes = tuple(message.metadata.dst_node_id for message in messages)
         # Without noise the report has no epsilon.
         cost = math.fsum(1 / self.noises[part] ** 2 for part, some in parts.items() if some and self.noises[part])

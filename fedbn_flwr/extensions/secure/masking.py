@@ -78,14 +78,14 @@ class FixedPoint:
     equal: Collection[str] = ()
 
     def kinds(self, values: Mapping[Place, Array]) -> dict[Place, Kind]:
-        of = {record: roles({key: None for name, key in values if name == record}) for record, _ in values}
+        role_of = {record: roles({key: None for name, key in values if name == record}) for record, _ in values}
 
         def kind(record: str, key: str, value: Array) -> Kind:
             if record == TOTALS:
                 return "count" if key.endswith(_COUNTS) else "weight" if key == self.weight_key else "statistics"
             if value.dtype.kind != "f":
                 return "integer"
-            return "statistics" if of[record][key] is Role.STATISTICS else "update"
+            return "statistics" if role_of[record][key] is Role.STATISTICS else "update"
 
         return {place: kind(*place, value) for place, value in values.items()}
 

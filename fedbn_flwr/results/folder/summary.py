@@ -187,7 +187,7 @@ def domain_keys(task: Task) -> tuple[str, ...]:
 def is_taken(name: str, task: Task) -> bool:
     """Whether history or summary have this key already, so that no metric of the user may have this name."""
     keys = {"round", "clients", "num_examples", "broadcast_mib_per_round", *_LATEST, *keys_of(task, ()), *_best(task)}
-    keys |= {item.name for of in (Summary, Traffic) for item in fields(of)}
+    keys |= {item.name for kind in (Summary, Traffic) for item in fields(kind)}
     of_domains = (f"{metric}_" for metric in METRICS)
     prefixes = (*of_domains, "clients_", "own_", "train_", "validation_", "unseen_")
     return name in keys or name.startswith(prefixes) or name.endswith((*SPREAD, "examples"))

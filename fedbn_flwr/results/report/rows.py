@@ -140,8 +140,8 @@ def group(runs: Sequence[Run]) -> list[Row]:
     names = apart([(label, alike[0].settings) for (label, _), alike in rows.items()])
     mixed, found = len({run.summary.accuracy_of for run in runs}) > 1, []
     for name, alike in zip(names, rows.values(), strict=True):
-        of = alike[0].summary.accuracy_of.removesuffix(", mean")
-        note = f" ({of})" if mixed and of != GLOBAL_MODEL else ""
+        accuracy_of = alike[0].summary.accuracy_of.removesuffix(", mean")
+        note = f" ({accuracy_of})" if mixed and accuracy_of != GLOBAL_MODEL else ""
         found.append(Row(name + note, tuple(alike), note))
     return found
 
@@ -172,8 +172,8 @@ def differing(found: Sequence[Json]) -> list[str]:
 def repetitions(row: Row) -> str:
     count, seeds = len(row.runs), len({run.summary.seed for run in row.runs})
     words = f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
-    of = f"{len(row.counted)} of " if len(row.counted) < count else ""
-    return of + (words if count == seeds else f"{count} runs, {words}")
+    share = f"{len(row.counted)} of " if len(row.counted) < count else ""
+    return share + (words if count == seeds else f"{count} runs, {words}")
 
 
 def mean(values: Sequence[float]) -> float:

@@ -114,9 +114,9 @@ def test_reestimation_measures_real_positions() -> None:
 
 def test_its_arrays_have_the_roles_of_batch_norm_and_freeze_like_it() -> None:
     net = Net()
-    of = roles(net)
-    assert {of[f"norm1.{key}"] for key in ("weight", "bias")} == {Role.AFFINE}
-    assert of["norm2.running_var"] is Role.STATISTICS
+    role_of = roles(net)
+    assert {role_of[f"norm1.{key}"] for key in ("weight", "bias")} == {Role.AFFINE}
+    assert role_of["norm2.running_var"] is Role.STATISTICS
     before = copy.deepcopy(net.state_dict())
     with frozen_norm(net, frozenset({Role.STATISTICS})):
         found = net(batches()[0][0])

@@ -266,12 +266,12 @@ def test_only_what_is_accounted_for_changes(federation: Federations, base: Any) 
     models: list[dict[str, np.ndarray]] = []
     rule.start(grid, start, num_rounds=2, evaluate_fn=lambda _, arrays: models.append(dict(unpack(arrays))))
     assert grid.errors() == []
-    of = roles(start)
+    role_of = roles(start)
     sent = {key for message in grid.sent for key in message.arrays}
     sent |= {key for reply in grid.replies for record in reply.content.array_records.values() for key in record}
-    assert (Role.STATISTICS in {of[key] for key in sent}) == (base is not KEEP)
+    assert (Role.STATISTICS in {role_of[key] for key in sent}) == (base is not KEEP)
     assert list(models[-1]) == list(start)
-    changed = {of[key] for key in start if models[-1][key].tobytes() != models[0][key].tobytes()}
+    changed = {role_of[key] for key in start if models[-1][key].tobytes() != models[0][key].tobytes()}
     assert Role.WEIGHTS in changed
     assert Role.COUNTER not in changed
     assert (Role.STATISTICS in changed) <= (base is not KEEP)
