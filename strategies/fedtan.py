@@ -109,12 +109,12 @@ class FedTAN(FedAvg):
         """The train messages: the exchanges come before them or, over streams, while clients handle them."""
         if not messages or Role.STATISTICS in frozen_roles(round.config):
             return messages
-        passed = capabilities(round.grid).exchange if self.direct else None
-        make = self.service or partial(ByMessages, pass_on=passed)
+        continued = capabilities(round.grid).continue_parked if self.direct else None
+        make = self.service or partial(ByMessages, continue_parked=continued)
         carrier = self._carrier = make(round.grid, messages, self.exchange_timeout)
-        return carrier.begin(partial(self.exchanges, round, carrier))
+        return carrier.begin(partial(self.run_exchanges, round, carrier))
 
-    def exchanges(self, round: Round, carrier: Carrier) -> ExchangesDone:
+    def run_exchanges(self, round: Round, carrier: Carrier) -> ExchangesDone:
         """All exchanges of a round. A client without a valid contribution is left out of the rest of the round."""
         report, per_layer = capabilities(round.grid).report, (1 if self.exchange == "fused" else 2) + self.backward
         agreement, remaining, steps = None, None, Counter[str]()

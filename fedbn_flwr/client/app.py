@@ -86,7 +86,7 @@ class _App(ClientApp):
             register = getattr(self, category)(action or "default", mods=[*around.get(category, ())])
             register(functools.partial(self._handle, task, handle))
         if not around.get("query"):  # otherwise mods must see each exchange
-            self.exchange = _exchange  # as `engines.base.Exchanging`
+            self.continue_parked = _continue_parked  # as `engines.base.ContinuesParked`
 
     def __call__(self, message: Message, context: Context) -> Message:
         content = {*message.content} if message.has_content() else set()
@@ -277,7 +277,7 @@ def _extension(request: Request) -> RecordDict:
 _LAYERWISE = "take part in a layer-wise step"
 
 
-def _exchange(context: Context, agreement: Agreement) -> Contribution:
+def _continue_parked(context: Context, agreement: Agreement) -> Contribution:
     try:
         return continue_parked(context, agreement)
     except (Exception, SystemExit) as error:

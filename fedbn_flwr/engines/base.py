@@ -47,7 +47,7 @@ class Capabilities:
         """
         return None
 
-    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
+    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
         """Continue the layer-wise rounds that wait in this engine's processes, up to the next exchange.
 
         Returns each node's contribution, or the reason why there is none; a node that takes more than `timeout`
@@ -63,10 +63,10 @@ class Capabilities:
 
 
 @runtime_checkable
-class Exchanging(Protocol):
+class ContinuesParked(Protocol):
     """A ClientApp that continues a node's parked layer-wise round without a message."""
 
-    def exchange(self, context: Context, agreement: Agreement) -> Contribution: ...
+    def continue_parked(self, context: Context, agreement: Agreement) -> Contribution: ...
 
 
 def capabilities(grid: Grid) -> Capabilities:
@@ -141,8 +141,8 @@ class GridAround(Capabilities, Grid):
     def contexts(self) -> Mapping[int, Context] | None:
         return capabilities(self.inner).contexts()
 
-    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
-        return capabilities(self.inner).exchange(nodes, agreement, timeout)
+    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
+        return capabilities(self.inner).continue_parked(nodes, agreement, timeout)
 
     def count_exchange(self, up: Sequence[Arrays], down: Sequence[Arrays]) -> None:
         capabilities(self.inner).count_exchange(up, down)

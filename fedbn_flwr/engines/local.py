@@ -27,7 +27,7 @@ from fedbn_flwr.errors import MissingPackage, install
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.quote import shown
 
-from .base import Capabilities, Exchanging, GivenUp, OnReply
+from .base import Capabilities, ContinuesParked, GivenUp, OnReply
 from .pool import ForkPool, Nodes, Pool
 
 if TYPE_CHECKING:  # imported only when a strategy uses exchanges
@@ -192,9 +192,9 @@ class LocalGrid(Capabilities, Grid):
         """The nodes' contexts. A state changes only when a worker has finished the node's message or round."""
         return self._pool.contexts()
 
-    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
-        is_able = isinstance(self._nodes.client_app, Exchanging)
-        return self._pool.exchange(nodes, agreement, timeout) if is_able else None
+    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
+        is_able = isinstance(self._nodes.client_app, ContinuesParked)
+        return self._pool.continue_parked(nodes, agreement, timeout) if is_able else None
 
     def close(self) -> None:
         """End the workers."""

@@ -27,7 +27,7 @@ from fedbn_flwr.errors import FedbnError, RunFailed, described
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 from fedbn_flwr.messages.reply import OwnContent, with_content
 
-from .base import Exchanging, OnReply
+from .base import ContinuesParked, OnReply
 from .worker import NodeWorker, Worker
 
 if TYPE_CHECKING:  # imported only when a strategy uses exchanges
@@ -56,13 +56,13 @@ class Served:
         self.contexts[node] = context
         return reply, None
 
-    def exchange(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
+    def continue_parked(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
         """Continue the rounds that are parked in this process. The answer of a round that fails is the reason."""
-        assert isinstance(self.client_app, Exchanging)
+        assert isinstance(self.client_app, ContinuesParked)
         answers: dict[int, Contribution | str] = {}
         for node in nodes:
             try:
-                answers[node] = self.client_app.exchange(self.contexts[node], agreement)
+                answers[node] = self.client_app.continue_parked(self.contexts[node], agreement)
             except (Exception, SystemExit) as error:
                 answers[node] = _reason(error)
         return answers
@@ -134,9 +134,9 @@ class Pool:
     def drop(self, message_ids: Collection[str]) -> None:
         """Remove messages from the queue. A message that a worker has begun still changes its node's state."""
 
-    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
-        """Like `Capabilities.exchange`, for the nodes whose layer-wise rounds are parked in this pool."""
-        return self.nodes.exchange(nodes, agreement)
+    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
+        """Like `Capabilities.continue_parked`, for the nodes whose layer-wise rounds are parked in this pool."""
+        return self.nodes.continue_parked(nodes, agreement)
 
     def contexts(self) -> Mapping[int, Context]:
         """Like `Capabilities.contexts`. Workers abandon their layer-wise rounds."""
@@ -236,7 +236,7 @@ class WorkerPool(Pool, ABC, Generic[W]):
         self._queue = [message for message in self._queue if message.metadata.message_id not in message_ids]
         self._seats = {node: seat for node, seat in self._seats.items() if seat.parked or seat.message}
 
-    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
+    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
         answers: dict[int, Contribution | str] = {}
 
         def on_answers(asked: Sequence[int], result: Answers, lost: str) -> None:
@@ -248,7 +248,7 @@ class WorkerPool(Pool, ABC, Generic[W]):
         while len(answers) < len(parked) and (left := deadline - time.monotonic()) > 0:
             for worker in [worker for worker in to_ask if worker.is_free]:  # the rest are late
                 if asked := to_ask.pop(worker):
-                    worker.send(functools.partial(on_answers, asked), "exchange", asked, agreement)
+                    worker.send(functools.partial(on_answers, asked), "continue_parked", asked, agreement)
             self.receive(left)
         return answers.copy()  # a worker that is late with this exchange adds its answers
 

@@ -39,7 +39,7 @@ Answers = Mapping[int, Contribution | str]  # by node; a string says why there i
 # A function (tensors, keys) that says, by position, why tensors are too far from the others.
 Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]
 # An engine's exchange with parked rounds (nodes, agreement, seconds); returns None if the engine has none.
-PassOn = Callable[[Sequence[int], Agreement, float], Answers | None]
+ContinueParked = Callable[[Sequence[int], Agreement, float], Answers | None]
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Carrier(Protocol):
         The first exchange has no agreement (None). A node that does not answer in time has no entry.
         """
 
-    def begin(self, exchanges: Callable[[], ExchangesDone]) -> list[Message]:
-        """Make the round's train messages, and run `exchanges`, which calls `ask`.
+    def begin(self, run_exchanges: Callable[[], ExchangesDone]) -> list[Message]:
+        """Make the round's train messages, and call `run_exchanges`, which calls `ask`.
 
-        A carrier may run `exchanges` before it returns, or in a thread while clients handle the messages.
+        A carrier may call it before it returns, or in a thread while clients handle the messages.
         """
 
     def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
@@ -79,22 +79,24 @@ def service() -> MakeCarrier | None:
 
 
 class ByMessages:
-    """A carrier over `grid`; without `pass_on`, all exchanges are messages."""
+    """A carrier over `grid`; without `continue_parked`, all exchanges are messages."""
 
-    def __init__(self, grid: Grid, messages: Sequence[Message], timeout: float, pass_on: PassOn | None) -> None:
-        self._grid, self._timeout, self._pass_on = grid, timeout, pass_on
+    def __init__(
+        self, grid: Grid, messages: Sequence[Message], timeout: float, continue_parked: ContinueParked | None
+    ) -> None:
+        self._grid, self._timeout, self._continue_parked = grid, timeout, continue_parked
         self._asked = {message.metadata.dst_node_id: message for message in messages}
 
-    def begin(self, exchanges: Callable[[], ExchangesDone]) -> list[Message]:
-        done = exchanges()
+    def begin(self, run_exchanges: Callable[[], ExchangesDone]) -> list[Message]:
+        done = run_exchanges()
         return self._messages(MessageType.TRAIN, done.nodes, done.steps, done.agreement)
 
     def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
         return replies  # the others received no train message
 
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
-        if agreement is not None and self._pass_on is not None:
-            answers = self._pass_on(nodes, agreement, self._timeout)
+        if agreement is not None and self._continue_parked is not None:
+            answers = self._continue_parked(nodes, agreement, self._timeout)
             if answers is not None:
                 return answers
         questions = self._messages(protocol.EXCHANGE_QUERY, nodes, step, agreement)

@@ -195,10 +195,10 @@ class Exchanges:
                 var = self.variance(y, mean)
             else:
                 mean, var = torch.batch_norm_update_stats(y, None, None, 0.0)
-            (mean, var), agreement = self.swap("moments", values, mean=mean, var=var)
+            (mean, var), agreement = self.agree_on("moments", values, mean=mean, var=var)
         else:
-            (mean,), _ = self.swap("mean", values, mean=self.mean(y))
-            (var,), agreement = self.swap("variance", values, var=self.variance(y, mean))
+            (mean,), _ = self.agree_on("mean", values, mean=self.mean(y))
+            (var,), agreement = self.agree_on("variance", values, var=self.variance(y, mean))
         size = self.batch_size(mean) * agreement.per_example
         self._open.append(_Moments(mean, var, values, agreement.values, size))
         return self._open[-1]
@@ -206,7 +206,7 @@ class Exchanges:
     def gradients(self, moments: _Moments, mean: Tensor, var: Tensor) -> Sequence[Tensor]:
         """The gradients with respect to the agreed moments: the clients' mean, or these of the client."""
         self._open.remove(moments)
-        return self.swap("gradients", moments.values, mean=mean, var=var)[0] if self.step.backward else (mean, var)
+        return self.agree_on("gradients", moments.values, mean=mean, var=var)[0] if self.step.backward else (mean, var)
 
     def finish(self) -> None:
         """Exchange the gradients of layers on which the loss does not depend; they are the same on all clients."""
@@ -229,7 +229,7 @@ class Exchanges:
         """B_i, for all channels or for each one."""
         return self.batch
 
-    def swap(self, kind: str, values: int, **tensors: Tensor) -> tuple[Sequence[Tensor], Agreement]:
+    def agree_on(self, kind: str, values: int, **tensors: Tensor) -> tuple[Sequence[Tensor], Agreement]:
         """Exchange tensors; returns their agreed values and the whole agreement."""
         self.left -= 1
         agreement = self.ask(kind, values, {name: as_array(tensor) for name, tensor in tensors.items()})

@@ -194,9 +194,9 @@ def test_two_runs_in_one_process_take_turns_between_two_exchanges(federation: Fe
     inside: list[dict[str, np.ndarray]] = []
 
     class TakingTurns(LocalGrid):
-        def exchange(self, *asked: Any) -> Answers | None:
+        def continue_parked(self, *asked: Any) -> Answers | None:
             inside.append(run(other, other.grid()))
-            return super().exchange(*asked)
+            return super().continue_parked(*asked)
 
     found = run(fed, TakingTurns(fed.app(), 2))
     assert same(found, run(fed, fed.grid()))
@@ -210,8 +210,8 @@ def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
     fed = federation((6, 6, 6), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
 
     class Losing(LocalGrid):
-        def exchange(self, *asked: Any) -> Answers | None:
-            answers = super().exchange(*asked)
+        def continue_parked(self, *asked: Any) -> Answers | None:
+            answers = super().continue_parked(*asked)
             assert answers is not None
             return {node: answer for node, answer in answers.items() if node != 2}
 

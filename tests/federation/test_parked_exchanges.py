@@ -66,13 +66,13 @@ def test_a_round_of_another_grid_is_not_continued_in_place_of_a_parked_one(feder
     class Interrupted(GridAround):
         """The rounds of another grid are parked between two exchanges."""
 
-        def exchange(self, *asked: Any) -> Any:
+        def continue_parked(self, *asked: Any) -> Any:
             with pytest.raises(ZeroDivisionError):
                 start(other, Stopped(other.grid()))
-            return super().exchange(*asked)
+            return super().continue_parked(*asked)
 
     class Stopped(GridAround):
-        def exchange(self, *asked: Any) -> Any:
+        def continue_parked(self, *asked: Any) -> Any:
             raise ZeroDivisionError
 
     with pytest.raises(RunFailed, match=r"exchange 2: 0 of 2 clients.*\n.*another grid has served a node of the same"):

@@ -56,9 +56,9 @@ class RecordingGrid(LocalGrid):
         self.replies += replies
         return replies
 
-    def exchange(self, *asked: Any) -> Answers | None:
+    def continue_parked(self, *asked: Any) -> Answers | None:
         self.exchanges += 1
-        return super().exchange(*asked)
+        return super().continue_parked(*asked)
 
     def count(self, kind: str) -> int:
         return sum(message.kind == kind for message in self.sent)

@@ -68,7 +68,7 @@ def check(arguments: argparse.Namespace) -> int:
         ),
         needs.asked(
             "exchange service",
-            needs.check_exchange(arguments.exchange) if arguments.exchange else (),
+            needs.check_exchange_service(arguments.exchange) if arguments.exchange else (),
             "correct --exchange",
         ),
         needs.asked("node config", needs.check_node_config(node), "correct --node-config"),

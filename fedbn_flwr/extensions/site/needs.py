@@ -216,7 +216,7 @@ def _validity(name: str, certificate: x509.Certificate, where: str, cure: str) -
     return Check(name, "warning", found, cure) if days < _SOON else Check(name, "ok", found)
 
 
-def check_exchange(address: str) -> Iterator[Check]:
+def check_exchange_service(address: str) -> Iterator[Check]:
     """Whether FedTAN's exchange service can be reached. It is open only during the exchanges of a round."""
     host, port = _host_and_port(address)
     try:

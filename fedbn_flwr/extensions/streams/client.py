@@ -26,7 +26,7 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.gate import checked_content
 from fedbn_flwr.messages.serialization import dump, parse
 
-EXCHANGE = "/fedbn.Exchange/Exchange"  # a contribution, answered by the agreement
+CONTRIBUTE = "/fedbn.Exchange/Exchange"  # a contribution, answered by the agreement
 FAILED = "/fedbn.Exchange/Failed"  # the reason why a client sends no contribution
 CONNECTED = "/fedbn.Exchange/Connected"  # not a method of the service, so the answer is an error
 TOKEN = "fedbn-token"  # key of a call's metadata  # noqa: S105 (the name of a header)
@@ -120,7 +120,7 @@ def service_at(
 
         try:
             yield lambda sent: agreement_from_records(
-                from_bytes(call(EXCHANGE, to_bytes(sent), timeout + SLACK_SECONDS))
+                from_bytes(call(CONTRIBUTE, to_bytes(sent), timeout + SLACK_SECONDS))
             )
         except BaseException as error:
             with contextlib.suppress(MessageError):

@@ -30,12 +30,12 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.reply import with_config
 
 from .client import (
+    CONTRIBUTE,
     DIRECT,
     DIRECT_CA,
     DIRECT_INSECURE,
     DIRECT_TIMEOUT,
     DIRECT_TOKEN,
-    EXCHANGE,
     FAILED,
     KEEPALIVE,
     TOKEN,
@@ -73,8 +73,8 @@ class StreamCarrier:
             **({} if ca is None else {DIRECT_CA: ca.decode()}),
         }
 
-    def begin(self, exchanges: Callable[[], ExchangesDone]) -> list[Message]:
-        threading.Thread(target=self._run, args=[exchanges], daemon=True, name="fedbn-exchanges").start()
+    def begin(self, run_exchanges: Callable[[], ExchangesDone]) -> list[Message]:
+        threading.Thread(target=self._run, args=[run_exchanges], daemon=True, name="fedbn-exchanges").start()
         self._engine.observe(self.replied, self.given_up)
         tokens = self._service.tokens
         return [
@@ -116,10 +116,10 @@ class StreamCarrier:
         self._up = [answer.tensors for answer in answers.values() if isinstance(answer, Contribution)]
         return answers
 
-    def _run(self, exchanges: Callable[[], ExchangesDone]) -> None:
+    def _run(self, run_exchanges: Callable[[], ExchangesDone]) -> None:
         try:
             with self._service:
-                done = exchanges()
+                done = run_exchanges()
                 self._send(done.nodes, done.agreement, last=True)
             self._ended.set_result(done.nodes)
         except BaseException as error:
@@ -247,13 +247,13 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, handler_call_details: Any) -> Any:
         """Accept a call with a valid token. For other calls the method is unknown, so that they occupy no thread."""
         given = str(dict(handler_call_details.invocation_metadata).get(TOKEN, "")).encode()
-        method = {EXCHANGE: self._exchange, FAILED: self._failed}.get(handler_call_details.method)
+        method = {CONTRIBUTE: self._contribute, FAILED: self._failed}.get(handler_call_details.method)
         for client in self._clients.values():
             if secrets.compare_digest(client.token.encode(), given) and method is not None:
                 return grpc.unary_unary_rpc_method_handler(functools.partial(method, client))
         return None
 
-    def _exchange(self, client: _Client, message: bytes, context: Call) -> bytes:
+    def _contribute(self, client: _Client, message: bytes, context: Call) -> bytes:
         """The answer to a client's message."""
         if client.call is not None or client.over:
             context.abort(grpc.StatusCode.ABORTED, "this node has another call, or its exchanges are over")

@@ -15,7 +15,7 @@ from flwr.app import Error, Message, MessageType
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client.layerwise import Session
-from fedbn_flwr.engines.base import Exchanging, OnReply
+from fedbn_flwr.engines.base import ContinuesParked, OnReply
 from fedbn_flwr.engines.pool import Nodes
 from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records, contribution_to_records
 from fedbn_flwr.extensions import declared
@@ -53,14 +53,14 @@ class Cohort:
         assert self._session
         return self._session.advance()
 
-    def exchange(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
+    def continue_parked(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
         self._agreed.append(agreement)
         if self._session is not None:
             if (contributions := self._session.advance(agreement)) is not None:
                 return {node: contributions[node] for node in nodes}
             self._part(nodes, self._agreed[:-1])
         failed = {node: str(self._errors[node].error.reason) for node in nodes if node in self._errors}
-        return {**self.nodes.exchange([node for node in nodes if node not in failed], agreement), **failed}
+        return {**self.nodes.continue_parked([node for node in nodes if node not in failed], agreement), **failed}
 
     def finish(self, messages: Sequence[Message]) -> Mapping[int, Message]:
         """The replies to the round's train messages, by node; clients that are not among them answer by themselves."""
@@ -87,7 +87,7 @@ class Cohort:
             if (reply := self.nodes.answer(self.queries[node])).has_error():
                 self._errors[node] = reply
         for agreement in agreed:
-            self.nodes.exchange([*nodes], agreement)
+            self.nodes.continue_parked([*nodes], agreement)
 
     def _work(self, exchange: ExchangeNodes) -> Mapping[int, Message]:
         """The session: the replies of all clients, by node; in their training `exchange` waits for agreements."""
@@ -132,7 +132,7 @@ class CohortPool(TogetherPool):
             self._finish(messages)
         else:
             nodes = [message.metadata.dst_node_id for message in messages]
-            answers = self.exchange(nodes, agreement_from_records(messages[0].content), 0)
+            answers = self.continue_parked(nodes, agreement_from_records(messages[0].content), 0)
             for message in messages:
                 self.on_reply(_answer(message, answers[message.metadata.dst_node_id]))
 
@@ -159,11 +159,11 @@ class CohortPool(TogetherPool):
             if (reply := replies.get(message.metadata.dst_node_id)) is not None:
                 self.on_reply(_reply(message, reply))
 
-    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
+    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
         answers = dict[int, Contribution | str]()
         for cohort in self._cohorts:
-            answers.update(cohort.exchange([node for node in nodes if node in cohort.queries], agreement))
-        answers.update(super().exchange([node for node in nodes if node not in answers], agreement, timeout))
+            answers.update(cohort.continue_parked([node for node in nodes if node in cohort.queries], agreement))
+        answers.update(super().continue_parked([node for node in nodes if node not in answers], agreement, timeout))
         return answers
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class CohortPool(TogetherPool):
 def _has_mods(nodes: Nodes, message: Message) -> bool:
     """Whether a mod must see each exchange, or the train message at the end of the round."""
     config = config_of(message.content)
-    return not (isinstance(nodes.client_app, Exchanging) and declared("client_mods").keys().isdisjoint(config))
+    return not (isinstance(nodes.client_app, ContinuesParked) and declared("client_mods").keys().isdisjoint(config))
 
 
 def _train_message(query: Message) -> Message:

@@ -63,8 +63,8 @@ class MeteredGrid(GridAround):
             taken, self._now = self._now, Traffic()
         return taken
 
-    def exchange(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
-        answers = super().exchange(nodes, agreement, timeout)
+    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
+        answers = super().continue_parked(nodes, agreement, timeout)
         if answers is not None:
             up = [{} if isinstance(answer, str) else answer.tensors for answer in answers.values()]
             self.count_exchange(up, [agreement.tensors] * len(nodes))

@@ -41,7 +41,7 @@ def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[Exch
     carrier, strategy = Scripted(script), FedTAN(exchange="paper", min_train_nodes=1)
     strategy.asked = Asked(list(script))
     grid: Any = None  # of an engine without capabilities
-    done = strategy.exchanges(Round(3, ArrayRecord(), ConfigRecord(), grid), carrier)  # type: ignore[arg-type]
+    done = strategy.run_exchanges(Round(3, ArrayRecord(), ConfigRecord(), grid), carrier)  # type: ignore[arg-type]
     return done, carrier, [*strategy.asked.left_out]
 
 

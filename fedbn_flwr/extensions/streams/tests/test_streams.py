@@ -18,7 +18,7 @@ import pytest
 
 from fedbn_flwr.errors import MessageError, RunFailed
 from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution, contribution_from_records
-from fedbn_flwr.extensions.streams.client import EXCHANGE, FAILED, TOKEN, from_bytes, service_at, to_bytes
+from fedbn_flwr.extensions.streams.client import CONTRIBUTE, FAILED, TOKEN, from_bytes, service_at, to_bytes
 from fedbn_flwr.extensions.streams.config import ExchangeConfig
 from fedbn_flwr.extensions.streams.server import ExchangeService
 from tests.support.network import make_keys, missing_tools
@@ -67,7 +67,9 @@ def finish(service: ExchangeService, outcomes: list[Any], nodes: list[int]) -> N
         assert outcome.result(20).values == 12
 
 
-def raw(service: ExchangeService, token: str | None, messages: list[bytes], method: str = EXCHANGE) -> grpc.StatusCode:
+def raw(
+    service: ExchangeService, token: str | None, messages: list[bytes], method: str = CONTRIBUTE
+) -> grpc.StatusCode:
     """The status of a call that sends these bytes."""
     with grpc.insecure_channel(service.address) as channel:
         metadata = () if token is None else ((TOKEN, token),)
@@ -79,7 +81,7 @@ def raw(service: ExchangeService, token: str | None, messages: list[bytes], meth
 
 def sending(service: ExchangeService, channel: grpc.Channel, node: int) -> Any:
     """A call with a contribution, which the service has read."""
-    call = channel.unary_unary(EXCHANGE).future(to_bytes(moments()), 20, ((TOKEN, service.tokens[node]),))
+    call = channel.unary_unary(CONTRIBUTE).future(to_bytes(moments()), 20, ((TOKEN, service.tokens[node]),))
     while service._clients[node].call is None:
         time.sleep(0.01)
     return call
