@@ -38,11 +38,11 @@ ROUNDS = 10
 class Timed(Dynamics):
     seconds = 0.0
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
         start = time.perf_counter()
-        at = super().on_round(running, at)
+        finished = super().on_round(running, finished)
         self.seconds = time.perf_counter() - start
-        return at
+        return finished
 
 
 def percentages(text: str, folder: Path) -> list[float]:
@@ -57,12 +57,12 @@ def percentages(text: str, folder: Path) -> list[float]:
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32}
         running = Running(prepared, MeteredGrid(grid), RunFolder(folder), identity)
         listener = Timed()
-        at = FinishedRound(0, arrays, arrays)
-        listener.on_start(running, at)
+        finished = FinishedRound(0, arrays, arrays)
+        listener.on_start(running, finished)
         shares = []
         for _ in range(ROUNDS):
             start = time.perf_counter()
-            at = listener.on_round(running, train_round(running, at))
+            finished = listener.on_round(running, train_round(running, finished))
             shares.append(100 * listener.seconds / (time.perf_counter() - start - listener.seconds))
     return shares[1:]
 

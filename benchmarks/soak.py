@@ -130,11 +130,11 @@ class Watch(Reporter):
         self.rows: list[tuple[int, ...]] = []
         self.digest = ""
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
-        if at.number % self.every == 0:
-            self.rows.append((at.number, *measured(self.temporary)))
-        self.digest = hashlib.sha256(b"".join(v.tobytes() for v in unpack(at.arrays).values())).hexdigest()
-        return at
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
+        if finished.number % self.every == 0:
+            self.rows.append((finished.number, *measured(self.temporary)))
+        self.digest = hashlib.sha256(b"".join(v.tobytes() for v in unpack(finished.arrays).values())).hexdigest()
+        return finished
 
 
 HEADS = ("round", "RSS_MB", "workers_MB", "files", "threads", "workers", "temporary")

@@ -78,14 +78,14 @@ def map_batches(
 
 Pair = tuple[Value, Value]  # (inputs, targets)
 # A function that returns the pair of a batch, or the keys (or positions) of inputs and targets.
-Split = Callable[[Batch], Pair] | tuple[str | int, str | int]
+ToPair = Callable[[Batch], Pair] | tuple[str | int, str | int]
 
 # Names of columns in Flower's templates and examples, torchvision, timm and transformers.
 INPUTS = ("img", "image", "images", "pixel_values", "input", "inputs", "x", "features")
 TARGETS = ("label", "labels", "target", "targets", "y", "mask")
 
 
-def split_batch(batch: Batch, how: Split | None) -> Pair:
+def split_batch(batch: Batch, how: ToPair | None) -> Pair:
     """The inputs and targets of a batch; a TypeError shows the batch's type and keys if they cannot be found."""
     if how is None and type(batch) in (tuple, list) and [*map(type, batch)] == [Tensor, Tensor]:
         return batch[0], batch[1]  # nearly all batches

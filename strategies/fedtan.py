@@ -199,8 +199,10 @@ class FedTANClient(ClientRule):
                 f"{protocol.EXCHANGE_BACKWARD!r} needs a first step whose mean over the clients is the step on the "
                 "union of their batches, which only SGD without clipping takes; expected optimizer sgd and no clip"
             )
-        allowed = int(config.get(protocol.EXCHANGE_MIN_BATCH, protocol.MIN_BATCH))
-        return replace(local.layerwise, fused=config[protocol.EXCHANGE] == "fused", backward=backward, allowed=allowed)
+        min_batch = int(config.get(protocol.EXCHANGE_MIN_BATCH, protocol.MIN_BATCH))
+        return replace(
+            local.layerwise, fused=config[protocol.EXCHANGE] == "fused", backward=backward, min_batch=min_batch
+        )
 
 
 class FedAvgGlobalStats(FedTAN):

@@ -249,8 +249,8 @@ def _partition(request: Request) -> RecordDict:
     own = {protocol.OWN_DATA: "data-path" in context.node_config} if _has_own_data(context) else {}
     if request.config.get(protocol.READY):
         client = request.client()  # an error in the site's data or model appears before any training
-        if own and (allowed := request.config.get(protocol.EXCHANGE_MIN_BATCH)):
-            check_batch(client.batch_examples(), allowed=int(allowed), own=client.min_batch)
+        if own and (min_batch := request.config.get(protocol.EXCHANGE_MIN_BATCH)):
+            check_batch(client.batch_examples(), min_batch=int(min_batch), own_min_batch=client.min_batch)
     return RecordDict({"metrics": _numbers(partition_metric(context) | own | return_to_round(request.config, context))})
 
 

@@ -22,7 +22,7 @@ from flwr.client import NumPyClient
 from torch import nn
 
 from fedbn_flwr import seeding
-from fedbn_flwr.batch import Split, split_batch
+from fedbn_flwr.batch import ToPair, split_batch
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, no_exchange
 from fedbn_flwr.extensions import declared
@@ -132,7 +132,7 @@ class BNClient(NumPyClient):
         train_data: Epochs | Iterable[Batch],
         eval_data: TestSets | Callable[[], TestSets] | None = None,
         *,
-        batch: Split | None = None,
+        batch: ToPair | None = None,
         lr: float | Callable[[int], float] = 0.1,
         epochs: int | None = None,
         steps: int | None = None,
@@ -329,7 +329,7 @@ class BNClient(NumPyClient):
     ) -> LocalRound:
         """The round as client rules see it."""
         partition = self.identity.get(protocol.PARTITION)
-        step = LayerwiseStep(exchange, examples=self.num_examples, partition=partition, own=self.min_batch)
+        step = LayerwiseStep(exchange, examples=self.num_examples, partition=partition, own_min_batch=self.min_batch)
         epoch, seed = functools.partial(self._epoch, round_of(config)), self._seed("rules", config)
         return LocalRound(config, sent, records, self.state, self.model, self.roles, step, resources, epoch, seed)
 

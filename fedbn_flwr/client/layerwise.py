@@ -146,7 +146,7 @@ class Session(Generic[Sent, Result]):
 class ParkedRound(Session[Contribution, Update]):
     """A client's round, which begins with the agreements in the client's state.
 
-    `number` identifies it and is in the state too; `extras` are the records of arrays in the round's messages.
+    `round_id` is in the state too; `extras` are the records of arrays in the round's messages.
     """
 
     def __init__(
@@ -156,10 +156,10 @@ class ParkedRound(Session[Contribution, Update]):
         config: Config,
         extras: dict[str, Arrays],
         agreed: Sequence[Agreement],
-        number: str,
+        round_id: str,
     ) -> None:
         super().__init__(functools.partial(client.train_round, received, config, extras), agreed)
-        self.client, self.extras, self.number = client, extras, number
+        self.client, self.extras, self.round_id = client, extras, round_id
 
 
 Place = tuple[str, int, int]  # where a round is parked: the training run, Flower's run and the node
@@ -168,10 +168,10 @@ Place = tuple[str, int, int]  # where a round is parked: the training run, Flowe
 class ParkedRounds(dict[Place, ParkedRound]):
     """The parked rounds of a process."""
 
-    def take(self, place: Place, number: str = "", step: int | None = None) -> ParkedRound | None:
+    def take(self, place: Place, round_id: str = "", step: int | None = None) -> ParkedRound | None:
         """Remove and return the node's parked round if it waits for the result of exchange `step`; end any other."""
         parked = self.pop(place, None)
-        if parked is None or (parked.number == number and step in (None, parked.step + 1)):
+        if parked is None or (parked.round_id == round_id and step in (None, parked.step + 1)):
             return parked
         parked.abandon()
         return None
@@ -212,13 +212,13 @@ def train_by_messages(
     state = NodeState(context.state, run)
     if not step:
         context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
-    place, number = _place(context)
+    place, round_id = _place(context)
     agreement = agreement_from_records(content) if step else None
     received = unpack(arrays_of(content)) if agreement is None else agreement_to_arrays(agreement)
     state.save(f"{_EXCHANGES}/{step}", received)
-    parked = parked_rounds.take(place, number, step)
+    parked = parked_rounds.take(place, round_id, step)
     if parked is None:
-        parked, agreement = _replay(make, state, config, extras, number), None
+        parked, agreement = _replay(make, state, config, extras, round_id), None
         if any(other.client.model is parked.client.model for other in parked_rounds.values()):
             raise MessageError(
                 "another client is in the middle of a round with this very model; the clients of a layer-wise round "
@@ -241,8 +241,8 @@ def continue_parked(context: Context, agreement: Agreement) -> Contribution:
 
     The state does not get the agreement: the engine knows that the round is here, so no other process replays it.
     """
-    place, number = _place(context)
-    if (parked := parked_rounds.take(place, number)) is None:
+    place, round_id = _place(context)
+    if (parked := parked_rounds.take(place, round_id)) is None:
         raise MessageError(
             "its round is no longer parked in this process, for instance because another grid has served a node of "
             "the same number in a run of the same name; give the runs other names, or the strategy direct=False"
@@ -254,7 +254,7 @@ def continue_parked(context: Context, agreement: Agreement) -> Contribution:
 
 
 def _place(context: Context) -> tuple[Place, str]:
-    """Place and number of the round in the client's state."""
+    """Place and id of the round in the client's state."""
     if not isinstance(record := context.state.get(_ROUND), ConfigRecord):
         raise MessageError("the client's state has no layer-wise round, whose message 0 contains the model")
     return (str(record["run"]), context.run_id, context.node_id), str(record["number"])
@@ -277,11 +277,11 @@ def client_without_parked_round(make: Callable[[], Client], config: Config, cont
 
 
 def _replay(
-    make: MakeBNClient, state: NodeState, config: Config, extras: dict[str, Arrays], number: str
+    make: MakeBNClient, state: NodeState, config: Config, extras: dict[str, Arrays], round_id: str
 ) -> ParkedRound:
     """A round that will replay what the client's state has of it."""
     client, step = make(), int(config[protocol.EXCHANGE_STEP])
     received = [state.load(f"{_EXCHANGES}/{number}") for number in range(step + 1)]
     if missing := [number for number, arrays in enumerate(received) if not arrays]:
         raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")
-    return ParkedRound(client, received[0], config, extras, [*map(agreement_from_arrays, received[1:])], number)
+    return ParkedRound(client, received[0], config, extras, [*map(agreement_from_arrays, received[1:])], round_id)

@@ -79,7 +79,7 @@ class LayerwiseStep:
         papers' "FedAvg + Algorithm 2".
     examples, partition
         The client's number of examples and its partition, which each contribution contains.
-    allowed, own
+    min_batch, own_min_batch
         The smallest batch that the strategy allows, and the smallest that the client allows (`check_batch`).
     """
 
@@ -88,14 +88,14 @@ class LayerwiseStep:
     backward: bool = True
     examples: int = 0
     partition: int | None = None
-    allowed: int = 1
-    own: int = 1
+    min_batch: int = 1
+    own_min_batch: int = 1
 
     def __call__(
         self, model: nn.Module, inputs: Value, targets: Value, loss_fn: Callable[[Outputs, Value], Tensor]
     ) -> Tensor:
         batch = count(inputs)
-        check_batch(batch, allowed=self.allowed, own=self.own)  # before anything is sent
+        check_batch(batch, min_batch=self.min_batch, own_min_batch=self.own_min_batch)  # before anything is sent
         exchanges = Exchanges(self, batch, self.count_exchanges(model, inputs))
         with replaced_forward(model, functools.partial(normalise, exchanges)):
             outputs = model(inputs)
@@ -330,15 +330,15 @@ def count_calls(model: nn.Module, inputs: Value) -> int:
     return calls
 
 
-def check_batch(examples: int, *, allowed: int, own: int) -> None:
-    """Raise an error if the batch has fewer examples than the strategy (`allowed`) or the client (`own`) allows."""
+def check_batch(examples: int, *, min_batch: int, own_min_batch: int) -> None:
+    """Raise an error if the batch has fewer examples than the strategy or the client (`own_min_batch`) allows."""
     limits = {
-        f"the strategy's min_batch ({allowed})": allowed,
-        f"min-batch in this node's config or BNClient(min_batch=...) ({own})": own,
+        f"the strategy's min_batch ({min_batch})": min_batch,
+        f"min-batch in this node's config or BNClient(min_batch=...) ({own_min_batch})": own_min_batch,
     }
     if above := [name for name, limit in limits.items() if limit > examples]:
         raise MessageError(
             f"the batch of this client has {examples} example{'s' if examples != 1 else ''}, and it refuses to "
-            f"exchange the statistics of fewer than {max(allowed, own)} examples, which would reveal them; use larger "
-            f"batches, or lower {' and '.join(above)}"
+            f"exchange the statistics of fewer than {max(min_batch, own_min_batch)} examples, which would reveal them; "
+            f"use larger batches, or lower {' and '.join(above)}"
         )

@@ -133,23 +133,23 @@ class MomentRecorder:
 
 
 @contextmanager
-def frozen_norm(model: nn.Module, what: frozenset[Role]) -> Iterator[None]:
-    """Put `model` into training mode and, inside the block, freeze the roles `what` of its batch norms.
+def frozen_norm(model: nn.Module, frozen_roles: frozenset[Role]) -> Iterator[None]:
+    """Put `model` into training mode and, inside the block, freeze these roles of its batch norms.
 
     With frozen statistics, batch norms normalise with their running mean and variance and do not update them, while
     gamma, beta and all other layers train (dropout stays on). A batch norm without statistics normalises with the
     statistics of its batch as before. With frozen affine parameters, gamma and beta do not train.
     """
     model.train()
-    layers = norm_layers(model) if what else {}
+    layers = norm_layers(model) if frozen_roles else {}
     tracking: list[nn.Module] = []
-    if Role.STATISTICS in what:
+    if Role.STATISTICS in frozen_roles:
         tracking = [layer for layer in layers.values() if getattr(layer, "running_mean", None) is not None]
         if layers and not tracking:
             raise MessageError(f"cannot freeze the statistics of batch norm {next(iter(layers))!r}: it tracks none")
         for layer in tracking:
             layer.training = False  # of the layer alone: dropout inside it stays on
-    role_of = roles(model) if Role.AFFINE in what else {}
+    role_of = roles(model) if Role.AFFINE in frozen_roles else {}
     own = [
         parameter
         for key, parameter in model.named_parameters(remove_duplicate=False)

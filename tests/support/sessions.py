@@ -93,9 +93,9 @@ class Stopping(Reporter):
         super().__init__()
         self.last = last
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
-        stop = KeyboardInterrupt() if at.number == self.last else None
-        return dataclasses.replace(super().on_round(running, at), stop=stop)
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
+        stop = KeyboardInterrupt() if finished.number == self.last else None
+        return dataclasses.replace(super().on_round(running, finished), stop=stop)
 
 
 def session(

@@ -129,7 +129,7 @@ def test_an_error_that_the_faq_explains_has_the_text_of_its_heading() -> None:
     headings = re.findall(r"^### (.*)", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
     (words,) = (each.removeprefix("statistics of ").partition(":")[0] for each in headings if "FedTAN" in each)
     with pytest.raises(MessageError, match=words):
-        check_batch(16, allowed=32, own=32)
+        check_batch(16, min_batch=32, own_min_batch=32)
     with pytest.raises(SettingsError, match=words):
         [*prepare(load_experiment("quick", ["strategy=FedTAN"]))]
 

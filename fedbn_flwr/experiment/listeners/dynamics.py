@@ -22,21 +22,19 @@ for variances that differ by a factor of about 1.1; the ratio says in which dire
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedbn_flwr.errors import LOG
-from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.arrays import Arrays, unpack
 from fedbn_flwr.messages.reply import read_reply, sender_of
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers
 
 from .listener import FinishedRound, Listener, Running
 
-Arrays = Mapping[str, NDArray[Any]]
 Statistics = dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]  # running mean and variance of each layer
 
 DRIFT = ("mean_drift", "variance_drift")
@@ -46,35 +44,35 @@ EPS = 1e-5  # PyTorch's default; the arrays don't contain the layer's value
 
 
 class Dynamics(Listener):
-    def on_start(self, running: Running, at: FinishedRound) -> None:
+    def on_start(self, running: Running, finished: FinishedRound) -> None:
         self._before: Statistics = {}  # of the previous round; empty if nothing is recorded
         self._windows: dict[str, Window] = {}  # of each client, the rounds since the last line
-        self._is_whole = not at.number % running.run.evaluate.every  # resumed in between, the window lacks rounds
+        self._is_whole = not finished.number % running.run.evaluate.every  # resumed in between, the window lacks rounds
         if Role.STATISTICS not in running.prepared.rule.traits.unsent:
-            self._before = statistics_in(unpack(at.arrays))
+            self._before = statistics_in(unpack(finished.arrays))
         if not self._before:
             text = "%s: evaluate.dynamics records nothing: with these settings, clients send no running statistics"
             LOG.warning(text, running.prepared.name)
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
         if before := self._before:
-            self._before = now = statistics_in(unpack(at.arrays))
+            self._before = now = statistics_in(unpack(finished.arrays))
             records = running.prepared.rule.traits.records
             found = {
                 str(sender_of(reply)): statistics_in(read_reply(reply, records=records).arrays)
-                for reply in sorted(at.replies, key=sender_of)
+                for reply in sorted(finished.replies, key=sender_of)
             }
             for key, own in found.items():
                 self._windows.setdefault(key, Window(own)).add(own)
-            if at.is_evaluated:
+            if finished.is_evaluated:
                 clients = {key: distances(own, now, DEVIATION) for key, own in found.items()}
                 for key, layers in clients.items() if self._is_whole else ():
                     for layer, metrics in layers.items():
                         metrics |= self._windows[key].spreads(layer, now[layer][1])
-                line = {"round": at.number, "layers": distances(before, now, DRIFT), "clients": clients}
+                line = {"round": finished.number, "layers": distances(before, now, DRIFT), "clients": clients}
                 running.folder.add_line("norms.jsonl", line)
                 self._windows, self._is_whole = {}, True
-        return replace(at, replies=())
+        return replace(finished, replies=())
 
 
 def statistics_in(arrays: Arrays) -> Statistics:

@@ -53,28 +53,28 @@ class Evaluate(Listener):
         self.loss = plain_loss(run, prepared.task)
         self.names = (*prepared.task.reported, *map(evaluation.name_of, prepared.metrics))
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
-        if not at.is_evaluated:
-            return at
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
+        if not finished.is_evaluated:
+            return finished
         try:
-            return self._evaluate(running, at)
+            return self._evaluate(running, finished)
         except FedbnError:
             raise
         except (ValueError, RuntimeError) as error:
-            raise RunFailed(f"round {at.number}: the model cannot be evaluated: {in_a_line(error)}") from error
+            raise RunFailed(f"round {finished.number}: the model cannot be evaluated: {in_a_line(error)}") from error
 
-    def _evaluate(self, running: Running, at: FinishedRound) -> FinishedRound:
-        clients, line = self._on_clients(running, at) if self.asks_clients else ({}, {})
-        model = at.model
+    def _evaluate(self, running: Running, finished: FinishedRound) -> FinishedRound:
+        clients, line = self._on_clients(running, finished) if self.asks_clients else ({}, {})
+        model = finished.model
         if self.rule.traits.has_global_model:
             config = ConfigRecord({**running.config})
-            model = self.rule.global_model(strategies.Round(at.number, at.arrays, config, running.grid))
+            model = self.rule.global_model(strategies.Round(finished.number, finished.arrays, config, running.grid))
         if self.rule.traits.has_global_model and (dataset := self.prepared.dataset) is not None:
-            line |= self._on_server(dataset, model, queried=bool(set(model) - set(at.arrays)))
+            line |= self._on_server(dataset, model, queried=bool(set(model) - set(finished.arrays)))
         else:
             means = {key: line.get(f"clients_{key}") for key in ("loss", *self.names)}
             line |= {key: value for key, value in means.items() if value is not None}
-        return at.with_metrics(line, clients, model=model)
+        return finished.with_metrics(line, clients, model=model)
 
     def _on_server(self, dataset: DataSet, model: ArrayRecord, *, queried: bool) -> Draft:
         """Metrics on all test examples, on each domain, and on held-out examples unless clients report them."""
@@ -98,15 +98,15 @@ class Evaluate(Listener):
             return_freed_memory()
         return line
 
-    def _on_clients(self, running: Running, at: FinishedRound) -> tuple[ByClient, Draft]:
+    def _on_clients(self, running: Running, finished: FinishedRound) -> tuple[ByClient, Draft]:
         """The values of each client, and the metrics over all of them."""
         asked = {protocol.OWN_TESTS: True} if self.only_own else {}
         config = ConfigRecord({**running.config, **asked})
-        messages = self.rule.configure_evaluate(at.number, at.arrays, config, running.grid)
+        messages = self.rule.configure_evaluate(finished.number, finished.arrays, config, running.grid)
         replies = running.grid.send_and_receive(messages, timeout=running.run.engine.timeout)
         if not replies:
             return {}, {}
-        metrics = self.rule.aggregate_evaluate(at.number, replies)
+        metrics = self.rule.aggregate_evaluate(finished.number, replies)
         used = self.rule.base.evaluation.used
         values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_examples")
         means = {history_name(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
@@ -153,15 +153,17 @@ class Best(Listener):
     It follows from the history, so a resumed run finds the same round.
     """
 
-    def on_start(self, running: Running, at: FinishedRound) -> None:
+    def on_start(self, running: Running, finished: FinishedRound) -> None:
         self.main = running.prepared.task.main
         self.best = max(map(self._goodness, running.folder.history()), default=-math.inf)
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
-        if (found := self._goodness(at.line)) > self.best:
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
+        if (found := self._goodness(finished.line)) > self.best:
             self.best = found
-            at = at.with_metrics({"best_round": at.number}, {}, is_best=running.prepared.rule.traits.has_global_model)
-        return at
+            finished = finished.with_metrics(
+                {"best_round": finished.number}, {}, is_best=running.prepared.rule.traits.has_global_model
+            )
+        return finished
 
     def _goodness(self, line: Tree) -> float:
         """How good the round of this line of the history is; minus infinity if it was not measured."""

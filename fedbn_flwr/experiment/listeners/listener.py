@@ -76,15 +76,15 @@ class FinishedRound:
 class Listener:
     """Hooks that are called during a run; by default they do nothing."""
 
-    def on_start(self, running: Running, at: FinishedRound) -> None:
+    def on_start(self, running: Running, finished: FinishedRound) -> None:
         """Before the first round, or the first one after resuming."""
 
     def on_messages(self, running: Running) -> None:
         """Before the messages of a round are sent."""
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
         """After a round, in the order of the listeners."""
-        return at
+        return finished
 
     def on_end(self, running: Running, error: BaseException | None) -> None:
         """After the last round, or after an error that ended the run before it."""

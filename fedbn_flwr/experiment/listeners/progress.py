@@ -62,9 +62,11 @@ class Reporter(Listener):
         self._latest = News()
         self._sent = 0.0
 
-    def on_start(self, running: Running, at: FinishedRound) -> None:
-        self._latest = News(at.number)
-        self.message(in_rounds(running.run.rounds) + (f", continuing after round {at.number}" if at.number else ""))
+    def on_start(self, running: Running, finished: FinishedRound) -> None:
+        self._latest = News(finished.number)
+        self.message(
+            in_rounds(running.run.rounds) + (f", continuing after round {finished.number}" if finished.number else "")
+        )
 
     def report(self, what: str, done: int, total: int) -> None:
         """Report how far the current round is."""
@@ -72,13 +74,13 @@ class Reporter(Listener):
             self._sent = time.monotonic()
             self.send(replace(self._latest, within=f"{what}: {done} of {total}"))
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
-        self._latest = News(at.number, metrics_in_words(at.line, running.prepared.task.main))
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
+        self._latest = News(finished.number, metrics_in_words(finished.line, running.prepared.task.main))
         self.send(self._latest)
-        for note in running.prepared.rule.notes().values() if at.is_last else ():
+        for note in running.prepared.rule.notes().values() if finished.is_last else ():
             if isinstance(note, Mapping) and "in_words" in note:
                 self.message(note["in_words"])
-        return replace(at, stop=KeyboardInterrupt() if self._stop_asked() else None)
+        return replace(finished, stop=KeyboardInterrupt() if self._stop_asked() else None)
 
     def message(self, text: str) -> None:
         self.send(replace(self._latest, event=text))

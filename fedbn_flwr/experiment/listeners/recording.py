@@ -25,7 +25,7 @@ from .listener import FinishedRound, Listener, Running
 
 
 class History(Listener):
-    def on_start(self, running: Running, at: FinishedRound) -> None:
+    def on_start(self, running: Running, finished: FinishedRound) -> None:
         self.mark = time.monotonic()
         self.summary = begin_summary(running.prepared)
         if (before := running.folder.readable_summary()) is not None:
@@ -42,16 +42,18 @@ class History(Listener):
             self.summary.notes = dict(rule.notes())  # in case this process is killed
             running.folder.write_summary(self.summary)
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
         now = time.monotonic()
-        at = at.with_metrics({**vars(running.grid.take()), "seconds": now - self.mark}, {})
+        finished = finished.with_metrics({**vars(running.grid.take()), "seconds": now - self.mark}, {})
         self.mark = now
-        running.folder.add_line("history.jsonl", at.line)
-        running.folder.add_line("clients.jsonl", {"round": at.number, "clients": dict(sorted(at.clients.items()))})
-        self.summary.account(at.line)
+        running.folder.add_line("history.jsonl", finished.line)
+        running.folder.add_line(
+            "clients.jsonl", {"round": finished.number, "clients": dict(sorted(finished.clients.items()))}
+        )
+        self.summary.account(finished.line)
         self.summary.notes = dict(running.prepared.rule.notes())
         running.folder.write_summary(self.summary)
-        return at
+        return finished
 
     def on_end(self, running: Running, error: BaseException | None) -> None:
         if error is None:
@@ -97,20 +99,20 @@ class Saving(Listener):
     latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last round, with the model, until they are written
     best: tuple[ArrayRecord, int] | None = None  # model and number of the best round, until it is in the run folder
 
-    def on_start(self, running: Running, at: FinishedRound) -> None:
+    def on_start(self, running: Running, finished: FinishedRound) -> None:
         # Not in each round: pydantic hides the KeyboardInterrupt of a signal.
         self.settings = deciding(running.run.model_dump(mode="json"))
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
         run = running.run
-        self.latest = self._snapshot(running, at), at.model
-        self.best = (at.model, at.number) if at.is_best else self.best
+        self.latest = self._snapshot(running, finished), finished.model
+        self.best = (finished.model, finished.number) if finished.is_best else self.best
         every = 1 if promises_of(running.prepared.rule) else checkpoint_every(run)  # to repeat a round costs
-        if at.number % every and not (at.is_last or at.stop):
-            return at
+        if finished.number % every and not (finished.is_last or finished.stop):
+            return finished
         self._write(running, *self.latest)
         self.latest = None
-        return replace(at, checkpoint_round=at.number)
+        return replace(finished, checkpoint_round=finished.number)
 
     def on_end(self, running: Running, error: BaseException | None) -> None:
         if self.latest is not None and running.grid.contexts() is None:  # the nodes store their state themselves
@@ -118,19 +120,19 @@ class Saving(Listener):
         elif self.latest is not None:  # the engine's nodes may be in the middle of a round
             self._write_models(running, *self.latest)
 
-    def _snapshot(self, running: Running, at: FinishedRound) -> Snapshot:
+    def _snapshot(self, running: Running, finished: FinishedRound) -> Snapshot:
         strategy, unsaved = None, None
         try:
             strategy = state_of(running.prepared.rule)
         except ValueError as error:
             unsaved = str(error)
         return Snapshot(
-            round=at.number,
+            round=finished.number,
             token=running.identity[protocol.TOKEN],
-            model=RecordDict({"arrays": at.arrays}),
+            model=RecordDict({"arrays": finished.arrays}),
             strategy=strategy,
             unsaved=unsaved,
-            trained=dict(at.trained),
+            trained=dict(finished.trained),
             settings=self.settings,
             history=running.folder.digest,
         )

@@ -62,13 +62,13 @@ class InTime(Listener):
     def __init__(self, ends: float) -> None:
         self.ends = ends
 
-    def on_start(self, running: Running, at: FinishedRound) -> None:
+    def on_start(self, running: Running, finished: FinishedRound) -> None:
         self.seconds = last_rounds(running.run, running.folder)
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
-        self.seconds.append(at.line["seconds"])
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
+        self.seconds.append(finished.line["seconds"])
         is_late = monotonic() + max(self.seconds) > self.ends
-        return replace(at, stop=at.stop or (OutOfTime() if is_late else None))
+        return replace(finished, stop=finished.stop or (OutOfTime() if is_late else None))
 
 
 def last_rounds(run: Settings, folder: RunFolder) -> deque[float]:

@@ -45,7 +45,7 @@ class Track(Listener):
         self.part, self.folder = part, folder
         self._calls: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
 
-    def on_start(self, running: Running, at: FinishedRound) -> None:
+    def on_start(self, running: Running, finished: FinishedRound) -> None:
         prepared, settings = running.prepared, running.run.model_dump(mode="json", exclude={"name", "track"})
         flat = {key: value for key, value in flat_settings(settings).items() if value is not None}
         run = TrackedRun(
@@ -53,21 +53,21 @@ class Track(Listener):
             experiment=running.run.name,
             name=prepared.name,
             settings={k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flat.items()},
-            done=at.number,
+            done=finished.number,
             measure=prepared.task.main,
         )
         running.grid.start()  # a process must not be forked while the thread imports modules
         self._thread = threading.Thread(target=self._work, args=(run,), daemon=True, name="track")
         self._thread.start()
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
         metrics = {
             key: float(value)
-            for key, value in at.line.items()
+            for key, value in finished.line.items()
             if isinstance(value, int | float) and not isinstance(value, bool) and key != "round"
         }
-        self._calls.put(lambda session: session.log(at.number, metrics))
-        return at
+        self._calls.put(lambda session: session.log(finished.number, metrics))
+        return finished
 
     def on_end(self, running: Running, error: BaseException | None) -> None:
         summary = self.folder.summary()

@@ -36,25 +36,25 @@ def unseen_nodes(run: Settings, nodes: Mapping[int, int]) -> dict[int, int]:
 class Unseen(Listener):
     """Adds each newcomer's metrics on its own test examples, and their means over the newcomers."""
 
-    def on_round(self, running: Running, at: FinishedRound) -> FinishedRound:
-        for way in running.run.evaluate.unseen.statistics if at.is_evaluated else ():
-            values = self._newcomers(running, at, way)
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
+        for way in running.run.evaluate.unseen.statistics if finished.is_evaluated else ():
+            values = self._newcomers(running, finished, way)
             names = dict.fromkeys(name for metrics in values.values() for name in metrics)
-            at = at.with_metrics(
+            finished = finished.with_metrics(
                 {
                     name: statistics.fmean(metrics[name] for metrics in values.values() if name in metrics)
                     for name in names
                 },
                 values,
             )
-        return at
+        return finished
 
-    def _newcomers(self, running: Running, at: FinishedRound, way: str) -> ByClient:
+    def _newcomers(self, running: Running, finished: FinishedRound, way: str) -> ByClient:
         """The metrics of each newcomer with statistics of this kind."""
         prepared = running.prepared
-        config = {**running.config, protocol.ROUND: at.number}
+        config = {**running.config, protocol.ROUND: finished.number}
         config |= {protocol.REESTIMATE: True} if way == "batch" else {}
-        arrays, kept = at.arrays, prepared.rule.traits.kept
+        arrays, kept = finished.arrays, prepared.rule.traits.kept
         if way == "own" and kept:
             arrays = record_of(split(arrays, prepared.rule.traits.stays(arrays))[1])
             config[protocol.KEPT] = protocol.join(kept)
@@ -65,7 +65,7 @@ class Unseen(Listener):
         for reply in replies:
             if reply.has_error():
                 client = clients[reply.metadata.src_node_id]
-                LOG.warning("round %d: client %d as a newcomer: %s", at.number, client, reason_of(reply))
+                LOG.warning("round %d: client %d as a newcomer: %s", finished.number, client, reason_of(reply))
         names = dict.fromkeys((prepared.task.main, *prepared.task.reported, *map(name_of, prepared.metrics)))
         found = values_of(replies, "test_examples")
         return {client: dict(_chosen(values, names, f"unseen_{way}_")) for client, values in found.items()}

@@ -56,14 +56,14 @@ def run_one(
     running = Running(prepared, ledger, folder, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
-    at = FinishedRound(done, arrays, arrays, is_last=done == run.rounds, trained=trained, checkpoint_round=done)
+    finished = FinishedRound(done, arrays, arrays, is_last=done == run.rounds, trained=trained, checkpoint_round=done)
     del arrays  # later rounds have others, and need the memory
     listeners = listeners_of(running, progress, ends)
     begun: list[Listener] = []
     with ExitStack() as stack:
         stack.push(lambda _, error, __: end(begun, running, error))
         for listener in listeners:
-            listener.on_start(running, at)
+            listener.on_start(running, finished)
             begun.append(listener)
         running = meet(running, done)
         seen.hidden = running.federation.unseen.values()
@@ -75,7 +75,7 @@ def run_one(
             check_partition(prepared)
             folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
         rule.base.reply_timeout = run.engine.timeout
-        rule.begin(run.rounds, at.arrays)
+        rule.begin(run.rounds, finished.arrays)
         if snapshot is not None and snapshot.strategy is not None:
             restore_clients(running, snapshot.trained)
             restore(rule, snapshot.strategy)
@@ -83,14 +83,14 @@ def run_one(
         keep_promises(rule, folder, done)
         prepared.release()  # it is built again for the first evaluation
         return_freed_memory()
-        while not at.is_last:
-            at = train_round(running, at, listeners)
+        while not finished.is_last:
+            finished = train_round(running, finished, listeners)
             for listener in listeners:
-                at = listener.on_round(running, at)
-            if at.stop and not at.is_last:
-                raise at.stop
-        if not at.trained:
-            raise RunFailed(f"no client trained in any of the {at.number} rounds")
+                finished = listener.on_round(running, finished)
+            if finished.stop and not finished.is_last:
+                raise finished.stop
+        if not finished.trained:
+            raise RunFailed(f"no client trained in any of the {finished.number} rounds")
 
 
 def end(begun: Sequence[Listener], running: Running, error: BaseException | None) -> None:

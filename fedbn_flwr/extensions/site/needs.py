@@ -293,11 +293,11 @@ def _data_of_run(run: Settings, node: Config) -> Iterator[Check]:
         yield Check("classes", "warning", f"{where}: no training examples of {few(absent, 10)}", cure)
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"))
     yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these examples")
-    if allowed := make_rule(run).traits.min_batch:
+    if min_batch := make_rule(run).traits.min_batch:
         examples = min(run.train.batch_size, len(parts.split[0]))
-        check_batch(examples, allowed=allowed, own=parts.min_batch)
+        check_batch(examples, min_batch=min_batch, own_min_batch=parts.min_batch)
         yield Check(
-            "exchange", "ok", f"batches of {examples} examples; at least {max(allowed, parts.min_batch)} needed"
+            "exchange", "ok", f"batches of {examples} examples; at least {max(min_batch, parts.min_batch)} needed"
         )
     if parts.sends_sums:
         parts.check_sums()

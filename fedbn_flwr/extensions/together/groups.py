@@ -112,7 +112,7 @@ def row_of(training: Training) -> Row | str:
         training.batches = batches = [(x.to(training.device), y.to(training.device)) for x, y in batches]
     row = Row(training, network, {name: tensor.clone() for name, tensor in network.tensors().items()}, batches)
     if isinstance(step := training.first_step, LayerwiseStep):
-        check_batch(len(batches[0][0]), allowed=step.allowed, own=step.own)
+        check_batch(len(batches[0][0]), min_batch=step.min_batch, own_min_batch=step.own_min_batch)
     else:
         row.begin()
     return row
