@@ -23,9 +23,12 @@ Result = TypeVar("Result")
 Value = Tensor | Mapping[str, Tensor]
 Batch = Any  # what a loader yields; `split_batch` turns it into (inputs, targets)
 Outputs = Any  # what a model returns: a tensor, or whatever the user's loss takes
+# The two of a batch in functions that a user may write: a `Value`, or only one of its two forms.
+Inputs = Any
+Targets = Any
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Value) -> Any:
+def map_tensors(function: Callable[[Tensor], Result], value: Value) -> Result | dict[str, Result]:
     """`function` of the tensor, or a dict of its results for all tensors of a dict."""
     if isinstance(value, Mapping):
         return {key: function(tensor) for key, tensor in value.items()}

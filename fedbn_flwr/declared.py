@@ -20,7 +20,7 @@ from .errors import SettingsError
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 _SIMPLE = {bool: "true or false", int: "an integer", float: "a number", str: "a text", types.NoneType: "None"}
 _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}  # of annotated_types
@@ -44,7 +44,7 @@ def checked(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def declarations(function: Callable[..., Any]) -> Mapping[str, object]:
+def declarations(function: Callable[..., object]) -> Mapping[str, object]:
     """The annotations of a function's arguments that can be checked."""
     with suppress(NameError):  # the annotation has a name that only type checkers import
         return {name: hint for name, hint in get_type_hints(function, include_extras=True).items() if _is_simple(hint)}

@@ -228,7 +228,7 @@ def sources(settings: object) -> dict[str, str]:
     return found
 
 
-def call(key: str, name: str, *positional: Any, **arguments: Any) -> Any:
+def call(key: str, name: str, *positional: object, **arguments: object) -> Any:
     """Call `name` with these arguments, and return the result; errors name the setting `key`."""
     function = load(key, name)
     try:
@@ -258,7 +258,7 @@ def accepted(function: Make, offered: Tree) -> Draft:
     return {key: value for key, value in offered.items() if signature is not None and key in signature.parameters}
 
 
-def takes(function: Callable[..., Any], keyword: str) -> bool:
+def takes(function: Callable[..., object], keyword: str) -> bool:
     """Whether the function can be called with this keyword, as far as its signature says."""
     signature = signature_of(function)
     return signature is None or any(
@@ -270,7 +270,7 @@ def takes(function: Callable[..., Any], keyword: str) -> bool:
 _signature = functools.lru_cache(inspect.signature)
 
 
-def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+def signature_of(function: Callable[..., object]) -> inspect.Signature | None:
     try:
         return (_signature if isinstance(function, FunctionType | type) else inspect.signature)(function)
     except ValueError:  # some built-in callables have no signature

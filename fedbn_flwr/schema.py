@@ -19,7 +19,7 @@ from pydantic import (
 def expects(words: str) -> WrapValidator:
     """One error message for a type of several forms; a union would report one for each form."""
 
-    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    def check(value: object, validate: ValidatorFunctionWrapHandler) -> object:
         try:
             return validate(value)
         except ValidationError:

@@ -9,12 +9,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batch import Outputs, Value, count, map_batches, map_tensors
+from fedbn_flwr.batch import Outputs, Targets, Value, count, map_batches, map_tensors
 from fedbn_flwr.data import IGNORED, Moments
 from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
 from fedbn_flwr.named import in_a_line
@@ -24,7 +23,7 @@ from .losses import aligned, logits_of, one_for_each, without_channel
 from .rule import Batch, Loss
 
 # A name, or a function of the model's outputs and the targets of all examples, on the CPU.
-Metric = str | Callable[[Outputs, Any], float]
+Metric = str | Callable[[Outputs, Targets], float]
 
 
 def metric_inputs(task: Task, outputs: Outputs, targets: Value) -> tuple[Tensor, Tensor] | None:

@@ -148,7 +148,7 @@ def latest_state(folder: Path, token: str, last: int, client: int | None = None)
     rounds = _rounds(found[client])
     if (latest := max((number for number in rounds if number <= last), default=0)) == 0:
         raise UserError(f"{str(found[client])!r} has no state of round {last} of the model or of an earlier one")
-    return client, latest, parse(read_store(rounds[latest])["state"])
+    return client, latest, parse(read_store(rounds[latest])["state"], RecordDict)
 
 
 def _folder(config: Config, context: Context) -> Path | None:
@@ -180,7 +180,7 @@ def _restore(folder: Path, context: Context, run: str, last: int) -> None:
         return  # the context has this state; reloading it would delete the data of a layer-wise round in progress
     if wanted:
         try:
-            records = parse(read_store(stored[wanted])["state"])
+            records = parse(read_store(stored[wanted])["state"], RecordDict)
         except StorageError as error:
             raise MessageError(
                 f"the node's state {error}; restore the folder from a copy, or start a new run"

@@ -19,14 +19,14 @@ import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import extensions
 from fedbn_flwr.batch import Batch as Batch
-from fedbn_flwr.batch import Outputs, Value
+from fedbn_flwr.batch import Inputs, Outputs, Targets, Value
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -38,7 +38,7 @@ from fedbn_flwr.norms.roles import Role
 from .node_state import NodeState
 from .optimizers import LocalOptimizer
 
-Loss = Callable[[Outputs, Any], Tensor]  # of (outputs, targets)
+Loss = Callable[[Outputs, Targets], Tensor]
 # A function (model, inputs, targets, loss) that sets the parameters' gradients and returns the detached loss.
 Gradient = Callable[[nn.Module, Value, Value, Loss], Tensor]
 Tensors = Mapping[str, Tensor]  # parameters or gradients, by the parameters' names
@@ -139,7 +139,7 @@ class ClientRule:
         return {}
 
     @classmethod
-    def own_inputs(cls, local: LocalRound) -> Callable[[Any], Any]:
+    def own_inputs(cls, local: LocalRound) -> Callable[[Inputs], Inputs]:
         """A function of inputs: how this client changes those of evaluations and measurements.
 
         Evaluations select a rule by the keys in `Traits.own_inputs`. The client's model after the run changes inputs in
@@ -151,7 +151,7 @@ class ClientRule:
         """A function that computes the first batch's loss and gradients; None for ordinary backpropagation."""
         return None
 
-    def loss(self, inputs: Any, targets: Any, outputs: Outputs, loss: Tensor) -> Tensor:
+    def loss(self, inputs: Inputs, targets: Targets, outputs: Outputs, loss: Tensor) -> Tensor:
         """The loss of a batch. `loss` is the client's own loss, or what the rule before this one returned."""
         return loss
 

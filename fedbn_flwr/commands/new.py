@@ -39,7 +39,7 @@ _HEAD = """\
 
 
 def new(arguments: argparse.Namespace) -> None:
-    from fedbn_flwr.experiment.file.content import follow_extends, text_of
+    from fedbn_flwr.experiment.file.content import check_mapping, follow_extends, text_of
     from fedbn_flwr.experiment.file.layers import read_experiment
     from fedbn_flwr.results.yaml_text import parse_yaml
 
@@ -48,7 +48,8 @@ def new(arguments: argparse.Namespace) -> None:
     if file.suffix not in (".yaml", ".yml") or not str(file).isprintable():
         raise SettingsError(f"the file is {str(file)!r}; expected a name of printable characters that ends in .yaml")
     text = text_of(arguments.source)
-    read_experiment(follow_extends(parse_yaml(text), file.parent), name=arguments.source)  # names what is wrong in it
+    content = check_mapping(parse_yaml(text), arguments.source)
+    read_experiment(follow_extends(content, file.parent), name=arguments.source)  # names what is wrong in it
     text = _HEAD.format(source=arguments.source, file=shlex.quote(str(file))) + text
     try:
         with file.open("x", encoding="utf-8") as stream:

@@ -6,7 +6,6 @@ torchvision's transforms work image by image; these process a batch on its devic
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ def random_resized_crop(images: Tensor, targets: Value, generator: torch.Generat
     return crop_and_resize(images, resized_crop_boxes(draw, *images.shape[2:])), targets
 
 
-def random_cut(images: Tensor, targets: Any, generator: torch.Generator, *, side: int) -> tuple[Tensor, Tensor]:
+def random_cut(images: Tensor, targets: Tensor, generator: torch.Generator, *, side: int) -> tuple[Tensor, Tensor]:
     """Cut each image, and its mask, to a random square of `side` pixels."""
     draw = torch.rand((2, len(images), 1), generator=generator, dtype=torch.float64)
     height, width = images.shape[2:]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.batch import Value
+from fedbn_flwr.batch import Inputs, Targets, Value
 from fedbn_flwr.errors import DataError
 
 from . import Moments
@@ -20,7 +19,7 @@ from .examples import MASK, Examples, main, main_key
 Normalise = (
     Moments | Callable[[Value], Value]
 )  # mean and deviation per feature or channel, or a function that raises an error
-Augmentation = Callable[[Any, Any, torch.Generator], tuple[Any, Any]]  # of images and targets
+Augmentation = Callable[[Inputs, Targets, torch.Generator], tuple[Inputs, Targets]]
 
 
 @functools.lru_cache(maxsize=16)
@@ -36,13 +35,16 @@ class Standardiser:
         self.scale = (1 / (255 * self.deviation)).view(1, -1, 1, 1)
         self.shift = (-self.mean / self.deviation).view(1, -1, 1, 1)
 
-    def __call__(self, inputs: Any) -> Any:
-        if isinstance(inputs, dict):
-            key, mask = main_key(inputs), inputs.get(MASK)
-            values = self(inputs[key])
-            if mask is not None and values.is_floating_point():
-                values = values * mask.view(len(mask), *[1] * (values.ndim - 2), -1)
-            return {**inputs, key: values}
+    def __call__(self, inputs: Value) -> Value:
+        if isinstance(inputs, Tensor):
+            return self._standardise(inputs)
+        key, mask = main_key(inputs), inputs.get(MASK)
+        values = self._standardise(inputs[key])
+        if mask is not None and values.is_floating_point():
+            values = values * mask.view(len(mask), *[1] * (values.ndim - 2), -1)
+        return {**inputs, key: values}
+
+    def _standardise(self, inputs: Tensor) -> Tensor:
         if inputs.dtype is torch.uint8 and inputs.ndim == 4:
             return inputs.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
         if inputs.dtype is torch.uint8:
@@ -60,7 +62,7 @@ def _standardiser(normalise: Normalise, device: torch.device) -> Callable[[Value
 # --- parts of the user, by the name `module:callable` ---
 
 
-def own_augmentation(name: str, **options: Any) -> Augmentation:
+def own_augmentation(name: str, **options: object) -> Augmentation:
     """The augmentation `name` of a batch; a class is first called with `options`.
 
     If the callable has a parameter `generator`, it receives a batch `[N, C, H, W]` and a torch generator, and returns
@@ -87,7 +89,7 @@ def own_augmentation(name: str, **options: Any) -> Augmentation:
     return augment
 
 
-def _check(what: str, new: Any, old: Any) -> None:
+def _check(what: str, new: Inputs, old: Inputs) -> None:
     """Refuse inputs of another type or form; height and width of images may change."""
     new, old = (main(value) if isinstance(value, dict) else value for value in (new, old))
     kept = 2 if old.ndim == 4 else old.ndim

@@ -18,7 +18,6 @@ from torch import Tensor
 from fedbn_flwr.batch import tensors
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
-from fedbn_flwr.trees import Tree
 
 from . import IGNORED
 from .catalogue import Entry
@@ -28,7 +27,8 @@ from .series import Long
 from .source import Source
 from .values import BySplit, Targets, as_rows, check_texts, inputs_of, targets_of
 
-Splits = Tree  # "train", and "test" unless a share of "train" is held out
+Rows = Any  # a split: a `datasets.Dataset`, or a mapping of arrays
+Splits = Mapping[str, Rows]  # "train", and "test" unless a share of "train" is held out
 ARRAYS = {"inputs": "inputs", "label": "labels", "domain": "domains", "group": "groups"}  # their usual names
 PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 _NUMBERS = ("int", "uint", "float", "double", "bool", "decimal")
@@ -158,7 +158,7 @@ def _decoded(
     return replace(data, train=files.decoded(data.train), test=of_test.decoded(data.test))
 
 
-def commit_of(split: Any) -> str | None:
+def commit_of(split: Rows) -> str | None:
     """The commit of the hub's repository that a split is from; None for files of this machine."""
     for url in getattr(split.info, "download_checksums", None) or ():
         if found := re.search(r"@([0-9a-f]{40})/", url):
@@ -169,7 +169,7 @@ def commit_of(split: Any) -> str | None:
 # --- columns -----------------------------------------------------------------
 
 
-def _columns(source: Source, split: Any) -> Mapping[str, Column]:
+def _columns(source: Source, split: Rows) -> Mapping[str, Column]:
     """The columns of a split by name. A column of image files, as bytes or as paths, has the type Image."""
     if isinstance(split, Mapping):
         return {
@@ -193,11 +193,11 @@ def _columns(source: Source, split: Any) -> Mapping[str, Column]:
     return found
 
 
-def _lists(source: Source, split: Any, column: str) -> np.ndarray:
+def _lists(source: Source, split: Rows, column: str) -> np.ndarray:
     return as_rows(f"{source.name!r}: {column!r}", split.with_format("numpy")[column][:])
 
 
-def _single(source: Source, split: Any, column: str) -> Any:
+def _single(source: Source, split: Rows, column: str) -> Any:
     """Numbers or texts; the numbers of a column with class names become names."""
     import pyarrow as pa
 

@@ -39,7 +39,7 @@ class Groups:
     test: Tensor | None  # None if the test split has no such column
 
     @classmethod
-    def of(cls, name: str, values: Mapping[str, Sequence[Any]], wanted: Sequence[str] = ()) -> Groups:
+    def of(cls, name: str, values: Mapping[str, Sequence[object]], wanted: Sequence[str] = ()) -> Groups:
         """Groups by the values of the splits as texts: the wanted ones, in their order, or else all, `in_order`."""
         texts = {part: list(map(str, some)) for part, some in values.items()}
         known = in_order({text for some in texts.values() for text in some})
@@ -60,7 +60,7 @@ def in_order(texts: Collection[str]) -> list[str]:
     with suppress(InvalidOperation):  # one of them is not a number
         return sorted(texts, key=lambda text: (Decimal(text), text))
 
-    def parts(text: str) -> list[Any]:
+    def parts(text: str) -> list[tuple[int, str] | str]:
         words = re.split(r"(\d+)", text)  # digits at the odd places; a longer number is a greater one
         return [(len(word.lstrip("0")), word.lstrip("0")) if i % 2 else word for i, word in enumerate(words)]
 

@@ -77,8 +77,7 @@ class Examples:
 
     def blank(self, number: int) -> Value:
         """Inputs of this form that are zero, to try a model; all positions are real."""
-        inputs: Value = map_tensors(lambda part: _zeros(part, number), self.inputs)
-        return inputs
+        return map_tensors(lambda part: _zeros(part, number), self.inputs)
 
     def select(self, rows: Tensor) -> Examples:
         here = rows.to(main(self.inputs).device)
@@ -89,7 +88,8 @@ class Examples:
         """On a device, as a whole if they have at most `most` bytes, or else batch by batch."""
         if device.type != "cpu" and self.nbytes > most:
             return replace(self, sent_to=device)
-        return Examples(*(map_tensors(lambda part: part.to(device), part) for part in (self.inputs, self.targets)))
+        inputs, targets = (map_tensors(lambda part: part.to(device), value) for value in (self.inputs, self.targets))
+        return Examples(inputs, targets)
 
 
 def _zeros(part: Tensor, number: int) -> Tensor:

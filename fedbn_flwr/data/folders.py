@@ -19,7 +19,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -29,13 +28,12 @@ from fedbn_flwr.errors import DataError, did_you_mean
 from fedbn_flwr.trees import Draft, Tree
 
 from .catalogue import CATALOGUE, Entry
-from .columns import PICTURES, commit_of
+from .columns import PICTURES, Rows, commit_of
 from .paths import check_rights
 from .source import PARTS, Source
 
 _EACH = 5  # of each class of a domain without lists, every fifth image is a test image
 
-Rows = Any  # a split: a `datasets.Dataset`, or a mapping of arrays
 Splits = dict[str, Rows]  # "train" and "test"
 Readers = Mapping[str, Callable[[Path, Sequence[Path]], Rows]]  # of the files of a split, by suffix
 Row = tuple[str, ...]  # an image file, and the values of other columns

@@ -16,7 +16,6 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from fedbn_flwr.errors import DataError, SettingsError, log_once, needs
 from fedbn_flwr.trees import Tree
 
 from .catalogue import CATALOGUE, Entry
-from .columns import ARRAYS, read
+from .columns import ARRAYS, Rows, read
 from .dataset import DataSet
 from .paths import local
 from .source import PARTS, Source
@@ -97,7 +96,7 @@ def _returned(source: Source, parts: Sequence[str]) -> Tree:
         return {**found, **{part: _columns(f"{KEY}={name!r}: {part}", found[part]) for part in parts}}
 
 
-def _columns(where: str, split: Any) -> Tree:
+def _columns(where: str, split: Rows) -> Tree:
     """A split as a mapping of arrays by name."""
     usual = tuple(ARRAYS.values())
     if isinstance(split, Mapping):

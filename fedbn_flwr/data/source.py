@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
@@ -22,7 +22,7 @@ Pixels = Annotated[
 ]
 
 
-def _columns(value: Any) -> Any:
+def _columns(value: object) -> object:
     return () if value is None else (value,) if isinstance(value, str) else value
 
 

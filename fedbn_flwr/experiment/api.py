@@ -23,7 +23,7 @@ from fedbn_flwr.results.yaml_text import check_values
 from fedbn_flwr.trees import Tree
 
 from .data import forget_data
-from .file.content import follow_extends, read_content
+from .file.content import check_mapping, follow_extends, read_content
 from .file.layers import changes_of, read_experiment
 from .file.problems import naming
 from .listeners.slices import end_of
@@ -131,11 +131,11 @@ def _planned(source: Source, only: str | Sequence[str] | None, changes: Tree) ->
     if isinstance(source, Settings):
         source = source.model_dump(mode="json")
     if isinstance(source, Mapping):
-        content, name = follow_extends(_plain("", source), Path()), "experiment"
+        content, name = follow_extends(check_mapping(_plain("", source), "experiment"), Path()), "experiment"
     else:
         content, name = read_content(str(source))
     plain: dict[str, object] = {key: _plain(key, value) for key, value in changes.items()}
-    if "runs" in plain and isinstance(content, Mapping):
+    if "runs" in plain:
         content = {**content, "runs": plain.pop("runs")}
     if only is not None:
         plain["only"] = _plain("only", only)

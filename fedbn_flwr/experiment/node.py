@@ -64,7 +64,7 @@ class Clients:
     """Makes the clients of an experiment: for the run that the message's config names, else the first one."""
 
     experiment: Experiment
-    _parts: dict[tuple[Any, ...], ClientParts] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _parts: dict[Hashable, ClientParts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __call__(self, context: Context, config: Config) -> BNClient:
         run = named_run(self.experiment, config)

@@ -304,9 +304,9 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SettingsError(f"model.name={run.model.name!r} has no parameter with requires_grad; expected one to train")
     # Two, because static batch norm cannot compute the variance of one value.
-    tried = [map_tensors(lambda part: part.to(device), dataset.blank(2))]
+    tried: list[Value] = [map_tensors(lambda part: part.to(device), dataset.blank(2))]
     if run.data.crop is not None:
-        tried.insert(0, tried[0].new_zeros(2, dataset.channels, run.data.crop, run.data.crop))
+        tried.insert(0, main(tried[0]).new_zeros(2, dataset.channels, run.data.crop, run.data.crop))
     model.eval()
     for inputs in tried:
         _try_examples(run, model, dataset, inputs)

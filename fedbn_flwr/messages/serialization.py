@@ -10,13 +10,15 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from . import protocol
 from .arrays import FlatArrays, pack, unpack
+
+Content = TypeVar("Content")
 
 _NAMES = "bool float16 float32 float64 int16 int32 int64 int8 uint16 uint32 uint64 uint8"
 _DTYPES = frozenset(map(np.dtype, _NAMES.split()))  # in native byte order
@@ -38,7 +40,7 @@ def dump(value: object) -> bytes:
     return save(tensors, metadata={"value": text})
 
 
-def parse(data: bytes, kind: type = RecordDict) -> Any:
+def parse(data: bytes, kind: type[Content]) -> Content:
     """The value, of this kind, that `dump` made into `data`; ValueError, and no other exception, for other bytes."""
     from safetensors.numpy import load
 

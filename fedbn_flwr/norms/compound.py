@@ -6,7 +6,7 @@ declaration. It belongs to the class that defines `forward`, and holds for the s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedbn_flwr.errors import SettingsError
 
@@ -58,7 +58,7 @@ def modules_after(layer: nn.Module) -> dict[str, nn.Module]:
     return {name: own[name] for name in _declared(layer) or ()}
 
 
-def followed(layer: nn.Module, norm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def followed(layer: nn.Module, norm: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
     """The result of `norm`, and then what follows it in the layer."""
     values = norm(*args, **kwargs)
     for module in modules_after(layer).values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedbn_flwr.errors import UserError, did_you_mean, few, needs
 from fedbn_flwr.tasks import title_of
@@ -20,6 +20,8 @@ from .text import in_html
 if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
+
+    from fedbn_flwr.batch import Value
 
     from .report.figure import Plot
 
@@ -73,7 +75,7 @@ class Result(Run):
             return site_model(self.files, Path(state), client).network
         return global_model(self.files, file) if client is None else personal_model(self.files, client)
 
-    def normalise(self) -> Callable[[Any], Any]:
+    def normalise(self) -> Callable[[Value], Value]:
         """The normalisation of the model's inputs: a function of inputs with pixel values from 0 to 1."""
         from .read.trained import normalisation
 

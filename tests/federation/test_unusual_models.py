@@ -294,7 +294,7 @@ def test_bfloat16_travels_as_float32_and_returns_without_a_change_of_any_bit() -
     assert size_of(unpack(pack(arrays)))[1] == 4 * sum(value.size for value in arrays.values())
     before = {key: value.clone() for key, value in model.state_dict().items()}
     tensors = ModelTensors(model)
-    records = parse(dump(RecordDict({"arrays": pack(tensors.values_of(arrays))})))
+    records = parse(dump(RecordDict({"arrays": pack(tensors.values_of(arrays))})), RecordDict)
     stored = unpack(arrays_in(records)["arrays"])
     for some in (stored, {key: stored[key] for key in reversed(list(stored))}):  # as one block and one by one
         with torch.no_grad():

@@ -91,7 +91,7 @@ SNAPSHOT = Snapshot(3, "ab" * 16, RECORDS, dump([RECORDS]), trained={0: 3})
 @settings(max_examples=cases(150))
 @given(frames([dump(RECORDS)]))
 def test_any_records(data: bytes) -> None:
-    attempt(lambda: parse(data), ValueError)
+    attempt(lambda: parse(data, RecordDict), ValueError)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fedbn_flwr.errors import SettingsError, nearest
 from fedbn_flwr.named import path_of
@@ -40,10 +39,10 @@ def shipped_experiments() -> dict[str, Path]:
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
 
 
-def read_content(source: str) -> tuple[Any, str]:
+def read_content(source: str) -> tuple[Tree, str]:
     """The parsed content of an experiment, with the settings of the one that it extends, and its name."""
     if "\n" in source or source.lstrip().startswith("{"):
-        return follow_extends(parse_yaml(source), path_of("")), "experiment"
+        return follow_extends(check_mapping(parse_yaml(source), "experiment"), path_of("")), "experiment"
     path, name = _file(source, path_of(""))
     return follow_extends(_content(path), path.parent), name
 
@@ -58,9 +57,9 @@ _OWN = ("name", "description", "runs", "sweep", "published")
 _CHAIN = 5  # files that extend each other
 
 
-def follow_extends(content: Any, folder: Path, through: tuple[Path, ...] = ()) -> Any:
+def follow_extends(content: Tree, folder: Path, through: tuple[Path, ...] = ()) -> Tree:
     """The content merged with that of `extends`, whose path is relative to `folder`."""
-    if not isinstance(content, Mapping) or "extends" not in content:
+    if "extends" not in content:
         return content
     source = content["extends"]
     if not isinstance(source, str):

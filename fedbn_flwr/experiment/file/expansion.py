@@ -65,7 +65,7 @@ def _changed(key: str, values: Sequence[object], changes: Tree) -> list[tuple[in
     return found
 
 
-def at(settings: Any, key: str) -> Any:
+def at(settings: object, key: str) -> Any:
     """The value of a key such as `train.lr`; None if there is none."""
     for part in key.split("."):
         settings = settings.get(part) if isinstance(settings, Mapping) else None

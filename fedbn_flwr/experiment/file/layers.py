@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.results.folder import flat_settings
@@ -69,7 +68,7 @@ class _Row:
     conditions: Sequence[str]  # in the file, without the changes of a size or a command line
 
 
-def read_experiment(content: Any, overrides: Tree = MappingProxyType({}), *, name: str = "experiment") -> Experiment:
+def read_experiment(content: object, overrides: Tree = MappingProxyType({}), *, name: str = "experiment") -> Experiment:
     """Check a parsed file with the changes of a caller or a command line, and expand it into its runs."""
     content, changes = write_out(check_mapping(content, name)), dict(overrides)
     for key in ("runs", "sizes", "extends"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from flwr.app import ArrayRecord, Message
 
@@ -67,10 +66,18 @@ class FinishedRound:
     stop: BaseException | None = None  # ends the run after this round: the user asked to stop, or its time is over
     checkpoint_round: int = 0  # the round of the last checkpoint
 
-    def with_metrics(self, line: Tree, clients: Mapping[int, Mapping[str, float]], **more: Any) -> FinishedRound:
+    def with_metrics(
+        self,
+        line: Tree,
+        clients: Mapping[int, Mapping[str, float]],
+        *,
+        model: ArrayRecord | None = None,
+        is_best: bool = False,
+    ) -> FinishedRound:
         """With more metrics in the history, and more values of clients."""
         both = {client: {**self.clients.get(client, {}), **values} for client, values in clients.items()}
-        return replace(self, line={**self.line, **line}, clients={**self.clients, **both}, **more)
+        model = self.model if model is None else model
+        return replace(self, line={**self.line, **line}, clients={**self.clients, **both}, model=model, is_best=is_best)
 
 
 class Listener:

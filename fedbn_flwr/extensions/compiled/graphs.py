@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
 from types import FunctionType
-from typing import Any
+from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -27,6 +27,8 @@ from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, map_tensors, tensors
 from fedbn_flwr.client.rule import Gradient, Loss
 from fedbn_flwr.models.tensors import hook_places, hooks_of, identity, plain_attributes
+
+Made = TypeVar("Made")
 
 _MOST = 8  # recordings per model, since each needs its own memory
 _recordings: WeakKeyDictionary[nn.Module, dict[Hashable, Recording | str]] = WeakKeyDictionary()
@@ -43,11 +45,10 @@ def recorded(
         key = identity(plain), identity(loss_fn), batch, state_of(model)
         if key not in recordings and len(recordings) == _MOST:
             del recordings[next(iter(recordings))]
-        found: Recording = made_once(recordings, key, lambda: Recording(plain, model, inputs, targets, loss_fn))
-    return found
+        return made_once(recordings, key, lambda: Recording(plain, model, inputs, targets, loss_fn))
 
 
-def made_once(results: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) -> Any:
+def made_once(results: dict[Hashable, Made | str], key: Hashable, make: Callable[[], Made]) -> Made:
     """Call `make` once for this key, and return its result. If it failed, raise a RuntimeError with its text each time.
 
     Only the text is kept, since the exception's traceback would keep the model and its tensors alive.
@@ -57,9 +58,9 @@ def made_once(results: dict[Hashable, Any], key: Hashable, make: Callable[[], An
             results[key] = make()
         except Exception as error:
             results[key] = str(error)
-    if isinstance(results[key], str):
-        raise RuntimeError(results[key])
-    return results[key]
+    if isinstance(found := results[key], str):
+        raise RuntimeError(found)
+    return found
 
 
 def state_of(model: nn.Module) -> Hashable:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from flwr.app import Context, RecordDict
@@ -29,7 +28,7 @@ from fedbn_flwr.tasks import CLASSIFICATION, TASKS, Task
 @dataclass(frozen=True)
 class Predictions:
     columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
+    rows: Sequence[Sequence[object]]
     said: Sequence[str]  # what they are of, and how many are right
 
 

@@ -51,7 +51,7 @@ def to_bytes(value: Contribution | Agreement) -> bytes:
 def from_bytes(data: bytes) -> RecordDict:
     """The records of a contribution or an agreement."""
     try:
-        content = parse(data)
+        content = parse(data, RecordDict)
     except ValueError:
         raise MessageError("its bytes are not records") from None
     return checked_content(content)

@@ -57,7 +57,7 @@ class CheckpointFile:
             return Snapshot(
                 round=int(state["round"]),
                 token=str(state["token"]),
-                model=parse(store["model"]),
+                model=parse(store["model"], RecordDict),
                 strategy=store.get("strategy"),
                 unsaved=None if is_saved else str(state["unsaved"]),
                 trained={int(partition): int(last) for partition, last in state["trained"].items()},
@@ -70,7 +70,7 @@ class CheckpointFile:
         with self._opened() as store:
             for name, state in store.items():
                 if name.startswith(_CLIENT):
-                    yield int(name.removeprefix(_CLIENT)), parse(state)
+                    yield int(name.removeprefix(_CLIENT)), parse(state, RecordDict)
 
     @contextmanager
     def _opened(self) -> Iterator[dict[str, bytes]]:

@@ -12,10 +12,12 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fedbn_flwr.tasks import is_lower_better
 from fedbn_flwr.trees import Json
+
+Client = TypeVar("Client")  # its number, or that as text
 
 _EXAMPLES = re.compile(r"(own_|test_|validation_)?examples(_|$)")
 
@@ -54,7 +56,7 @@ def is_count(metric: str) -> bool:
     return _EXAMPLES.match(metric) is not None
 
 
-def by_metric(clients: Mapping[Any, Mapping[str, float]]) -> dict[str, dict[Any, float]]:
+def by_metric(clients: Mapping[Client, Mapping[str, float]]) -> dict[str, dict[Client, float]]:
     """Each metric's values by client; a client may lack some metrics."""
     metrics = dict.fromkeys(metric for values in clients.values() for metric in values)
     return {name: {client: values[name] for client, values in clients.items() if name in values} for name in metrics}

@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.batch import Value
+from fedbn_flwr.batch import Inputs, Value
 from fedbn_flwr.client.evaluation import InUnits
 from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState, latest_state
 from fedbn_flwr.client.rule import ClientRule, LocalRound, in_order
@@ -136,7 +136,7 @@ def _personal(
     return model
 
 
-def _changed(change: Callable[[Any], object], model: object, inputs: tuple[object, ...]) -> object:
+def _changed(change: Callable[[Inputs], Inputs], model: object, inputs: tuple[object, ...]) -> object:
     return change(inputs[0])
 
 

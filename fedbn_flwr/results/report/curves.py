@@ -6,13 +6,15 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TypeVar
 
 from fedbn_flwr.tasks import METRICS, SHARES, title_of
 from fedbn_flwr.trees import Json
 
 from ..folder.ledger import Traffic
 from ..read.runs import is_number
+
+Item = TypeVar("Item")
 
 MIB = 1024**2
 POINTS = 400  # of a curve: more cannot be distinguished on a screen
@@ -126,7 +128,7 @@ def curve(histories: Sequence[Sequence[Json]], key: str, axis: str) -> tuple[lis
     return places, [[points[number][1] for points in found] for number in rounds]
 
 
-def thin(items: Sequence[Any], points: int = POINTS) -> list[Any]:
+def thin(items: Sequence[Item], points: int = POINTS) -> list[Item]:
     """At most `points` of the items, evenly spaced, with the first and the last."""
     if len(items) <= points:
         return list(items)
