@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
@@ -29,7 +29,7 @@ from .file.problems import naming
 from .listeners.slices import end_of
 from .node import free_models
 from .run.launch import carry_out, check_failures, is_begun, run_folders
-from .settings import Experiment, Settings
+from .settings import Changes, Experiment, Settings
 
 Source = str | Path | Tree | Settings
 _JSON = TypeAdapter[Any](Any, config=ConfigDict(ser_json_inf_nan="constants"))  # else infinity were null
@@ -45,7 +45,7 @@ def run(
     progress: bool = True,
     minutes: float | None = None,
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
-    **changes: Any,
+    **changes: Unpack[Changes],
 ) -> Result:
     """Trains an experiment with a single run.
 
@@ -105,7 +105,7 @@ def run_all(
     minutes: float | None = None,
     jobs: int | None = None,
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
-    **changes: Any,
+    **changes: Unpack[Changes],
 ) -> Results:
     """Trains all runs of an experiment, with the arguments of `run`.
 

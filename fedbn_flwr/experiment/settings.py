@@ -7,9 +7,9 @@ docs/settings.md lists the keys, with the descriptions below.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypedDict
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -480,6 +480,34 @@ class Settings(Section):
                 f"model.norm: brn is batch norm in a client's first {warmup} steps (model.brn.warmup), and a client "
                 f"takes at most {steps} steps in this run; set a smaller warmup"
             )
+
+
+# A part by its name, itself, or with its settings.
+PartSpec = str | Callable[..., object] | Tree
+
+
+class Changes(TypedDict, total=False):
+    """What Python may change in an experiment: the keys of its file, and `size`."""
+
+    name: str
+    label: str
+    description: str
+    rounds: int
+    clients: int
+    seed: int
+    seeds: Sequence[int]
+    data: Data | PartSpec
+    model: Model | PartSpec
+    train: Train | Tree
+    strategy: PartSpec
+    evaluate: Evaluate | Tree
+    engine: Engine | str | Tree
+    track: PartSpec | Sequence[PartSpec]
+    published: Published | Tree
+    runs: Tree
+    sweep: Tree
+    tune: Tree
+    size: str
 
 
 @dataclass(frozen=True)

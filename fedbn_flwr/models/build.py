@@ -5,20 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Unpack
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
 from fedbn_flwr.named import accepted, in_a_line, is_name, load, path_of, signature_of
-from fedbn_flwr.norms.convert import convert_norm, own_module
+from fedbn_flwr.norms.convert import NormOptions, convert_norm, own_module
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.trees import Tree
 
 from .networks import CNN1d, ResNet20, alexnet_bn, cnn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet, linear, mlp
 from .tensors import check_tensors
 from .vision import (
+    Stem,
     alexnet,
     deeplabv3plus_mobilenet_v2,
     deeplabv3plus_resnet50,
@@ -68,7 +69,8 @@ def build_model(
     num_tokens: int | None = None,
     weights: str | None = None,
     arguments: Tree = MappingProxyType({}),
-    **options: Any,
+    stem: Stem = "auto",
+    **options: Unpack[NormOptions],
 ) -> nn.Module:
     """The network `name`, its batch norms replaced by `norm` (see `convert_norm`).
 
@@ -87,16 +89,16 @@ def build_model(
         A safetensors file of pretrained weights (see `load_weights`).
     arguments
         Further arguments of the network's function or class, such as a width.
+    stem
+        The first layers of a torchvision network: `small`, `large`, or `auto`, which depends on the image size (see
+        `vision`).
     options
-        Options of the norm, and `stem`, the first layers of a torchvision network: `small`, `large`, or `auto`, which
-        depends on the image size (see `vision`).
+        Options of the norm.
     """
     check_name(name)
     if weights is not None and norm == "fixup":
         raise SettingsError(f"model.weights is {weights!r}, but norm 'fixup' draws its own weights; use another norm")
-    model = _network(
-        name, num_classes, _input_arguments(input_shape, num_tokens), options.pop("stem", "auto"), arguments
-    )
+    model = _network(name, num_classes, _input_arguments(input_shape, num_tokens), stem, arguments)
     state = {} if weights is None else read_weights(weights)
     has_batch_norm = Role.STATISTICS in roles(state).values()
     if has_batch_norm:  # so that other norms keep the trained gamma and beta

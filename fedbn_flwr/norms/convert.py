@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -49,6 +49,19 @@ class InstanceNorm(nn.GroupNorm):
                 "example; instance norm needs several"
             )
         return super().forward(input)
+
+
+class NormOptions(TypedDict, total=False):
+    """The options of all normalisers, as `model` of an experiment has them."""
+
+    groups: int
+    branch_scale: float
+    reduction: int
+    r_max: float
+    d_max: float
+    warmup: int
+    r_steps: int
+    d_steps: int
 
 
 class Normaliser(NamedTuple):
@@ -138,7 +151,7 @@ def check_kind(kind: str) -> str:
     return kind
 
 
-def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
+def convert_norm(model: nn.Module, kind: str, **options: Unpack[NormOptions]) -> nn.Module:
     """Replaces every batch norm of `model`, found by its type, with the normalisation layer `kind`.
 
     `kind` is one of NORMS, or `module:callable`, a function that takes the number of channels and returns a module.
@@ -150,10 +163,10 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     """
     check_kind(kind)
     normaliser = Normaliser("", partial(_own, name=kind)) if is_name(kind) else NORMS[kind]
-    options = _options_of(normaliser, options)
+    own = _options_of(normaliser, options)
     if normaliser.whole:
         return normaliser.whole(model)
-    scale, reduction = options.pop("branch_scale", 1.0), options.pop("reduction", 16)
+    scale, reduction = own.pop("branch_scale", 1.0), own.pop("reduction", 16)
     is_excited = "reduction" in normaliser.options
     blocks = residual_blocks(model, kind) if scale != 1 or is_excited else {}
     norms = batch_norms(model, f"norm {kind!r}")
@@ -161,7 +174,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
     replaced: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
     for name, norm in norms.items():
         if norm not in replaced:
-            replaced[norm] = _replace(norm, name or "the model itself", kind, partial(normaliser.norm, **options))
+            replaced[norm] = _replace(norm, name or "the model itself", kind, partial(normaliser.norm, **own))
         if name:
             model.set_submodule(name, replaced[norm])
     for block in blocks.values():
@@ -179,8 +192,8 @@ def convert_norm(model: nn.Module, kind: str, **options: Any) -> nn.Module:
 
 def _options_of(normaliser: Normaliser, options: Tree) -> Draft:
     """The options that it has; SettingsError for one that no normaliser has."""
-    known = {option for entry in NORMS.values() for option in entry.options}
-    if unknown := sorted(set(options) - known):
+    known = NormOptions.__annotations__
+    if unknown := sorted(options.keys() - known.keys()):
         raise SettingsError(f"convert_norm has no option {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
     return {key: value for key, value in options.items() if key in normaliser.options}
 

@@ -29,6 +29,8 @@ assert_type(results.find("quick"), Result)
 assert_type(Results(results[:1]), Results)
 result.plot().savefig("plot.pdf")
 print(result.history["accuracy"], results.table())
+run("quick", rouns=3)  # type: ignore[call-arg]
+run("quick", rounds="3")  # type: ignore[arg-type]
 Settings(rouns=3)  # type: ignore[call-arg]
 Settings(rounds="3")  # type: ignore[arg-type]
 Train(lrr=0.1)  # type: ignore[call-arg]

@@ -19,7 +19,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from fedbn_flwr import build_model, convert_norm, roles
 from fedbn_flwr.cli import main
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.norms.convert import NORMS, Normaliser
+from fedbn_flwr.norms.convert import NORMS, Normaliser, NormOptions
 from tests.support.nets import two_norms
 
 
@@ -141,9 +141,13 @@ def test_an_unknown_kind_is_answered_with_the_nearest() -> None:
         convert_norm(build_model("cnn", 10), "gnn")
 
 
+def test_the_signature_has_the_options_of_all_normalisers() -> None:
+    assert NormOptions.__annotations__.keys() == {option for norm in NORMS.values() for option in norm.options}
+
+
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(SettingsError, match="no option 'group'; did you mean 'groups'"):
-        convert_norm(build_model("cnn", 10), "gn", group=2)
+        convert_norm(build_model("cnn", 10), "gn", group=2)  # type: ignore[call-arg]
 
 
 def test_groups_that_do_not_divide_name_the_layer() -> None:
