@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .client.app import client_app
@@ -55,13 +55,15 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # Imported on first use: the command line prints its help without importing torch.
-    if name == "__version__":
-        return _version()
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name], __name__), name)
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
+
+    def __getattr__(name: str) -> object:
+        # Imported on first use: the command line prints its help without importing torch.
+        if name == "__version__":
+            return _version()
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_MODULES[name], __name__), name)
 
 
 @functools.cache

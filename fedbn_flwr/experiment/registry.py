@@ -24,7 +24,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.strategies import MeanStatistics, Rule, Wrapper, _names, as_rule
-from fedbn_flwr.trees import Tree
+from fedbn_flwr.trees import Draft, Tree
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def check_strategy(spec: Tree, section: str = "strategy") -> Tree:
     return spec
 
 
-def build_strategy(spec: Tree, section: str = "strategy", **defaults: Any) -> Strategy:
+def build_strategy(spec: Tree, section: str = "strategy", **defaults: object) -> Strategy:
     """The strategy that a section such as `{name: FixBN, freeze_round: 0.5, base: {name: FedAvg}}` describes.
 
     The settings have checked its names (`check_strategy`). A strategy that wraps another one takes it from `base`, by
@@ -166,7 +166,7 @@ def build_strategy(spec: Tree, section: str = "strategy", **defaults: Any) -> St
     return made
 
 
-def _built(cls: type[Any], name: str, options: dict[str, Any], section: str, defaults: dict[str, Any]) -> Any:
+def _built(cls: type[Strategy], name: str, options: Draft, section: str, defaults: Draft) -> Strategy:
     of_flower = FLOWER.get(name)
     defaults |= of_flower.defaults if of_flower else {}
     known, limits = arguments(cls), _LIMITS | (_OF_FLOWER if of_flower else {})

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.errors import SettingsError
 
@@ -28,7 +28,7 @@ class SqueezeExcitation(nn.Module):
         return x * gate.view(*gate.shape, *[1] * (x.ndim - 2))
 
 
-def excitation(convolution: Any, reduction: int) -> SqueezeExcitation:
+def excitation(convolution: _ConvNd, reduction: int) -> SqueezeExcitation:
     """Squeeze-excitation of what this convolution returns."""
     made = SqueezeExcitation(convolution.out_channels, reduction)
     return made.to(convolution.weight).train(convolution.training)

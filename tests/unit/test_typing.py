@@ -17,6 +17,7 @@ from typing import assert_type
 from torch import nn
 
 from fedbn_flwr import Result, Results, Settings, run, run_all
+from fedbn_flwr import run_every  # type: ignore[attr-defined]
 from fedbn_flwr.experiment.settings import Data, Train
 
 result = run("quick", rounds=2, train={"lr": 0.05}, strategy="FedTAN", out=Path("runs"), resume=True)

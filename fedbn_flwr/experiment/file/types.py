@@ -18,7 +18,7 @@ AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
 OWN = "module:callable"
 
 
-def _kind_of(partition: Any) -> Any:
+def _kind_of(partition: object) -> object:
     """The tag that selects the options of a partition."""
     kind = partition.get("kind") if isinstance(partition, Mapping) else getattr(partition, "kind", None)
     return OWN if isinstance(kind, str) and is_name(kind) else kind

@@ -10,9 +10,9 @@ import contextlib
 import functools
 import multiprocessing
 from collections.abc import Callable, Sequence
+from ctypes import c_byte
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
 import torch
 
@@ -146,7 +146,7 @@ class _Run:
     place: int
     call: CarryOut
     news: Connection
-    stop: Any
+    stop: c_byte  # 1: stop
     ends: float  # when its share of the time is over
 
     def carry_out(self) -> BaseException | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fedbn_flwr.errors import UserError, did_you_mean
 
@@ -67,7 +67,7 @@ def _picture_of(panel: Axes) -> Plot:
     return cast("Plot", panel.figure)
 
 
-def _finish(panel: Axes, title: str, *, grid: Any = "both", **values: Any) -> None:
+def _finish(panel: Axes, title: str, *, grid: Literal["both", "y"] = "both", **values: Any) -> None:
     panel.set(**values)
     inches = panel.get_position().width * _picture_of(panel).get_figwidth()
     panel.set_title(textwrap.fill(in_plot(title, 100), int(12 * inches)), fontsize="medium", loc="left")
@@ -372,7 +372,7 @@ def _bars(partition: PartitionCounts, panel: Axes) -> Handles:
     return dict(zip(classes[::-1], panel.containers[::-1], strict=True)) if named else {}
 
 
-def class_colours(count: int) -> list[Any]:
+def class_colours(count: int) -> list[tuple[float, ...]]:
     from matplotlib import colormaps
 
     return [colormaps["turbo"]((i + 0.5) / count)[:3] for i in range(count)]

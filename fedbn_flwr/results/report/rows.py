@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from fedbn_flwr.tasks import goodness
 from fedbn_flwr.trees import Json
@@ -257,7 +256,7 @@ def sweeps(rows: Sequence[Row]) -> list[Sweep]:
     # `strategy.base.fraction_train` of a wrapper is `strategy.fraction_train` of another strategy.
     own = re.compile(r"^strategy\.(base\.)++(?!name$)")
     placed = [(row, {own.sub("strategy.", key): value for key, value in swept.items()}) for row, swept in given]
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, object]] = {}
     for _, condition in placed:
         for key, value in condition.items():
             values.setdefault(key, {})[in_words(value)] = value

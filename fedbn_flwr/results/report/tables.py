@@ -8,7 +8,6 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from fedbn_flwr.errors import UserError, did_you_mean
 from fedbn_flwr.tasks import is_lower_better, title_of
@@ -239,7 +238,7 @@ def participation_table(rows: Sequence[Row]) -> Lines:
     lines: Lines = [("run", "client", "training examples", "rounds", "last round")]
     for row in rows:
         run = next((run for run in row.counted if run.summary.own_data_sites or run.summary.missing), None)
-        trained: dict[str, dict[int, Any]] = {}
+        trained: dict[str, dict[int, float]] = {}
         for line in run.files.lines("clients.jsonl") if run else ():
             for client, values in line["clients"].items():
                 if "examples" in values:
