@@ -44,11 +44,11 @@ class CohortExchanges(Exchanges):
 
     @torch.enable_grad()
     def loss_and_gradients(
-        self, network: Network, of: Tensors, names: Sequence[str], loss_fn: Loss
+        self, network: Network, tensors: Tensors, names: Sequence[str], loss_fn: Loss
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Each client's loss, and the gradients of the (shaped) tensors with these names that have one."""
         inputs, targets = zip(*self.batches, strict=True)
-        compute = differentiable(network, of, names, {nn.BatchNorm1d: self._layer})
+        compute = differentiable(network, tensors, names, {nn.BatchNorm1d: self._layer})
         outputs, gradients = compute(pad_sequence([*inputs], batch_first=True))
         outputs = outputs.detach().requires_grad_()
         losses = torch.stack([loss_fn(own[: len(y)], y) for own, y in zip(outputs, targets, strict=True)])
@@ -57,16 +57,16 @@ class CohortExchanges(Exchanges):
         self.finish()
         return losses.detach(), by_name
 
-    def _layer(self, module: nn.BatchNorm1d, *arguments: Any) -> tuple[Tensor, Backward]:
-        return by_autograd(self._norm, module, *arguments) if module.training else batch_norm(module, *arguments)
+    def _layer(self, module: nn.BatchNorm1d, tensors: Tensors, x: Tensor) -> tuple[Tensor, Backward]:
+        return by_autograd(self._norm, module, tensors, x) if module.training else batch_norm(module, tensors, x)
 
-    def _norm(self, module: nn.BatchNorm1d, of: Tensors, x: Tensor) -> Tensor:
+    def _norm(self, module: nn.BatchNorm1d, tensors: Tensors, x: Tensor) -> Tensor:
         """x [clients, examples, channels, ...]"""
         if self._real is not None:
             x = x * self._real.T.view(*x.shape[:2], *[1] * (x.ndim - 2))
         absent = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
         own = {"momentum": module.momentum, "eps": module.eps, "_check_input_dim": module._check_input_dim}
-        layer: Any = SimpleNamespace(**{**absent, **own, **of})
+        layer: Any = SimpleNamespace(**{**absent, **own, **tensors})
         folded = x.transpose(0, 1)
         return normalise(self, layer, folded.flatten(1, 2)).view(folded.shape).transpose(0, 1)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate
 
 import torch
 from torch import Tensor, nn
@@ -23,105 +23,110 @@ from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.rule import Loss, Tensors
 from fedbn_flwr.client.training import ONE_VALUE
 
-Gradients = dict[str, Tensor]  # of a layer's tensors, by their names in the layer and in their own shapes
-# Takes the output's gradient, and whether to compute the inputs' gradients. Returns the inputs' gradients, and stores
-# the gradients of the layer's tensors in `Gradients`.
-Backward = Callable[[Tensor, bool], Sequence[Tensor | None]]
-# Takes a module or function, its shaped tensors (`Network.shaped`) by their names in it, its `Gradients` and inputs
+# Takes the output's gradient, and whether the inputs need gradients. Returns the gradients of the inputs, None for
+# those without one, and of the layer's tensors, by their names in the layer and in their own shapes.
+Backward = Callable[[Tensor, bool], tuple[Sequence[Tensor | None], Tensors]]
+# Takes a module or function, its shaped tensors (`Network.shaped`) by their names in it, and its inputs
 # [clients, examples, ...]; returns its output.
-Layer = Callable[..., tuple[Tensor, Backward]]
-Forward = Callable[..., Tensor]  # the same without gradients
+Layer = Callable[Concatenate[Any, Tensors, ...], tuple[Tensor, Backward]]
+Forward = Callable[Concatenate[Any, Tensors, ...], Tensor]  # the same without gradients
 
 
 # --- written out ---
 
 
-def _linear(module: nn.Linear, of: Tensors, gradients: Gradients, x: Tensor) -> tuple[Tensor, Backward]:
-    rows, bias = x.flatten(1, -2), of.get("bias")
-    y = torch.bmm(rows, of["weight"]) if bias is None else torch.baddbmm(bias, rows, of["weight"])
+def _linear(module: nn.Linear, tensors: Tensors, x: Tensor) -> tuple[Tensor, Backward]:
+    rows, weight, bias = x.flatten(1, -2), tensors["weight"], tensors.get("bias")
+    y = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias, rows, weight)
 
-    def backward(d: Tensor, needed: bool) -> Sequence[Tensor | None]:
+    def backward(d: Tensor, needed: bool) -> tuple[Sequence[Tensor | None], Tensors]:
         d = d.flatten(1, -2)
-        gradients["weight"] = torch.bmm(d.transpose(1, 2), rows)
+        gradients = {"weight": torch.bmm(d.transpose(1, 2), rows)}
         if bias is not None:
             gradients["bias"] = d.sum(1)
-        return (torch.bmm(d, of["weight"].transpose(1, 2)).view_as(x) if needed else None,)
+        return (torch.bmm(d, weight.transpose(1, 2)).view_as(x) if needed else None,), gradients
 
     return y if x.ndim == 3 else y.view(*x.shape[:-1], -1), backward
 
 
-def batch_norm(module: nn.BatchNorm1d, of: Tensors, gradients: Gradients, x: Tensor) -> tuple[Tensor, Backward]:
-    mean, variance, weight = map(of.get, ("running_mean", "running_var", "weight"))
+def batch_norm(module: nn.BatchNorm1d, tensors: Tensors, x: Tensor) -> tuple[Tensor, Backward]:
+    mean, variance, weight = map(tensors.get, ("running_mean", "running_var", "weight"))
     by_batch, folded = module.training or mean is None, x.transpose(0, 1)  # [examples, clients, channels, ...]
     rows = folded.flatten(1, 2)
     if by_batch and rows.numel() == rows.shape[1]:
         raise ValueError(ONE_VALUE)
     if by_batch and mean is not None:
-        of["num_batches_tracked"].add_(1)
+        tensors["num_batches_tracked"].add_(1)
     y, *saved = torch.native_batch_norm(
-        rows, weight, of.get("bias"), mean, variance, by_batch, module.momentum or 0.0, module.eps
+        rows, weight, tensors.get("bias"), mean, variance, by_batch, module.momentum or 0.0, module.eps
     )
 
-    def backward(d: Tensor, needed: bool) -> Sequence[Tensor | None]:
-        before, *affine = torch.ops.aten.native_batch_norm_backward.default(
+    def backward(d: Tensor, needed: bool) -> tuple[Sequence[Tensor | None], Tensors]:
+        of_rows, *affine = torch.ops.aten.native_batch_norm_backward.default(
             d.transpose(0, 1).flatten(1, 2), rows, weight, mean, variance, *saved, by_batch, module.eps,
             [needed, weight is not None, weight is not None],
         )  # fmt: skip
-        if weight is not None:
-            gradients["weight"], gradients["bias"] = (each.view(len(x), -1) for each in affine)
-        return (before.view_as(folded).transpose(0, 1) if needed else None,)
+        names = ("weight", "bias") if weight is not None else ()
+        gradients = {name: each.view(len(x), -1) for name, each in zip(names, affine, strict=False)}
+        return (of_rows.view_as(folded).transpose(0, 1) if needed else None,), gradients
 
     return y.view_as(folded).transpose(0, 1), backward
 
 
-def _relu(_: object, of: Tensors, gradients: Gradients, x: Tensor, *in_place: bool) -> tuple[Tensor, Backward]:
+def _relu(_: object, tensors: Tensors, x: Tensor, *in_place: bool) -> tuple[Tensor, Backward]:
     y = torch.relu(x)
-    return y, lambda d, needed: (torch.ops.aten.threshold_backward.default(d, y, 0),)
+    return y, lambda d, needed: ((torch.ops.aten.threshold_backward.default(d, y, 0),), {})
 
 
-def _flatten(_: object, of: Tensors, gradients: Gradients, x: Tensor, *dims: int) -> tuple[Tensor, Backward]:
-    return x.flatten(2), lambda d, needed: (d.reshape(x.shape),)
+def _flatten(_: object, tensors: Tensors, x: Tensor, *dims: int) -> tuple[Tensor, Backward]:
+    return x.flatten(2), lambda d, needed: ((d.reshape(x.shape),), {})
 
 
 # --- by autograd ---
 
 
-def by_autograd(
-    forward: Forward, subject: Any, of: Tensors, gradients: Gradients, *inputs: Any
-) -> tuple[Tensor, Backward]:
-    leaves = {name: of[name].detach().requires_grad_() for name in ("weight", "bias") if name in of}
+def by_autograd(forward: Forward, subject: Any, tensors: Tensors, *inputs: Any) -> tuple[Tensor, Backward]:
+    leaves = {name: tensors[name].detach().requires_grad_() for name in ("weight", "bias") if name in tensors}
     values = [each.detach().requires_grad_() if isinstance(each, Tensor) else each for each in inputs]
     with torch.enable_grad():
-        y = forward(subject, {**of, **leaves}, *values)
+        y = forward(subject, {**tensors, **leaves}, *values)
 
-    def backward(d: Tensor, needed: bool) -> Sequence[Tensor | None]:
-        tensors = [each for each in (*leaves.values(), *values) if isinstance(each, Tensor)]
-        of_tensors = iter(torch.autograd.grad(y, tensors, d))
-        gradients.update(zip(leaves, of_tensors, strict=False))  # the first ones
-        return [next(of_tensors) if isinstance(each, Tensor) else None for each in values]
+    def backward(d: Tensor, needed: bool) -> tuple[Sequence[Tensor | None], Tensors]:
+        with_gradient = [*leaves.values(), *(each for each in values if isinstance(each, Tensor))]
+        found = iter(torch.autograd.grad(y, with_gradient, d))
+        gradients = dict(zip(leaves, found, strict=False))
+        return [next(found) if isinstance(each, Tensor) else None for each in values], gradients
 
     return y.detach(), backward
 
 
-def _layer_norm(module: nn.LayerNorm, of: Tensors, x: Tensor) -> Tensor:
+def _layer_norm(module: nn.LayerNorm, tensors: Tensors, x: Tensor) -> Tensor:
     ndim = len(module.normalized_shape)
-    return _scaled(F.layer_norm(x, module.normalized_shape, None, None, module.eps), of, ndim)
+    return _scaled(F.layer_norm(x, module.normalized_shape, None, None, module.eps), tensors, ndim)
 
 
-def _group_norm(module: nn.GroupNorm, of: Tensors, x: Tensor) -> Tensor:
+def _group_norm(module: nn.GroupNorm, tensors: Tensors, x: Tensor) -> Tensor:
     y = F.group_norm(x.flatten(0, 1), module.num_groups, None, None, module.eps)
-    return _scaled(y.view(x.shape), of, x.ndim - 2)
+    return _scaled(y.view(x.shape), tensors, x.ndim - 2)
 
 
-def _scaled(x: Tensor, of: Tensors, ndim: int) -> Tensor:
+def _scaled(x: Tensor, tensors: Tensors, ndim: int) -> Tensor:
     """gamma x + beta, where x has `ndim` dimensions from the channels on, and gamma and beta perhaps fewer."""
 
     def shaped(value: Tensor) -> Tensor:
         return value.view(len(value), *[1] * (x.ndim - 1 - ndim), *value.shape[1:], *[1] * (ndim + 1 - value.ndim))
 
-    weight, bias = of.get("weight"), of.get("bias")
+    weight, bias = tensors.get("weight"), tensors.get("bias")
     x = x if weight is None else x * shaped(weight)
     return x if bias is None else x + shaped(bias)
+
+
+def _elementwise(module: nn.Module, _: Tensors, x: Tensor) -> Tensor:
+    return module.forward(x)  # type: ignore[no-any-return]  # without the checks for hooks, which it does not have
+
+
+def _function(function: Callable[..., Tensor], _: Tensors, *inputs: Any) -> Tensor:
+    return function(*inputs)
 
 
 RELU = (nn.ReLU, F.relu, torch.relu)
@@ -141,9 +146,8 @@ LAYERS: Mapping[object, Layer] = {
     **dict.fromkeys(RELU, _relu),
     nn.LayerNorm: functools.partial(by_autograd, _layer_norm),
     nn.GroupNorm: functools.partial(by_autograd, _group_norm),
-    # `forward`, without the checks for hooks, which it does not have.
-    **dict.fromkeys(_ELEMENTWISE, functools.partial(by_autograd, lambda module, of, x: module.forward(x))),
-    **dict.fromkeys(_FUNCTIONS, functools.partial(by_autograd, lambda function, of, *inputs: function(*inputs))),
+    **dict.fromkeys(_ELEMENTWISE, functools.partial(by_autograd, _elementwise)),
+    **dict.fromkeys(_FUNCTIONS, functools.partial(by_autograd, _function)),
 }
 
 

@@ -17,7 +17,7 @@ from fedbn_flwr import seeding
 from fedbn_flwr.client.rule import Tensors
 from fedbn_flwr.models.tensors import hook_places, hooks_of, places_of, plain_attributes
 
-from .gradients import LAYERS, RELU, Backward, Gradients, Layer
+from .gradients import LAYERS, RELU, Backward, Layer
 
 
 class Value(int):
@@ -47,20 +47,20 @@ class Network:
         self._layers: dict[str, nn.Module] = {}  # without the model, which may be deleted
         for node in _trace(model).nodes:
             kind: object
-            name, of = "", None
+            name, subject = "", None
             match node.op:
                 case "placeholder" if not places:
                     places[node] = Value(0)
                     continue
                 case "call_module" if (module := modules[node.target]) and _is_known(module):
-                    kind, name, of = type(module), str(node.target), module
+                    kind, name, subject = type(module), str(node.target), module
                     own = {f"{name}.{each}" for each, _ in (*module.named_parameters(), *module.named_buffers())}
                     if own & covered:
                         raise NotImplementedError(f"{name!r} is used more than once")
                     self._layers[name] = module
                     covered |= own
                 case "call_function" if node.target in LAYERS:
-                    kind, of = node.target, functools.partial(node.target, **node.kwargs)
+                    kind, subject = node.target, functools.partial(node.target, **node.kwargs)
                 case "call_function" | "call_method" if _is_flatten(node):
                     kind = nn.Flatten
                 case "output" if isinstance(node.args[0], fx.Node):
@@ -71,9 +71,9 @@ class Network:
                 case _:
                     raise NotImplementedError(f"its forward has {getattr(node.target, '__name__', node.target)!s}")
             arguments = [places[each] if isinstance(each, fx.Node) else each for each in node.args]
-            if _works_in_place(node, of) and not (kind in RELU and all(len(each.users) == 1 for each in places)):
+            if _works_in_place(node, subject) and not (kind in RELU and all(len(each.users) == 1 for each in places)):
                 raise NotImplementedError(f"{node.name!r} changes a value in place that may be used elsewhere")
-            self.operations.append(Operation(kind, name, of, arguments))
+            self.operations.append(Operation(kind, name, subject, arguments))
             places[node] = Value(len(self.operations))
         self._places, self._hooks = places_of(model), hook_places(model)  # finding them takes longer than a look
         first: dict[int, str] = {}  # the first key of each tensor, by its address
@@ -85,9 +85,9 @@ class Network:
         # Networks with equal descriptions compute the same.
         self.description = str([(each, [*map(type, each.arguments)]) for each in self.operations])
 
-    def shaped(self, of: Tensors) -> dict[str, Tensor]:
+    def shaped(self, tensors: Tensors) -> dict[str, Tensor]:
         """Views of the tensors as the layers need them."""
-        return {key: self._shaped(key, tensor) for key, tensor in of.items()}
+        return {key: self._shaped(key, tensor) for key, tensor in tensors.items()}
 
     def _shaped(self, key: str, tensor: Tensor) -> Tensor:
         name, _, part = key.rpartition(".")
@@ -135,10 +135,10 @@ def _works_in_place(node: fx.Node, module: object) -> bool:
     return any(each is True for each in (getattr(module, "inplace", False), node.kwargs.get("inplace"), *node.args))
 
 
-def by_layer(of: Tensors) -> dict[str, dict[str, Tensor]]:
+def by_layer(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
     """The tensors of each module, by their names in it."""
     layers: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in of.items():
+    for key, tensor in tensors.items():
         name, _, part = key.rpartition(".")
         layers.setdefault(name, {})[part] = tensor
     return layers
@@ -164,7 +164,7 @@ def network_of(model: nn.Module) -> Network | str:
 
 
 def differentiable(
-    network: Network, of: Tensors, names: Sequence[str], other: Mapping[object, Layer] = MappingProxyType({})
+    network: Network, tensors: Tensors, names: Sequence[str], other: Mapping[object, Layer] = MappingProxyType({})
 ) -> Callable[[Tensor], tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]]:
     """The computation with these tensors, which `Network.shaped` has returned.
 
@@ -178,34 +178,35 @@ def differentiable(
 
     `depending` has the values that depend on tensors: 1, 2 and 3.
     """
-    own, gradients_of, depending, known = by_layer(of), dict[str, Gradients](), set[int](), {**LAYERS, **other}
-    # Of each operation: its layer, its arguments, and whether they need gradients.
-    layers: list[tuple[Callable[..., tuple[Tensor, Backward]], Sequence[Any], bool]] = []
+    own, depending, known = by_layer(tensors), set[int](), {**LAYERS, **other}
+    # Of each operation: its layer's name, the layer, its arguments, and whether they need gradients.
+    layers: list[tuple[str, Callable[..., tuple[Tensor, Backward]], Sequence[Any], bool]] = []
     for place, each in enumerate(network.operations, start=1):
         needed = any(type(value) is Value and value in depending for value in each.arguments)
         if needed or each.name in own:
             depending.add(place)
-        of_layer = own.get(each.name, {}), gradients_of.setdefault(each.name, {})
-        layers.append((functools.partial(known[each.kind], each.subject, *of_layer), each.arguments, needed))
-    places = [(name, gradients_of[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
+        layer = functools.partial(known[each.kind], each.subject, own.get(each.name, {}))
+        layers.append((each.name, layer, each.arguments, needed))
 
     def compute(inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
         values, backwards = [inputs], list[Backward]()
-        for layer, arguments, _ in layers:
+        for _, layer, arguments, _ in layers:
             value, backward = layer(*[values[each] if type(each) is Value else each for each in arguments])
             values.append(value)
             backwards.append(backward)
 
         def gradients(of_outputs: Tensor) -> dict[str, Tensor]:
             left: dict[int, Tensor] = {network.result: of_outputs}  # gradients of values
+            found: dict[str, Tensor] = {}  # gradients of tensors
             for place in range(len(layers), 0, -1):
                 if place in left:
-                    _, arguments, needed = layers[place - 1]
-                    of_inputs = backwards[place - 1](left.pop(place), needed)
+                    name, _, arguments, needed = layers[place - 1]
+                    of_inputs, of_tensors = backwards[place - 1](left.pop(place), needed)
+                    found.update((f"{name}.{part}", gradient) for part, gradient in of_tensors.items())
                     for value, gradient in zip(arguments, of_inputs, strict=False):
                         if gradient is not None:  # constants have none
                             left[value] = left[value] + gradient if value in left else gradient
-            return {name: of_layer[part] for name, of_layer, part in places if part in of_layer}
+            return {name: found[name] for name in names if name in found}
 
         return values[network.result], gradients
 
