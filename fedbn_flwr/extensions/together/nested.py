@@ -8,7 +8,7 @@ from separate ones only in their training, and may share the model, as they do i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from flwr.app import Message
 
@@ -29,41 +29,48 @@ class TogetherPool(Pool):
 
     def __init__(self, nodes: Nodes, on_reply: OnReply, most: int) -> None:
         super().__init__(nodes, on_reply)
-        self.most = min(most, _MOST)
+        self._most = min(most, _MOST)
 
     def put(self, messages: Sequence[Message]) -> None:
-        for start in range(0, len(messages), self.most):
-            for reply in self._answers(messages[start : start + self.most]):
+        for some in self.at_once(messages):
+            for reply in answer_together(self.nodes, some, train_waiting):
                 self.on_reply(reply)
 
-    def _answers(
-        self, messages: Sequence[Message], train_all: Callable[[Sequence[Waiting]], object] | None = None
-    ) -> Sequence[Message]:
-        left, waiting, replies = enumerate(messages), list[Waiting](), dict[int, Message]()
+    def at_once(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+        """The messages, as many at a time as are answered together."""
+        for start in range(0, len(messages), self._most):
+            yield messages[start : start + self._most]
 
-        def answer() -> None:
-            for place, message in left:
-                replies[place] = self.nodes.answer(message)
 
-        def trainer(training: Training) -> Trained:
-            if isinstance(own := loaded(training), str):
-                return train(training)
-            waiting.append(own)
-            answer()
-            try:
-                (train_all or train_waiting)(waiting)
-            finally:
-                waiting.clear()  # they are trained when the other clients continue
-            return own.finished()
+def answer_together(
+    nodes: Nodes, messages: Sequence[Message], train_all: Callable[[Sequence[Waiting]], object]
+) -> Sequence[Message]:
+    """The replies, in any order. `train_all` trains the rounds of all messages as soon as they are loaded."""
+    left, waiting, replies = iter(messages), list[Waiting](), list[Message]()
 
-        calls, before = _CALLS * len(messages), TRAINER.set(trainer)
-        sys.setrecursionlimit(sys.getrecursionlimit() + calls)
+    def answer() -> None:
+        for message in left:
+            replies.append(nodes.answer(message))
+
+    def trainer(training: Training) -> Trained:
+        if isinstance(own := loaded(training), str):
+            return train(training)
+        waiting.append(own)
+        answer()  # all other messages; the clients that load a round return when it is trained
         try:
-            answer()
+            train_all(waiting)
         finally:
-            sys.setrecursionlimit(sys.getrecursionlimit() - calls)  # parked rounds may have raised it too
-            TRAINER.reset(before)
-        return [replies[place] for place in sorted(replies)]
+            waiting.clear()  # they are trained when the other clients continue
+        return own.finished()
+
+    calls, before = _CALLS * len(messages), TRAINER.set(trainer)
+    sys.setrecursionlimit(sys.getrecursionlimit() + calls)
+    try:
+        answer()
+    finally:
+        sys.setrecursionlimit(sys.getrecursionlimit() - calls)  # parked rounds may have raised it too
+        TRAINER.reset(before)
+    return replies
 
 
 def loaded(training: Training) -> Waiting | str:

@@ -8,7 +8,7 @@ cannot train together, or their training fails, each is parked by itself, up to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flwr.app import Error, Message, MessageType
@@ -24,78 +24,38 @@ from fedbn_flwr.messages.arrays import config_of
 from fedbn_flwr.messages.reply import other_arrays, with_config
 
 from .groups import Row, train_exchanging
-from .nested import TogetherPool
-from .waiting import Waiting
+from .nested import TogetherPool, answer_together
+from .waiting import Waiting, leave_alone
 
 if TYPE_CHECKING:
     from fedbn_flwr.exchange.carriers import Answers
 
-# Answers messages; the function trains the loaded rounds of all.
-Nested = Callable[[Sequence[Message], Callable[[Sequence[Waiting]], object]], Sequence[Message]]
 Contributions = Mapping[int, Contribution]  # by node
-ExchangeNodes = Callable[[Contributions], Agreement]
 
 
-class Cohort:
-    """Clients of a round with exchanges, whose rounds are parked in one thread."""
+class Cohort(Session[Contributions, Mapping[int, Message]]):
+    """A round with exchanges of several clients, whose work is parked in one thread. The result is their replies."""
 
-    def __init__(self, nodes: Nodes, queries: Sequence[Message], answers: Nested) -> None:
+    def __init__(self, nodes: Nodes, queries: Sequence[Message]) -> None:
+        super().__init__(self._answer)
         self.nodes, self.queries = nodes, {query.metadata.dst_node_id: query for query in queries}
-        self._answers = answers
-        self._agreed: list[Agreement] = []
+        self.agreements: list[Agreement] = []  # of the exchanges before the one for which the clients wait
         self._last: Mapping[int, Message] = {}  # the train messages that end the round, by node
-        self._session: Session[Contributions, Mapping[int, Message]] | None = Session(self._work)
         self._trained = False
-        self._errors: dict[int, Message] = {}  # of clients that could not be parked by themselves, by node
 
-    def begin(self) -> Contributions | None:
-        """The contributions to the first exchange; None if the clients cannot train together."""
-        assert self._session
-        return self._session.advance()
+    def finish(self, messages: Mapping[int, Message]) -> Mapping[int, Message] | None:
+        """The replies to the round's train messages, by node; None if the clients cannot train together."""
+        self._last = messages
+        self.advance(agreement_from_records(next(iter(messages.values())).content))
+        return {node: self.result.result()[node] for node in messages} if self._trained else None
 
-    def continue_parked(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
-        self._agreed.append(agreement)
-        if self._session is not None:
-            if (contributions := self._session.advance(agreement)) is not None:
-                return {node: contributions[node] for node in nodes}
-            self._part(nodes, self._agreed[:-1])
-        failed = {node: str(self._errors[node].error.reason) for node in nodes if node in self._errors}
-        return {**self.nodes.continue_parked([node for node in nodes if node not in failed], agreement), **failed}
-
-    def finish(self, messages: Sequence[Message]) -> Mapping[int, Message]:
-        """The replies to the round's train messages, by node; clients that are not among them answer by themselves."""
-        if self._session is None or not messages:
-            return self._errors
-        self._last = {message.metadata.dst_node_id: message for message in messages}
-        session = self._session
-        session.advance(agreement_from_records(messages[0].content))
-        if not self._trained:
-            self._part([*self._last], self._agreed)
-            return self._errors
-        self._session = None
-        replies = session.result.result()
-        return {node: replies[node] for node in self._last}
-
-    def abandon(self) -> None:
-        if self._session is not None:
-            self._session.abandon()
-
-    def _part(self, nodes: Collection[int], agreed: Sequence[Agreement]) -> None:
-        """Park each client by itself after these agreements."""
-        self._session = None
-        for node in nodes:
-            if (reply := self.nodes.answer(self.queries[node])).has_error():
-                self._errors[node] = reply
-        for agreement in agreed:
-            self.nodes.continue_parked([*nodes], agreement)
-
-    def _work(self, exchange: ExchangeNodes) -> Mapping[int, Message]:
-        """The session: the replies of all clients, by node; in their training `exchange` waits for agreements."""
+    def _answer(self, exchange: Callable[[Contributions], Agreement]) -> Mapping[int, Message]:
+        """The work: answer all clients; in their training `exchange` waits for agreements."""
         messages = [_train_message(query) for query in self.queries.values()]
-        replies = self._answers(messages, functools.partial(self._train, exchange))
+        replies = answer_together(self.nodes, messages, functools.partial(self._train, exchange))
         return {reply.metadata.src_node_id: reply for reply in replies}
 
-    def _train(self, exchange: ExchangeNodes, waiting: Sequence[Waiting]) -> None:
+    def _train(self, exchange: Callable[[Contributions], Agreement], waiting: Sequence[Waiting]) -> None:
         rows = [each for each in waiting if isinstance(each, Row)]
         if len(rows) < len(self.queries):
             return  # some cannot train together, or have failed
@@ -108,7 +68,11 @@ class Cohort:
                     row.training.rules[0].local.records.update(other_arrays(self._last[node].content))
             return agreement
 
-        train_exchanging(rows, ask)
+        try:
+            train_exchanging(rows, ask)
+        except Exception as error:
+            leave_alone(rows, error)
+            return
         self._trained = True
         for row, node in node_of.items():
             if node not in self._last:
@@ -120,7 +84,7 @@ class CohortPool(TogetherPool):
 
     def __init__(self, nodes: Nodes, on_reply: OnReply, most: int) -> None:
         super().__init__(nodes, on_reply, most)
-        self._cohorts: list[Cohort] = []
+        self._cohorts: list[Cohort] = []  # those that wait for an exchange
 
     def put(self, messages: Sequence[Message]) -> None:
         step = config_of(messages[0].content).get(protocol.EXCHANGE_STEP) if messages else None
@@ -131,45 +95,68 @@ class CohortPool(TogetherPool):
         elif messages[0].metadata.message_type == MessageType.TRAIN:
             self._finish(messages)
         else:
-            nodes = [message.metadata.dst_node_id for message in messages]
-            answers = self.continue_parked(nodes, agreement_from_records(messages[0].content), 0)
-            for message in messages:
-                self.on_reply(_answer(message, answers[message.metadata.dst_node_id]))
+            agreement = agreement_from_records(messages[0].content)
+            self._reply(messages, self.continue_parked([message.metadata.dst_node_id for message in messages], agreement, 0))
 
     def _begin(self, messages: Sequence[Message]) -> None:
         self.close()
-        for start in range(0, len(messages), self.most):
-            some = messages[start : start + self.most]
-            cohort = Cohort(self.nodes, some, self._answers)
-            contributions = None if _has_mods(self.nodes, some[0]) else cohort.begin()
-            if contributions is None:
+        for some in self.at_once(messages):
+            cohort = Cohort(self.nodes, some)
+            if _has_mods(self.nodes, some[0]) or (contributions := cohort.advance()) is None:
                 super().put(some)
             else:
                 self._cohorts.append(cohort)
-                for message in some:
-                    self.on_reply(_answer(message, contributions[message.metadata.dst_node_id]))
-
-    def _finish(self, messages: Sequence[Message]) -> None:
-        replies = dict[int, Message]()
-        for cohort in self._cohorts:
-            replies.update(cohort.finish([each for each in messages if each.metadata.dst_node_id in cohort.queries]))
-        self.close()
-        super().put([message for message in messages if message.metadata.dst_node_id not in replies])
-        for message in messages:
-            if (reply := replies.get(message.metadata.dst_node_id)) is not None:
-                self.on_reply(_reply(message, reply))
+                self._reply(some, contributions)
 
     def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
         answers = dict[int, Contribution | str]()
-        for cohort in self._cohorts:
-            answers.update(cohort.continue_parked([node for node in nodes if node in cohort.queries], agreement))
-        answers.update(super().continue_parked([node for node in nodes if node not in answers], agreement, timeout))
-        return answers
+        for cohort in [*self._cohorts]:
+            asked = [node for node in nodes if node in cohort.queries]
+            if (contributions := cohort.advance(agreement)) is not None:
+                cohort.agreements.append(agreement)
+                answers.update((node, contributions[node]) for node in asked)
+            else:
+                self._cohorts.remove(cohort)
+                failed = self._park_each(cohort, asked)
+                answers.update((node, str(reply.error.reason)) for node, reply in failed.items())
+        others = [node for node in nodes if node not in answers]
+        return {**answers, **super().continue_parked(others, agreement, timeout)}
+
+    def _finish(self, messages: Sequence[Message]) -> None:
+        replies = dict[int, Message]()
+        while self._cohorts:
+            cohort = self._cohorts.pop()
+            asked = {node: each for each in messages if (node := each.metadata.dst_node_id) in cohort.queries}
+            if asked:
+                replies |= cohort.finish(asked) or self._park_each(cohort, asked)
+            else:
+                cohort.abandon()
+        super().put([message for message in messages if message.metadata.dst_node_id not in replies])
+        for message in messages:
+            if (reply := replies.get(message.metadata.dst_node_id)) is not None:
+                content = reply.error if reply.has_error() else reply.content
+                self.on_reply(Message(content, reply_to=message))
+
+    def _park_each(self, cohort: Cohort, nodes: Iterable[int]) -> Mapping[int, Message]:
+        """Park each client by itself, at the exchange where the cohort was; returns the errors of those that fail."""
+        replies = {node: self.nodes.answer(cohort.queries[node]) for node in nodes}
+        for agreement in cohort.agreements:
+            self.nodes.continue_parked([*nodes], agreement)
+        return {node: reply for node, reply in replies.items() if reply.has_error()}
+
+    def _reply(self, messages: Sequence[Message], answers: Answers) -> None:
+        for message in messages:
+            answer = answers[message.metadata.dst_node_id]
+            content = (
+                Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, answer)
+                if isinstance(answer, str)
+                else contribution_to_records(answer)
+            )
+            self.on_reply(Message(content, reply_to=message))
 
     def close(self) -> None:
-        for cohort in self._cohorts:
-            cohort.abandon()
-        self._cohorts.clear()
+        while self._cohorts:
+            self._cohorts.pop().abandon()
 
 
 def _has_mods(nodes: Nodes, message: Message) -> bool:
@@ -182,14 +169,3 @@ def _train_message(query: Message) -> Message:
     """A message to train the round that begins with `query`, which has the model."""
     content = with_config(query, {}, without=[protocol.EXCHANGE_STEP]).content
     return Message(content, query.metadata.dst_node_id, MessageType.TRAIN)
-
-
-def _answer(message: Message, answer: Contribution | str) -> Message:
-    if isinstance(answer, str):
-        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, answer), reply_to=message)
-    return Message(contribution_to_records(answer), reply_to=message)
-
-
-def _reply(message: Message, reply: Message) -> Message:
-    """The content of a reply as one to this message."""
-    return Message(reply.error if reply.has_error() else reply.content, reply_to=message)

@@ -27,6 +27,8 @@ from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
 Federations = Callable[..., Any]
 
+FAILED = "training several clients at once has failed, so each trains alone: "
+
 
 def mlp() -> nn.Module:
     """Two batch norms, the second without gamma and beta."""
@@ -132,7 +134,7 @@ def test_a_client_that_was_left_out_has_the_state_from_before(federation: Federa
 
 @pytest.mark.parametrize("batch", [0, 1], ids=["in the first step", "in a later step"])
 def test_a_client_that_fails_in_training_fails_by_itself(
-    batch: int, federation: Federations, groups: list[int]
+    batch: int, federation: Federations, groups: list[int], flower_log: pytest.LogCaptureFixture
 ) -> None:
     """Its labels are out of range: found after the forward exchanges, or after all exchanges."""
     fed = federation((8, 13, 6), model=mlp, dtype=torch.float64)
@@ -141,6 +143,24 @@ def test_a_client_that_fails_in_training_fails_by_itself(
     assert nodes == [[1, 3]] * 2
     assert "Target 7 is out of bounds" in reason
     assert groups == [3, 3]
+    assert FAILED in flower_log.text
+
+
+def nan_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.sum() * torch.nan
+
+
+@pytest.mark.parametrize("loss", [None, nan_loss], ids=["forward", "backward"])
+def test_a_run_that_fails_in_an_exchange_is_no_failure_of_the_cohort(
+    loss: Any, federation: Federations, groups: list[int], flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = federation((8, 13), model=mlp, dtype=torch.float64, loss=loss)
+    for data in fed.data if loss is None else ():
+        data.batches[0][0].fill_(torch.nan)
+    with fed.grid(pool=partial(CohortPool, most=2)) as grid, pytest.raises(RunFailed):
+        models_of(fed, FedTAN(), 1, grid=grid)
+    assert groups == [2]
+    assert FAILED not in flower_log.text
 
 
 def test_clients_of_one_model_that_cannot_be_parked_say_so(federation: Federations, groups: list[int]) -> None:
