@@ -96,7 +96,8 @@ class CohortPool(TogetherPool):
             self._finish(messages)
         else:
             agreement = agreement_from_records(messages[0].content)
-            self._reply(messages, self.continue_parked([message.metadata.dst_node_id for message in messages], agreement, 0))
+            nodes = [message.metadata.dst_node_id for message in messages]
+            self._reply(messages, self.continue_parked(nodes, agreement, 0))
 
     def _begin(self, messages: Sequence[Message]) -> None:
         self.close()
