@@ -60,7 +60,8 @@ class Wrapper(Rule):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        return self._inside.configure_evaluate(server_round, arrays, self._named(config, self.traits.own_inputs), grid)
+        tested = self.tested(server_round, arrays, config, grid)
+        return self._inside.configure_evaluate(server_round, arrays, tested.config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         return self._inside.aggregate_evaluate(server_round, replies)

@@ -147,7 +147,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        round = Round(server_round, arrays, self._named(config, self.traits.own_inputs), grid)
+        round = self.tested(server_round, arrays, config, grid)
         nodes = self._choose(round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
         return self.messages_to(nodes, MessageType.EVALUATE, round)
 

@@ -14,7 +14,6 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr import strategies
 from fedbn_flwr.client import evaluation
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet
@@ -68,7 +67,7 @@ class Evaluate(Listener):
         model = finished.model
         if self.rule.traits.has_global_model:
             config = ConfigRecord({**running.config})
-            model = self.rule.global_model(strategies.Round(finished.number, finished.arrays, config, running.grid))
+            model = self.rule.global_model(self.rule.tested(finished.number, finished.arrays, config, running.grid))
         if self.rule.traits.has_global_model and (dataset := self.prepared.dataset) is not None:
             line |= self._on_server(dataset, model, queried=bool(set(model) - set(finished.arrays)))
         else:
