@@ -50,8 +50,8 @@ class Data(Source):
     normalise: Literal["moments", "own", "unit", "official"] | None = setting(
         None,
         "`official`: the published mean and standard deviation of a listed data set; `moments`: mean zero"
-        " and standard deviation one per channel over the training set; `own`: likewise over each site's own "
-        "training examples; needs `partition: {kind: natural}`, and not `missing: mean`; "
+        " and standard deviation one per channel over the training set; `own`: the same over each site's own "
+        "training examples (with `partition: {kind: natural}`, and without `missing: mean`); "
         "`unit`: pixel values from 0 to 1",
     )
     targets: Literal["scale"] | None = setting(
@@ -365,9 +365,9 @@ class Engine(Section):
         Annotated[int, Field(ge=1)] | Literal["auto"], expects("a number of clients above 0, or 'auto'")
     ] = setting(
         1,
-        "clients that one process trains at once: [small networks](performance.md#small-networks) of linear layers, "
-        "where last bits of the results differ, or any [on a GPU](performance.md#on-a-gpu). `auto`: ten, if that is "
-        "faster on this machine's CPU",
+        "clients that one process trains at once: on a CPU only [small networks](performance.md#small-networks) of "
+        "linear layers, whose results then differ in the last bits; [on a GPU](performance.md#on-a-gpu) any network. "
+        "`auto`: ten, if that is faster on this machine's CPU",
     )
     timeout: float = setting(
         3600,
@@ -378,7 +378,7 @@ class Engine(Section):
     )
     node_timeout: float = setting(
         120,
-        "seconds to wait for all nodes before the first round, and for `min_train_nodes` (2) before each other "
+        "seconds to wait for all nodes before the first round, and for `min_train_nodes` (2) before each later "
         "round; on Ray, for an actor to start",
         gt=0,
         le=1_000_000,

@@ -48,7 +48,7 @@ RUN_KEYS = {
     RUN: Key("text", "keep the client's state separate from that of other runs"),
     TOKEN: Key("32 hexadecimal digits", "distinguish runs of one name; a resumed run has the same token"),
     CHECKPOINT_ROUND: Key(
-        "int", "keep the state after this round, the server's last checkpoint, in the state folder, if there is one"
+        "int", "(with a state folder) also keep the state after this round, from which the server would resume"
     ),
     LR_FACTOR: Key(
         "float",
