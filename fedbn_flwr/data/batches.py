@@ -14,7 +14,7 @@ from fedbn_flwr.errors import DataError
 
 from . import Moments
 from .augment import random_crop, random_cut, random_flip, random_resized_crop, random_rotate
-from .examples import MASK, Examples, main, main_key
+from .examples import MASK, Examples, main_input, main_key
 
 Normalise = (
     Moments | Callable[[Value], Value]
@@ -91,7 +91,7 @@ def own_augmentation(name: str, **options: object) -> Augmentation:
 
 def _check(what: str, new: Inputs, old: Inputs) -> None:
     """Refuse inputs of another type or form; height and width of images may change."""
-    new, old = (main(value) if isinstance(value, dict) else value for value in (new, old))
+    new, old = (main_input(value) if isinstance(value, dict) else value for value in (new, old))
     kept = 2 if old.ndim == 4 else old.ndim
     if (
         not isinstance(new, Tensor)

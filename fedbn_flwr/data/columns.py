@@ -22,7 +22,7 @@ from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
 from . import IGNORED
 from .catalogue import Entry
 from .dataset import DataSet, Groups, fewer
-from .examples import MASK, Examples, main
+from .examples import MASK, Examples, main_input
 from .series import Long
 from .source import Source
 from .values import BySplit, Targets, as_rows, check_texts, inputs_of, targets_of
@@ -395,5 +395,5 @@ def _check_sizes(where: str, split: Examples, groups: Sequence[Tensor | None], *
         if wrong := [len(some) for some in values if some is not None and len(some) != len(split)]:
             raise DataError(f"{where} has {len(split)} labels and {wrong[0]} {what}; expected as many")
     size = list(split.shape[1:])
-    if dense and (masks := list(main(split.targets).shape[1:])) != size:
+    if dense and (masks := list(main_input(split.targets).shape[1:])) != size:
         raise DataError(f"{where} has inputs of size {size} and masks of {masks}; expected the same size")

@@ -22,7 +22,7 @@ from fedbn_flwr.errors import DataError, did_you_mean, log_once
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, Task
 
 from . import Moments, Size
-from .examples import Examples, main
+from .examples import Examples, main_input
 from .moments import moments_from, sums_of
 
 _MOST = 2**28  # bytes of an array that its checksum reads
@@ -138,7 +138,7 @@ class DataSet(Form):
     @cached_property  # a client builds its model for each message
     def tokens(self) -> int | None:  # type: ignore[override]
         """The number of tokens, where the inputs are whole numbers."""
-        parts = [main(part.inputs) for part in (self.train, self.test)]
+        parts = [main_input(part.inputs) for part in (self.train, self.test)]
         if parts[0].dtype is not torch.int64:
             return None
         return self.given_tokens or 1 + max(int(part.max()) for part in parts)
@@ -251,7 +251,7 @@ class DataSet(Form):
         def scaled(split: Examples, group_of: Tensor) -> Examples:
             rows = torch.searchsorted(present, group_of)
             form = (len(split), -1, *[1] * (inputs.ndim - 2))
-            values = (main(split.inputs) - mean[rows].view(form)) / deviation[rows].view(form)
+            values = (main_input(split.inputs) - mean[rows].view(form)) / deviation[rows].view(form)
             return replace(split, inputs=values.to(inputs.dtype))
 
         return replace(self, train=scaled(self.train, groups.train), test=scaled(self.test, groups.test))

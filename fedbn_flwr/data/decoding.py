@@ -29,7 +29,7 @@ from fedbn_flwr.errors import DataError, StorageError
 from fedbn_flwr.trees import Json
 
 from . import IGNORED, Size
-from .examples import Examples, main
+from .examples import Examples, main_input
 
 _MARGIN = 224 / 256  # share of the side that a centre crop keeps, as is usual for ImageNet
 _AHEAD = 64  # images that are decoded before they are written
@@ -69,7 +69,7 @@ class Files:
 
     def decoded(self, chosen: Examples) -> Examples:
         """The images of the rows `chosen.inputs`, uint8 [N, C, H, W], and their targets or masks, uint8 [N, H, W]."""
-        rows = main(chosen.inputs).numpy()
+        rows = main_input(chosen.inputs).numpy()
         facts = (self.split._fingerprint, self.column, self.masks, self.size, self.fit, self.ids, self.classes)
         key = hashlib.sha256(f"5|{facts}|{self._stamps()}|".encode() + rows.tobytes()).hexdigest()[:24]
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fedbn-flwr"

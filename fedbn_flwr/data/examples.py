@@ -14,7 +14,7 @@ from fedbn_flwr.batch import Value, count, first, map_tensors, tensors
 MASK = "mask"  # the entry of a dict of inputs that is true at real positions, bool [N, T]
 
 
-def main(inputs: Value) -> Tensor:
+def main_input(inputs: Value) -> Tensor:
     """The tensor that is normalised: in a dict the entry `inputs`, or the first that is not a mask."""
     return inputs if isinstance(inputs, Tensor) else inputs[main_key(inputs)]
 
@@ -53,12 +53,12 @@ class Examples:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the inputs of one example: of an image channels, height and width."""
-        return tuple(main(self.inputs).shape[1:])
+        return tuple(main_input(self.inputs).shape[1:])
 
     @property
     def device(self) -> torch.device:
         """That of the batches."""
-        return self.sent_to or main(self.inputs).device
+        return self.sent_to or main_input(self.inputs).device
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +66,9 @@ class Examples:
 
     def batch(self, rows: Tensor) -> tuple[Value, Value]:
         """Inputs as they are stored, and targets (classes as int64), on the device."""
-        here = rows.to(main(self.inputs).device, non_blocking=True)  # otherwise the host waits for the previous step
+        here = rows.to(
+            main_input(self.inputs).device, non_blocking=True
+        )  # otherwise the host waits for the previous step
 
         def taken(part: Tensor) -> Tensor:
             some = part[here]
@@ -80,7 +82,7 @@ class Examples:
         return map_tensors(lambda part: _zeros(part, number), self.inputs)
 
     def select(self, rows: Tensor) -> Examples:
-        here = rows.to(main(self.inputs).device)
+        here = rows.to(main_input(self.inputs).device)
         inputs, targets = (map_tensors(lambda part: part[here], value) for value in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets)
 

@@ -18,7 +18,7 @@ from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError
 
 from . import Moments
-from .examples import MASK, main
+from .examples import MASK, main_input
 
 PARTS = 3  # float64 numbers of an exact sum: 159 bits
 ROWS = (
@@ -35,7 +35,7 @@ def sums_of(inputs: Value) -> Sums:
     Bytes count from 0 to 1. Missing values (NaN) do not count, nor do padded ones.
     """
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None  # [N, last side]
-    whole, found = main(inputs), []
+    whole, found = main_input(inputs), []
     if whole.dtype not in (torch.float32, torch.uint8):
         return np.empty((ROWS, 0))
     of_all = None if mask is None else mask.view(len(mask), *[1] * (whole.ndim - 2), -1).expand(whole.shape)

@@ -36,7 +36,7 @@ from fedbn_flwr.tasks import (
 
 from . import IGNORED
 from .dataset import numbers
-from .examples import MASK, main, main_key
+from .examples import MASK, main_input, main_key
 from .source import Source
 
 BySplit = dict[str, np.ndarray]  # the values of all examples by split
@@ -162,13 +162,13 @@ def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> No
 
     Errors count such values instead of showing them, because a site's errors are sent to the server.
     """
-    shape, wanted = list(main(inputs).shape[1:]), list(source.shape)
+    shape, wanted = list(main_input(inputs).shape[1:]), list(source.shape)
     if wanted and (len(wanted) != len(shape) or any(b not in (None, a) for a, b in zip(shape, wanted, strict=True))):
         raise DataError(f"data.shape is {wanted}, but {source.name!r} has inputs of shape {shape}")
     for column, (low, high) in source.ranges.items():
         if column not in names:
             raise SettingsError(f"data.ranges has {column!r}; {did_you_mean(column, names)}")
-        values = main(inputs)[:, names.index(column)]
+        values = main_input(inputs)[:, names.index(column)]
         if outside := int(((values < low) | (values > high)).sum()):
             raise DataError(
                 f"{source.name!r}: {part}: {outside} of {len(values)} rows have a value of {column!r} outside of "
@@ -186,7 +186,7 @@ def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> No
                     f"{_counts(absent, names, key)}; set data.missing: mean, which puts the mean of the column in "
                     "their place, or drop, which leaves out the rows"
                 )
-        elif values.dtype is torch.int64 and values.numel() and (source.tokens or values is main(inputs)):
+        elif values.dtype is torch.int64 and values.numel() and (source.tokens or values is main_input(inputs)):
             low, high = int(values.min()), int(values.max())
             if low < 0 or high >= (source.tokens or math.inf):
                 limit = (

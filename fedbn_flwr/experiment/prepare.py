@@ -17,7 +17,7 @@ from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, nam
 from fedbn_flwr.client.optimizers import check_optimizer
 from fedbn_flwr.client.training import ONE_VALUE
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.examples import main
+from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.errors import SettingsError, did_you_mean, few
 from fedbn_flwr.exchange.step import exchanged_layers
@@ -306,7 +306,7 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
     # Two, because static batch norm cannot compute the variance of one value.
     tried: list[Value] = [map_tensors(lambda part: part.to(device), dataset.blank(2))]
     if run.data.crop is not None:
-        tried.insert(0, main(tried[0]).new_zeros(2, dataset.channels, run.data.crop, run.data.crop))
+        tried.insert(0, main_input(tried[0]).new_zeros(2, dataset.channels, run.data.crop, run.data.crop))
     model.eval()
     for inputs in tried:
         _try_examples(run, model, dataset, inputs)
@@ -329,7 +329,7 @@ def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inp
             f"model.name={run.model.name!r} does not take the {_described(inputs)} examples of "
             f"{run.data.name!r}{mode}: {named.in_a_line(error)}"
         ) from None
-    expected = [2, dataset.outputs, *(main(inputs).shape[2:] if dataset.dense else ())]
+    expected = [2, dataset.outputs, *(main_input(inputs).shape[2:] if dataset.dense else ())]
     # A model with one output may leave out its dimension.
     forms = [expected, [2]] if expected == [2, 1] else [expected]
     found = f"shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
@@ -342,7 +342,7 @@ def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inp
             f"{'pixel' if dataset.dense else 'example'}{advice}"
         )
     if model.training:
-        targets = targets_like(dataset.task, dataset.classes, 2, expected[2:]).to(main(inputs).device)
+        targets = targets_like(dataset.task, dataset.classes, 2, expected[2:]).to(main_input(inputs).device)
         given = f"what model.name={run.model.name!r} returns{mode} ({found}) and targets {list(targets.shape)}"
         _try_loss(run, dataset.task, outputs, targets, given)
 

@@ -19,7 +19,7 @@ from fedbn_flwr.client.evaluation import InUnits
 from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState, latest_state
 from fedbn_flwr.client.rule import ClientRule, LocalRound, in_order
 from fedbn_flwr.data.batches import Standardiser
-from fedbn_flwr.data.examples import main
+from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.exchange.step import LayerwiseStep, no_exchange
 from fedbn_flwr.messages.aggregate import Arrays
@@ -146,7 +146,7 @@ def _tensors(arrays: Arrays) -> dict[str, Tensor]:
 
 def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
     moments = folder.moments()
-    return lambda inputs: Standardiser(moments, main(inputs).device)(inputs)
+    return lambda inputs: Standardiser(moments, main_input(inputs).device)(inputs)
 
 
 def _build(description: Json, state: Mapping[str, Tensor], file: Path) -> nn.Module:

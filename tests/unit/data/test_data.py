@@ -21,7 +21,7 @@ from fedbn_flwr.data import dataset
 from fedbn_flwr.data.augment import random_crop, random_flip
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.examples import Examples, main
+from fedbn_flwr.data.examples import Examples, main_input
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import partition
 from fedbn_flwr.data.source import Source
@@ -77,7 +77,7 @@ def test_the_checksum_is_that_of_all_examples(monkeypatch: pytest.MonkeyPatch) -
 
 
 def with_pixel(digits: DataSet) -> DataSet:
-    inputs = main(digits.train.inputs).clone()
+    inputs = main_input(digits.train.inputs).clone()
     inputs[700, 0, 3, 3] += 1
     return dataclasses.replace(digits, train=dataclasses.replace(digits.train, inputs=inputs))
 

@@ -13,7 +13,7 @@ from flwr.app import Context, RecordDict
 
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.dataset import Groups
-from fedbn_flwr.data.examples import main
+from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, FedbnError
@@ -36,7 +36,7 @@ def test_the_hospitals_have_the_rows_of_flamby() -> None:
     assert heart.groups.names == heart.domains.names == entry.domains == HOSPITALS
     assert torch.bincount(heart.groups.train).tolist() == [199, 172, 30, 85]
     assert torch.bincount(heart.groups.test).tolist() == [104, 89, 16, 45]
-    rows = torch.cat([main(heart.train.inputs), main(heart.test.inputs)]).tolist()
+    rows = torch.cat([main_input(heart.train.inputs), main_input(heart.test.inputs)]).tolist()
     # 63,1,1,145,233,1,2,150,0,2.3,... : typical angina is the first kind, hypertrophy the last electrocardiogram.
     assert [63, 1, 145, 233, 1, 150, 0, pytest.approx(2.3), 0, 0, 0, 0, 1] in rows
 
@@ -63,7 +63,7 @@ def test_its_rows_are_those_of_the_source_split_as_by_flamby(shared_data: Path) 
         of_split = (heart.train, heart.groups.train), (heart.test, heart.groups.test)
         for chosen, (part, groups) in zip(split, of_split, strict=True):
             here = np.sort(chosen)
-            assert main(part.inputs)[groups == number].tolist() == inputs[here].tolist()
+            assert main_input(part.inputs)[groups == number].tolist() == inputs[here].tolist()
             assert part.labels[groups == number].tolist() == ill[here].tolist()
 
 
@@ -74,7 +74,7 @@ def test_each_site_s_training_inputs_have_mean_zero_and_deviation_one() -> None:
     data = read("{clients: 4, data: {name: heart, normalise: own, partition: {kind: natural}}}").data
     raw, own = load(data), load_data(data, "cpu")
     for part, rows in enumerate(shares_of(data, 4, 0, "cpu")[0]):
-        before, values = main(raw.train.inputs)[rows].double(), main(own.train.inputs)[rows].double()
+        before, values = main_input(raw.train.inputs)[rows].double(), main_input(own.train.inputs)[rows].double()
         constant = before.amin(0) == before.amax(0)
         assert values.mean(0).abs().max() < 1e-6
         assert (values.std(0, correction=0) - 1)[~constant].abs().max() < 1e-6
@@ -82,18 +82,18 @@ def test_each_site_s_training_inputs_have_mean_zero_and_deviation_one() -> None:
         assert bool(constant.any()) == (part == 2)  # no cholesterol in Switzerland
         test = shares_of(data, 4, 0, "cpu")[1][part]
         deviation = before.std(0, correction=0).where(~constant, 1)
-        expected = (main(raw.test.inputs)[test].double() - before.mean(0)) / deviation
-        assert main(own.test.inputs)[test].numpy() == pytest.approx(expected.numpy(), abs=1e-5)
+        expected = (main_input(raw.test.inputs)[test].double() - before.mean(0)) / deviation
+        assert main_input(own.test.inputs)[test].numpy() == pytest.approx(expected.numpy(), abs=1e-5)
     assert load_data(data.model_copy(update={"normalise": "unit"}), "cpu").train.inputs is not own.train.inputs
 
 
 def test_channels_of_series_are_scaled_over_time() -> None:
     heart = load(Source(name="heart"))
-    series = main(heart.train.inputs)[:, :12].reshape(-1, 3, 4)
-    tests = main(heart.test.inputs)[:, :12].reshape(-1, 3, 4)
+    series = main_input(heart.train.inputs)[:, :12].reshape(-1, 3, 4)
+    tests = main_input(heart.test.inputs)[:, :12].reshape(-1, 3, 4)
     own = replace(heart, train=replace(heart.train, inputs=series), test=replace(heart.test, inputs=tests))
     assert own.groups is not None
-    values = main(own.standardised().train.inputs)[own.groups.train == 0]
+    values = main_input(own.standardised().train.inputs)[own.groups.train == 0]
     assert values.double().mean((0, 2)).abs().max() < 1e-6
     assert values.double().std((0, 2), correction=0).numpy() == pytest.approx(np.ones(3), abs=1e-6)
 
@@ -104,8 +104,8 @@ def test_a_site_with_a_file_of_its_own_scales_by_its_rows(tmp_path: Path) -> Non
         (tmp_path / f"{part}.csv").write_text("\n".join(["value,label", *lines]))
     run: Settings = read("{clients: 4, data: {name: heart, label: label, normalise: own, partition: {kind: natural}}}")
     parts = ClientParts.of(run, Context(1, 0, {"data-path": str(tmp_path), "partition-id": 0}, RecordDict(), {}))
-    assert main(parts.dataset.train.inputs).unique().tolist() == [-1, 1]
-    assert main(parts.dataset.test.inputs).unique().tolist() == [3]
+    assert main_input(parts.dataset.train.inputs).unique().tolist() == [-1, 1]
+    assert main_input(parts.dataset.test.inputs).unique().tolist() == [3]
     assert not parts.sends_sums
 
 
