@@ -146,7 +146,7 @@ def normalisation_of(run: Settings, dataset: DataSet | Shape, listed: str | None
     return dataset.moments
 
 
-def cut(agreed: Moments, data: DataSet | Shape) -> tuple[Moments, Moments]:
+def split_moments(agreed: Moments, data: DataSet | Shape) -> tuple[Moments, Moments]:
     """The moments of the inputs and of the numbers to predict, from those on which sites agreed."""
     (means, deviations), n = agreed, data.normalised
     return (means[:n], deviations[:n]), (means[n:], deviations[n:])

@@ -35,12 +35,12 @@ from fedbn_flwr.trees import Tree
 from .data import (
     check_labels,
     client_batches,
-    cut,
     load_data,
     normalisation_of,
     rows_by_domain,
     shape_without_data,
     shares_of,
+    split_moments,
 )
 from .file.layers import from_run_config
 from .parts import RunParts, learning_rate, loss_of, make_model, plain_loss
@@ -154,14 +154,14 @@ class ClientParts(RunParts):
     def normalise(self, config: Config) -> Normalise:
         """The moments on which sites agreed, which are in the messages, or the run's normalisation."""
         if protocol.MEANS in config:
-            return cut(self._agreed(config), self.dataset)[0]
+            return split_moments(self._agreed(config), self.dataset)[0]
         return _not_agreed if self.sends_sums else normalisation_of(self.run, self.dataset, self.listed)
 
     def units(self, config: Config) -> Moments | None:
         """Mean and deviation of the numbers to predict, if they are scaled."""
         if not self.run.data.targets:
             return None
-        return cut(self._agreed(config), self.dataset)[1] if protocol.MEANS in config else self.dataset.units
+        return split_moments(self._agreed(config), self.dataset)[1] if protocol.MEANS in config else self.dataset.units
 
     def _agreed(self, config: Config) -> Moments:
         return tuple(config[protocol.MEANS]), tuple(config[protocol.DEVIATIONS])

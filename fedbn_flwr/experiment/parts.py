@@ -26,7 +26,7 @@ from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.tasks import REGRESSION, Task
 from fedbn_flwr.trees import Tree
 
-from .data import Shape, cut, load_data, normalisation_of, shape_without_data, shares_of
+from .data import Shape, load_data, normalisation_of, shape_without_data, shares_of, split_moments
 from .file.types import name_in, options_in
 from .settings import Settings
 
@@ -92,7 +92,9 @@ class Parts(RunParts):
     @property
     def normalise(self) -> Moments:
         """A server without data has no moments of the clients' data before they agree on them."""
-        return normalisation_of(self.run, self.shape) if self.agreed is None else cut(self.agreed, self.shape)[0]
+        return (
+            normalisation_of(self.run, self.shape) if self.agreed is None else split_moments(self.agreed, self.shape)[0]
+        )
 
     @property
     def units(self) -> Moments | None:
@@ -100,7 +102,7 @@ class Parts(RunParts):
         if not self.run.data.targets:
             return None
         if self.agreed is not None:
-            return cut(self.agreed, self.shape)[1]
+            return split_moments(self.agreed, self.shape)[1]
         assert self.dataset is not None, "a server without data has no moments before the sites agree"
         return self.dataset.units
 
