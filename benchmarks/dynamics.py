@@ -17,7 +17,7 @@ from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.dynamics import Dynamics
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
-from fedbn_flwr.experiment.node import Clients
+from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import train_round
 from fedbn_flwr.messages import protocol
@@ -50,7 +50,7 @@ def percentages(text: str, folder: Path) -> list[float]:
     experiment = load_experiment(text, words)
     (prepared,) = prepare(experiment)
     workers = os.cpu_count() or 1
-    app = client_app(Clients(experiment))
+    app = client_app(ClientMaker(experiment))
     with LocalGrid(app, prepared.run.clients, workers=workers, threads=1) as grid:
         arrays = pack(initial_arrays(prepared.model))
         prepared.rule.begin(ROUNDS, arrays)

@@ -34,7 +34,7 @@ from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.progress import Reporter
-from fedbn_flwr.experiment.node import Clients
+from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages import protocol
@@ -175,7 +175,7 @@ def soak(
     (prepared,) = prepare(experiment)
 
     def make(context: Context, config: Mapping[str, Any]) -> Any:
-        return Clients(experiment)(context, config)
+        return ClientMaker(experiment)(context, config)
 
     honest = client_app(make) if trains else Arithmetic(client_app(make))
     app = Failing(honest, dies=workers > 0, late=late, rounds=rounds, as_errors=as_errors)

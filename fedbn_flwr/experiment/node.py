@@ -55,12 +55,12 @@ def make_client(context: Context, config: Config) -> BNClient:
 
 
 @functools.lru_cache(maxsize=8)  # a client is made for each message
-def _clients(experiment: str, changes: str) -> Clients:
-    return Clients(from_run_config({"experiment": experiment, "set": changes}))
+def _clients(experiment: str, changes: str) -> ClientMaker:
+    return ClientMaker(from_run_config({"experiment": experiment, "set": changes}))
 
 
 @dataclass(frozen=True)
-class Clients:
+class ClientMaker:
     """Makes the clients of an experiment: for the run that the message's config names, else the first one."""
 
     experiment: Experiment

@@ -18,7 +18,7 @@ from fedbn_flwr import LocalGrid, client_app, run_all
 from fedbn_flwr.cli import main
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.node import Clients
+from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.results.folder import RunFolder
@@ -97,7 +97,7 @@ def session(settings: dict[str, Any], folder: Path, *, stop: int = 0, workers: i
     (prepared,) = prepare(experiment)
     run = RunFolder(folder)
     done = run.begin(prepared.run.model_dump(mode="json"))
-    with LocalGrid(client_app(Clients(experiment)), prepared.run.clients, workers=workers) as grid:
+    with LocalGrid(client_app(ClientMaker(experiment)), prepared.run.clients, workers=workers) as grid:
         try:
             run_one(prepared, grid, run, Stopping(stop), done)
         except KeyboardInterrupt:

@@ -24,7 +24,7 @@ from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml
-from fedbn_flwr.experiment.node import Clients
+from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.preview import explain
 from fedbn_flwr.experiment.registry import build_strategy
@@ -352,7 +352,7 @@ def test_an_experiment_in_bfloat16_counts_its_bytes_and_resumes_to_the_same_bits
         run = RunFolder(tmp_path / name)
         done = run.begin(prepared.run.model_dump(mode="json"))
         with (
-            LocalGrid(client_app(Clients(experiment)), 2) as grid,
+            LocalGrid(client_app(ClientMaker(experiment)), 2) as grid,
             contextlib.suppress(KeyboardInterrupt),
         ):
             run_one(prepared, grid, run, Stopping(stop), done)

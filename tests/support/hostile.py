@@ -29,7 +29,7 @@ from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
-from fedbn_flwr.experiment.node import Clients
+from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.parts import Parts
 from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.registry import STRATEGIES
@@ -169,7 +169,7 @@ def train(
         rounds = () if honest else (1, run.rounds)
 
     def make(context: Context, config: Mapping[str, Any]) -> Any:
-        return Clients(experiment)(context, config)
+        return ClientMaker(experiment)(context, config)
 
     app, found = Hostile(client_app(make), kind, rounds, spoil), Outcome()
     carry_out = _run if whole else _start

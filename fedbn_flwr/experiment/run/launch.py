@@ -40,7 +40,7 @@ from ..data import examples_of
 from ..file.layers import from_run_config
 from ..listeners.progress import Progress, Reporter
 from ..listeners.slices import Slice, longest_round
-from ..node import Clients
+from ..node import ClientMaker
 from ..parts import Parts
 from ..prepare import prepare
 from ..settings import Experiment
@@ -183,7 +183,7 @@ def carry_out(
         def local_grid(parts: Parts) -> LocalGrid:
             together, _ = clients_at_once(parts)
             return LocalGrid(
-                client_app(Clients(experiment)),
+                client_app(ClientMaker(experiment)),
                 parts.run.clients,
                 workers=0 if together > 1 else workers_of(parts.run),
                 pool=functools.partial(part("pools", "together"), most=together) if together > 1 else None,

@@ -35,7 +35,7 @@ from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed, UserError
 from fedbn_flwr.experiment.data import examples_of, receive
-from fedbn_flwr.experiment.node import Clients, named_run
+from fedbn_flwr.experiment.node import ClientMaker, named_run
 from fedbn_flwr.experiment.parts import Parts, choose_device
 from fedbn_flwr.experiment.ray_settings import START, set_ray_defaults
 from fedbn_flwr.experiment.settings import Engine, Experiment
@@ -89,7 +89,7 @@ def _gpus(engine: Engine) -> float:
 
 
 @dataclass(frozen=True)
-class Sent(Clients):
+class Sent(ClientMaker):
     """An experiment's clients with their data and code, in the form in which they are sent to actors."""
 
     sent: dict[str, Stored] = field(default_factory=dict)  # where data sets are in the object store

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, build_model
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.node import Clients
+from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.models.layout import suits_channels_last
@@ -104,7 +104,7 @@ def test_auto_is_for_the_networks_of_this_library(changes: dict[str, Any], expec
     settings = {"train.channels_last": "auto", **changes}
     experiment = load_experiment("quick", [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     context = Context(run_id=0, node_id=0, node_config={"partition-id": 0}, state=RecordDict(), run_config={})
-    assert is_last(Clients(experiment)(context, {protocol.RUN: next(iter(experiment.named))}).model) == expected
+    assert is_last(ClientMaker(experiment)(context, {protocol.RUN: next(iter(experiment.named))}).model) == expected
 
 
 def test_a_shared_model_is_laid_out_and_keeps_its_parameters() -> None:

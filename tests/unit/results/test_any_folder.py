@@ -23,7 +23,7 @@ from fedbn_flwr import LocalGrid, cli, client_app
 from fedbn_flwr.errors import FedbnError, UserError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
-from fedbn_flwr.experiment.node import Clients
+from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages.arrays import configs_in, metrics_in
@@ -187,7 +187,7 @@ def carry_out_with(folder: RunFolder, more: str, kind: str, who: Sequence[int], 
     experiment, prepared = two_rounds(more)
 
     def make(context: Context, config: Mapping[str, Any]) -> Any:
-        return Clients(experiment)(context, config)
+        return ClientMaker(experiment)(context, config)
 
     for last in (1, 2):
         item = replace(prepared, rule=make_rule(prepared.run))

@@ -25,7 +25,7 @@ from fedbn_flwr.engines.base import GridAround
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
-from fedbn_flwr.experiment.node import Clients
+from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.extensions.secure import client as secure
@@ -483,7 +483,7 @@ def test_history_and_summary_have_skipped_rounds(tmp_path: Path) -> None:
     (prepared,) = prepare(experiment)
     folder = RunFolder(tmp_path / "run")
     folder.begin(prepared.run.model_dump(mode="json"))
-    app = Hostile(client_app(Clients(experiment)), (2,), {1: Attack("shares", SHARES, arrays_as(random), UNKNOWN)})
+    app = Hostile(client_app(ClientMaker(experiment)), (2,), {1: Attack("shares", SHARES, arrays_as(random), UNKNOWN)})
     with LocalGrid(app, 5) as grid:
         run_one(prepared, grid, folder, Reporter(), 0)
     first, second = folder.history()

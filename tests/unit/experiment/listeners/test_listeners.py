@@ -22,7 +22,7 @@ from fedbn_flwr.experiment.listeners.evaluate import Evaluate
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.progress import Progress
 from fedbn_flwr.experiment.listeners.recording import History, Saving
-from fedbn_flwr.experiment.node import Clients
+from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import train_round
 from fedbn_flwr.experiment.settings import Settings
@@ -55,7 +55,7 @@ class OwnDisks(MeteredGrid):
 def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
     experiment = load_experiment(EXPERIMENT)
     (prepared,) = prepare(experiment)
-    with LocalGrid(client_app(Clients(experiment)), 2) as grid:
+    with LocalGrid(client_app(ClientMaker(experiment)), 2) as grid:
         arrays = pack(initial_arrays(prepared.model))
         prepared.rule.begin(5, arrays)
         identity = {protocol.RUN: prepared.name, protocol.TOKEN: "0" * 32}
