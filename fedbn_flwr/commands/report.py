@@ -33,9 +33,9 @@ def add(commands: Commands) -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.results.folder import default_out
-    from fedbn_flwr.results.report.tables import Form
+    from fedbn_flwr.results.report.tables import ReportForm
     from fedbn_flwr.results.report.write import write_report
 
-    form = Form(tuple(filter(None, arguments.columns.split(","))), arguments.baseline)
+    form = ReportForm(tuple(filter(None, arguments.columns.split(","))), arguments.baseline)
     out = arguments.out or default_out("report")
     print(write_report(arguments.folders, out, form, only_page=arguments.html))

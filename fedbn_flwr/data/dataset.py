@@ -73,7 +73,7 @@ def numbers(values: Sequence[str], names: Sequence[str]) -> Tensor:
     return torch.tensor([place.get(value, -1) for value in values], dtype=torch.int64)
 
 
-class Form:
+class DataForm:
     """The properties of examples that a model depends on, from a data set or from the settings."""
 
     classes: int  # the number of classes, of labels, or of numbers to predict
@@ -114,7 +114,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class DataSet(Form):
+class DataSet(DataForm):
     name: str
     train: Examples
     test: Examples

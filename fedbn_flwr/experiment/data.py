@@ -15,7 +15,7 @@ from fedbn_flwr.batch import Value, tensors
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import ClientBatches, Normalise, own_augmentation
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.dataset import DataSet, Form
+from fedbn_flwr.data.dataset import DataForm, DataSet
 from fedbn_flwr.data.examples import MASK
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import partition, share_test
@@ -191,7 +191,7 @@ def try_data(run: Settings, dataset: DataSet, indices: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Shape(Form):
+class Shape(DataForm):
     """The properties of examples that a model depends on, without the examples."""
 
     classes: int

@@ -13,7 +13,7 @@ from fedbn_flwr.messages.arrays import FlatArrays
 from fedbn_flwr.norms.roles import Role
 
 
-class Form:
+class ModelForm:
     """The roles and shapes of a model's tensors, and which keys name the same tensor."""
 
     def __init__(self, roles: Mapping[str, Role], tensors: Mapping[str, Tensor]) -> None:

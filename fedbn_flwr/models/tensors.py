@@ -24,7 +24,7 @@ from fedbn_flwr.messages.arrays import FlatArrays, blocks, layout_of
 from fedbn_flwr.norms.roles import Role, key_of, roles
 from fedbn_flwr.norms.variants import BatchRenorm
 
-from .form import Form
+from .form import ModelForm
 
 _SENT = {
     torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8,
@@ -153,7 +153,7 @@ class ModelTensors:
         self._parameters = [name for name, _ in model.named_parameters()]
         self._modules = list(model.modules())
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
-        self.form = Form(self.roles, dict(zip(state, self._now(state), strict=True)))
+        self.form = ModelForm(self.roles, dict(zip(state, self._now(state), strict=True)))
         self._whole = {key for key in state if not state[key].is_floating_point()}
         # Whether a norm computes with its counter: a cumulative mean, or the warm-up of a BatchRenorm.
         self._counts = any(

@@ -14,7 +14,7 @@ from fedbn_flwr.trees import Json
 from .read.runs import Run, find_runs
 from .report.pictures import plot
 from .report.rows import Row, choose, group
-from .report.tables import Form, as_html, numbers, tables, tables_as_text
+from .report.tables import ReportForm, as_html, numbers, tables, tables_as_text
 from .text import in_html
 
 if TYPE_CHECKING:
@@ -143,7 +143,9 @@ class Results(tuple[Result, ...]):
             The row with which the others are compared in the first column, by a paired t test over seeds: its name in
             the table, or its label in the experiment.
         """
-        found = numbers(choose(self._rows), Form((columns,) if isinstance(columns, str) else tuple(columns), baseline))
+        found = numbers(
+            choose(self._rows), ReportForm((columns,) if isinstance(columns, str) else tuple(columns), baseline)
+        )
         return frame_of("Results.frame()", found).set_index("run")
 
     def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:

@@ -11,7 +11,7 @@ from fedbn_flwr.tasks import goodness
 from ..text import in_latex
 from .curves import Measure
 from .rows import Row, runs_of, sweeps
-from .tables import Form, Lines, by_domain, columns, domain_table, measures_of_sweep, sweep_tables, table
+from .tables import Lines, ReportForm, by_domain, columns, domain_table, measures_of_sweep, sweep_tables, table
 
 _NUMBER = re.compile(r"([-+<]?\d[\d.,]*)%?(?: ± ([\d.,]+))?")
 _ABOUT = (
@@ -20,11 +20,11 @@ _ABOUT = (
 )
 
 
-def as_latex(rows: Sequence[Row], form: Form) -> str:
+def as_latex(rows: Sequence[Row], form: ReportForm) -> str:
     """A `tabular` for the first table, and for those of domains and sweeps.
 
     Bold is the best mean, along with others that are printed like it. Deviations over a few seeds do not decide what is
-    bold; for a test there is `Form.baseline`.
+    bold; for a test there is `ReportForm.baseline`.
     """
     head, *body = table(rows, form)
     first: Lines = [head, *((row.title, *line[1:]) for row, line in zip(rows, body, strict=True))]

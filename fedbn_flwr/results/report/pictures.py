@@ -20,7 +20,16 @@ from ..folder.clients import PartitionCounts
 from ..text import in_plot
 from .curves import AXES, Measure, curve, measures, thin
 from .rows import OWN, Row, Sweep, both, deviation, headline, mean, runs_of, sweeps
-from .tables import DEFAULT, Form, as_measured, by_domain, in_domains, measures_of_clients, measures_of_sweep, set_up
+from .tables import (
+    DEFAULT,
+    ReportForm,
+    as_measured,
+    by_domain,
+    in_domains,
+    measures_of_clients,
+    measures_of_sweep,
+    set_up,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -123,7 +132,7 @@ def alone(draw: Draw, width: float = 0) -> Plot:
     return figure
 
 
-def alone_all(rows: Sequence[Row], form: Form) -> Iterator[Plot]:
+def alone_all(rows: Sequence[Row], form: ReportForm) -> Iterator[Plot]:
     """The panels of the main picture, of sweeps and of clients."""
     yield from map(alone, chain(*_main(rows, first_of(rows, form)), _of_sweeps(sweeps(rows), form)))
     yield from (alone(draw, 1.5 + 0.22 * len(rows)) for draw in _of_clients(rows))
@@ -147,7 +156,7 @@ def _measured(rows: Sequence[Row]) -> list[str]:
     return [measure.key for measure in measures(line for run in runs_of(rows) for line in run.lines)]
 
 
-def first_of(rows: Sequence[Row], form: Form) -> str:
+def first_of(rows: Sequence[Row], form: ReportForm) -> str:
     """The measure of the main picture: the first column that is asked for and has a curve, the usual one, or any."""
     known, usual = _measured(rows), headline(runs_of(rows))
     return next((key for key in (*form.columns, usual, *known) if key in known), usual)
@@ -281,12 +290,12 @@ def _side_by_side(
 # --- sweeps ---
 
 
-def sweeps_plot(found: Sequence[Sweep], form: Form = DEFAULT) -> Plot:
+def sweeps_plot(found: Sequence[Sweep], form: ReportForm = DEFAULT) -> Plot:
     """A panel for each sweep and measure, with the values of the sweep side by side."""
     return _grid(_of_sweeps(found, form), 3, 5.3, loc="outside upper center", ncols=4)
 
 
-def _of_sweeps(found: Sequence[Sweep], form: Form) -> list[Draw]:
+def _of_sweeps(found: Sequence[Sweep], form: ReportForm) -> list[Draw]:
     labels = list(dict.fromkeys(label for sweep in found for label in sweep.lines))
     return [partial(_dots, sweep, measure, labels) for sweep in found for measure in measures_of_sweep(sweep, form)]
 

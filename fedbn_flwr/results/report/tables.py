@@ -42,17 +42,17 @@ COSTS = ("rounds", "communication_rounds", "bytes_down", "bytes_up", "seconds")
 
 
 @dataclass(frozen=True)
-class Form:
+class ReportForm:
     """What the table of a report shows, if not the default."""
 
     columns: tuple[str, ...] = ()  # keys of summary.json
     baseline: str = ""  # the row that the others are compared with, seed by seed; see `against`
 
 
-DEFAULT = Form()
+DEFAULT = ReportForm()
 
 
-def columns(rows: Sequence[Row], form: Form) -> list[Measure]:
+def columns(rows: Sequence[Row], form: ReportForm) -> list[Measure]:
     """The columns of the form; by default the main metric, others that a row has, and the costs."""
     runs = runs_of(rows)
     known = {key for run in runs for key, value in run.values.items() if type(value) in (int, float)}
@@ -70,7 +70,7 @@ def columns(rows: Sequence[Row], form: Form) -> list[Measure]:
     return list(map(Measure.of, form.columns or shown))
 
 
-def table(rows: Sequence[Row], form: Form = DEFAULT) -> Lines:
+def table(rows: Sequence[Row], form: ReportForm = DEFAULT) -> Lines:
     """Headings and cells as text; several seeds are shown as mean ± standard deviation, with their number."""
     shown, compared = columns(rows, form), against(rows, form)
     headings = (f"difference to {form.baseline}", "95 % interval", "p", "pairs") if compared else ()
@@ -118,7 +118,7 @@ def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Paired:
     return Paired(count, mean(found), mean(found) - width, mean(found) + width, p)
 
 
-def against(rows: Sequence[Row], form: Form) -> dict[str, Paired]:
+def against(rows: Sequence[Row], form: ReportForm) -> dict[str, Paired]:
     """The other rows by label, compared with the baseline in the first column; empty without a baseline."""
     if not form.baseline:
         return {}
@@ -151,7 +151,7 @@ def _of_pairs(found: Paired | None, measure: Measure, digits: int) -> list[str]:
 # --- for a paper: numbers as they are, for CSV and pandas ---
 
 
-def numbers(rows: Sequence[Row], form: Form) -> Sequence[Json]:
+def numbers(rows: Sequence[Row], form: ReportForm) -> Sequence[Json]:
     """A line per row: mean and standard deviation of each column, and how many of the row's runs count."""
     compared, keys, found = against(rows, form), [measure.key for measure in columns(rows, form)], []
     for row in rows:
@@ -171,7 +171,7 @@ def numbers(rows: Sequence[Row], form: Form) -> Sequence[Json]:
     return found
 
 
-def as_csv(rows: Sequence[Row], form: Form) -> str:
+def as_csv(rows: Sequence[Row], form: ReportForm) -> str:
     found, stream = numbers(rows, form), io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerows([map(in_csv, line) for line in (found[0], *(line.values() for line in found))])
@@ -252,12 +252,12 @@ def participation_table(rows: Sequence[Row]) -> Lines:
 # --- sweeps, candidates, published results ---
 
 
-def measures_of_sweep(sweep: Sweep, form: Form) -> list[Measure]:
+def measures_of_sweep(sweep: Sweep, form: ReportForm) -> list[Measure]:
     """A table and a panel each: the columns that are asked for, or what its runs are compared by."""
     return list(map(Measure.of, form.columns)) or sweep.measures
 
 
-def sweep_tables(sweep: Sweep, form: Form = DEFAULT) -> list[Table]:
+def sweep_tables(sweep: Sweep, form: ReportForm = DEFAULT) -> list[Table]:
     """A column for each value."""
     found: list[Table] = []
     for measure in measures_of_sweep(sweep, form):
@@ -424,7 +424,7 @@ def as_html(title: str, lines: Sequence[Sequence[str]]) -> str:
     return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def tables(every: Sequence[Row], form: Form = DEFAULT) -> list[Table]:
+def tables(every: Sequence[Row], form: ReportForm = DEFAULT) -> list[Table]:
     """The tables of a report, with a title each."""
     rows = choose(every)
     found = [

@@ -33,7 +33,7 @@ from .pictures import alone_all, alone_curve, alone_partition, clients_plot, fir
 from .rows import OWN, Row, both, choose, group, runs_of, sweeps
 from .tables import (
     DEFAULT,
-    Form,
+    ReportForm,
     Table,
     as_csv,
     as_html,
@@ -58,7 +58,7 @@ _NOTE = (
 )
 
 
-def write_report(folders: Sequence[Path], out: Path, form: Form = DEFAULT, *, only_page: bool = False) -> str:
+def write_report(folders: Sequence[Path], out: Path, form: ReportForm = DEFAULT, *, only_page: bool = False) -> str:
     """Write a report on the runs in `folders` into the folder `out`.
 
     report.md has the tables, report.csv the first one without rounding, report.tex those for a paper, report.json the
@@ -97,7 +97,7 @@ def _write(file: Path, text: str) -> None:
         write_text(file, text)
 
 
-def _pictures(rows: Sequence[Row], form: Form) -> tuple[dict[str, Plot], str]:
+def _pictures(rows: Sequence[Row], form: ReportForm) -> tuple[dict[str, Plot], str]:
     """The pictures by the names of their files; or none, and why."""
     swept = sweeps(rows)
     try:
@@ -128,7 +128,7 @@ def _content(run: Run, chosen: bool) -> Json:
 # --- the page ---
 
 
-def page(every: Sequence[Row], form: Form, *, has_pictures: bool) -> str:
+def page(every: Sequence[Row], form: ReportForm, *, has_pictures: bool) -> str:
     """The tables and, if matplotlib is installed, the pictures; pictures of single measures are folded in."""
     rows, numbers = choose(every), count()
     runs = runs_of(rows)
@@ -169,7 +169,7 @@ def _figure(number: int, picture: Plot) -> str:
     return f"<figure>{shown}{opened if values else ''}</figure>"
 
 
-def _pictures_of_page(rows: Sequence[Row], form: Form) -> Iterator[tuple[str, str, Iterable[Plot]]]:
+def _pictures_of_page(rows: Sequence[Row], form: ReportForm) -> Iterator[tuple[str, str, Iterable[Plot]]]:
     """The section, the name and the pictures: of the whole report, and of each measure and partition."""
     yield "Pictures", "", alone_all(rows, form)
     main = both(first_of(rows, form), rows)

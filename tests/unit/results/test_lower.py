@@ -14,7 +14,7 @@ from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.pictures import clients_plot, plot
 from fedbn_flwr.results.report.rows import choose, group
-from fedbn_flwr.results.report.tables import Form, candidates_tables, table
+from fedbn_flwr.results.report.tables import ReportForm, candidates_tables, table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
@@ -46,7 +46,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def test_no_error_is_in_percent(runs: Path) -> None:
-    form = Form(("rmse", "best_test_rmse", "mae", "r2", "loss"), "FedAvg")
+    form = ReportForm(("rmse", "best_test_rmse", "mae", "r2", "loss"), "FedAvg")
     heads, first, second, third = table(group(find_runs([runs])), form)
     assert heads[1:7] == ("RMSE", "best RMSE on test", "MAE", "R²", "loss", "difference to FedAvg")
     assert first[1:3] == ("61.250 ± 1.768", "59.250 ± 1.768")

@@ -16,7 +16,7 @@ from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.latex import as_latex
 from fedbn_flwr.results.report.pictures import plot, sweeps_plot
 from fedbn_flwr.results.report.rows import Row, group, headline, sweeps
-from fedbn_flwr.results.report.tables import DEFAULT, Form, as_measured, candidates_tables, sweep_tables, table
+from fedbn_flwr.results.report.tables import DEFAULT, ReportForm, as_measured, candidates_tables, sweep_tables, table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
@@ -92,9 +92,9 @@ def test_columns_choose_the_table_the_curves_and_the_comparison(tmp_path: Path) 
             figures = {"accuracy": values[0], "clients_own_accuracy": values[1]}
             write_run(tmp_path / f"{label}{seed}", label, seed, personal=label == "FedBN", **figures)
     for keys, difference in (((), "+37.50"), (("bytes_up", "accuracy"), "+0.00"), (("accuracy",), "-25.00")):
-        heads, _, second = table(rows_of(tmp_path), Form(keys, "FedAvg"))
+        heads, _, second = table(rows_of(tmp_path), ReportForm(keys, "FedAvg"))
         assert second[heads.index("difference to FedAvg")] == difference
-    write_report([tmp_path], tmp_path / "out", Form(("bytes_up", "accuracy")))
+    write_report([tmp_path], tmp_path / "out", ReportForm(("bytes_up", "accuracy")))
     page = (tmp_path / "out" / "report.html").read_text()
     pictures = re.findall(r'aria-label="((?!Values)[^"]+)"', page[page.index('class="pictures"') :])
     assert pictures[0] == "accuracy, %, rounds"
@@ -155,13 +155,13 @@ def test_every_number_of_a_latex_table_is_a_formula(tmp_path: Path) -> None:
             write_run(
                 tmp_path / f"{label}{seed}", label, seed, task="regression", rmse=rmse * (seed + 1), status="failed"
             )
-    found = re.findall(r"\$[^$]+\$", as_latex(rows_of(tmp_path), Form(("rmse", "seconds"), "A")))
+    found = re.findall(r"\$[^$]+\$", as_latex(rows_of(tmp_path), ReportForm(("rmse", "seconds"), "A")))
     assert r"$18{,}518 \pm 8{,}730$" in found
     for formula in found:
         assert MathTextParser("path").parse(formula).width > 0
 
 
-def tabulars(rows: list[Row], form: Form = DEFAULT) -> list[list[str]]:
+def tabulars(rows: list[Row], form: ReportForm = DEFAULT) -> list[list[str]]:
     """The lines between the rules of each tabular."""
     found = re.findall(r"\\midrule\n(.*?)\\bottomrule", as_latex(rows, form), re.DOTALL)
     return [part.strip().splitlines() for part in found]
@@ -178,7 +178,7 @@ def test_a_latex_table_has_the_best_mean_in_bold(tmp_path: Path) -> None:
             status = "finished" if label != "failed" else "failed"
             figures = {"accuracy": accuracy + seed / 100, "loss": loss + seed}
             write_run(tmp_path / f"{label[:4]}{seed}", label, seed, status=status, **figures)
-    (lines,) = tabulars(rows_of(tmp_path), Form(("accuracy", "loss", "bytes_up"), "A & B"))
+    (lines,) = tabulars(rows_of(tmp_path), ReportForm(("accuracy", "loss", "bytes_up"), "A & B"))
     assert lines == [
         r"A \& B & $50.50 \pm 0.71$ & $\mathbf{1.5000} \pm 0.7071$ & $3.00$ & -- & -- & -- & -- \\",
         r"{}[c] & $\mathbf{60.50} \pm 0.71$ & $3.5000 \pm 0.7071$ & $3.00$ & $+10.00$ & -- & -- & $2$ \\",
@@ -186,7 +186,7 @@ def test_a_latex_table_has_the_best_mean_in_bold(tmp_path: Path) -> None:
         r"last\_1 & $\mathbf{60.50} \pm 0.71$ & $2.5000 \pm 0.7071$ & $3.00$ & $+10.00$ & -- & -- & $2$ \\",
     ]
     assert r"run & accuracy, \% & loss & MiB up & difference to A \& B" in as_latex(
-        rows_of(tmp_path), Form(("accuracy", "loss", "bytes_up"), "A & B")
+        rows_of(tmp_path), ReportForm(("accuracy", "loss", "bytes_up"), "A & B")
     )
 
 
@@ -197,7 +197,7 @@ def test_latex_tables_of_domains_and_sweeps_have_the_lowest_error_in_bold(tmp_pa
             rmse = 1234.5 + shift * (1 if alpha < 1 else -1)
             figures = {"rmse": rmse, "rmse_sea": rmse, "clients_own_rmse_std": shift, "accuracy": None}
             write_run(tmp_path / f"{label}{alpha}", f"{label} {alpha}", task="regression", config=config, **figures)
-    first, domains, sweep = tabulars(rows_of(tmp_path), Form(("rmse", "clients_own_rmse_std")))[:3]
+    first, domains, sweep = tabulars(rows_of(tmp_path), ReportForm(("rmse", "clients_own_rmse_std")))[:3]
     assert [r"\mathbf" in line for line in first] == [False, False, False, True]
     assert domains[3] == r"B 1.0 & $\mathbf{1{,}224.5}$ & $\mathbf{1{,}224.5}$ \\"
     assert sweep == [

@@ -19,7 +19,7 @@ from fedbn_flwr.errors import MissingPackage, UserError
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import plot
 from fedbn_flwr.results.report.rows import group
-from fedbn_flwr.results.report.tables import Form, paired
+from fedbn_flwr.results.report.tables import ReportForm, paired
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
@@ -96,7 +96,7 @@ def test_differences_that_are_equal_but_for_rounding_have_no_p_value() -> None:
 
 
 def test_csv_has_means_deviations_and_numbers_of_seeds(runs: Path, tmp_path: Path) -> None:
-    write_report([runs], tmp_path, Form(("accuracy", "rounds", "seconds"), "FedAvg & co"))
+    write_report([runs], tmp_path, ReportForm(("accuracy", "rounds", "seconds"), "FedAvg & co"))
     frame = pd.read_csv(tmp_path / "report.csv", index_col="run")
     assert list(frame.index) == list(ACCURACIES)
     assert list(frame["seeds"]) == [3, 3, 1]

@@ -19,8 +19,8 @@ from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.pictures import clients_plot, plot
 from fedbn_flwr.results.report.rows import Row, group, headline
 from fedbn_flwr.results.report.tables import (
-    Form,
     Lines,
+    ReportForm,
     as_measured,
     by_domain,
     client_table,
@@ -297,7 +297,7 @@ def test_runs_that_diverged_have_a_curve_and_no_results(tmp_path: Path) -> None:
     first, end, *_ = plot(rows).axes[0].get_lines()
     assert first.get_xydata().tolist() == [[number, 10 * number] for number in range(1, 6)], "what both have"
     assert (end.get_marker(), end.get_xydata().tolist()) == ("x", [[5, 50]])
-    (line, _) = numbers(rows, Form())
+    (line, _) = numbers(rows, ReportForm())
     assert line["status"] == "diverged in rounds 6 to 8"
     assert math.isnan(line["accuracy"])
 

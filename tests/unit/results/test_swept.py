@@ -14,7 +14,7 @@ from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import COLOURS, plot, sweeps_plot
 from fedbn_flwr.results.report.rows import Row, choose, group, sweeps
-from fedbn_flwr.results.report.tables import DEFAULT, Form, Table, published, sweep_tables, tables
+from fedbn_flwr.results.report.tables import DEFAULT, ReportForm, Table, published, sweep_tables, tables
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
@@ -66,7 +66,7 @@ def test_a_run_that_has_not_finished_is_marked(tmp_path: Path, status: str) -> N
 # --- sweeps ---
 
 
-def swept_tables(rows: list[Row], form: Form = DEFAULT) -> list[Table]:
+def swept_tables(rows: list[Row], form: ReportForm = DEFAULT) -> list[Table]:
     return [table for sweep in sweeps(rows) for table in sweep_tables(sweep, form)]
 
 
@@ -107,14 +107,14 @@ def test_a_sweep_has_tables_and_panels_of_the_columns_that_are_asked_for(tmp_pat
         for row, own in (("FedAvg", None), ("FedBN", alpha / 2)):
             write_cell(tmp_path, row, {"alpha": alpha}, 0.5, clients_own_accuracy=own)
     rows = rows_of(tmp_path)
-    plain, asked = swept_tables(rows), swept_tables(rows, Form(columns=("clients_own_accuracy", "bytes_up")))
+    plain, asked = swept_tables(rows), swept_tables(rows, ReportForm(columns=("clients_own_accuracy", "bytes_up")))
     assert [title for title, _ in plain] == ["accuracy by alpha", "accuracy on own data by alpha"]
     assert [title for title, _ in asked] == ["accuracy on own data by alpha", "MiB up by alpha"]
     assert plain[1][1][1:] == asked[0][1][1:] == [("FedAvg", "-", "-"), ("FedBN", "5.00%", "50.00%")]
     assert asked[1][1][1:] == [("FedAvg", "3.00", "3.00"), ("FedBN", "3.00", "3.00")]
-    panels = sweeps_plot(sweeps(rows), Form(columns=("clients_own_accuracy", "bytes_up"))).axes
+    panels = sweeps_plot(sweeps(rows), ReportForm(columns=("clients_own_accuracy", "bytes_up"))).axes
     assert [panel.get_ylabel() for panel in panels] == ["accuracy on own data, %", "MiB up"]
-    write_report([tmp_path], tmp_path / "out", Form(columns=("bytes_up",)))
+    write_report([tmp_path], tmp_path / "out", ReportForm(columns=("bytes_up",)))
     assert "MiB up by alpha" in (tmp_path / "out" / "report.md").read_text()
     assert "accuracy by alpha" not in (tmp_path / "out" / "report.md").read_text()
 
