@@ -22,7 +22,7 @@ from fedbn_flwr.exchange.step import Exchanges, LayerwiseStep, normalise
 from fedbn_flwr.messages.aggregate import Arrays
 
 from .gradients import Backward, batch_norm, by_autograd
-from .trace import Network, differentiable
+from .trace import Computation, Network
 
 
 class CohortExchanges(Exchanges):
@@ -48,7 +48,7 @@ class CohortExchanges(Exchanges):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Each client's loss, and the gradients of the (shaped) tensors with these names that have one."""
         inputs, targets = zip(*self.batches, strict=True)
-        compute = differentiable(network, tensors, names, {nn.BatchNorm1d: self._layer})
+        compute = Computation(network, tensors, names, {nn.BatchNorm1d: self._layer})
         outputs, gradients = compute(pad_sequence([*inputs], batch_first=True))
         outputs = outputs.detach().requires_grad_()
         losses = torch.stack([loss_fn(own[: len(y)], y) for own, y in zip(outputs, targets, strict=True)])

@@ -66,9 +66,10 @@ def batch_norm(module: nn.BatchNorm1d, tensors: Tensors, x: Tensor) -> tuple[Ten
             d.transpose(0, 1).flatten(1, 2), rows, weight, mean, variance, *saved, by_batch, module.eps,
             [needed, weight is not None, weight is not None],
         )  # fmt: skip
-        names = ("weight", "bias") if weight is not None else ()
-        gradients = {name: each.view(len(x), -1) for name, each in zip(names, affine, strict=False)}
-        return (of_rows.view_as(folded).transpose(0, 1) if needed else None,), gradients
+        of_x = of_rows.view_as(folded).transpose(0, 1) if needed else None
+        if weight is None:
+            return (of_x,), {}
+        return (of_x,), {name: each.view(len(x), -1) for name, each in zip(("weight", "bias"), affine, strict=True)}
 
     return y.view_as(folded).transpose(0, 1), backward
 

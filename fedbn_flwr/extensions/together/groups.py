@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -30,7 +30,7 @@ from fedbn_flwr.norms.statistics import frozen_norm
 
 from .exchanging import CohortExchanges
 from .gradients import loss_and_gradient
-from .trace import Network, differentiable, network_of
+from .trace import Computation, Network, network_of
 from .waiting import Waiting, leave_alone
 
 MOMENTUM = "momentum_buffer"
@@ -178,31 +178,26 @@ class _Group:
     @torch.no_grad()
     def train(self, ask: AskRows | None = None) -> None:
         gradients = None if ask is None else self._exchanged(ask)
-        first = self.rows[0]
         self.momentum = _stacked([row.momentum for row in self.rows])
-        self.memos: list[Memo] = [
-            {key: _stacked([row.memos[rule][key] for row in self.rows]) for key in first.memos[rule]}
-            for rule in range(len(first.memos))
-        ]
-        taken = [0] * len(self.rows)
+        of_rules = zip(*(row.memos for row in self.rows), strict=True)  # of each rule, the memos of all rows
+        self.memos = [{key: _stacked([memo[key] for memo in memos]) for key in memos[0]} for memos in of_rules]
+        self.taken = [0 if gradients is None else 1] * len(self.rows)  # each row's number of steps
         if gradients is not None:
-            w = {name: self.tensors[name] for name in self.training.optimizer.parameters}
-            self._step(self.rows, w, gradients, self.momentum, self.memos)
-            taken = [1] * len(self.rows)
+            self._step(self.rows, self._trained(self.tensors), gradients, self.momentum, self.memos)
         # Statistics that are frozen are not updated; parameters that are frozen are not the optimiser's.
         frozen = self.training.frozen & {Role.STATISTICS}
         with frozen_norm(self.training.model, frozen) if frozen else nullcontext():
-            while steps := self._next(taken):
-                self._run(*steps, taken)
+            while steps := self._next():
+                self._run(*steps)
         for place, (row, total) in enumerate(zip(self.rows, self.total.tolist(), strict=True)):
-            row.tensors, row.momentum = _part(self.tensors, place), _part(self.momentum, place)
-            memos = [{key: _part(values, place) for key, values in memo.items()} for memo in self.memos]
+            row.tensors, row.momentum = _at(place, self.tensors), _at(place, self.momentum)
+            memos = [_memo_at(place, memo) for memo in self.memos]
             row.trained = Trained(total / row.examples, row.shapes[0][0][0], len(row.batches), memos)
 
-    def _next(self, taken: Sequence[int]) -> tuple[slice, int] | None:
+    def _next(self) -> tuple[slice, int] | None:
         """The rows to train next (as many as possible with batches of one shape), and the number of steps."""
         # Of each row: the shapes of the batches that it has not trained yet.
-        left = [row.shapes[number:] for row, number in zip(self.rows, taken, strict=True)]
+        left = [row.shapes[number:] for row, number in zip(self.rows, self.taken, strict=True)]
         first = itertools.groupby(range(len(left)), lambda place: left[place][:1])
         runs = [[*run] for shapes, run in first if shapes]
         if not runs:
@@ -227,23 +222,26 @@ class _Group:
             row.begin()
         return {name: gradient.view_as(self.tensors[name]) for name, gradient in gradients.items()}
 
-    def _run(self, place: slice, steps: int, taken: list[int]) -> None:
+    def _run(self, place: slice, steps: int) -> None:
         """Take this number of steps of the rows at `place`, whose batches have one shape."""
-        rows, of, momentum = self.rows[place], _part(self.tensors, place), _part(self.momentum, place)
-        w = {name: of[name] for name in self.training.optimizer.parameters}
-        memos = [{key: _part(values, place) for key, values in memo.items()} for memo in self.memos]
-        compute = differentiable(self.network, self.network.shaped(of), [*w])
+        rows, tensors, momentum = self.rows[place], _at(place, self.tensors), _at(place, self.momentum)
+        w, memos = self._trained(tensors), [_memo_at(place, memo) for memo in self.memos]
+        compute = Computation(self.network, self.network.shaped(tensors), [*w])
         losses: list[Tensor] = []
-        for batches in zip(*(row.batches[done : done + steps] for row, done in self._rows(place, taken)), strict=True):
+        ahead = (row.batches[taken : taken + steps] for row, taken in zip(rows, self.taken[place], strict=True))
+        for batches in zip(*ahead, strict=True):
             inputs, targets = map(torch.stack, zip(*batches, strict=True))
             outputs, gradients = compute(inputs)
             own, of_outputs = loss_and_gradient(self.training.loss, outputs, targets)
             losses.append(own)
             self._step(rows, w, gradients(of_outputs), momentum, memos)
-        means = torch.stack(losses).view(steps, place.stop - place.start, -1).mean(2, dtype=torch.float64).sum(0)
+        means = torch.stack(losses).view(steps, len(rows), -1).mean(2, dtype=torch.float64).sum(0)
         self.total[place].add_(means, alpha=inputs.shape[1])
-        for i in range(place.start, place.stop):
-            taken[i] += steps
+        self.taken[place] = [taken + steps for taken in self.taken[place]]
+
+    def _trained(self, tensors: Tensors) -> Tensors:
+        """Those of the tensors that are trained."""
+        return {name: tensors[name] for name in self.training.optimizer.parameters}
 
     def _step(self, rows: Sequence[Row], w: Tensors, g: Tensors, momentum: Tensors, memos: Sequence[Memo]) -> None:
         """A step of rows with these tensors, along the gradients g after the client rules have changed them."""
@@ -254,23 +252,24 @@ class _Group:
                 rule.adjust(w, g, memo)
             else:
                 for place, row in enumerate(rows):
-                    own = {key: _part(each, place) for key, each in memo.items()}
-                    row.training.rules[number].adjust(_part(w, place), _part(g, place), own)
+                    row.training.rules[number].adjust(_at(place, w), _at(place, g), _memo_at(place, memo))
         if optimizer.clip is not None:
             _clip([*g.values()], optimizer.clip)
         group = optimizer.torch.param_groups[0]
         _sgd([w[name] for name in g], [*g.values()], [momentum[name] for name in g if name in momentum], group)
-
-    def _rows(self, place: slice, taken: Sequence[int]) -> Iterator[tuple[Row, int]]:
-        return zip(self.rows[place], taken[place], strict=True)
 
 
 def _stacked(rows: Sequence[Tensors]) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def _part(values: Tensors, place: int | slice) -> dict[str, Tensor]:
-    return {name: value[place] for name, value in values.items()}
+def _at(place: int | slice, stacked: Tensors) -> dict[str, Tensor]:
+    """The tensors of one or several rows."""
+    return {name: tensor[place] for name, tensor in stacked.items()}
+
+
+def _memo_at(place: int | slice, stacked: Memo) -> Memo:
+    return {key: _at(place, tensors) for key, tensors in stacked.items()}
 
 
 def _clip(gradients: Sequence[Tensor], most: float) -> None:

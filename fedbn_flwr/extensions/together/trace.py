@@ -39,41 +39,31 @@ class Network:
 
     def __init__(self, model: nn.Module) -> None:
         self.operations: list[Operation] = []
+        self._layers: dict[str, nn.Module] = {}  # without the model, which may be deleted
         places: dict[fx.Node, Value] = {}
         covered: set[str] = set()
         modules = dict(model.named_modules())
         if replaced := [name for name, module in modules.items() if "forward" in vars(module)]:
             raise NotImplementedError(f"{replaced[0] or 'the model'!r} has a forward of its own")
-        self._layers: dict[str, nn.Module] = {}  # without the model, which may be deleted
         for node in _trace(model).nodes:
-            kind: object
-            name, subject = "", None
-            match node.op:
-                case "placeholder" if not places:
-                    places[node] = Value(0)
-                    continue
-                case "call_module" if (module := modules[node.target]) and _is_known(module):
-                    kind, name, subject = type(module), str(node.target), module
-                    own = {f"{name}.{each}" for each, _ in (*module.named_parameters(), *module.named_buffers())}
-                    if own & covered:
-                        raise NotImplementedError(f"{name!r} is used more than once")
-                    self._layers[name] = module
-                    covered |= own
-                case "call_function" if node.target in LAYERS:
-                    kind, subject = node.target, functools.partial(node.target, **node.kwargs)
-                case "call_function" | "call_method" if _is_flatten(node):
-                    kind = nn.Flatten
-                case "output" if isinstance(node.args[0], fx.Node):
-                    self.result = places[node.args[0]]
-                    break
-                case "call_module":
-                    raise NotImplementedError(f"{node.target!r} is {str(modules[node.target]).partition(chr(10))[0]}")
-                case _:
-                    raise NotImplementedError(f"its forward has {getattr(node.target, '__name__', node.target)!s}")
+            if node.op == "placeholder" and not places:
+                places[node] = Value(0)
+                continue
+            if node.op == "output" and isinstance(node.args[0], fx.Node):
+                self.result = places[node.args[0]]
+                break
             arguments = [places[each] if isinstance(each, fx.Node) else each for each in node.args]
-            if _works_in_place(node, subject) and not (kind in RELU and all(len(each.users) == 1 for each in places)):
+            operation = _operation(node, modules, arguments)
+            only_value = all(len(each.users) == 1 for each in places)
+            if _works_in_place(node, operation.subject) and not (operation.kind in RELU and only_value):
                 raise NotImplementedError(f"{node.name!r} changes a value in place that may be used elsewhere")
-            self.operations.append(Operation(kind, name, subject, arguments))
+            if operation.name:
+                self._layers[operation.name] = module = operation.subject
+                own = {f"{operation.name}.{key}" for key, _ in (*module.named_parameters(), *module.named_buffers())}
+                if own & covered:
+                    raise NotImplementedError(f"{operation.name!r} is used more than once")
+                covered |= own
+            self.operations.append(operation)
             places[node] = Value(len(self.operations))
         self._places, self._hooks = places_of(model), hook_places(model)  # finding them takes longer than a look
         first: dict[int, str] = {}  # the first key of each tensor, by its address
@@ -117,6 +107,21 @@ def _trace(model: nn.Module) -> fx.Graph:
     return graph
 
 
+def _operation(node: fx.Node, modules: Mapping[str, nn.Module], arguments: Sequence[Any]) -> Operation:
+    """The node's operation; NotImplementedError if it is not known."""
+    match node.op:
+        case "call_module":
+            module = modules[name := str(node.target)]
+            if not _is_known(module):
+                raise NotImplementedError(f"{name!r} is {str(module).partition(chr(10))[0]}")
+            return Operation(type(module), name, module, arguments)
+        case "call_function" if node.target in LAYERS:
+            return Operation(node.target, "", functools.partial(node.target, **node.kwargs), arguments)
+        case "call_function" | "call_method" if _is_flatten(node):
+            return Operation(nn.Flatten, "", None, arguments)
+    raise NotImplementedError(f"its forward has {getattr(node.target, '__name__', node.target)!s}")
+
+
 def _is_known(module: nn.Module) -> bool:
     if isinstance(module, nn.Dropout) and module.p:
         return False
@@ -133,15 +138,6 @@ def _is_flatten(node: fx.Node) -> bool:
 
 def _works_in_place(node: fx.Node, module: object) -> bool:
     return any(each is True for each in (getattr(module, "inplace", False), node.kwargs.get("inplace"), *node.args))
-
-
-def by_layer(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each module, by their names in it."""
-    layers: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, _, part = key.rpartition(".")
-        layers.setdefault(name, {})[part] = tensor
-    return layers
 
 
 _HOOKS = "a module or a parameter has hooks"
@@ -163,14 +159,12 @@ def network_of(model: nn.Module) -> Network | str:
     return _HOOKS if isinstance(network, Network) and network.has_hooks() else network
 
 
-def differentiable(
-    network: Network, tensors: Tensors, names: Sequence[str], other: Mapping[object, Layer] = MappingProxyType({})
-) -> Callable[[Tensor], tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]]:
-    """The computation with these tensors, which `Network.shaped` has returned.
+class Computation:
+    """A network's computation with these tensors, which `Network.shaped` has returned.
 
-    `compute(inputs)` returns the outputs and a function: given the outputs' gradient, it returns the gradients of the
-    tensors `names`, each in the tensor's own shape. Tensors without influence on the outputs are left out. `other`
-    layers replace those of some types. For x + norm(first(x)), forward from the left and backward from the right:
+    A call returns the outputs and a function: given the outputs' gradient, it returns the gradients of the tensors
+    `names`, each in the tensor's own shape. Tensors without influence on the outputs are left out. `other` layers
+    replace those of some types. For x + norm(first(x)), forward from the left and backward from the right:
 
         values     0: x               1: first(0)    2: norm(1)    3: 0 + 2
         needed     (constant input)   False          True          True       whether arguments need gradients
@@ -178,36 +172,46 @@ def differentiable(
 
     `depending` has the values that depend on tensors: 1, 2 and 3.
     """
-    own, depending, known = by_layer(tensors), set[int](), {**LAYERS, **other}
-    # Of each operation: its layer's name, the layer, its arguments, and whether they need gradients.
-    layers: list[tuple[str, Callable[..., tuple[Tensor, Backward]], Sequence[Any], bool]] = []
-    for place, each in enumerate(network.operations, start=1):
-        needed = any(type(value) is Value and value in depending for value in each.arguments)
-        if needed or each.name in own:
-            depending.add(place)
-        layer = functools.partial(known[each.kind], each.subject, own.get(each.name, {}))
-        layers.append((each.name, layer, each.arguments, needed))
 
-    def compute(inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
+    def __init__(
+        self,
+        network: Network,
+        tensors: Tensors,
+        names: Sequence[str],
+        other: Mapping[object, Layer] = MappingProxyType({}),
+    ) -> None:
+        self._result = network.result
+        self._names = [(key, *key.rpartition(".")[::2]) for key in names]  # (key, the layer's name, the name in it)
+        by_layer: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            name, _, part = key.rpartition(".")
+            by_layer.setdefault(name, {})[part] = tensor
+        # Of each operation: the layer with its tensors, and whether its arguments need gradients.
+        self._layers: list[tuple[Operation, Callable[..., tuple[Tensor, Backward]], bool]] = []
+        depending, known = set[int](), {**LAYERS, **other}
+        for place, each in enumerate(network.operations, start=1):
+            needed = any(type(value) is Value and value in depending for value in each.arguments)
+            if needed or each.name in by_layer:
+                depending.add(place)
+            layer = functools.partial(known[each.kind], each.subject, by_layer.get(each.name, {}))
+            self._layers.append((each, layer, needed))
+
+    def __call__(self, inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
         values, backwards = [inputs], list[Backward]()
-        for _, layer, arguments, _ in layers:
-            value, backward = layer(*[values[each] if type(each) is Value else each for each in arguments])
+        for operation, layer, _ in self._layers:
+            value, backward = layer(*[values[each] if type(each) is Value else each for each in operation.arguments])
             values.append(value)
             backwards.append(backward)
+        return values[self._result], functools.partial(self._gradients, backwards)
 
-        def gradients(of_outputs: Tensor) -> dict[str, Tensor]:
-            left: dict[int, Tensor] = {network.result: of_outputs}  # gradients of values
-            found: dict[str, Tensor] = {}  # gradients of tensors
-            for place in range(len(layers), 0, -1):
-                if place in left:
-                    name, _, arguments, needed = layers[place - 1]
-                    of_inputs, of_tensors = backwards[place - 1](left.pop(place), needed)
-                    found.update((f"{name}.{part}", gradient) for part, gradient in of_tensors.items())
-                    for value, gradient in zip(arguments, of_inputs, strict=False):
-                        if gradient is not None:  # constants have none
-                            left[value] = left[value] + gradient if value in left else gradient
-            return {name: found[name] for name in names if name in found}
-
-        return values[network.result], gradients
-
-    return compute
+    def _gradients(self, backwards: Sequence[Backward], of_outputs: Tensor) -> dict[str, Tensor]:
+        left: dict[int, Tensor] = {self._result: of_outputs}  # gradients of values
+        found: dict[str, Tensors] = {}  # gradients of tensors, by layer
+        for place in range(len(backwards), 0, -1):
+            if place in left:
+                operation, _, needed = self._layers[place - 1]
+                of_inputs, found[operation.name] = backwards[place - 1](left.pop(place), needed)
+                for value, gradient in zip(operation.arguments, of_inputs, strict=False):
+                    if gradient is not None:  # constants have none
+                        left[value] = left[value] + gradient if value in left else gradient
+        return {key: found[name][part] for key, name, part in self._names if part in found.get(name, ())}

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.extensions.together.gradients import loss_and_gradient
-from fedbn_flwr.extensions.together.trace import Network, differentiable, network_of
+from fedbn_flwr.extensions.together.trace import Computation, Network, network_of
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 
@@ -101,7 +101,7 @@ def test_gradients_are_those_of_the_plain_modules(name: str, frozen: frozenset[R
     names = [key for key, _ in model.named_parameters()]
     weights = torch.randn(EXAMPLES, 6 if name == "branches" else 3, dtype=torch.float64)
     with torch.no_grad(), frozen_norm(model, frozen):
-        outputs, gradients_of = differentiable(network, network.shaped(stacked), names)(inputs)
+        outputs, gradients_of = Computation(network, network.shaped(stacked), names)(inputs)
         gradients = gradients_of(weights.expand(CLIENTS, -1, -1))
     assert gradients.keys() == {key for key in names if not key.startswith("unused")}
     for place, client in enumerate(models):
