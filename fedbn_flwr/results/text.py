@@ -20,7 +20,7 @@ def columns_in_words(columns: Mapping[str, str]) -> list[str]:
     """Lines that name the input columns, and the other columns with their use or why they are left out."""
     inputs = [name for name, use in columns.items() if use == "input"]
     others = [f"{name or 'a column without name'} ({use})" for name, use in columns.items() if use != "input"]
-    lines = f"inputs ({len(inputs)}): {', '.join(inputs)}", f"no inputs: {', '.join(others)}"
+    lines = f"inputs ({len(inputs)}): {', '.join(inputs)}", f"other columns: {', '.join(others)}"
     return [printable(shorten(line, 2000)) for line in lines]
 
 

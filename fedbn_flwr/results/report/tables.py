@@ -339,7 +339,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """Sentences about smaller sizes, the directions of metrics, missing ones, and random or different examples."""
     runs = runs_of(rows)
     sizes = dict.fromkeys(run.summary.size for run in runs if run.summary.size)
-    found = [f"Size {size}, which is smaller than the file." for size in sizes]
+    found = [f"Size {size}: a smaller version of the experiment." for size in sizes]
     mains = dict.fromkeys(run.summary.of_task.main for run in runs)
     if lower := [title_of(main) for main in mains if is_lower_better(main)]:
         found.append(f"Lower is better: {', '.join(lower)}.")

@@ -150,7 +150,7 @@ def test_explain_prints_the_use_of_each_column(tmp_path: Path, capsys: pytest.Ca
     file.write_text(",age,ill,town\x1b\n" + "".join(f"{i},{20 + i},{i % 2},x\n" for i in range(40)))
     text = f"{SMALL}data: {{name: {file}, label: ill, test: 0.2}}\nmodel: {{name: mlp}}\n"
     assert cli.main(["explain", text, "clients=2"]) == 0
-    lines = "inputs (1): age\nno inputs: a column without name (index of pandas), ill (data.label), town\ufffd (str"
+    lines = "inputs (1): age\nother columns: a column without name (index of pandas), ill (data.label), town\ufffd (str"
     assert lines in capsys.readouterr().out
 
 

@@ -76,7 +76,8 @@ def test_sweeps_counts_the_trainings_of_its_experiment() -> None:
     (text,) = (text for guide, kind, text in BLOCKS if (guide, kind) == ("sweeps", "yaml"))
     runs = Counter(run.cell.row for run in load_experiment(text).runs)
     page = " ".join((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8").split())
-    assert f"makes {runs.total()} trainings, {runs['FedAvg+BN']} of FedAvg+BN: two values" in page
+    assert f"FedAvg+BN trains {runs['FedAvg+BN']} times (two values" in page
+    assert f"all runs together {runs.total()} times" in page
     assert runs == {"FedAvg+BN": 2 * 2 * 3, "FixBN": 2 * 3 * 3, "Centralised": 2 * 3}, "values, rates and seeds"
 
 

@@ -99,7 +99,7 @@ def test_what_an_interrupted_seed_reached_is_no_figure_of_its_candidate(out: Pat
 def test_the_report_names_the_size(out: Path) -> None:
     for name in ("report.md", "report.html"):
         text = (out / name).read_text()
-        assert "Size small, which is smaller than the file." in text
+        assert "Size small: a smaller version of the experiment." in text
         assert "candidates: the best is chosen by the accuracy on held-out training examples" in text
     assert '"size": "small"' in (out / "BN-batch_size=16-lr=0.2-seed0" / "summary.json").read_text()
 

@@ -460,7 +460,7 @@ def test_a_table_that_suits_the_experiment_passes(tmp_path: Path, capsys: pytest
     code, found = check(capsys, *patients(tmp_path / "site"), PATIENTS)
     assert code == 0, found
     assert "40 training and 40 test examples of shape [4]; classes: ill: " in found["data"]["found"]
-    assert "; inputs (3): age, pressure, sex; no inputs: outcome (data.label), name (not " in found["data"]["found"]
+    assert "; inputs (3): age, pressure, sex; other columns: outcome (data.label), name (not " in found["data"]["found"]
     assert "mlp takes these examples" in found["experiment"]["found"]
 
 
