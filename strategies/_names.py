@@ -11,6 +11,7 @@ from ._hooks import Question as Question
 from ._hooks import Round as Round
 from ._hooks import Traits as Traits
 from ._rule import Rule as Rule
+from ._rule import evaluation_round as evaluation_round
 from ._rule import restore as restore
 from ._rule import state_of as state_of
 from ._wrapper import Wrapper as Wrapper

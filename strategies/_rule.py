@@ -95,10 +95,6 @@ class Rule(Hooks):
         added: dict[str, str | bool] = {**name, **dict.fromkeys(keys, True)}
         return ConfigRecord({**added, **config}) if added.keys() - config.keys() else config
 
-    def tested(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Round:
-        """The round in which this model is tested; its config selects the rules that change each client's inputs."""
-        return Round(server_round, arrays, self._named(config, self.traits.own_inputs), grid)
-
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -178,7 +174,7 @@ class Rule(Hooks):
 
         def evaluate_model(number: int, arrays: ArrayRecord) -> MetricRecord | None:
             assert evaluate_fn is not None
-            return evaluate_fn(number, self.global_model(self.tested(number, arrays, train, grid)))
+            return evaluate_fn(number, self.global_model(evaluation_round(self, number, arrays, train, grid)))
 
         return train, evaluate, evaluate_fn and evaluate_model
 
@@ -197,6 +193,11 @@ class Rule(Hooks):
 
     def _load_state(self, values: Any) -> None:
         self.memory = self.Memory(**values)
+
+
+def evaluation_round(rule: Rule, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Round:
+    """The round in which this model is tested; its config selects the rules that change each client's inputs."""
+    return Round(number, arrays, rule._named(config, rule.traits.own_inputs), grid)
 
 
 def _drawn_name() -> Mapping[str, str]:

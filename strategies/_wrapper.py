@@ -14,7 +14,7 @@ from fedbn_flwr.errors import SettingsError
 
 from ._composition import check_composition
 from ._foreign import as_rule
-from ._rule import Rule
+from ._rule import Rule, evaluation_round
 
 # What a wrapper does not call of the rule inside, and the hooks that take its place.
 _INSTEAD = {
@@ -60,8 +60,8 @@ class Wrapper(Rule):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        tested = self.tested(server_round, arrays, config, grid)
-        return self._inside.configure_evaluate(server_round, arrays, tested.config, grid)
+        round = evaluation_round(self, server_round, arrays, config, grid)
+        return self._inside.configure_evaluate(server_round, arrays, round.config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         return self._inside.aggregate_evaluate(server_round, replies)

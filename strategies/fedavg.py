@@ -36,7 +36,7 @@ from ._base import BaseStrategy
 from ._bounds import InfluenceBounds, refuse_bounds
 from ._hooks import Config, Json, Round, Traits
 from ._questions import ask_for_partitions, connected
-from ._rule import Rule
+from ._rule import Rule, evaluation_round
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 Names = Annotated[str | Sequence[str], "a name or a list of names, such as ['fc', 'layer4*', 'affine']"]
@@ -147,7 +147,7 @@ class FedAvg(BaseStrategy, FlowerFedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        round = self.tested(server_round, arrays, config, grid)
+        round = evaluation_round(self, server_round, arrays, config, grid)
         nodes = self._choose(round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
         return self.messages_to(nodes, MessageType.EVALUATE, round)
 

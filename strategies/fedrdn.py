@@ -99,7 +99,9 @@ class FedRDNClient(ClientRule):
     """Normalises the inputs of training with pairs that it draws, and those of tests with the client's own pair."""
 
     keys = {
-        DRAWN: Key("`image` or `batch`", "normalise each image, or each batch, with statistics of a client drawn"),
+        DRAWN: Key(
+            "`image` or `batch`", "normalise each image, or each batch, with the statistics of a randomly drawn client"
+        ),
         MEAN: Key("floats", "the input channels' means, one client after another"),
         DEVIATION: Key("floats", f"the standard deviations for `{MEAN}`"),
         OWN: Key("true", "measure the inputs' own mean and deviation (`query.measure`), and normalise tests with them"),

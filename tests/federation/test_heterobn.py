@@ -20,7 +20,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.variants import StaticBatchNorm
 from fedbn_flwr.results.folder.ledger import MeteredGrid
-from fedbn_flwr.strategies import FedAvg, FedRDN, FixBN, HeteroBN, MeanStatistics, Round
+from fedbn_flwr.strategies import FedAvg, FedRDN, FixBN, HeteroBN, MeanStatistics, Round, evaluation_round
 from tests.support.fixtures import small_net
 
 Federations = Callable[..., Any]
@@ -357,7 +357,7 @@ def test_inside_fedrdn_clients_measure_the_inputs_that_they_are_tested_with(fede
     fed = federation((8, 12, 6), model=static_net, dtype=torch.float64)
     strategy, grid = FedRDN(HeteroBN(statistics="query", fraction_evaluate=0.0)), fed.grid()
     trained = strategy.start(grid, fed.arrays(), num_rounds=1).arrays
-    found = strategy.global_model(strategy.tested(1, trained, ConfigRecord(), grid))
+    found = strategy.global_model(evaluation_round(strategy, 1, trained, ConfigRecord(), grid))
     for data in fed.data:
         images = torch.cat([x for x, _ in data.batches])
         mean = images.mean((2, 3), keepdim=True).mean(0)

@@ -25,6 +25,7 @@ from fedbn_flwr.messages.reply import sender_of
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder.clients import by_metric, is_count, spread
+from fedbn_flwr.strategies import evaluation_round
 from fedbn_flwr.tasks import goodness
 from fedbn_flwr.trees import Draft, Tree
 
@@ -67,7 +68,8 @@ class Evaluate(Listener):
         model = finished.model
         if self.rule.traits.has_global_model:
             config = ConfigRecord({**running.config})
-            model = self.rule.global_model(self.rule.tested(finished.number, finished.arrays, config, running.grid))
+            round = evaluation_round(self.rule, finished.number, finished.arrays, config, running.grid)
+            model = self.rule.global_model(round)
         if self.rule.traits.has_global_model and (dataset := self.prepared.dataset) is not None:
             line |= self._on_server(dataset, model, queried=bool(set(model) - set(finished.arrays)))
         else:
