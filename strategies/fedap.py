@@ -51,7 +51,7 @@ from ._hooks import Question, Round, Traits
 from .fedbn import FedBN
 
 NORM_INPUTS = "fedbn.norm-inputs"
-_WHAT = "mean and variance of what its batch norms normalise"
+_WHAT = "mean and variance of the inputs of its batch norms"
 
 
 class FedAP(FedBN):

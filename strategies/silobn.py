@@ -26,4 +26,4 @@ class SiloBN(LocalNorm):
         server never sends statistics: a new client begins with the statistics of a newly built model.
     """
 
-    traits = Traits(client_memory="their own batch norm", kept=NORM_STATE)
+    traits = Traits(client_memory="their own statistics of batch norm", kept=NORM_STATE)

@@ -147,7 +147,7 @@ def leaves() -> Table:
             sent[_TRAVELLING.index(Role.STATISTICS)] = "none"
         besides = "; ".join([*traits.besides, *_queried(name)]) or "nothing"
         rows.append((f"`{name}`", *sent, besides, traits.client_memory or "nothing"))
-    return ("strategy", "weights", "gamma, beta", "running statistics", "besides", "stored for each client"), rows
+    return ("strategy", "weights", "gamma, beta", "running statistics", "also sends", "stored for each client"), rows
 
 
 def _queried(name: str) -> Iterator[str]:
