@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -52,7 +51,6 @@ class Lane(Waiting):
     received: list[Tensor] = field(init=False)  # the values of the network that the round begins with
 
     def __post_init__(self) -> None:
-        self.copy.used = True
         training, model = self.training, self.copy.model
         with seeding.streams(training.seed, training.device):
             training.batches = [
@@ -61,10 +59,11 @@ class Lane(Waiting):
             ]
         self.received = [tensor.detach().clone() for tensor in _tensors(training.model)]
         _fill(model, self.received)
-        memo = {id(of): to for of, to in zip(training.model.parameters(), model.parameters(), strict=True)}
-        optimizer = copy.deepcopy(training.optimizer, cast(dict[int, object], memo))
-        self.own = replace(training, model=model, optimizer=optimizer)
+        own_parameters = zip(training.model.parameters(), model.parameters(), strict=True)
+        memo: dict[int, object] = {id(parameter): own for parameter, own in own_parameters}
+        self.own = replace(training, model=model, optimizer=copy.deepcopy(training.optimizer, memo))
         self._use(self.own)
+        self.copy.used = True  # last, since loading the batches may fail
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.training.device, non_blocking=True)
@@ -81,13 +80,13 @@ class Lane(Waiting):
         _fill(self.training.model, self.received if self.trained is None else _tensors(self.copy.model))
 
 
-def no_lane(training: Training) -> str:
-    """Why a round must train alone; "" if it may have a lane."""
+def no_lane(training: Training) -> str | None:
+    """Why a round must train alone; None if it may have a lane."""
     if training.first_step is not None:
         return "the first step of a round exchanges statistics"
     if any(rule.trains_alone for rule in training.rules):
         return "a client rule has a loss of its own, or changes the model"
-    return "its passes draw random numbers" if training.model in _drawing else ""
+    return "its passes draw random numbers" if training.model in _drawing else None
 
 
 def lane_of(training: Training) -> Lane | str:

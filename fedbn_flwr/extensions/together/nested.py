@@ -2,7 +2,8 @@
 
 A client's message is handled up to its training, and there the next client's message is handled in the same way. The
 last one trains the loaded rounds of all; then each client continues to its reply, the last one first. So clients differ
-from separate ones only in their training, and may share the model, as they do in an experiment.
+from separate ones only in their training: mods and methods that a subclass overrides work, and clients may share the
+model, as they do in an experiment. Nested calls take no time; a thread for each client would take about 0.3 ms.
 """
 
 from __future__ import annotations
@@ -88,5 +89,5 @@ def train_waiting(waiting: Sequence[Waiting]) -> None:
 def problem(training: Training) -> str | None:
     """Why this client must train alone, as far as it shows before its batches are loaded, or None."""
     if isinstance(network := network_for(training), str):
-        return (no_lane(training) or None) if training.device.type == "cuda" else network
+        return no_lane(training) if training.device.type == "cuda" else network
     return None

@@ -54,8 +54,8 @@ class Network:
                 break
             arguments = [places[each] if isinstance(each, fx.Node) else each for each in node.args]
             operation = _operation(node, modules, arguments)
-            only_value = all(len(each.users) == 1 for each in places)
-            if _works_in_place(node, operation.subject) and not (operation.kind in RELU and only_value):
+            used_once = all(len(each.users) == 1 for each in places)  # the values so far
+            if _works_in_place(node, operation.subject) and not (operation.kind in RELU and used_once):
                 raise NotImplementedError(f"{node.name!r} changes a value in place that may be used elsewhere")
             if operation.name:
                 self._layers[operation.name] = module = operation.subject

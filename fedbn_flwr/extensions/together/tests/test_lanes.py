@@ -154,3 +154,14 @@ def test_a_lane_is_the_loop_of_one_client() -> None:
     assert found == [train(training) for training in expected]
     for mine, one in zip(ours, apart, strict=True):
         torch.testing.assert_close(mine.model.state_dict(), one.model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_round_whose_batches_cannot_be_read_leaves_its_copy_free() -> None:
+    from .test_together import rounds
+
+    model = net()
+    (training,) = rounds(model, (8,))
+    training.batches = ({}["no"] for _ in range(1))
+    with pytest.raises(KeyError):
+        lane_of(training)
+    assert not any(each.used for each in lanes._copies[training.model])
