@@ -57,11 +57,12 @@ def answer_together(
         if isinstance(own := loaded(training), str):
             return train(training)
         waiting.append(own)
-        answer()  # all other messages; the clients that load a round return when it is trained
-        try:
-            train_all(waiting)
-        finally:
-            waiting.clear()  # they are trained when the other clients continue
+        answer()
+        if waiting:  # so this client is the last one
+            try:
+                train_all(waiting)
+            finally:
+                waiting.clear()
         return own.finished()
 
     calls, before = _CALLS * len(messages), TRAINER.set(trainer)

@@ -486,6 +486,31 @@ def test_clients_may_share_the_model(federation: Federations) -> None:
         np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-11, atol=1e-12)
 
 
+def test_mods_and_overridden_methods_work(federation: Federations, groups: list[int]) -> None:
+    fed = federation((8, 12, 7), model=mlp, dtype=torch.float64)
+    calls: list[str] = []
+
+    def mod(message: Any, context: Any, call_next: Any) -> Any:
+        calls.append("mod begins")
+        reply = call_next(message, context)
+        calls.append("mod ends")
+        return reply
+
+    class Own(BNClient):
+        def train_round(self, *arguments: Any) -> Any:
+            update = super().train_round(*arguments)
+            calls.append("trained")
+            return update
+
+    def make_client(context: Any) -> BNClient:
+        return Own(copy.deepcopy(fed.model), fed.data[int(context.node_config["partition-id"])], context=context)
+
+    app = client_app(make_client, mods={"train": [mod]})
+    models_of(fed, FedAvg(), 1, grid=fed.grid(app, pool=partial(TogetherPool, most=3)))
+    assert groups == [3]
+    assert calls == ["mod begins"] * 3 + ["trained", "mod ends"] * 3
+
+
 def test_a_failing_client_fails_by_itself(federation: Federations) -> None:
     fed = federation((8, 12, 7), model=mlp)
     inputs, targets = fed.data[1].batches[0]
