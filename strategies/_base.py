@@ -1,4 +1,4 @@
-"""The base of a chain: the innermost rule, which chooses the clients of a round and judges their replies."""
+"""The base of a chain: the innermost rule chooses the clients of a round, and judges their replies."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from fedbn_flwr.norms.roles import Role, roles, split
 from ._bounds import InfluenceBounds
 from ._hooks import Hooks, Round
 from ._roster import Asked, Attendance, Roster, Screening
-from ._rule import Rule
 
 
-class BaseStrategy(Rule):
-    """The innermost rule of a chain: it chooses the clients, and knows them by their partitions."""
+class BaseStrategy(Hooks):
+    """What the innermost rule of a chain has in addition to hooks. It knows clients by their partitions."""
 
     @dataclass
     class Memory(Hooks.Memory):
@@ -88,16 +87,16 @@ class BaseStrategy(Rule):
         """Run the round's exchanges, if it has any; returns the messages to send."""
         return messages
 
-    def judged(self, outer: Rule, round: Round, messages: Sequence[Message]) -> Sequence[Reply]:
-        """The replies that every rule of the chain of `outer` can use."""
-        sent, record_names = unpack(round.arrays), outer.traits.records
-        screening = Screening(messages, self.arrayrecord_key, record_names)
+    def judged(self, chain: Sequence[Hooks], round: Round, messages: Sequence[Message]) -> Sequence[Reply]:
+        """The replies that every rule of the chain can use."""
+        sent, traits = unpack(round.arrays), chain[0].traits
+        screening = Screening(messages, self.arrayrecord_key, traits.records)
         screening.check(lambda reply: self.form_problem(round, reply, sent))
-        for rule in outer.chain:
+        for rule in chain:
             screening.check(partial(rule.problem, round))
-        if outer.traits.compared:
+        if traits.compared:
             problems = {**metric_problems(screening.usable), **self.compare(screening.usable, sent)}
-            for name in record_names:
+            for name in traits.records:
                 problems |= record_problems(screening.usable, name, sent)
             screening.leave_out(problems)
         self.training, usable = self.roster.attendance(f"round {round.number}", self.asked, screening)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from fedbn_flwr.errors import SettingsError
 
 from ._base import BaseStrategy
+from ._hooks import Hooks
 from ._rule import Rule
 
 
@@ -40,7 +41,7 @@ def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
 _OF_SINGLE_REPLIES = ("question", "problem", "combine", "after_round", "incoming", "accepted")
 
 
-def broken(rule: Rule) -> Mapping[str, str]:
+def broken(rule: Hooks) -> Mapping[str, str]:
     """The guarantees that a rule breaks by itself, each with the reason.
 
     These are the ones in `breaks`, and "mean" for a hook that the class, or a base, adds to those of the nearest class

@@ -42,7 +42,7 @@ _BREAKS = (
 _NOT_SAVED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial, Strategy)
 
 
-class Foreign(BaseStrategy):
+class Foreign(BaseStrategy, Rule):
     """A strategy that is not a `Rule`: it chooses the clients and combines their replies.
 
     With a `seed`, its random choices of clients depend on the seed and the round alone. Its state consists of its

@@ -23,6 +23,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
@@ -150,6 +151,7 @@ class Hooks(Strategy):
     # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an
     # experiment they are on the disk before the messages that `configure_train` returns are sent.
     promised: Collection[str] = ()
+    chain: tuple[Hooks, ...]  # this rule, the one inside it, and so on
     _inside: Hooks  # the rule inside this one
     num_rounds: int = 0  # of the run; 0, for unknown, unless `Rule.start` started it
 
@@ -218,6 +220,15 @@ class Hooks(Strategy):
     def notes(self) -> Json:
         """The entries in the run's summary, for instance the round in which the strategy froze batch norm."""
         return self._inside.notes()
+
+    # --- the state ---
+
+    def _state(self) -> object:
+        """The state that checkpoints save."""
+        return vars(self.memory)
+
+    def _load_state(self, values: Any) -> None:
+        self.memory = self.Memory(**values)
 
     # --- what a subclass gets without writing it ---
 

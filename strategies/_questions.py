@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -17,11 +16,9 @@ from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import number_problem, partition_of
 from fedbn_flwr.messages.votes import arrays_problems, metric_problems
 
+from ._base import BaseStrategy
 from ._hooks import Question, Round
 from ._roster import Asked, Screening
-
-if TYPE_CHECKING:
-    from ._base import BaseStrategy
 
 
 def connected(base: BaseStrategy, grid: Grid, needed: int = 0) -> list[int]:

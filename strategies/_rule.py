@@ -11,7 +11,7 @@ import secrets
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -27,12 +27,10 @@ from fedbn_flwr.messages.reply import Reply, with_content
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.norms.roles import NORM_STATE, Role
 
+from ._base import BaseStrategy
 from ._hooks import Hooks, Round
 from ._questions import ask
 from ._roster import Attendance
-
-if TYPE_CHECKING:
-    from ._base import BaseStrategy
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -43,7 +41,6 @@ NOISED = tuple(kind for name, kind in vars(flower).items() if name.startswith("D
 class Rule(Hooks):
     """A strategy written as hooks, alone or around another one."""
 
-    chain: tuple[Rule, ...]  # this rule, the one inside it, and so on
     base: BaseStrategy  # the innermost rule of the chain, which chooses the clients
     _round: Round | None = None  # the current round
     _name: Mapping[str, str] = {}  # the name of the run, unless `start` started it
@@ -130,7 +127,7 @@ class Rule(Hooks):
         """The replies that every rule of the chain can use."""
         for rule in self.chain:
             messages = rule.incoming(round, messages)
-        replies = self.base.judged(self, round, messages)
+        replies = self.base.judged(self.chain, round, messages)
         for rule in reversed(self.chain):
             replies = rule.accepted(round, replies)
         return replies
@@ -184,15 +181,6 @@ class Rule(Hooks):
             f"{self} is not a strategy of Flower's old API, of which ServerApp(server_fn=...) starts a "
             "server; call start() in a function under @app.main() (docs/old-api.md)"
         )
-
-    # --- the state ---
-
-    def _state(self) -> object:
-        """The state that checkpoints save."""
-        return vars(self.memory)
-
-    def _load_state(self, values: Any) -> None:
-        self.memory = self.Memory(**values)
 
 
 def evaluation_round(rule: Rule, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Round:

@@ -42,7 +42,7 @@ MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 Names = Annotated[str | Sequence[str], "a name or a list of names, such as ['fc', 'layer4*', 'affine']"]
 
 
-class FedAvg(BaseStrategy, FlowerFedAvg):
+class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
     """The mean of the clients' models, weighted by their numbers of examples.
 
     It takes the arguments of Flower's FedAvg and the following ones.
