@@ -123,7 +123,9 @@ class HBNClient(ClientRule):
     """Trains with the client's own alpha, and sends statistics of the first batch under the received model."""
 
     keys = {
-        HYBRID: Key("`hybrid` or `batch`", "send these statistics of the first batch, and keep alpha on the client")
+        HYBRID: Key(
+            "`hybrid` or `batch`", "send these statistics of the first batch, and train with the client's own alpha"
+        )
     }
     trains_alone = True  # compiled passes may leave out the hooks that measure
     stored = "fedbn.alpha"  # the name of its alphas in the client's state

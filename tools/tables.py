@@ -196,7 +196,7 @@ def datasets() -> Table:
 
 def keys() -> Table:
     rows: list[Row] = [(f"`{name}`", key.value, key.asks) for name, key in sorted(known_keys().items())]
-    return ("key", "value", "asks the client to"), rows
+    return ("key", "value", "meaning"), rows
 
 
 def hooks(cls: type, *columns: str) -> Callable[[], Table]:

@@ -34,7 +34,7 @@ _HEAD = """\
 # An experiment of fedbn-flwr, a copy of {source}.
 #   fedbn explain {file}      what it sends, who has which examples; with --all all keys and their defaults
 #   fedbn run {file}          changes on the command line: rounds=3 train.lr=0.01
-# The page "Experiments" of the documentation describes all keys.
+# The page "Settings" of the documentation describes all keys.
 """
 
 

@@ -76,8 +76,8 @@ class Source(Section):
     task: Literal["classification", "binary", "multilabel", "regression", "segmentation"] | None = setting(
         None,
         "what the labels are for: `classification`, `binary`, `multilabel`, `regression` or `segmentation`; by "
-        "default it follows from their type: texts and whole numbers are classes, floats are numbers to "
-        "predict, several columns of 0 and 1 are several labels",
+        "default it follows from their type: texts and integers are classes, floats are regression "
+        "targets, several columns of 0 and 1 are a multi-label task",
     )
     domain: str | None = setting(None, "the column with each example's domain; accuracy is reported per domain")
     domains: Names = setting((), "the domains to use")
@@ -98,7 +98,7 @@ class Source(Section):
         "domains and groups",
     )
     categories: Categories = setting(
-        {}, "the values of columns of texts, `{sex: [f, m]}`: each value becomes an input of 0 or 1"
+        {}, "the values of text columns, `{sex: [f, m]}`: each value becomes an input of 0 or 1"
     )
     ranges: Ranges = setting(
         {}, "`{age: [0, 120]}`: values outside these limits raise an error that says how many there are"
@@ -118,7 +118,7 @@ class Source(Section):
     )
     classes: Positive | None = setting(
         None,
-        "number of classes, labels or numbers to predict, checked against the data; required for segmentation "
+        "number of classes, labels or regression targets, checked against the data; required for segmentation "
         "data that [Data](data.md) doesn't list",
     )
     class_names: Names = setting(

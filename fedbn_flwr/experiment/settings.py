@@ -56,8 +56,8 @@ class Data(Source):
     )
     targets: Literal["scale"] | None = setting(
         None,
-        "`scale`: train on numbers to predict of mean zero and standard deviation one over all clients' training "
-        "examples, with `normalise: moments`; evaluations and predictions are in the original units",
+        "`scale`: scale regression targets to mean 0 and standard deviation 1 over all clients' training examples "
+        "(needs `normalise: moments`); evaluations and predictions stay in the original units",
     )
     augment: Augment | None = setting(
         None,
@@ -205,7 +205,7 @@ class Train(Section):
     loss: Named | None = setting(
         None,
         "`cross_entropy`, `bce`, `mse`, `mae`, `huber` (or `{name: huber, delta: 2.0}`), or `module:callable`; "
-        "by default the loss of the task ([Training](training.md#loss))",
+        "see [Training](training.md#loss)",
     )
     label_smoothing: float = setting(0.0, "label smoothing of `cross_entropy` and `bce`", ge=0, lt=1)
     class_weights: Weights | None = setting(
@@ -266,8 +266,8 @@ class Unseen(Section):
     )
     statistics: Annotated[tuple[NewcomerStatistics, ...], Field(strict=False, min_length=1)] = setting(
         UNSEEN,
-        "the newcomers' batch norm: `mean`, the mean of the clients' batch norm; `batch`, likewise with statistics "
-        "of the newcomer's own training inputs; `own`, as the strategy gives it to a new client",
+        "the newcomers' batch norm: `mean`, the mean of the clients' batch norm; `batch`, the same with the "
+        "statistics of the newcomer's own training inputs; `own`, as the strategy gives it to a new client",
     )
 
     def problems(self) -> Iterator[str]:
@@ -366,8 +366,8 @@ class Engine(Section):
     ] = setting(
         1,
         "clients that one process trains at once: on a CPU only [small networks](performance.md#small-networks) of "
-        "linear layers, whose results then differ in the last bits; [on a GPU](performance.md#on-a-gpu) any network. "
-        "`auto`: ten, if that is faster on this machine's CPU",
+        "linear layers, whose results then differ in the last bits; [on a GPU](performance.md#on-a-gpu) any network "
+        "without dropout. `auto`: ten, if that is faster on this machine's CPU",
     )
     timeout: float = setting(
         3600,

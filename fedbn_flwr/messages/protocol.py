@@ -45,7 +45,7 @@ OWN_TESTS = "fedbn.own-tests"
 REPORT_BATCH = "fedbn.report-batch"
 IDENTIFYING = frozenset({RUN, TOKEN, CHECKPOINT_ROUND})  # they identify the run, and do not change how a round trains
 RUN_KEYS = {
-    RUN: Key("text", "keep the client's state separate from that of other runs"),
+    RUN: Key("text", "keep the client's state separate from other runs'"),
     TOKEN: Key("32 hexadecimal digits", "distinguish runs of one name; a resumed run has the same token"),
     CHECKPOINT_ROUND: Key(
         "int", "(with a state folder) also keep the state after this round, from which the server would resume"
