@@ -56,7 +56,7 @@ def ask(base: BaseStrategy, round: Round, question: Question) -> None:
         answers[roster.client(reply.message.metadata.src_node_id)] = reply.arrays
     if not answers:
         listed = "".join(f"\n  - {reason}" for reason in attendance.left_out)
-        raise RunFailed(f"{what}: no client sent {question.what}:{listed}")
+        raise RunFailed(f"{what}: no client sent {question.what}:{listed or ' nobody answered in time'}")
 
 
 def _screen(base: BaseStrategy, question: Question, screening: Screening) -> None:

@@ -73,12 +73,12 @@ def with_queried(
         role_of = roles({**round.arrays, **reply.arrays})
         wrong = [key for key in reply.arrays if role_of[key] not in NORM_STATE]
         other = f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
-        return number_problem(reply.metrics, rule.weighted_by_key) or other
+        return number_problem(reply.metrics, protocol.NUM_EXAMPLES) or other
 
     screening = Screening(gate(answers), rule.arrayrecord_key)
     screening.check(problem)
     screening.leave_out(metric_problems(screening.usable) | arrays_problems(screening.usable, {}))
     screening.leave_out(rule.compare(screening.usable, {}))
     _, replies = rule.roster.attendance(what, rule.asked_by(queries, round.arrays), screening)
-    weights = rule.bounded(what, rule.weights(round, replies))
+    weights = rule.bounded(what, [float(reply.metrics[protocol.NUM_EXAMPLES]) for reply in replies])
     return record_of({**round.arrays, **pack(mean((reply.arrays for reply in replies), weights))})

@@ -381,11 +381,11 @@ class BNClient(NumPyClient):
         if config.get(protocol.REPORT_BATCH):
             metrics[protocol.BATCH_EXAMPLES] = trained.first_batch
         records: dict[str, Arrays] = {MODEL: taken}
-        self.state.save(LOCAL_ARRAYS, own)  # a replay of a round that has failed must begin with the same state
         if rules:
             with self._random_streams("finish", config, self.train_data):
                 for rule, memo in zip(rules, trained.memos, strict=True):
                     rule.finish(memo, trained.steps, metrics, records)
+        self.state.save(LOCAL_ARRAYS, own)  # a replay of a round that has failed must begin with the same state
         return Update(records.pop(MODEL), metrics, records)
 
     # --- the parts of an evaluation ---

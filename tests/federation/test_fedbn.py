@@ -21,7 +21,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.ledger import MeteredGrid
-from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN, Standalone
+from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN, Standalone, Traits
 from tests.support.federations import replaced
 from tests.support.foreign import Foreign
 from tests.support.localnorm import by_hand
@@ -321,3 +321,12 @@ def test_the_global_model_s_statistics_are_the_mean_of_the_clients_frozen_ones(
     for key in STATISTICS:
         mean = (8 * states[0][key] + 12 * states[1][key]) / 20
         np.testing.assert_allclose(unpack(result.arrays)[key], mean.numpy(), rtol=1e-12)
+
+
+def test_a_subclass_with_traits_of_its_own_keeps_those_of_fedbn(federation: Federations) -> None:
+    class Forgetting(FedBN):
+        traits = Traits(client_memory="their step sizes")
+
+    fed = federation((8, 12))
+    with pytest.raises(SettingsError, match=r"write traits = FedBN\.traits \| Traits"):
+        Forgetting().start(fed.grid(), fed.arrays(), num_rounds=1)

@@ -366,3 +366,14 @@ def test_inside_fedrdn_clients_measure_the_inputs_that_they_are_tested_with(fede
     expected = HeteroBN(statistics="query").global_model(Round(1, trained, ConfigRecord(), fed.grid()))
     for key in STATISTICS:
         np.testing.assert_allclose(found[key].numpy(), expected[key].numpy(), rtol=1e-12, atol=1e-12)
+
+
+def test_another_metric_of_training_may_weight_the_models(federation: Federations) -> None:
+    """Answers to the query have no such metric: their weights are their numbers of batches."""
+    fed = federation((8, 12, 6), model=static_net, dtype=torch.float64)
+    round = Round(1, fed.arrays(), ConfigRecord(), fed.grid())
+    found, expected = (
+        HeteroBN(statistics="query", **options).global_model(round)
+        for options in ({"weighted_by_key": "train-loss"}, {})
+    )
+    assert all(found[key].numpy().tobytes() == expected[key].numpy().tobytes() for key in STATISTICS)

@@ -77,7 +77,13 @@ class FinishedRound:
         """With more metrics in the history, and more values of clients."""
         both = {client: {**self.clients.get(client, {}), **values} for client, values in clients.items()}
         model = self.model if model is None else model
-        return replace(self, line={**self.line, **line}, clients={**self.clients, **both}, model=model, is_best=is_best)
+        return replace(
+            self,
+            line={**self.line, **line},
+            clients={**self.clients, **both},
+            model=model,
+            is_best=self.is_best or is_best,
+        )
 
 
 class Listener:

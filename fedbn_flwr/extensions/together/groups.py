@@ -45,7 +45,7 @@ class Row(Waiting):
     tensors: dict[str, Tensor]  # all tensors of the model, by name
     batches: list[tuple[Tensor, Tensor]]
     momentum: dict[str, Tensor] = field(init=False)  # the optimiser's momentum, by the names of parameters
-    memos: list[Memo] = field(init=False)
+    memos: list[Memo] = field(init=False, default_factory=list)  # what the client rules remember, after `begin`
 
     @functools.cached_property
     def shapes(self) -> Sequence[tuple[torch.Size, torch.Size]]:
@@ -75,7 +75,13 @@ class Row(Waiting):
         return (
             self.network.description, tuple(training.optimizer.parameters), first.dtype, first.device,
             identity(training.loss), training.frozen, training.optimizer.clip, options, rules, exchanges,
+            self.remembered,
         )  # fmt: skip
+
+    @property
+    def remembered(self) -> Hashable:
+        """What the client rules remember, without the values: a rule may remember less in a client's first round."""
+        return tuple((number, key, *tensors) for number, memo in enumerate(self.memos) for key, tensors in memo.items())
 
     def begin(self) -> None:
         """Begin the client rules: before the first step, and after its exchanges."""
@@ -220,6 +226,8 @@ class _Group:
         for row in self.rows:
             row.restore()  # clients that share a model may have received different ones
             row.begin()
+        if len({row.remembered for row in self.rows}) > 1:
+            raise ValueError("the client rules of some clients remember other tensors than those of others")
         return {name: gradient.view_as(self.tensors[name]) for name, gradient in gradients.items()}
 
     def _run(self, place: slice, steps: int) -> None:

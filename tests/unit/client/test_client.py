@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, seeding
+from fedbn_flwr.client.node_state import LOCAL_ARRAYS
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, Memo
 from fedbn_flwr.client.training import TRAINER, Trained, Trainer, Training
 from fedbn_flwr.errors import MessageError
@@ -717,6 +718,24 @@ def test_a_first_round_that_fails_leaves_the_client_s_own_values_as_they_were() 
     assert all(
         torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.model.state_dict().values(), strict=True)
     )
+
+
+def test_a_client_rule_that_fails_at_the_end_leaves_the_client_s_own_values_as_they_were() -> None:
+    class Failing(ClientRule):
+        keys: ClassVar[dict[str, Key]] = {"test.failing": Key("true", "a test's key")}
+
+        def finish(self, *_: object) -> None:
+            raise ValueError("no space left")
+
+    client = BNClient(small(), shuffled(), steps=1)
+    sent = {key: value for key, value in sent_by(client).items() if key.startswith(("0.", "2."))}
+    client.train_round(sent, {})
+    before = client.state.load(LOCAL_ARRAYS)
+    with pytest.raises(ValueError, match="no space left"):
+        client.train_round(sent, {"test.failing": True})
+    after = client.state.load(LOCAL_ARRAYS)
+    assert before
+    assert all(np.array_equal(before[key], after[key]) for key in before)
 
 
 def test_a_model_that_computes_with_its_counters_is_not_shared() -> None:

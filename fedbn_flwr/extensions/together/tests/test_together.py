@@ -29,14 +29,17 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.extensions.together import nested
 from fedbn_flwr.extensions.together.groups import Row, row_of, train_rows
 from fedbn_flwr.extensions.together.nested import TogetherPool
+from fedbn_flwr.extensions.together.parked import CohortPool
 from fedbn_flwr.extensions.together.trace import Network, network_of
-from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.models.tensors import ModelTensors
+from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.protocol import Config, Metrics
+from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,
     FedNova,
     FedProx,
+    FedTAN,
     FedWon,
     FixBN,
     GlobalMomentum,
@@ -44,6 +47,7 @@ from fedbn_flwr.strategies import (
     Scaffold,
     SiloBN,
     Standalone,
+    Wrapper,
 )
 from fedbn_flwr.strategies.fedprox import FedProxClient  # type: ignore[import-untyped]
 from tests.support.federations import models_of, same
@@ -330,6 +334,44 @@ def test_rules_for_each_client_have_their_own_numbers(federation: Federations, g
     for key in expected[-1]:
         np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-10, atol=1e-12)
     assert 4 in groups
+
+
+class LastGradientClient(ClientRule):
+    """A rule that remembers more from a client's second round on."""
+
+    keys: ClassVar[dict[str, Key]] = {"test.last-gradient": Key("true", "a test's key")}
+
+    def begin(self, w: Tensors) -> Memo:
+        memo: Memo = {"sum": {name: torch.zeros_like(parameter) for name, parameter in w.items()}}
+        if before := self.local.state.load("last-gradient"):
+            memo["last"] = {name: torch.from_numpy(before[name].copy()) for name in w}
+        return memo
+
+    def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
+        for name, gradient in g.items():
+            if "last" in memo:
+                gradient.add_(memo["last"][name])
+            memo["sum"][name].add_(gradient)
+
+    def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
+        if self.local.layerwise.partition:  # client 0 is always as in its first round
+            self.local.state.save("last-gradient", copied(memo["sum"]))
+
+
+@pytest.mark.parametrize("base", [FedAvg, partial(FedTAN, min_batch=1)], ids=["FedAvg", "FedTAN"])
+def test_clients_whose_rules_remember_other_tensors_train_apart(base: Any, federation: Federations) -> None:
+    class LastGradient(Wrapper):
+        def config(self, round: Round) -> Config:
+            return {"test.last-gradient": True}
+
+    fed = federation((12, 8, 8), dtype=torch.float64, lr=0.05, model=mlp)
+    for ours, alone in zip(
+        models_of(fed, LastGradient(base()), 3, grid=fed.grid(pool=partial(CohortPool, most=10))),
+        models_of(fed, LastGradient(base()), 3),
+        strict=True,
+    ):
+        for key, value in alone.items():
+            np.testing.assert_allclose(ours[key], value, rtol=1e-9, atol=1e-11, err_msg=key)
 
 
 def test_a_class_says_for_its_own_adjust_that_it_is_elementwise() -> None:
