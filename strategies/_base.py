@@ -38,7 +38,7 @@ class BaseStrategy(Hooks):
     arrayrecord_key: str = "arrays"
     configrecord_key: str = "config"
     bounds: InfluenceBounds | None = None
-    # The error for models that track statistics, with a place for the first key of theirs; None accepts them.
+    # The error for a model that tracks statistics, with a place for its first such key; None accepts these models.
     without_statistics: ClassVar[str | None] = None
     min_train_nodes: int = 1  # usable replies that a round needs
     min_available_nodes: int = 1  # nodes that must be connected before clients are chosen or queried
@@ -61,7 +61,7 @@ class BaseStrategy(Hooks):
         """The nodes that these messages ask; `arrays` is the model that they contain."""
         return Asked([message.metadata.dst_node_id for message in messages], self.min_train_nodes, arrays)
 
-    def due(self, clients: int) -> int | None:
+    def num_training(self, clients: int) -> int | None:
         """How many clients train in a round when all of these are connected; None if this is not known."""
         return None
 
@@ -80,14 +80,14 @@ class BaseStrategy(Hooks):
         self.memory, self.num_rounds, self.unnumbered = self.Memory(), num_rounds, set()
 
     def messages(self, round: Round) -> list[Message]:
-        """Choose the clients of a round, note them in `asked`, and return their messages."""
+        """Choose the clients of a round, and return their messages."""
         raise NotImplementedError
 
-    def exchanged(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+    def with_exchanges(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         """Run the round's exchanges, if it has any; returns the messages to send."""
         return messages
 
-    def judged(self, chain: Sequence[Hooks], round: Round, messages: Sequence[Message]) -> Sequence[Reply]:
+    def usable_replies(self, chain: Sequence[Hooks], round: Round, messages: Sequence[Message]) -> Sequence[Reply]:
         """The replies that every rule of the chain can use."""
         sent, traits = unpack(round.arrays), chain[0].traits
         screening = Screening(messages, self.arrayrecord_key, traits.records)
@@ -100,7 +100,7 @@ class BaseStrategy(Hooks):
                 problems |= record_problems(screening.usable, name, sent)
             screening.leave_out(problems)
         self.training, usable = self.roster.attendance(f"round {round.number}", self.asked, screening)
-        return self.clipped(round, usable)
+        return self.clip_updates(round, usable)
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
         """Why the form of a reply is not the one that the messages of the round ask for, or None."""
@@ -112,14 +112,14 @@ class BaseStrategy(Hooks):
         """
         nodes, cohort = list(replies), [reply.arrays for reply in replies.values()]
         keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS] if cohort else []
-        return {nodes[place]: problem for place, problem in self.far(cohort, sent, keys).items()}
+        return {nodes[place]: problem for place, problem in self.outliers(cohort, sent, keys).items()}
 
-    def far(self, cohort: Sequence[Arrays], sent: Arrays, keys: Sequence[str] | None = None) -> Mapping[int, str]:
+    def outliers(self, cohort: Sequence[Arrays], sent: Arrays, keys: Sequence[str] | None = None) -> Mapping[int, str]:
         """The problems of clients that are too far from the others, by place; bounds decide on all arrays or `keys`."""
         found = self.bounds.outliers(cohort, [*cohort[0]] if keys is None else keys) if self.bounds and cohort else {}
         return {**absurd(cohort, sent), **found}
 
-    def clipped(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
+    def clip_updates(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
         """The replies, with updates that are larger than the bounds allow shortened."""
         if self.bounds is None:
             return replies
@@ -127,7 +127,7 @@ class BaseStrategy(Hooks):
         sent = unpack(round.arrays)
         # What stays on the clients is apart: its distance from the clients' mean is not an update.
         for some in filter(None, split(sent, self.traits.stays(sent))):
-            arrays = self.bounds.clipped(arrays, some, f"round {round.number}")
+            arrays = self.bounds.clip(arrays, some, f"round {round.number}")
         return [replace(reply, arrays=values) for reply, values in zip(replies, arrays, strict=True)]
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
@@ -136,7 +136,7 @@ class BaseStrategy(Hooks):
         weights = [float(reply.metrics[key]) for reply in replies] if known else []
         return weights if self.weighs or any(weights) else [1.0] * len(replies)
 
-    def bounded(self, what: str, weights: list[float]) -> list[float]:
+    def bound_weights(self, what: str, weights: list[float]) -> list[float]:
         """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""
         if not sum(weights) > 0:
             raise RunFailed(
@@ -177,7 +177,7 @@ class BaseStrategy(Hooks):
         screening.leave_out(metric_problems(screening.usable))
         # Without messages nobody was asked, so no reply is required: a missing evaluation must not end the run.
         self.evaluation, used = self.roster.attendance(f"round {server_round}, evaluation", Asked(), screening)
-        return self.evaluated(server_round, used, key)
+        return self.mean_evaluation(server_round, used, key)
 
-    def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
+    def mean_evaluation(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         """The metrics of an evaluation over all clients, whose replies have the metric `key` as weights."""

@@ -27,7 +27,7 @@ class InfluenceBounds(Protocol):
     def weights(self, weights: Sequence[float]) -> Sequence[float]:
         """The weights of the mean, none of which is too large."""
 
-    def clipped(self, replies: Sequence[Arrays], sent: Arrays, what: str) -> Sequence[Arrays]:
+    def clip(self, replies: Sequence[Arrays], sent: Arrays, what: str) -> Sequence[Arrays]:
         """The clients' models, in which no array of `sent` has changed too much; `what` names the round in the log."""
 
 

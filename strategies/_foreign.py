@@ -118,7 +118,6 @@ class Foreign(BaseStrategy, Rule):
         if twice := [node for node, count in counts.items() if count > 1]:
             found = f"{counts[twice[0]]} messages to node {twice[0]}"
             raise RunFailed(f"round {round.number}: {self} sends {found}; expected one to each node")
-        self.asked = self.asked_by(messages, arrays)
 
         def whole(sent: ArrayRecord) -> ArrayRecord:
             return arrays if sent is shown else record_of({**arrays, **sent})
@@ -173,7 +172,7 @@ class Foreign(BaseStrategy, Rule):
         with self._drawing("evaluate", server_round):
             return list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
 
-    def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
+    def mean_evaluation(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         messages = [reply.message for reply in replies]
         if self.weighs:
             metrics = [MetricRecord({**reply.metrics, self.weighted_by_key: reply.metrics[key]}) for reply in replies]

@@ -69,5 +69,5 @@ def _screen(base: BaseStrategy, question: Question, screening: Screening) -> Non
         screening.check(lambda reply: arrays_problem(reply.arrays, before[0]))
     else:
         screening.leave_out(arrays_problems(screening.usable, {}))
-    far = base.far([*(reply.arrays for reply in screening.usable.values()), *before], {})
+    far = base.outliers([*(reply.arrays for reply in screening.usable.values()), *before], {})
     screening.leave_out({node: far[place] for place, node in enumerate(screening.usable) if place in far})

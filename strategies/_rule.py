@@ -65,11 +65,12 @@ class Rule(Hooks):
             round = replace(round, config=ConfigRecord({**round.config, **rule.config(round)}))
         self._round, before = round, {**round.config}
         messages: Sequence[Message] = self.base.messages(round)
+        self.base.asked = self.base.asked_by(messages, arrays)
         # A strategy of Flower may change the config of all later rounds too, as in its tutorial: config["lr"] *= 0.5
         config.update({key: value for key, value in round.config.items() if before.get(key) != value})
         for rule in reversed(self.chain):
             messages = rule.outgoing(round, messages)
-        messages = self.base.exchanged(round, messages)
+        messages = self.base.with_exchanges(round, messages)
         records = {name: pack(values) for rule in self.chain for name, values in rule.records(round).items() if values}
         if not records:
             return messages
@@ -108,7 +109,7 @@ class Rule(Hooks):
         given = self.weights(round, usable)
         if len(given) != len(usable):
             raise RunFailed(f"{names}.weights returned {len(given)} for {len(usable)} replies; expected one for each")
-        weights = base.bounded(f"round {server_round}", given)
+        weights = base.bound_weights(f"round {server_round}", given)
         combined = self.combine(round, usable, weights)
         if not isinstance(combined, Mapping):
             raise RunFailed(f"{names}.combine returned {shown(combined)}; expected the new model, a dict of arrays")
@@ -127,7 +128,7 @@ class Rule(Hooks):
         """The replies that every rule of the chain can use."""
         for rule in self.chain:
             messages = rule.incoming(round, messages)
-        replies = self.base.judged(self.chain, round, messages)
+        replies = self.base.usable_replies(self.chain, round, messages)
         for rule in reversed(self.chain):
             replies = rule.accepted(round, replies)
         return replies

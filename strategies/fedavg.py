@@ -140,9 +140,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
     def messages(self, round: Round) -> list[Message]:
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         more = {protocol.RETURN: True} if self.traits.kept and self.traits.returned else {}
-        messages = self.messages_to(nodes, MessageType.TRAIN, round, more)
-        self.asked = self.asked_by(messages, round.arrays)
-        return messages
+        return self.messages_to(nodes, MessageType.TRAIN, round, more)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -198,7 +196,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         random = np.random.default_rng(seeding.seed_for(self.seed, f"choose-{purpose}", round.number))
         return [nodes[i] for i in sorted(random.choice(len(nodes), size=count, replace=False))]
 
-    def due(self, clients: int) -> int:
+    def num_training(self, clients: int) -> int:
         return min(clients, _share(clients, self.fraction_train, self.min_train_nodes))
 
     # --- receiving ---
@@ -214,7 +212,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
 
-    def evaluated(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
+    def mean_evaluation(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         return self.evaluate_metrics_aggr_fn([reply.message.content for reply in replies], key) if replies else None
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:

@@ -105,7 +105,7 @@ class FedTAN(FedAvg):
             **asked,
         }
 
-    def exchanged(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+    def with_exchanges(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         """The train messages: the exchanges come before them or, over streams, while clients handle them."""
         if not messages or Role.STATISTICS in frozen_roles(round.config):
             return messages
@@ -139,7 +139,7 @@ class FedTAN(FedAvg):
         p = [
             contribution.examples if self.weights_by == "data" else contribution.batch for contribution in contributions
         ]
-        return algorithm_3(contributions, p, partial(self.bounded, what))
+        return algorithm_3(contributions, p, partial(self.bound_weights, what))
 
     def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         carrier, self._carrier = self._carrier, None

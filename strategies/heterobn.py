@@ -80,5 +80,5 @@ def with_queried(
     screening.leave_out(metric_problems(screening.usable) | arrays_problems(screening.usable, {}))
     screening.leave_out(rule.compare(screening.usable, {}))
     _, replies = rule.roster.attendance(what, rule.asked_by(queries, round.arrays), screening)
-    weights = rule.bounded(what, [float(reply.metrics[protocol.NUM_EXAMPLES]) for reply in replies])
+    weights = rule.bound_weights(what, [float(reply.metrics[protocol.NUM_EXAMPLES]) for reply in replies])
     return record_of({**round.arrays, **pack(mean((reply.arrays for reply in replies), weights))})

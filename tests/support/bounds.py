@@ -23,5 +23,5 @@ class Equal:
     def weights(self, weights: Sequence[float]) -> list[float]:
         return [1.0] * len(weights)
 
-    def clipped(self, replies: Sequence[Arrays], sent: Arrays, what: str) -> Sequence[Arrays]:
+    def clip(self, replies: Sequence[Arrays], sent: Arrays, what: str) -> Sequence[Arrays]:
         return replies

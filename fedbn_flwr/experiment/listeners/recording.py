@@ -88,7 +88,7 @@ def begin_summary(prepared: Parts) -> Summary:
         began=time_stamp(),
         accuracy_of=accuracy_of,
         personal=prepared.rule.traits.personalises or None,
-        clients_due=prepared.rule.base.due(run.training_clients),
+        clients_due=prepared.rule.base.num_training(run.training_clients),
         metrics=tuple(name_of(metric) for metric in prepared.metrics),
         size=run.size if run.size != PAPER else None,
         task=prepared.task.name if prepared.task is not CLASSIFICATION else None,

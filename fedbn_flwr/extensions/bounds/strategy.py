@@ -79,7 +79,7 @@ class Bounds:
     def weights(self, weights: Sequence[float]) -> list[float]:
         return list(weights) if self.max_share is None else capped(weights, self.max_share)
 
-    def clipped(self, replies: Sequence[Arrays], sent: Arrays, what: str) -> Sequence[Arrays]:
+    def clip(self, replies: Sequence[Arrays], sent: Arrays, what: str) -> Sequence[Arrays]:
         """The clients' models, where updates of the arrays in `sent` are shortened to the bound on their norm."""
         if not self.of_updates():
             return replies

@@ -39,7 +39,7 @@ def test_bounds_that_no_client_exceeds_change_no_bit() -> None:
     bounds, sent = Bounds(max_share=0.9, clip_norm=1e9, clip_factor=1e9, plausible=1e9), model(9)
     replies, weights = [model(seed) for seed in range(4)], [3.0, 1.0, 2.0, 5.0]
     assert bounds.weights(weights) == weights
-    assert all(map(same_bits, bounds.clipped(replies, sent, "round 1"), replies))
+    assert all(map(same_bits, bounds.clip(replies, sent, "round 1"), replies))
     assert not bounds.outliers(replies, STATISTICS)
 
 
@@ -52,7 +52,7 @@ def test_clipping_measures_only_what_is_trained() -> None:
         reply["conv.weight"][0, 0, 0, 0] = norm
         reply["bn.running_var"][:] = 1e6
         replies.append(reply)
-    found = weighted_mean(Bounds(clip_norm=1.0).clipped(replies, sent, "round 1"), [1.0, 1.0])
+    found = weighted_mean(Bounds(clip_norm=1.0).clip(replies, sent, "round 1"), [1.0, 1.0])
     assert found["conv.weight"].ravel()[0] == pytest.approx(1.0)
     assert (found["bn.running_var"] == 1e6).all()
 
@@ -60,14 +60,14 @@ def test_clipping_measures_only_what_is_trained() -> None:
 def test_clipping_by_the_median_of_the_norms() -> None:
     sent = {"w": np.zeros(4)}
     replies = [{"w": np.array([norm, 0.0, 0.0, 0.0])} for norm in (1.0, 2.0, 1e9)]
-    found = weighted_mean(Bounds(clip_factor=1.5).clipped(replies, sent, "round 1"), [1.0, 1.0, 1.0])
+    found = weighted_mean(Bounds(clip_factor=1.5).clip(replies, sent, "round 1"), [1.0, 1.0, 1.0])
     assert found["w"][0] == pytest.approx((1 + 2 + 3) / 3)
 
 
 def test_an_update_whose_norm_overflows_becomes_zero() -> None:
     sent = {"w": np.full(4, -1e308)}
     replies = [{"w": np.full(4, 1e308)}, {"w": np.full(4, -1e308)}, {"w": np.full(4, -1e308)}]
-    for found in Bounds(clip_norm=1.0).clipped(replies, sent, "round 1"):
+    for found in Bounds(clip_norm=1.0).clip(replies, sent, "round 1"):
         assert found["w"].tolist() == sent["w"].tolist()
 
 
