@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -10,10 +10,10 @@ from flwr.serverapp import Grid
 from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import arrays_problem
+from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.reply import number_problem, partition_of
+from fedbn_flwr.messages.reply import Reply, number_problem, partition_of
 from fedbn_flwr.messages.votes import arrays_problems, metric_problems
 
 from ._base import BaseStrategy
@@ -48,26 +48,37 @@ def ask(base: BaseStrategy, round: Round, question: Question) -> None:
     config = ConfigRecord({**round.config, question.key: True, protocol.ROUND: round.number})
     content = RecordDict({**({} if question.model is None else {"arrays": pack(question.model)}), "config": config})
     queries = [Message(content, node, protocol.MEASURE_QUERY) for node in left]
-    screening = Screening(gate(round.grid.send_and_receive(queries, timeout=base.reply_timeout)))
-    _screen(base, question, screening)
+    received = round.grid.send_and_receive(queries, timeout=base.reply_timeout)
     what = f"round {round.number}, measurement"  # no answer is required: others may come later
+    screening = screened(base, received, lambda reply: question.problem(reply.arrays), before=[*answers.values()])
     attendance, replies = roster.attendance(what, Asked(), screening)
     for reply in replies:
         answers[roster.client(reply.message.metadata.src_node_id)] = reply.arrays
     if not answers:
-        listed = "".join(f"\n  - {reason}" for reason in attendance.left_out)
-        raise RunFailed(f"{what}: no client sent {question.what}:{listed or ' nobody answered in time'}")
+        listed = "".join(f"\n  - {reason}" for reason in attendance.left_out) or " nobody answered in time"
+        raise RunFailed(f"{what}: no client sent {question.what}:{listed}")
 
 
-def _screen(base: BaseStrategy, question: Question, screening: Screening) -> None:
-    """Leave out new answers that are unusable, also by comparison with all: absurd, or outside of the bounds."""
-    screening.check(
-        lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or question.problem(reply.arrays)
-    )
+def screened(
+    base: BaseStrategy,
+    messages: Iterable[Message],
+    problem: Callable[[Reply], str | None],
+    name: str = "arrays",
+    before: Sequence[Arrays] = (),
+) -> Screening:
+    """The usable answers, whose arrays are in the record `name`, and the problems of others.
+
+    Answers are also compared with one another and with those `before`: they must have the same form, and must be
+    neither absurd nor outside of the bounds.
+    """
+    screening = Screening(gate(messages), name)
+    screening.check(lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or problem(reply))
     screening.leave_out(metric_problems(screening.usable))
-    if before := [*question.answers.values()]:
+    if before:
         screening.check(lambda reply: arrays_problem(reply.arrays, before[0]))
     else:
         screening.leave_out(arrays_problems(screening.usable, {}))
-    far = base.outliers([*(reply.arrays for reply in screening.usable.values()), *before], {})
-    screening.leave_out({node: far[place] for place, node in enumerate(screening.usable) if place in far})
+    nodes = [*screening.usable]
+    found = base.outliers([*(reply.arrays for reply in screening.usable.values()), *before], {})
+    screening.leave_out({nodes[place]: problem for place, problem in found.items() if place < len(nodes)})
+    return screening

@@ -18,14 +18,11 @@ from flwr.app import ArrayRecord
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
-from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.reply import Reply, number_problem
-from fedbn_flwr.messages.votes import arrays_problems, metric_problems
+from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import NORM_STATE, roles
 
 from ._hooks import Round
-from ._questions import connected
-from ._roster import Screening
+from ._questions import connected, screened
 from .fedavg import FedAvg
 
 
@@ -72,13 +69,9 @@ def with_queried(
     def problem(reply: Reply) -> str | None:
         role_of = roles({**round.arrays, **reply.arrays})
         wrong = [key for key in reply.arrays if role_of[key] not in NORM_STATE]
-        other = f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
-        return number_problem(reply.metrics, protocol.NUM_EXAMPLES) or other
+        return f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
 
-    screening = Screening(gate(answers), rule.arrayrecord_key)
-    screening.check(problem)
-    screening.leave_out(metric_problems(screening.usable) | arrays_problems(screening.usable, {}))
-    screening.leave_out(rule.compare(screening.usable, {}))
+    screening = screened(rule, answers, problem, rule.arrayrecord_key)
     _, replies = rule.roster.attendance(what, rule.asked_by(queries, round.arrays), screening)
     weights = rule.bound_weights(what, [float(reply.metrics[protocol.NUM_EXAMPLES]) for reply in replies])
     return record_of({**round.arrays, **pack(mean((reply.arrays for reply in replies), weights))})
