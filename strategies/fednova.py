@@ -65,7 +65,9 @@ class FedNova(FedAvg):
         super().__init__(**options)
         self.proximal_mu = proximal_mu
         if self.bounds is not None:
-            raise SettingsError("bounds do not bound the numbers of steps that FedNova multiplies by; leave them out")
+            raise SettingsError(
+                "FedNova multiplies by the clients' numbers of steps, which bounds don't limit; leave bounds out"
+            )
 
     def config(self, round: Round) -> Config:
         return {NORMALISED: True, **({PROXIMAL_MU: float(self.proximal_mu)} if self.proximal_mu else {})}

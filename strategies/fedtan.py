@@ -54,7 +54,7 @@ class FedTAN(FedAvg):
         With batches of unequal size only "batch" gives the gradient of the union.
     min_batch : int (default: 32)
         Clients refuse to exchange the statistics of a batch of fewer examples, because these reveal the examples.
-        `min-batch` is a limit of each site's own; `docs/privacy.md` has measurements.
+        Each site can set a higher limit, `min-batch`; `docs/privacy.md` has measurements.
     exchange_timeout : float (default: 600)
         The time limit of one exchange in seconds, at most 3600.
     direct : bool (default: True)

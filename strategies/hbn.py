@@ -80,7 +80,9 @@ class HBN(FedAvg):
         super().__init__(**options)
         self.refresh, self.measure, self.statistics = refresh, measure, statistics
         if self.bounds is not None:
-            raise SettingsError("bounds do not bound the sizes of batches that HBN weights by; leave them out")
+            raise SettingsError(
+                "HBN weights by the sizes of the clients' batches, which bounds don't limit; leave bounds out"
+            )
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)

@@ -77,7 +77,7 @@ class LocalRound:
 
     config: Config  # the message's
     sent: Collection[str]  # the keys of the model's arrays in the message; the model has their values
-    # The records of arrays that come with the model. A layer-wise round has them only from its last message on, so read
+    # The records of arrays that come with the model. In a layer-wise round they arrive with the last message, so read
     # them in `begin` or later.
     records: dict[str, Arrays]
     state: NodeState  # arrays that the client keeps between rounds

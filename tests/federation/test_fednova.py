@@ -169,7 +169,7 @@ def test_frozen_statistics_stay_and_secure_aggregation_is_an_error(federation: F
     assert after["1.weight"].tobytes() != before["1.weight"].tobytes()
     with pytest.raises(SettingsError, match="FedNova divides the change of each client by its own number of steps"):
         Secure(FedNova())
-    with pytest.raises(SettingsError, match="bounds do not bound"):
+    with pytest.raises(SettingsError, match="which bounds don't limit"):
         FedNova(bounds={"max_share": 0.5})
 
 

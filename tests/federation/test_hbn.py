@@ -175,7 +175,7 @@ def test_alpha_is_a_part_of_batch_norm_to_client_and_server() -> None:
     [
         (lambda: HBN(refresh=0.0), "refresh is 0.0"),
         (lambda: HBN(measure="both"), "measure is 'both'"),  # type: ignore[arg-type]
-        (lambda: HBN(bounds={"max_share": 0.5}), "bounds do not bound the sizes of batches"),
+        (lambda: HBN(bounds={"max_share": 0.5}), "the sizes of the clients' batches, which bounds don't limit"),
         (lambda: Secure(HBN()), "HBN weights statistics by the sizes of the batches"),
     ],
 )

@@ -56,7 +56,9 @@ def run_one(
     running = Running(prepared, ledger, folder, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
-    finished = FinishedRound(done, arrays, arrays, is_last=done == run.rounds, trained=trained, checkpoint_round=done)
+    finished = FinishedRound(
+        done, arrays=arrays, model=arrays, is_last=done == run.rounds, trained=trained, checkpoint_round=done
+    )
     del arrays  # later rounds have others, and need the memory
     listeners = listeners_of(running, progress, ends)
     begun: list[Listener] = []
@@ -137,8 +139,8 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
     is_last = number == run.rounds
     return FinishedRound(
         number,
-        arrays,
-        arrays,
+        arrays=arrays,
+        model=arrays,
         is_evaluated=is_last or number % run.evaluate.every == 0,
         is_last=is_last,
         trained={**before.trained, **dict.fromkeys(trained, number)},
