@@ -123,7 +123,7 @@ def bits(content: RecordDict) -> list[Any]:
     return [(name, list(record)) for name, record in content.items()]
 
 
-@settings(max_examples=int(os.environ.get("FEDBN_EXAMPLES", "2000")))
+@settings(max_examples=int(os.environ.get("FEDBN_EXAMPLES", "1000")))
 @given(content=contents | attacks, kind=st.sampled_from(["only", "first", "last"]))
 def test_any_reply_passes_typed_or_is_refused(content: RecordDict, kind: str) -> None:
     given = reply(content, 3)
@@ -164,7 +164,7 @@ def check_content(content: RecordDict) -> None:
                 assert math.isfinite(number)
 
 
-@settings(max_examples=max(int(os.environ.get("FEDBN_EXAMPLES", "2000")) // 20, 20))
+@settings(max_examples=max(int(os.environ.get("FEDBN_EXAMPLES", "1000")) // 20, 20))
 @given(content=contents | attacks)
 def test_the_gate_takes_little_memory(content: RecordDict) -> None:
     """A declared shape of 1e15 allocates nothing."""

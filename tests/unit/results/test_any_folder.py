@@ -199,6 +199,7 @@ def carry_out_with(folder: RunFolder, more: str, kind: str, who: Sequence[int], 
 
 
 # Each example takes a second, most of it for the pictures. Those that are named here are tried too.
+@pytest.mark.slow
 @settings(max_examples=cases(5), phases=[phase for phase in Phase if phase is not Phase.shrink])
 @given(
     kind=st.sampled_from(["train", "evaluate"]),

@@ -312,6 +312,7 @@ def test_equal_runs_give_equal_plots(tmp_path: Path) -> None:
     assert (tmp_path / "one" / "report.svg").read_bytes() == (tmp_path / "two" / "report.svg").read_bytes()
 
 
+@pytest.mark.slow
 def test_ten_thousand_rounds_of_twenty_runs_fit_in_a_page(tmp_path: Path) -> None:
     write_run(tmp_path / "0", "0", lines=[{"accuracy": 0.5 + 1 / (i + 3), "loss": 1 / (i + 7)} for i in range(10_000)])
     text = (tmp_path / "0" / "summary.json").read_text()
