@@ -54,7 +54,7 @@ def test(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Tests of all strategies on Ray, of Flower's runtime, of failing sites and of packages in a new environment."""
+    """Tests of all strategies on Ray, Flower's runtime, failing sites, notebooks and packages in a new environment."""
     # Two processes more than cores: these tests wait for most of their time.
     run(session, "pytest", "-n", "4", "-m", "slow and not nightly", "--durations=25", *session.posargs)
 
@@ -95,7 +95,20 @@ def audit(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Property tests of all parsers with 100,000 cases, or as many as FEDBN_EXAMPLES says."""
     session.env.setdefault("FEDBN_EXAMPLES", "100000")
-    run(session, "pytest", "-n", "2", "tests/unit", "-k", "test_any_", "--timeout", "3600", *session.posargs)
+    run(
+        session,
+        "pytest",
+        "-n",
+        "2",
+        "-m",
+        "not nightly",
+        "tests/unit",
+        "-k",
+        "test_any_",
+        "--timeout",
+        "3600",
+        *session.posargs,
+    )
 
 
 @nox.session
