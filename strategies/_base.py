@@ -110,14 +110,20 @@ class BaseStrategy(Hooks):
 
         Values must not be absurd, and statistics must be within the bounds.
         """
-        nodes, cohort = list(replies), [reply.arrays for reply in replies.values()]
-        keys = [key for key, role in roles(cohort[0]).items() if role is Role.STATISTICS] if cohort else []
-        return {nodes[place]: problem for place, problem in self.outliers(cohort, sent, keys).items()}
+        first: Arrays = next((reply.arrays for reply in replies.values()), {})
+        return self.outliers(replies, sent, [key for key, role in roles(first).items() if role is Role.STATISTICS])
 
-    def outliers(self, cohort: Sequence[Arrays], sent: Arrays, keys: Sequence[str] | None = None) -> Mapping[int, str]:
-        """The problems of clients that are too far from the others, by place; bounds decide on all arrays or `keys`."""
-        found = self.bounds.outliers(cohort, [*cohort[0]] if keys is None else keys) if self.bounds and cohort else {}
-        return {**absurd(cohort, sent), **found}
+    def outliers(
+        self, replies: Mapping[int, Reply], sent: Arrays, keys: Sequence[str], others: Sequence[Arrays] = ()
+    ) -> dict[int, str]:
+        """The problems of replies that are too far from one another and from `others`, by node.
+
+        Bounds decide on the arrays `keys`.
+        """
+        nodes, cohort = [*replies], [*(reply.arrays for reply in replies.values()), *others]
+        found = self.bounds.outliers(cohort, keys) if self.bounds and cohort else {}
+        problems = {**absurd(cohort, sent), **found}
+        return {nodes[place]: problem for place, problem in problems.items() if place < len(nodes)}
 
     def clip_updates(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
         """The replies, with updates that are larger than the bounds allow shortened."""

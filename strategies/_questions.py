@@ -78,7 +78,6 @@ def screened(
         screening.check(lambda reply: arrays_problem(reply.arrays, before[0]))
     else:
         screening.leave_out(arrays_problems(screening.usable, {}))
-    nodes = [*screening.usable]
-    found = base.outliers([*(reply.arrays for reply in screening.usable.values()), *before], {})
-    screening.leave_out({nodes[place]: problem for place, problem in found.items() if place < len(nodes)})
+    keys = [*next((reply.arrays for reply in screening.usable.values()), {})]
+    screening.leave_out(base.outliers(screening.usable, {}, keys, before))
     return screening

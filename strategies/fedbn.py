@@ -35,7 +35,8 @@ class LocalNorm(FedAvg):
         super().begin(num_rounds, arrays)
         of_norm = type(self).traits.kept - {Role.COUNTER}
         if not of_norm:
-            raise SettingsError(f"{self}.traits keeps no batch norm; write traits = FedBN.traits | Traits(...)")
+            base = type(self).__bases__[0].__name__
+            raise SettingsError(f"{self}.traits keeps no batch norm; write traits = {base}.traits | Traits(...)")
         words = f"keeps batch norm ({' and '.join(sorted(of_norm))}) on the clients"
         require_norm(self, {*map(Role, of_norm)}, arrays, words)
 

@@ -66,9 +66,8 @@ class Examples:
 
     def batch(self, rows: Tensor) -> tuple[Value, Value]:
         """Inputs as they are stored, and targets (classes as int64), on the device."""
-        here = rows.to(
-            main_input(self.inputs).device, non_blocking=True
-        )  # otherwise the host waits for the previous step
+        # A blocking copy would wait for the previous step.
+        here = rows.to(main_input(self.inputs).device, non_blocking=True)
 
         def taken(part: Tensor) -> Tensor:
             some = part[here]

@@ -21,7 +21,7 @@ from .file.layers import Setting, settings_of
 from .listeners.evaluate import Evaluate
 from .parts import Parts, counts_of
 from .prepare import prepare
-from .run.at_once import clients_at_once
+from .run.at_once import clients_at_once, why_one
 from .settings import Experiment, Settings
 
 
@@ -106,10 +106,9 @@ def _tests_of(prepared: Parts) -> tuple[str, int | None]:
 def _together(prepared: Parts) -> str:
     if prepared.run.engine.together == 1:
         return ""
-    at_once, problem = clients_at_once(prepared)
-    if problem is not None:
+    if (problem := why_one(prepared)) is not None:
         return f"clients train one after the other: {problem}"
-    if (clients := min(at_once, prepared.run.clients)) == 1:
+    if (clients := min(clients_at_once(prepared), prepared.run.clients)) == 1:
         return "each process trains one client at a time"
     copies = 3 if prepared.run.train.momentum else 2  # values, gradients and momentum
     size = copies * clients * sum(value.nbytes for value in prepared.model.parameters())

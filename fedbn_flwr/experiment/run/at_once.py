@@ -18,21 +18,18 @@ _BEST = 10  # of small networks; fifty take longer, since their values leave the
 _WORKERS = 4  # about as fast as ten clients at once
 
 
-def clients_at_once(parts: Parts) -> tuple[int, str | None]:
-    """How many clients a process trains at once, and why they train one after the other nevertheless, if they do."""
+def clients_at_once(parts: Parts) -> int:
     engine = parts.run.engine
-    if engine.together == 1:
-        return 1, None
-    problem = _why_one(parts)
     if engine.together != "auto":
-        return engine.together, problem
+        return engine.together
     workers_are_faster = engine.name != "local" or engine.workers not in (0, "auto") or workers_of(parts.run) > _WORKERS
-    if problem or workers_are_faster or parts.device.type != "cpu":
-        return 1, problem
-    return min(_BEST, parts.run.clients), None
+    if workers_are_faster or parts.device.type != "cpu" or why_one(parts) is not None:
+        return 1
+    return min(_BEST, parts.run.clients)
 
 
-def _why_one(parts: Parts) -> str | None:
+def why_one(parts: Parts) -> str | None:
+    """Why the clients of a run cannot train at once, or None if they can."""
     run, train = parts.run, parts.run.train
     special = train.compile or train.precision != "float32"
     gradient = partial(backpropagate, precision=torch.bfloat16 if special else None)

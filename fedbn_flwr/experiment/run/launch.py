@@ -181,7 +181,7 @@ def carry_out(
     if experiment.runs[0].engine.name == "local":
 
         def local_grid(parts: Parts) -> LocalGrid:
-            together, _ = clients_at_once(parts)
+            together = clients_at_once(parts)
             return LocalGrid(
                 client_app(ClientMaker(experiment)),
                 parts.run.clients,

@@ -246,9 +246,8 @@ def check_node_config(node: Config) -> Iterator[Check]:
 
 def check_state(folder: Path) -> Iterator[Check]:
     """Whether the node's state folder can be written to."""
-    there = next(
-        parent for parent in (folder, *folder.absolute().parents) if parent.exists()
-    )  # the client creates the rest
+    # The client creates what is missing below it.
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     with writing(folder):
         tempfile.TemporaryFile(dir=there).close()
     free = shutil.disk_usage(there).free

@@ -227,7 +227,7 @@ class _Group:
             row.restore()  # clients that share a model may have received different ones
             row.begin()
         if len({row.remembered for row in self.rows}) > 1:
-            raise ValueError("the client rules of some clients remember other tensors than those of others")
+            raise ValueError("the client rules remember different tensors on different clients")
         return {name: gradient.view_as(self.tensors[name]) for name, gradient in gradients.items()}
 
     def _run(self, place: slice, steps: int) -> None:

@@ -106,7 +106,7 @@ def test_as_many_clients_at_once_as_is_fast(
     experiment = load_experiment(SMALL, given)
     assert explain(experiment)[0].together.startswith(expected)
     (parts,) = prepare(experiment)
-    assert clients_at_once(parts)[0] == clients
+    assert clients_at_once(parts) == clients
 
 
 def test_every_setting_has_its_origin() -> None:

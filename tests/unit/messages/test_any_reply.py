@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tracemalloc
 from operator import mul
 from typing import Any
@@ -20,6 +19,7 @@ from fedbn_flwr import LocalGrid
 from fedbn_flwr.messages.arrays import arrays_in, metrics_in, unpack
 from fedbn_flwr.messages.gate import gate
 from tests.support.attacks import BYTES, DECLARED, all_attacks, npy, with_header
+from tests.support.fuzz import cases
 
 LocalGrid(ClientApp(), 1)  # messages need the identity of a run
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
@@ -123,7 +123,7 @@ def bits(content: RecordDict) -> list[Any]:
     return [(name, list(record)) for name, record in content.items()]
 
 
-@settings(max_examples=int(os.environ.get("FEDBN_EXAMPLES", "1000")))
+@settings(max_examples=cases(2000))
 @given(content=contents | attacks, kind=st.sampled_from(["only", "first", "last"]))
 def test_any_reply_passes_typed_or_is_refused(content: RecordDict, kind: str) -> None:
     given = reply(content, 3)
@@ -164,7 +164,7 @@ def check_content(content: RecordDict) -> None:
                 assert math.isfinite(number)
 
 
-@settings(max_examples=max(int(os.environ.get("FEDBN_EXAMPLES", "1000")) // 20, 20))
+@settings(max_examples=max(cases(100), 20))
 @given(content=contents | attacks)
 def test_the_gate_takes_little_memory(content: RecordDict) -> None:
     """A declared shape of 1e15 allocates nothing."""
