@@ -251,7 +251,7 @@ def compared(name: str) -> Table:
 MARGIN = 2.0  # points: an interval within it shows that two accuracies are equal
 VERDICTS = {
     "supported": "all differences have the claimed sign and are significant",
-    "supported on other data": "the same, but on MNIST instead of the paper's CIFAR-10: this isn't the paper's claim",
+    "supported on other data": "the same, but on other images than the paper's: this isn't the paper's claim",
     "contradicted": "a difference is significant with the other sign, and none with the claimed one",
     "not settled": "otherwise, and always with fewer than three seeds",
     "not measured": "no run of ours",
@@ -282,9 +282,8 @@ def claims() -> Table:
         for claim in of_paper:
             setups = claim["setup"] if isinstance(claim.get("setup"), list) else [claim.get("setup", "")]
             chosen = [*itertools.product(claim.get("rows", []), setups)]
-            every = differences(claim["table"]) if chosen else []
-            found = [each for each in every if (each.title, each.setup) in chosen]
-            assert len(found) == len(chosen), claim
+            every = {(each.title, each.setup): each for each in differences(claim["table"])} if chosen else {}
+            found = [every[comparison] for comparison in chosen]
             known = dict.fromkeys(f"{each.published:.1f}" for each in found if each.published is not None)
             done = "supported" if "counted" in claim else verdict(claim.get("expects", "above"), found)
             if "instead" in claim:  # other data than the paper's can't decide on its claim
