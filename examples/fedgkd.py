@@ -7,7 +7,7 @@ divergence of their answers from the teacher's. `python fedgkd.py` prints the ta
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from fedbn_flwr.client.rule import ClientRule, Key, LocalRound
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import Reply
-from fedbn_flwr.strategies import FedAvg, Round
+from fedbn_flwr.strategies import FedAvg, Round, mean_is_enough
 
 GAMMA = "fedbn.gkd"
 
@@ -33,7 +33,6 @@ class FedGKD(FedAvg):
         models: list[Arrays] = field(default_factory=list)  # the last ones before that of the round
 
     memory: Memory
-    breaks: Mapping[str, str] = {}  # after_round() uses no reply
 
     def __init__(self, *, gamma: float = 0.2, models: int = 5, **options: Any) -> None:
         super().__init__(**options)
@@ -46,6 +45,7 @@ class FedGKD(FedAvg):
         models = [*self.memory.models, unpack(round.arrays)][-self.models :]
         return {"teacher": weighted_mean(models, [1.0] * len(models))}
 
+    @mean_is_enough  # it uses no reply
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         self.memory.models = [*self.memory.models, dict(unpack(round.arrays))][-self.models :]
 

@@ -32,7 +32,6 @@ class BaseStrategy(Hooks):
         partitions: dict[int, int] = field(default_factory=dict)  # by node id, for nodes that have reported it
 
     memory: Memory
-    breaks = {}
     weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
     weighs: bool = True  # whether replies must have this metric
     arrayrecord_key: str = "arrays"

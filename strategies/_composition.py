@@ -44,15 +44,15 @@ _OF_SINGLE_REPLIES = ("question", "problem", "combine", "after_round", "incoming
 def broken(rule: Hooks) -> Mapping[str, str]:
     """The guarantees that a rule breaks by itself, each with the reason.
 
-    These are the ones in `breaks`, and "mean" for a hook that the class, or a base, adds to those of the nearest class
-    that declares `breaks`. Other weights break it whatever is declared: a mean is weighted already.
+    These are the ones in `breaks`, and "mean" if a hook that may use single replies is neither the default nor marked
+    with `mean_is_enough`. Other weights always break it: a mean is weighted already.
     """
     kind = type(rule)
-    nearest = next(place for place, each in enumerate(kind.__mro__) if "breaks" in vars(each))
-    own = [hook for hook in _OF_SINGLE_REPLIES if any(hook in vars(each) for each in kind.__mro__[:nearest])]
-    if own:
-        reason = f"has {own[0]}() of its own, which may use the replies of single clients"
-        return {"mean": f"{reason} (if it uses only their mean, declare this: breaks = {{}})", **rule.breaks}
+    for name in _OF_SINGLE_REPLIES:
+        hook = getattr(kind, name)
+        if hook is not getattr(Hooks, name) and not hasattr(hook, "mean_is_enough"):
+            reason = f"has {name}() of its own, which may use the replies of single clients"
+            return {"mean": f"{reason} (if their mean is enough for it, mark it with @mean_is_enough)", **rule.breaks}
     if kind.weights not in (Rule.weights, BaseStrategy.weights):
         return {"mean": "has weights() of its own, which need the single replies", **rule.breaks}
     return rule.breaks

@@ -25,7 +25,7 @@ from fedbn_flwr.messages.votes import arrays_problems, common_metrics, overflow
 from fedbn_flwr.norms.roles import Role, of_roles, roles
 
 from ._base import BaseStrategy
-from ._hooks import Json, Round
+from ._hooks import Json, Round, mean_is_enough
 from ._rule import NOISED, Rule, restore, state_of
 
 # Strategies whose result depends on the mean of the replies only.
@@ -52,8 +52,6 @@ class Foreign(BaseStrategy, Rule):
     Strategies derived from Flower's FedAvg expect one record of arrays and one of metrics in a reply, with the same
     names and keys in all replies; so they receive such replies.
     """
-
-    breaks = {}
 
     def __init__(self, strategy: Strategy, seed: int | None = None) -> None:
         super().__init__()
@@ -144,6 +142,7 @@ class Foreign(BaseStrategy, Rule):
             {node: reply for node, reply in replies.items() if node not in problems}, sent
         )
 
+    @mean_is_enough  # where it is not, `breaks` says why
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         metrics = common_metrics([reply.metrics for reply in replies])
         messages = []

@@ -23,7 +23,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
@@ -126,6 +126,15 @@ class Traits:
         return not self.kept.issuperset(Role)
 
 
+_Hook = TypeVar("_Hook", bound=Callable[..., object])
+
+
+def mean_is_enough(hook: _Hook) -> _Hook:
+    """Mark a hook that would do the same if each reply were the mean of all, so it does not need the single replies."""
+    hook.mean_is_enough = True  # type: ignore[attr-defined]
+    return hook
+
+
 class Hooks(Strategy):
     """The hooks of a strategy, with their defaults, which pass on to the strategy inside or change nothing."""
 
@@ -142,10 +151,9 @@ class Hooks(Strategy):
 
     traits: Traits = Traits()
     memory: Memory
-    # The guarantees (see `_composition`) that this rule breaks, each with the reason, and those it restores. A class
-    # with a hook that sees the replies of single clients must declare what it breaks; an `__init__` may add to it
-    # (`broken` is what counts). One that restores "statistics" makes them itself: a strategy of Flower inside it
-    # receives neither statistics nor counters.
+    # The guarantees (see `_composition`) that this rule breaks, each with the reason, and those it restores; `broken`
+    # adds those that its hooks break. A rule that restores "statistics" makes them itself: a strategy of Flower inside
+    # it receives neither statistics nor counters.
     breaks: Mapping[str, str] = {}
     restores: frozenset[str] = frozenset()
     # Numbers in `memory` that only grow and must survive a stop within a round, for instance the privacy spent. In an

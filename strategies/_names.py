@@ -10,6 +10,7 @@ from ._foreign import as_rule as as_rule
 from ._hooks import Question as Question
 from ._hooks import Round as Round
 from ._hooks import Traits as Traits
+from ._hooks import mean_is_enough as mean_is_enough
 from ._rule import Rule as Rule
 from ._rule import evaluation_round as evaluation_round
 from ._rule import restore as restore

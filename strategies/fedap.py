@@ -68,7 +68,6 @@ class FedAP(FedBN):
     """
 
     traits = FedBN.traits | Traits(measured=(f"{_WHAT}, once",))
-    breaks = {}
 
     @dataclass
     class Memory(FedBN.Memory):

@@ -34,7 +34,7 @@ from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, 
 
 from ._base import BaseStrategy
 from ._bounds import InfluenceBounds, refuse_bounds
-from ._hooks import Config, Json, Round, Traits
+from ._hooks import Config, Json, Round, Traits, mean_is_enough
 from ._questions import ask_for_partitions, connected
 from ._rule import Rule, evaluation_round
 
@@ -65,8 +65,6 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         The kept arrays of the global model, which no client uses: "average" is the mean over the round's clients, which
         send them for this purpose; "initial" keeps the initial values, and clients do not send them.
     """
-
-    breaks = {}
 
     def __init__(
         self,
@@ -215,6 +213,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
     def mean_evaluation(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         return self.evaluate_metrics_aggr_fn([reply.message.content for reply in replies], key) if replies else None
 
+    @mean_is_enough
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """sum_i p_i w_i"""
         mean = pooled_mean if self.traits.pooled else weighted_mean

@@ -34,7 +34,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import total_weight, weighted_mean
 from fedbn_flwr.norms.roles import Role
 
-from ._hooks import Config, Round, Traits, require_norm
+from ._hooks import Config, Round, Traits, mean_is_enough, require_norm
 from .fedavg import FedAvg
 from .fixbn import FixBN, LastFree, frozen_roles
 
@@ -62,7 +62,6 @@ class FedTAN(FedAvg):
         the processes of the engines `local` and `ray`, or as messages; False always sends messages.
     """
 
-    breaks = {}
     backward = True  # the backward pass exchanges gradients
     traits = Traits(steps=frozenset({"linear"}))
 
@@ -141,6 +140,7 @@ class FedTAN(FedAvg):
         ]
         return algorithm_3(contributions, p, partial(self.bound_weights, what))
 
+    @mean_is_enough
     def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         carrier, self._carrier = self._carrier, None
         return messages if carrier is None else carrier.finish(messages)

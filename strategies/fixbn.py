@@ -42,7 +42,7 @@ from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, of_roles, split
 from fedbn_flwr.norms.statistics import MomentRecorder
 
-from ._hooks import Config, Json, Round, Traits, require_norm
+from ._hooks import Config, Json, Round, Traits, mean_is_enough, require_norm
 from ._wrapper import Wrapper
 
 FREEZE = "fedbn.freeze"
@@ -73,7 +73,6 @@ class FixBN(Wrapper):
         clients cannot set the statistics. All clients then count equally; 0 is the weighted mean.
     """
 
-    breaks = {}
     argument = "freeze_round"  # the name of the argument T*, for errors
 
     def __init__(
@@ -149,6 +148,7 @@ class FixBN(Wrapper):
         frozen = protocol.join(self.freeze | frozen_roles(round.config))  # a strategy around it may freeze others
         return {FREEZE: frozen, **({MOMENTS: True} if self.refresh else {})}
 
+    @mean_is_enough
     def problem(self, round: Round, reply: Reply) -> str | None:
         """The problem of a reply whose client ignored the freeze, and so trained another model."""
         for key, sent in self._frozen(round).items():
@@ -159,6 +159,7 @@ class FixBN(Wrapper):
                 )
         return None
 
+    @mean_is_enough
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         model = super().combine(round, replies, weights)
         if self.refresh:

@@ -25,7 +25,7 @@ from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 
 from ._bounds import refuse_bounds
-from ._hooks import Config, Round, Traits
+from ._hooks import Config, Round, Traits, mean_is_enough
 from ._wrapper import Wrapper
 
 MOMENTUM = "fedbn.momentum"
@@ -44,7 +44,6 @@ class GlobalMomentum(Wrapper):
         momentum: Arrays = field(default_factory=dict)  # empty before the first round
 
     memory: Memory
-    breaks = {}
     traits = Traits(steps=frozenset({"momentum"}), records={MOMENTUM_RECORD: False})
 
     def __init__(self, strategy: Strategy) -> None:
@@ -58,6 +57,7 @@ class GlobalMomentum(Wrapper):
     def records(self, round: Round) -> dict[str, Arrays]:
         return {MOMENTUM_RECORD: self.memory.momentum}
 
+    @mean_is_enough
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         self.memory.momentum = weighted_mean((reply.records[MOMENTUM_RECORD] for reply in replies), weights)
 

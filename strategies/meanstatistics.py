@@ -29,7 +29,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import NORM_STATE, Role, of_roles
 
-from ._hooks import Json, Round
+from ._hooks import Json, Round, mean_is_enough
 from ._wrapper import Wrapper
 
 
@@ -49,7 +49,6 @@ class MeanStatistics(Wrapper):
         robust strategy such as `FedMedian()` use "median".
     """
 
-    breaks = {}
     restores = frozenset({"statistics", "pooled"})
 
     def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "pooled", "median"] = "mean") -> None:
@@ -66,6 +65,7 @@ class MeanStatistics(Wrapper):
         self.statistics = statistics
         self.traits = replace(self.traits, pooled=statistics == "pooled")
 
+    @mean_is_enough
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         sent = unpack(round.arrays)
         norm_state = of_roles(sent, NORM_STATE)

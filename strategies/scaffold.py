@@ -32,7 +32,7 @@ from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply, with_config
 from fedbn_flwr.models.tensors import copied, tensor_like
 
-from ._hooks import Config, Round, Traits
+from ._hooks import Config, Round, Traits, mean_is_enough
 from ._questions import ask_for_partitions
 from .fedavg import FedAvg
 
@@ -48,7 +48,6 @@ class Scaffold(FedAvg):
     The arguments are FedAvg's.
     """
 
-    breaks = {}
     traits = Traits(client_memory="their control variates", records={CONTROL_RECORD: True})
 
     @dataclass
@@ -77,6 +76,7 @@ class Scaffold(FedAvg):
             for message in messages
         ]
 
+    @mean_is_enough
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Line 17: N c <- N c + sum_i (c_i+ - c_i)"""
         memory, clients = self.memory, {reply.message.metadata.src_node_id: reply for reply in replies}

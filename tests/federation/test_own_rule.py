@@ -41,6 +41,7 @@ from fedbn_flwr.strategies import (
     Traits,
     Wrapper,
     broken,
+    mean_is_enough,
     restore,
     state_of,
 )
@@ -196,14 +197,15 @@ def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(nam
         around(FixBN(per_step(), freeze_round=1))
 
     class Harmless(FedAvg):
-        breaks = {}
-
+        @mean_is_enough
         def combine(self, round: Any, replies: Any, weights: Any) -> Any:
             return super().combine(round, replies, weights)
 
     around(Harmless())
     with pytest.raises(SettingsError, match=r"Own has combine\(\) of its own"):
-        around(type("Own", (Harmless,), {"combine": Harmless.combine})())
+        around(type("Own", (Harmless,), {"combine": lambda *given: Harmless.combine(*given)})())
+    with pytest.raises(SettingsError, match=r"AddsHook has after_round\(\) of its own"):
+        around(type("AddsHook", (Harmless,), {"after_round": lambda *given: None})())
 
 
 def rules_of(text: str, folder: Path, *configs: str) -> subprocess.CompletedProcess[str]:
@@ -281,8 +283,7 @@ def test_bounds_apply_to_a_combine_of_its_own(federation: Federations, per_step:
 class Equal(FedAvg):
     """All clients count equally."""
 
-    breaks = {}
-
+    @mean_is_enough  # a mistake: a mean is weighted already
     def weights(self, round: Any, replies: Any) -> list[float]:
         return [1.0] * len(replies)
 
@@ -324,22 +325,35 @@ def test_weights_of_its_own_and_hooks_of_a_mixin_need_the_single_replies(name: s
         around(rule())
 
 
-class Declared(Largest, FedAvg):
-    breaks = {}
+class Marked(FedAvg):
+    @mean_is_enough
+    def after_round(self, round: Any, replies: Any, weights: Any) -> None:
+        pass
 
 
-class Inherits(Declared):
+class Inherits(Marked):
     """Adds nothing."""
 
 
+class InheritsMixin(Largest, Marked):
+    """Its base marks another hook than the mixin has."""
+
+
+class BreaksMore(Largest, FedAvg):
+    breaks = {"colour": "fades"}
+
+
 class InheritsWeights(Equal):
-    breaks = {}
+    """Adds nothing."""
 
 
 @pytest.mark.parametrize("name", declared("strategies"))
-def test_what_a_base_declares_holds_but_not_for_its_weights(name: str) -> None:
+def test_a_mark_holds_for_its_hook_alone_and_not_for_weights(name: str) -> None:
     around: Any = class_of(name)
     around(Inherits())
+    for rule in (InheritsMixin, BreaksMore):
+        with pytest.raises(SettingsError, match=rf"{rule.__name__} has combine\(\) of its own"):
+            around(rule())
     with pytest.raises(SettingsError, match=r"InheritsWeights has weights\(\) of its own"):
         around(FixBN(InheritsWeights(), freeze_round=1))
 
@@ -433,7 +447,6 @@ class Fades(FedAvg):
 
 
 class Dyes(Wrapper):
-    breaks = {}
     restores = frozenset({"colour"})
 
 
@@ -477,8 +490,6 @@ def test_messages_pass_from_the_inside_out_and_replies_from_the_outside_in(feder
     seen: list[str] = []
 
     class Noting(Wrapper):
-        breaks = {}
-
         def __init__(self, strategy: Any, name: str) -> None:
             super().__init__(strategy)
             self.name = name
@@ -607,8 +618,6 @@ def test_own_inputs_without_a_client_rule_are_refused_before_the_run(tmp_path: P
 class EverySecond(Wrapper):
     """Skips the rounds with odd numbers."""
 
-    breaks = {}
-
     def incoming(self, round: Any, messages: Any) -> Any:
         if round.number % 2:
             raise RoundSkipped("its number is odd")
@@ -632,8 +641,6 @@ class Passes(FedAvg):
 
 
 class PassesAround(Wrapper):
-    breaks = {}
-
     def configure_train(self, *given: Any) -> Any:
         return super().configure_train(*given)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,6 @@ Received = dict[int, tuple[float, float, float]]  # by client: values in its mod
 class OwnModel:
     """A mixin for strategies: in the model for client i, the values of the bias are i."""
 
-    breaks: Mapping[str, str] = {}
-
     def sent_to(self, client: int, arrays: ArrayRecord) -> ArrayRecord:
         given = unpack(arrays)
         return pack({**given, BIAS: np.full_like(given[BIAS], client)})
@@ -29,8 +27,6 @@ class OwnModel:
 
 class Addressed(Wrapper):
     """Sends each node its id, in the config and in a record; `received` is what clients report."""
-
-    breaks: Mapping[str, str] = {}
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
