@@ -62,7 +62,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of a strategy that do not change during a run. A wrapper adds its own to those inside."""
+    """The properties of a strategy that do not change during a run.
+
+    A class adds those that it declares to its base's, and a wrapper adds its own to those inside.
+    """
 
     # What the clients' steps must be: "linear", so that the mean of their first steps is the step along the mean of
     # their gradients (SGD without clipping), "momentum" (SGD with momentum), or "sgd".
@@ -244,6 +247,8 @@ class Hooks(Strategy):
         super().__init_subclass__()
         if not isinstance(cls.traits, Traits):
             raise TypeError(f"{cls.__name__}.traits is a {type(cls.traits).__name__}; expected Traits(...)")
+        if "traits" in vars(cls):
+            cls.traits = super(cls, cls).traits | cls.traits
         if "__init__" in vars(cls):
             cls.__init__ = _calling_super(cls, checked(cls.__init__))  # type: ignore[method-assign]
         _warn_of_misspelt_hooks(cls)

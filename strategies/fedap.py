@@ -67,7 +67,7 @@ class FedAP(FedBN):
         Rounds of FedBN before the statistics are measured, under the global model; 0 takes the initial model.
     """
 
-    traits = FedBN.traits | Traits(measured=(f"{_WHAT}, once",))
+    traits = Traits(measured=(f"{_WHAT}, once",))
 
     @dataclass
     class Memory(FedBN.Memory):

@@ -63,7 +63,6 @@ class FedTAN(FedAvg):
     """
 
     backward = True  # the backward pass exchanges gradients
-    traits = Traits(steps=frozenset({"linear"}))
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class FedTAN(FedAvg):
                 "and the mean of the models needs the same weights. Leave out weighted_by_key, and set weights "
                 "to 'data' or 'batch'"
             )
-        self.traits |= Traits(min_batch=min_batch)
+        self.traits |= Traits(min_batch=min_batch, steps=frozenset({"linear"} if self.backward else ()))
         self.exchange, self.weights_by = exchange, weights
         self.exchange_timeout, self.direct = exchange_timeout, direct
         self.service = service() if direct else None
@@ -215,7 +214,6 @@ class FedAvgGlobalStats(FedTAN):
     """
 
     backward = False
-    traits = Traits()
 
 
 class FedTANII(FixBN):

@@ -323,10 +323,9 @@ def test_the_global_model_s_statistics_are_the_mean_of_the_clients_frozen_ones(
         np.testing.assert_allclose(unpack(result.arrays)[key], mean.numpy(), rtol=1e-12)
 
 
-def test_a_subclass_with_traits_of_its_own_keeps_those_of_fedbn(federation: Federations) -> None:
-    class Forgetting(FedBN):
+def test_traits_of_a_class_add_to_those_of_its_base() -> None:
+    class Adds(FedBN):
         traits = Traits(client_memory="their step sizes")
 
-    fed = federation((8, 12))
-    with pytest.raises(SettingsError, match=r"write traits = FedBN\.traits \| Traits"):
-        Forgetting().start(fed.grid(), fed.arrays(), num_rounds=1)
+    assert Adds().traits.kept == FedBN().traits.kept
+    assert Adds().traits.client_memory == "their own batch norm and their step sizes"
