@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
     if name.startswith("__"):  # Python's imports ask for some
         raise AttributeError(name)
     return getattr(import_module("._names", __package__), name)
 
 
 def __dir__() -> list[str]:
-    return dir(import_module("._names", __package__))
+    return [name for name in dir(import_module("._names", __package__)) if not name.startswith("_")]

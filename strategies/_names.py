@@ -1,8 +1,9 @@
 """The public names of this package."""
 
-from typing import Any
+from typing import Any as _Any
 
-from fedbn_flwr.extensions import declared, part
+from fedbn_flwr.extensions import declared as _declared
+from fedbn_flwr.extensions import part as _part
 from fedbn_flwr.messages.reply import Reply as Reply
 
 from ._composition import broken as broken
@@ -41,8 +42,8 @@ from .silobn import SiloBN as SiloBN
 from .standalone import Standalone as Standalone
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     """A strategy of an extension, which is imported when it is used."""
-    if name in declared("strategies"):
-        return part("strategies", name)
+    if name in _declared("strategies"):
+        return _part("strategies", name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

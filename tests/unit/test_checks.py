@@ -37,6 +37,17 @@ def test_every_promised_name_can_be_imported() -> None:
         assert getattr(strategies, name) is class_of(name)
 
 
+def test_a_star_imports_the_strategies() -> None:
+    from fedbn_flwr import strategies
+
+    names: dict[str, object] = {}
+    exec("from fedbn_flwr.strategies import *", names)
+    assert names["FedAvg"] is strategies.FedAvg
+    assert {"FixBN", "Traits", "mean_is_enough"} <= names.keys()
+    assert {"Any", "declared", "part"}.isdisjoint(names)
+    assert dir(strategies) == sorted(strategies.__getattr__("__all__"))
+
+
 def test_strategies_have_one_identity_whichever_way_they_are_imported() -> None:
     from fedbn_flwr.strategies.fixbn import FixBN as Same  # type: ignore[import-untyped]
 
