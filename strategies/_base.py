@@ -46,7 +46,7 @@ class BaseStrategy(Hooks):
 
     def __init__(self) -> None:
         self.memory, self.chain, self.base = self.Memory(), (self,), self
-        self.unnumbered = set[int]()  # the nodes that have answered that they have no partition
+        self._unnumbered = set[int]()  # see `Roster`
         # Of this round, of the last one, and of the last evaluation.
         self.asked, self.training, self.evaluation = Asked(), Attendance(), Attendance()
 
@@ -54,7 +54,8 @@ class BaseStrategy(Hooks):
 
     @property
     def roster(self) -> Roster:
-        return Roster(self.memory.partitions)
+        """The clients of the run; their partitions are in `memory`, so that a checkpoint has them."""
+        return Roster(self.memory.partitions, self._unnumbered)
 
     def asked_by(self, messages: Iterable[Message], arrays: ArrayRecord) -> Asked:
         """The nodes that these messages ask; `arrays` is the model that they contain."""
@@ -76,7 +77,7 @@ class BaseStrategy(Hooks):
         tracked = [key for key, role in roles(arrays).items() if role is Role.STATISTICS]
         if tracked and self.without_statistics:
             raise SettingsError(self.without_statistics.format(tracked[0]))
-        self.memory, self.num_rounds, self.unnumbered = self.Memory(), num_rounds, set()
+        self.memory, self.num_rounds, self._unnumbered = self.Memory(), num_rounds, set()
 
     def messages(self, round: Round) -> list[Message]:
         """Choose the clients of a round, and return their messages."""

@@ -29,13 +29,12 @@ def connected(base: BaseStrategy, grid: Grid, needed: int = 0) -> list[int]:
 
 def ask_for_partitions(base: BaseStrategy, round: Round, nodes: Iterable[int]) -> None:
     """Ask these nodes for their partitions unless they are known, since node ids are random in every run."""
-    unknown = [node for node in nodes if node not in base.memory.partitions and node not in base.unnumbered]
+    roster = base.roster
+    unknown = [node for node in nodes if node not in roster.partitions and node not in roster.unnumbered]
     content = RecordDict({base.configrecord_key: ConfigRecord(protocol.run_keys(round.config))})
     queries = [Message(content, node, protocol.PARTITION_QUERY) for node in unknown]
     replies = gate(round.grid.send_and_receive(queries, timeout=base.node_timeout)) if queries else ()
-    reported = {reply.metadata.src_node_id: partition_of(reply.content) for reply in replies if reply.has_content()}
-    base.roster.learn(reported)
-    base.unnumbered |= {node for node, number in reported.items() if number is None}
+    roster.learn({reply.metadata.src_node_id: partition_of(reply.content) for reply in replies if reply.has_content()})
 
 
 def ask(base: BaseStrategy, round: Round, question: Question) -> None:

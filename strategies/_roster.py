@@ -38,13 +38,15 @@ class Roster:
     """The partitions that nodes have reported, by which clients are known: node ids are random in every run."""
 
     partitions: dict[int, int] = field(default_factory=dict)  # by node id
+    unnumbered: set[int] = field(default_factory=set)  # the nodes that have reported that they have no partition
 
     def learn(self, reported: Mapping[int, int | None]) -> dict[int, str]:
-        """Note the partitions that nodes report; returns the problems of those that reported another one before.
+        """Add what nodes report, and return the problems of those that reported another partition before.
 
         Two nodes may report the same one: a node may return under another id, and it is not known which one is right.
         """
         numbers = {node: number for node, number in reported.items() if number is not None}
+        self.unnumbered.update(reported.keys() - numbers.keys())
         known = {node: self.partitions.setdefault(node, number) for node, number in numbers.items()}
         return {
             node: f"its partition-id is {number}, and it reported {known[node]} before"

@@ -287,6 +287,9 @@ def test_a_node_keeps_its_partition() -> None:
     assert not rule.roster.learn({1: 0, 2: None, 3: 2})
     assert rule.roster.learn({1: 1, 2: 1, 3: None}) == {1: "its partition-id is 1, and it reported 0 before"}
     assert rule.memory.partitions == {1: 0, 2: 1, 3: 2}, "a checkpoint has them"
+    assert rule.roster.unnumbered >= {2}
+    rule.begin(1, pack({"w": np.zeros(1)}))
+    assert rule.roster == Roster()
 
 
 def test_a_client_that_is_refused_for_two_reasons_is_counted_once() -> None:
