@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,12 +21,15 @@ from fedbn_flwr.messages.votes import metric_problems, record_problems
 from fedbn_flwr.norms.roles import Role, roles, split
 
 from ._bounds import InfluenceBounds
-from ._hooks import Hooks, Round
+from ._hooks import Hooks, Json, Round
 from ._roster import Asked, Attendance, Roster, Screening
 
 
 class BaseStrategy(Hooks):
-    """What the innermost rule of a chain has in addition to hooks. It knows clients by their partitions."""
+    """What the innermost rule of a chain has in addition to hooks. It knows clients by their partitions.
+
+    A base must define `messages`, `combine`, `configure_evaluate` and `summary`; all else has defaults.
+    """
 
     @dataclass
     class Memory(Hooks.Memory):
@@ -65,7 +69,7 @@ class BaseStrategy(Hooks):
         """How many clients train in a round when all of these are connected; None if this is not known."""
         return None
 
-    # --- a round of training, in the order in which `Rule` calls these ---
+    # --- a run ---
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         if not isinstance(arrays, ArrayRecord):
@@ -79,9 +83,17 @@ class BaseStrategy(Hooks):
             raise SettingsError(self.without_statistics.format(tracked[0]))
         self.memory, self.num_rounds, self._unnumbered = self.Memory(), num_rounds, set()
 
+    def end(self) -> None:
+        """Called after a run that `start` began, whether or not it failed."""
+
+    def notes(self) -> Json:
+        return {}
+
+    # --- a round of training, in the order in which `Rule` calls these ---
+
+    @abstractmethod
     def messages(self, round: Round) -> list[Message]:
         """Choose the clients of a round, and return their messages."""
-        raise NotImplementedError
 
     def with_exchanges(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         """Run the round's exchanges, if it has any; returns the messages to send."""
@@ -150,6 +162,10 @@ class BaseStrategy(Hooks):
                 f"{sum(weights)}; expected one above zero"
             )
         return weights if self.bounds is None else list(self.bounds.weights(weights))
+
+    @abstractmethod
+    def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
+        """The new model."""
 
     def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
         """Why the new model must not replace the one that was sent, or None."""

@@ -21,12 +21,13 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
 from fedbn_flwr.messages.reply import Reply, number_problem, with_arrays, with_content
+from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.messages.votes import arrays_problems, common_metrics, overflow
 from fedbn_flwr.norms.roles import Role, of_roles, roles
 
 from ._base import BaseStrategy
 from ._hooks import Json, Round, mean_is_enough
-from ._rule import NOISED, Rule, restore, state_of
+from ._rule import NOISED, Rule
 
 # Strategies whose result depends on the mean of the replies only.
 _MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)
@@ -60,7 +61,9 @@ class Foreign(BaseStrategy, Rule):
         self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
         self._names = [{*_own(inner)} for inner in self.strategies()]
-        self._first: bytes | None = None  # the state at the first `begin`
+        # The attributes of each strategy at the first `begin`, and at the end of the last run if `start` began it.
+        self._first: list[dict[str, bytes | None]] | None = None
+        self._last: list[dict[str, Any]] | None = None
         self.breaks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
             self.breaks["known"] = "is not known to compute with nothing but the mean of the replies"
@@ -89,13 +92,20 @@ class Foreign(BaseStrategy, Rule):
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         """Also reset what an earlier run left in the strategy, such as moments, and begin a rule inside it."""
         super().begin(num_rounds, arrays)
-        if self._first is not None:  # by copies, so not in a first run: a list among them may be the caller's
-            restore(self, self._first)
-        else:
-            with suppress(ValueError):  # it cannot be saved
-                self._first = state_of(self)
+        attributes = [_own(inner) for inner in self.strategies()]
+        if self._first is None:
+            self._first = [{name: _dumped(value) for name, value in own.items()} for own in attributes]
+        for own, first, last in zip(attributes, self._first, self._last or attributes, strict=True):
+            _reset(own, first, last)
+        self._last = None
         if inner := next((inner for inner in self.strategies() if isinstance(inner, Rule)), None):
             inner.begin(num_rounds, arrays)
+
+    def end(self) -> None:
+        self._last = [{**_own(inner)} for inner in self.strategies()]
+        for inner in self.strategies():
+            if isinstance(inner, BaseStrategy):
+                inner.end()
 
     def notes(self) -> Json:
         return {} if self.seed is None else {"strategy_of_flower": str(self)}
@@ -206,6 +216,24 @@ class Foreign(BaseStrategy, Rule):
 
 def _own(strategy: Strategy) -> dict[str, Any]:
     return vars(strategy.memory if isinstance(strategy, Rule) else strategy)
+
+
+def _dumped(value: object) -> bytes | None:
+    """The bytes of a value, or None if it cannot be saved."""
+    with suppress(ValueError):
+        return dump([value])
+    return None
+
+
+def _reset(own: dict[str, Any], first: dict[str, bytes | None], last: Mapping[str, Any]) -> None:
+    """Reset the attributes to their `first` values, to which those belong that were set since the `last` run."""
+    for name, value in [*own.items()]:
+        if name not in last or value is not last[name]:
+            first[name] = _dumped(value)
+        elif name not in first:
+            del own[name]
+        elif (saved := first[name]) is not None and saved != _dumped(value):
+            own[name] = parse(saved, list)[0]
 
 
 def _saved(strategy: Strategy) -> dict[str, Any]:

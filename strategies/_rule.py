@@ -149,15 +149,18 @@ class Rule(Hooks):
         self.base.reply_timeout = timeout
         self.begin(num_rounds, initial_arrays)
         train, evaluate, evaluate_model = self._run_arguments(grid, train_config, evaluate_config, evaluate_fn)
-        return self._start()(
-            grid=grid,
-            initial_arrays=initial_arrays,
-            num_rounds=num_rounds,
-            timeout=timeout,
-            train_config=train,
-            evaluate_config=evaluate,
-            evaluate_fn=evaluate_model,
-        )
+        try:
+            return self._start()(
+                grid=grid,
+                initial_arrays=initial_arrays,
+                num_rounds=num_rounds,
+                timeout=timeout,
+                train_config=train,
+                evaluate_config=evaluate,
+                evaluate_fn=evaluate_model,
+            )
+        finally:
+            self.base.end()
 
     def _start(self) -> Callable[..., Result]:
         return super().start
