@@ -27,7 +27,7 @@ from fedbn_flwr.errors import LOG, SettingsError, did_you_mean, few
 from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, pooled_mean, weighted_mean
-from fedbn_flwr.messages.arrays import record_of
+from fedbn_flwr.messages.arrays import metrics_in, record_of
 from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem
 from fedbn_flwr.messages.votes import common_metrics
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
@@ -208,7 +208,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         return super().model_problem(model, sent) or arrays_problem(model, sent, model)
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
-        return self.train_metrics_aggr_fn([reply.message.content for reply in replies], self.weighted_by_key)
+        return self.train_metrics_aggr_fn([*map(_content_of, replies)], self.weighted_by_key)
 
     def mean_evaluation(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         return self.evaluate_metrics_aggr_fn([reply.message.content for reply in replies], key) if replies else None
@@ -224,6 +224,12 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         notes: dict[str, object] = {} if self.bounds is None else {"bounds": dict(self.bounds.notes())}
         notes |= {"norm_statistics": "pooled"} if self.traits.pooled else {}
         return notes | ({"kept": self.kept} if self.kept else {})
+
+
+def _content_of(reply: Reply) -> RecordDict:
+    """The content of a reply, with the metrics that `accepted` may have replaced."""
+    content = reply.message.content
+    return RecordDict({**content, **dict.fromkeys(metrics_in(content), MetricRecord({**reply.metrics}))})
 
 
 def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:

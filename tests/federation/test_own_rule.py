@@ -9,13 +9,15 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from fedbn_flwr.strategies._base import BaseStrategy  # type: ignore[import-untyped]
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp.strategy import FedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
@@ -37,6 +39,7 @@ from fedbn_flwr.strategies import (
     FixBN,
     GlobalMomentum,
     MeanStatistics,
+    Rule,
     Scaffold,
     Traits,
     Wrapper,
@@ -826,3 +829,40 @@ def test_a_client_rule_does_not_take_over_a_key_of_the_library(base: type) -> No
     with pytest.raises(TypeError, match=r"Mine has the key 'proximal-mu' of .*fedprox:FedProxClient; give it a key of"):
         type("Mine", (base,), {"keys": {"proximal-mu": Key("a number", "for this test")}})
     assert rule_of("proximal-mu").__name__ == "FedProxClient"
+
+
+class ForgetsACombine(BaseStrategy, Rule):  # type: ignore[misc]
+    def messages(self, round: Any) -> Any:
+        return []
+
+    def configure_evaluate(self, *given: Any) -> Any:
+        return []
+
+    def summary(self) -> None:
+        pass
+
+
+def test_a_base_without_a_method_that_it_must_have_cannot_be_made() -> None:
+    base: Any = ForgetsACombine
+    with pytest.raises(TypeError, match=r"abstract .*combine"):
+        base()
+    whole: Any = type("Whole", (base,), {"combine": lambda *given: {}})
+    assert whole().notes() == {}
+
+
+class Rounded(FedAvg):
+    def accepted(self, round: Any, replies: Any) -> Any:
+        return [replace(reply, metrics={**reply.metrics, "train-loss": 0.5}) for reply in replies]
+
+
+def test_metrics_that_a_hook_replaces_are_the_ones_of_the_report(federation: Federations) -> None:
+    contents: list[Any] = []
+
+    def mean(given: list[Any], key: str) -> MetricRecord:
+        contents.extend(given)
+        return FedAvg().train_metrics_aggr_fn(given, key)
+
+    fed = federation((8, 12))
+    result = Rounded(train_metrics_aggr_fn=mean).start(fed.grid(), fed.arrays(), num_rounds=1)
+    assert result.train_metrics_clientapp[1]["train-loss"] == 0.5
+    assert all({"arrays", "metrics"} <= content.keys() for content in contents)
