@@ -18,7 +18,7 @@ from fedbn_flwr.messages.votes import arrays_problems, metric_problems
 
 from ._base import BaseStrategy
 from ._hooks import Question, Round
-from ._roster import Asked, Screening
+from ._roster import Asked, Attendance, Screening
 
 
 def connected(base: BaseStrategy, grid: Grid, needed: int = 0) -> list[int]:
@@ -47,10 +47,11 @@ def ask(base: BaseStrategy, round: Round, question: Question) -> None:
     config = ConfigRecord({**round.config, question.key: True, protocol.ROUND: round.number})
     content = RecordDict({**({} if question.model is None else {"arrays": pack(question.model)}), "config": config})
     queries = [Message(content, node, protocol.MEASURE_QUERY) for node in left]
-    received = round.grid.send_and_receive(queries, timeout=base.reply_timeout)
-    what = f"round {round.number}, measurement"  # no answer is required: others may come later
-    screening = screened(base, received, lambda reply: question.problem(reply.arrays), before=[*answers.values()])
-    attendance, replies = roster.attendance(what, Asked(), screening)
+    what, before = f"round {round.number}, measurement", [*answers.values()]
+    # No answer is required: others may come later.
+    attendance, replies = answers_to(
+        base, round, what, queries, Asked(), lambda reply: question.problem(reply.arrays), before
+    )
     for reply in replies:
         answers[roster.client(reply.message.metadata.src_node_id)] = reply.arrays
     if not answers:
@@ -58,19 +59,21 @@ def ask(base: BaseStrategy, round: Round, question: Question) -> None:
         raise RunFailed(f"{what}: no client sent {question.what}:{listed}")
 
 
-def screened(
+def answers_to(
     base: BaseStrategy,
-    messages: Iterable[Message],
+    round: Round,
+    what: str,
+    queries: Sequence[Message],
+    asked: Asked,
     problem: Callable[[Reply], str | None],
-    name: str = "arrays",
     before: Sequence[Arrays] = (),
-) -> Screening:
-    """The usable answers, whose arrays are in the record `name`, and the problems of others.
+) -> tuple[Attendance, list[Reply]]:
+    """Send queries; who has answered them, and the usable answers. `Roster.admit` describes `what` and `asked`.
 
     Answers are also compared with one another and with those `before`: they must have the same form, and must be
     neither absurd nor outside of the bounds.
     """
-    screening = Screening(gate(messages), name)
+    screening = Screening(gate(round.grid.send_and_receive(queries, timeout=base.reply_timeout)), base.arrayrecord_key)
     screening.check(lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or problem(reply))
     screening.leave_out(metric_problems(screening.usable))
     if before:
@@ -79,4 +82,4 @@ def screened(
         screening.leave_out(arrays_problems(screening.usable, {}))
     keys = [*next((reply.arrays for reply in screening.usable.values()), {})]
     screening.leave_out(base.outliers(screening.usable, {}, keys, before))
-    return screening
+    return base.roster.attendance(what, asked, screening)

@@ -69,13 +69,13 @@ class Roster:
 
     def attendance(self, what: str, asked: Asked, screening: Screening) -> tuple[Attendance, list[Reply]]:
         """Whose replies are used, and these replies; RunFailed if they are too few, see `admit`."""
-        left, problems = self.admit(what, asked, screening.partitions, screening.problems)
+        present, problems = self.admit(what, asked, screening.partitions, screening.problems)
         errors = [
             refused(message, problems[node]) if message.has_content() else message
             for message in screening.messages
-            if (node := message.metadata.src_node_id) not in left.nodes
+            if (node := message.metadata.src_node_id) not in present.nodes
         ]
-        return Attendance(left.nodes, left.left_out, errors), [screening.usable[node] for node in left.nodes]
+        return Attendance(present.nodes, present.left_out, errors), [screening.usable[node] for node in present.nodes]
 
     def admit(
         self, what: str, asked: Asked, answered: Mapping[int, int | None], problems: Sequence[tuple[int, str]]
@@ -100,12 +100,12 @@ class Roster:
             reasons += [f"{self.name(node)}: it did not answer in time" for node in silent]
         elif count > 0:  # the others have errors that name the SuperLink
             reasons.append(f"{count} of {len(nodes)} clients did not answer in time")
-        left = replace(asked, nodes=usable, left_out=[*asked.left_out, *reasons])
+        present = replace(asked, nodes=usable, left_out=[*asked.left_out, *reasons])
         if nodes and len(usable) < (needed := max(1, min(asked.needed, len(nodes)))):
-            raise _too_few(f"{what}: {len(usable)} of {len(nodes)} clients sent a usable reply, {needed}", left)
+            raise _too_few(f"{what}: {len(usable)} of {len(nodes)} clients sent a usable reply, {needed}", present)
         for reason in reasons:
             LOG.warning("%s: left out %s", what, one_line(reason))
-        return left, bad
+        return present, bad
 
 
 class Screening:
@@ -129,15 +129,15 @@ class Screening:
 
     def check(self, problem: Callable[[Reply], str | None]) -> None:
         """Leave out each reply that has a problem by itself."""
-        found: dict[int, str] = {}
+        problems: dict[int, str] = {}
         for node, reply in self.usable.items():
             try:
                 reason = problem(reply)
             except MessageError as error:
                 reason = str(error)
             if reason:
-                found[node] = reason
-        self.leave_out(found)
+                problems[node] = reason
+        self.leave_out(problems)
 
     def leave_out(self, problems: Mapping[int, str]) -> None:
         """Leave out the replies of these nodes, with the reasons."""

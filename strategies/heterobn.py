@@ -22,7 +22,7 @@ from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import NORM_STATE, roles
 
 from ._hooks import Round
-from ._questions import connected, screened
+from ._questions import answers_to, connected
 from .fedavg import FedAvg
 
 
@@ -61,17 +61,14 @@ def with_queried(
     rule: FedAvg, round: Round, mean: Callable[[Iterable[Arrays], Sequence[float]], Arrays]
 ) -> ArrayRecord:
     """The global model with the mean of the statistics that all clients measure on their data under it."""
-    nodes = connected(rule, round.grid)
-    queries = rule.messages_to(nodes, protocol.STATISTICS_QUERY, round)
-    what = f"round {round.number}, statistics"
-    answers = round.grid.send_and_receive(queries, timeout=rule.reply_timeout)
+    queries = rule.messages_to(connected(rule, round.grid), protocol.STATISTICS_QUERY, round)
+    what, asked = f"round {round.number}, statistics", rule.asked_by(queries, round.arrays)
 
     def problem(reply: Reply) -> str | None:
         role_of = roles({**round.arrays, **reply.arrays})
         wrong = [key for key in reply.arrays if role_of[key] not in NORM_STATE]
         return f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
 
-    screening = screened(rule, answers, problem, rule.arrayrecord_key)
-    _, replies = rule.roster.attendance(what, rule.asked_by(queries, round.arrays), screening)
+    _, replies = answers_to(rule, round, what, queries, asked, problem)
     weights = rule.bound_weights(what, [float(reply.metrics[protocol.NUM_EXAMPLES]) for reply in replies])
     return record_of({**round.arrays, **pack(mean((reply.arrays for reply in replies), weights))})
