@@ -117,8 +117,8 @@ def mix(client: int, statistics: Mapping[int, Arrays], models: Iterable[int], ow
     others = [other for other in known if other != client]
     if client not in statistics or not known:
         return {}
-    found = distances(statistics[client], [statistics[other] for other in others])
-    inverse = 1 / np.clip(found, 1e-14, 1e280)  # of false statistics, a distance may be infinite
+    apart = distances(statistics[client], [statistics[other] for other in others])
+    inverse = 1 / np.clip(apart, 1e-14, 1e280)  # of false statistics, a distance may be infinite
     shares = (1 - own_share) * inverse / inverse.sum()
     return dict(zip(others, shares.tolist(), strict=True)) | ({client: own_share} if client in known else {})
 
@@ -129,12 +129,12 @@ def distances(own: Arrays, others: Sequence[Arrays]) -> np.ndarray:
     def moments(arrays: Arrays, layer: str) -> np.ndarray:
         return np.concatenate([arrays[layer + MEAN], np.sqrt(arrays[layer + VARIANCE], dtype=np.float64)])
 
-    found = np.zeros(len(others))
+    total = np.zeros(len(others))
     for layer in layers(own):
         here = moments(own, layer)
         with np.errstate(over="ignore"):
-            found += [np.linalg.norm(here - moments(other, layer)) for other in others]
-    return found
+            total += [np.linalg.norm(here - moments(other, layer)) for other in others]
+    return total
 
 
 def _problem(arrays: Arrays, model: Arrays) -> str | None:
@@ -156,12 +156,12 @@ class FedAPClient(ClientRule):
         received, model = local.records[MODEL], copy.deepcopy(local.model).eval()
         model.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in received.items()}, strict=False)
         device = next(model.parameters()).device
-        found, sizes = [], []
+        of_batches, sizes = [], []
         for inputs, _ in local.epoch(MEASURING):
             with MomentRecorder(model) as moments:
                 model(map_tensors(lambda tensor: tensor.to(device), inputs))
-            found.append(copied(moments.statistics()))
+            of_batches.append(copied(moments.statistics()))
             sizes.append(float(count(inputs)))
-        measured = pooled_mean(found, sizes)
+        measured = pooled_mean(of_batches, sizes)
         statistics = of_roles(received, {Role.STATISTICS})
         return {key: cast(measured.get(key, value), value.dtype) for key, value in statistics.items()}

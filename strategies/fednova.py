@@ -86,9 +86,9 @@ class FedNova(FedAvg):
         scale = math.fsum(of_steps) / math.fsum(weights)
         model, x = dict(super().combine(round, replies, weights)), unpack(round.arrays)
         mean = super().combine(round, replies, of_steps)  # sum_i w_i x_i / sum_i w_i
-        kept = self.traits.stays(x)  # each client's own arrays: they are not changes of x
+        own = self.traits.stays(x)  # each client's own arrays: they are not changes of x
         for key, role in roles(model).items():
-            if role in TRAINED and key not in kept and model[key].dtype.kind == "f":
+            if role in TRAINED and key not in own and model[key].dtype.kind == "f":
                 before = x[key].astype(np.float64)
                 model[key] = cast(before + scale * (mean[key] - before), model[key].dtype)
         return model
@@ -128,9 +128,9 @@ class FedNovaClient(ClientRule):
         return {}
 
     def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
-        if (found := rates_of(self.local.optimizer.torch)) != self.rates:
+        if (rates := rates_of(self.local.optimizer.torch)) != self.rates:
             raise MessageError(
-                f"learning rate and momentum change within a round, from {self.rates[0]} to {found[0]}; expected "
+                f"learning rate and momentum change within a round, from {self.rates[0]} to {rates[0]}; expected "
                 f"constant ones, which {NORMALISED!r} needs"
             )
 

@@ -133,14 +133,14 @@ class FedRDNClient(ClientRule):
     @classmethod
     def pair(cls, local: LocalRound) -> Arrays:
         """Mean and deviation of the client's inputs, which it measures once."""
-        if not (found := local.state.load(cls.stored)):
+        if not (pair := local.state.load(cls.stored)):
             images = [_numbers(inputs).double().flatten(2) for inputs, _ in local.epoch(MEASURING)]
             means = torch.cat([part.mean(2) for part in images])
             deviation = torch.cat([part.std(2) for part in images]).mean(0) if images[0].shape[2] > 1 else means.std(0)
-            pair = {"mean": means.mean(0), "deviation": deviation.where(deviation > 0, 1.0)}
-            found = {key: value.cpu().numpy() for key, value in pair.items()}
-            local.state.save(cls.stored, found)
-        return found
+            measured = {"mean": means.mean(0), "deviation": deviation.where(deviation > 0, 1.0)}
+            pair = {key: value.cpu().numpy() for key, value in measured.items()}
+            local.state.save(cls.stored, pair)
+        return pair
 
 
 def _numbers(inputs: object) -> Tensor:

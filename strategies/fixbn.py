@@ -259,10 +259,10 @@ class FixBNClient(ClientRule):
     def __init__(self, local: LocalRound) -> None:
         super().__init__(local)
         frozen = frozen_roles(local.config)
-        kept = {key: role for key, role in local.roles.items() if role in frozen and key not in local.sent}
+        unsent = {key: role for key, role in local.roles.items() if role in frozen and key not in local.sent}
         # Where roles stay on the client (FedBN, SiloBN), one that first trains after the freeze sets its values now.
-        own = local.state.load(LOCAL_ARRAYS) if kept else {}
-        missing = {role: key for key, role in reversed(kept.items()) if key not in own}
+        own = local.state.load(LOCAL_ARRAYS) if unsent else {}
+        missing = {role: key for key, role in reversed(unsent.items()) if key not in own}
         if shared := [key for key in local.roles if key in local.sent and local.roles[key] in missing]:
             role = local.roles[shared[0]]
             raise MessageError(

@@ -323,9 +323,11 @@ def test_the_global_model_s_statistics_are_the_mean_of_the_clients_frozen_ones(
         np.testing.assert_allclose(unpack(result.arrays)[key], mean.numpy(), rtol=1e-12)
 
 
-def test_traits_of_a_class_add_to_those_of_its_base() -> None:
+def test_traits_of_a_class_add_to_those_of_its_base(federation: Federations) -> None:
     class Adds(FedBN):
-        traits = Traits(client_memory="their step sizes")
+        traits = Traits(client_memory="their step sizes", kept=frozenset({"last"}))
 
-    assert Adds().traits.kept == FedBN().traits.kept
-    assert Adds().traits.client_memory == "their own batch norm and their step sizes"
+    rule = Adds()
+    rule.begin(1, federation((8, 12)).arrays())
+    assert rule.traits.kept == FedBN().traits.kept | {"last"}
+    assert rule.traits.client_memory == "their own batch norm and their step sizes"
