@@ -11,11 +11,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__":
-        return __dir__()
-    if name.startswith("__"):  # Python's imports ask for some
+    if name.startswith("__") and name != "__all__":  # Python's imports ask for some
         raise AttributeError(name)
-    return getattr(import_module("._names", __package__), name)
+    return __dir__() if name == "__all__" else getattr(import_module("._names", __package__), name)
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,7 @@
 
 from typing import Any as _Any
 
-from fedbn_flwr.extensions import declared as _declared
-from fedbn_flwr.extensions import part as _part
+from fedbn_flwr import extensions as _extensions
 from fedbn_flwr.messages.reply import Reply as Reply
 
 from ._composition import broken as broken
@@ -44,6 +43,6 @@ from .standalone import Standalone as Standalone
 
 def __getattr__(name: str) -> _Any:
     """A strategy of an extension, which is imported when it is used."""
-    if name in _declared("strategies"):
-        return _part("strategies", name)
+    if name in _extensions.declared("strategies"):
+        return _extensions.part("strategies", name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
