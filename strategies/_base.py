@@ -28,7 +28,7 @@ from ._roster import Asked, Attendance, Roster, Screening
 class BaseStrategy(Hooks):
     """What the innermost rule of a chain has in addition to hooks. It knows clients by their partitions.
 
-    A base must define `messages`, `combine`, `configure_evaluate` and `summary`; all else has defaults.
+    A base must define `train_messages`, `combine`, `configure_evaluate` and `summary`; all else has defaults.
     """
 
     @dataclass
@@ -84,7 +84,7 @@ class BaseStrategy(Hooks):
         self.memory, self.num_rounds, self._unnumbered = self.Memory(), num_rounds, set()
 
     def end(self) -> None:
-        """Called after a run that `start` began, whether or not it failed."""
+        """Note that a run has ended, perhaps by an error; only `start` calls this."""
 
     def notes(self) -> Json:
         return {}
@@ -92,11 +92,11 @@ class BaseStrategy(Hooks):
     # --- a round of training, in the order in which `Rule` calls these ---
 
     @abstractmethod
-    def messages(self, round: Round) -> list[Message]:
+    def train_messages(self, round: Round) -> list[Message]:
         """Choose the clients of a round, and return their messages."""
 
     def with_exchanges(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
-        """Run the round's exchanges, if it has any; returns the messages to send."""
+        """Run the round's exchanges, if it has any, and return the messages to send."""
         return messages
 
     def usable_replies(self, chain: Sequence[Hooks], round: Round, messages: Sequence[Message]) -> Sequence[Reply]:
@@ -133,8 +133,7 @@ class BaseStrategy(Hooks):
         Bounds decide on the arrays `keys`.
         """
         nodes, cohort = [*replies], [*(reply.arrays for reply in replies.values()), *others]
-        found = self.bounds.outliers(cohort, keys) if self.bounds and cohort else {}
-        problems = {**absurd(cohort, sent), **found}
+        problems = {**absurd(cohort, sent), **(self.bounds.outliers(cohort, keys) if self.bounds and cohort else {})}
         return {nodes[place]: problem for place, problem in problems.items() if place < len(nodes)}
 
     def clip_updates(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
@@ -175,8 +174,10 @@ class BaseStrategy(Hooks):
             if key not in sent:
                 return f"it has {key!r}, which the clients' model lacks"
             if not isinstance(value, np.ndarray | np.generic) or value.shape != sent[key].shape:
-                found = f"{type(value).__name__} of shape {np.shape(value)}"
-                return f"{key!r} is {found}; expected an array of shape {sent[key].shape}"
+                return (
+                    f"{key!r} is {type(value).__name__} of shape {np.shape(value)}; expected an array of shape "
+                    f"{sent[key].shape}"
+                )
             if not is_finite(value):
                 return f"{key!r} is not finite; bound the replies, or use another strategy"
         return None

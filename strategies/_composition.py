@@ -51,8 +51,11 @@ def broken(rule: Hooks) -> Mapping[str, str]:
     for name in _OF_SINGLE_REPLIES:
         hook = getattr(kind, name)
         if hook is not getattr(Hooks, name) and not hasattr(hook, "mean_is_enough"):
-            reason = f"has {name}() of its own, which may use the replies of single clients"
-            return {"mean": f"{reason} (if their mean is enough for it, mark it with @mean_is_enough)", **rule.breaks}
+            return {
+                "mean": f"has {name}() of its own, which may use the replies of single clients "
+                "(if their mean is enough for it, mark it with @mean_is_enough)",
+                **rule.breaks,
+            }
     if kind.weights not in (Rule.weights, BaseStrategy.weights):
         return {"mean": "has weights() of its own, which need the single replies", **rule.breaks}
     return rule.breaks

@@ -21,13 +21,12 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
 from fedbn_flwr.messages.reply import Reply, number_problem, with_arrays, with_content
-from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.messages.votes import arrays_problems, common_metrics, overflow
 from fedbn_flwr.norms.roles import Role, of_roles, roles
 
 from ._base import BaseStrategy
 from ._hooks import Json, Round, mean_is_enough
-from ._rule import NOISED, Rule
+from ._rule import NOISED, Rule, restore, state_of
 
 # Strategies whose result depends on the mean of the replies only.
 _MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)
@@ -61,9 +60,8 @@ class Foreign(BaseStrategy, Rule):
         self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
         self._names = [{*_own(inner)} for inner in self.strategies()]
-        # The attributes of each strategy at the first `begin`, and at the end of the last run if `start` began it.
-        self._first: list[dict[str, bytes | None]] | None = None
-        self._last: list[dict[str, Any]] | None = None
+        self._first: bytes | None = None  # the state that a run begins with, if it can be saved
+        self._last: list[dict[str, Any]] | None = None  # the attributes at the end of a run, if `start` began it
         self.breaks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
             self.breaks["known"] = "is not known to compute with nothing but the mean of the replies"
@@ -90,14 +88,23 @@ class Foreign(BaseStrategy, Rule):
         return next((getattr(inner, attribute) for inner in self.strategies() if hasattr(inner, attribute)), None)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        """Also reset what an earlier run left in the strategy, such as moments, and begin a rule inside it."""
+        """Also reset what an earlier run left in the strategy, such as moments, and begin a rule inside it.
+
+        What the user has set since then stays.
+        """
         super().begin(num_rounds, arrays)
         attributes = [_own(inner) for inner in self.strategies()]
-        if self._first is None:
-            self._first = [{name: _dumped(value) for name, value in own.items()} for own in attributes]
-        for own, first, last in zip(attributes, self._first, self._last or attributes, strict=True):
-            _reset(own, first, last)
+        new = [
+            {name: value for name, value in own.items() if name not in last or value is not last[name]}
+            for own, last in zip(attributes, self._last or attributes, strict=True)
+        ]
+        if self._first is not None:  # by copies, so not in a first run: a list among them may be the caller's
+            restore(self, self._first)
+        for own, values in zip(attributes, new, strict=True):
+            own.update(values)
         self._last = None
+        with suppress(ValueError):  # it cannot be saved
+            self._first = state_of(self)
         if inner := next((inner for inner in self.strategies() if isinstance(inner, Rule)), None):
             inner.begin(num_rounds, arrays)
 
@@ -116,16 +123,17 @@ class Foreign(BaseStrategy, Rule):
         seed = None if self.seed is None else seeding.seed_for(self.seed, f"choose-{purpose}", server_round)
         return nullcontext() if seed is None else seeding.streams(seed)
 
-    def messages(self, round: Round) -> list[Message]:
+    def train_messages(self, round: Round) -> list[Message]:
         arrays, shown = round.arrays, round.arrays
         if round.hidden:
             shown = record_of(of_roles(arrays, frozenset(Role) - round.hidden))
         with self._drawing("train", round.number):
             messages = list(self.strategy.configure_train(round.number, shown, round.config, round.grid))
-        counts = Counter(message.metadata.dst_node_id for message in messages)
-        if twice := [node for node, count in counts.items() if count > 1]:
-            found = f"{counts[twice[0]]} messages to node {twice[0]}"
-            raise RunFailed(f"round {round.number}: {self} sends {found}; expected one to each node")
+        for node, count in Counter(message.metadata.dst_node_id for message in messages).items():
+            if count > 1:
+                raise RunFailed(
+                    f"round {round.number}: {self} sends {count} messages to node {node}; expected one to each node"
+                )
 
         def whole(sent: ArrayRecord) -> ArrayRecord:
             return arrays if sent is shown else record_of({**arrays, **sent})
@@ -204,7 +212,10 @@ class Foreign(BaseStrategy, Rule):
 
     def _state(self) -> object:
         """The attributes of the strategy and of those inside it; of rules among them, the memory."""
-        return [_saved(inner) for inner in self.strategies()]
+        return [
+            {name: value for name, value in _own(inner).items() if not isinstance(value, _NOT_SAVED)}
+            for inner in self.strategies()
+        ]
 
     def _load_state(self, values: Any) -> None:
         for strategy, names, saved in zip(self.strategies(), self._names, values, strict=True):
@@ -216,28 +227,6 @@ class Foreign(BaseStrategy, Rule):
 
 def _own(strategy: Strategy) -> dict[str, Any]:
     return vars(strategy.memory if isinstance(strategy, Rule) else strategy)
-
-
-def _dumped(value: object) -> bytes | None:
-    """The bytes of a value, or None if it cannot be saved."""
-    with suppress(ValueError):
-        return dump([value])
-    return None
-
-
-def _reset(own: dict[str, Any], first: dict[str, bytes | None], last: Mapping[str, Any]) -> None:
-    """Reset the attributes to their `first` values, to which those belong that were set since the `last` run."""
-    for name, value in [*own.items()]:
-        if name not in last or value is not last[name]:
-            first[name] = _dumped(value)
-        elif name not in first:
-            del own[name]
-        elif (saved := first[name]) is not None and saved != _dumped(value):
-            own[name] = parse(saved, list)[0]
-
-
-def _saved(strategy: Strategy) -> dict[str, Any]:
-    return {name: value for name, value in _own(strategy).items() if not isinstance(value, _NOT_SAVED)}
 
 
 def as_rule(strategy: Strategy, seed: int | None = None) -> Rule:

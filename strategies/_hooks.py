@@ -248,7 +248,7 @@ class Hooks(Strategy):
         if not isinstance(cls.traits, Traits):
             raise TypeError(f"{cls.__name__}.traits is a {type(cls.traits).__name__}; expected Traits(...)")
         if "traits" in vars(cls):
-            cls.traits = super(cls, cls).traits | cls.traits
+            cls.traits = super(cls, cls).traits | cls.traits  # type: ignore[misc]
         if "__init__" in vars(cls):
             cls.__init__ = _calling_super(cls, checked(cls.__init__))  # type: ignore[method-assign]
         _warn_of_misspelt_hooks(cls)

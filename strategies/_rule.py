@@ -64,7 +64,7 @@ class Rule(Hooks):
                 ask(self.base, round, question)
             round = replace(round, config=ConfigRecord({**round.config, **rule.config(round)}))
         self._round, before = round, {**round.config}
-        messages: Sequence[Message] = self.base.messages(round)
+        messages: Sequence[Message] = self.base.train_messages(round)
         self.base.asked = self.base.asked_by(messages, arrays)
         # A strategy of Flower may change the config of all later rounds too, as in its tutorial: config["lr"] *= 0.5
         config.update({key: value for key, value in round.config.items() if before.get(key) != value})
@@ -180,7 +180,7 @@ class Rule(Hooks):
         return train, evaluate, evaluate_fn and evaluate_model
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
-        """A server of Flower's old API calls this first."""
+        """Refuse to run under a server of Flower's old API, which calls this first."""
         raise SettingsError(
             f"{self} is not a strategy of Flower's old API, of which ServerApp(server_fn=...) starts a "
             "server; call start() in a function under @app.main() (docs/old-api.md)"

@@ -84,9 +84,10 @@ def _calling(strategy: Strategy, rule: Rule) -> Strategy:
     A `start` of the user's own, for instance one that logs or saves each round, calls `self.configure_train` and so on.
     Here `self` is an object of a derived class, which has those methods of `rule` and shares the attributes.
     """
-    methods = {name: staticmethod(getattr(rule, name)) for name in _ROUND}
-    methods["begin"] = staticmethod(lambda *_: None)  # `rule` has begun
-    methods["_run_arguments"] = staticmethod(lambda grid, *arguments: arguments)
+    methods = {name: staticmethod(getattr(rule, name)) for name in _ROUND} | {
+        "begin": staticmethod(lambda *_: None),  # `rule` has begun
+        "_run_arguments": staticmethod(lambda grid, *arguments: arguments),
+    }
     calling: Strategy = object.__new__(type(type(rule).__name__, (type(strategy),), methods))
     calling.__dict__ = strategy.__dict__
     return calling

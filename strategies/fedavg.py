@@ -135,7 +135,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
 
     # --- sending ---
 
-    def messages(self, round: Round) -> list[Message]:
+    def train_messages(self, round: Round) -> list[Message]:
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
         more = {protocol.RETURN: True} if self.traits.kept and self.traits.returned else {}
         return self.messages_to(nodes, MessageType.TRAIN, round, more)
@@ -228,8 +228,8 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
 
 def _content_of(reply: Reply) -> RecordDict:
     """The content of a reply, with the metrics that `accepted` may have replaced."""
-    content = reply.message.content
-    return RecordDict({**content, **dict.fromkeys(metrics_in(content), MetricRecord({**reply.metrics}))})
+    name = next(iter(metrics_in(reply.message.content)))
+    return RecordDict({**reply.message.content, name: MetricRecord({**reply.metrics})})
 
 
 def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:

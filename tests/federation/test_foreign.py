@@ -912,14 +912,23 @@ def test_a_metric_that_one_client_lacks_does_not_end_a_run_by_flower_s_strategy(
     assert "auc" not in reported
 
 
-def test_what_the_user_sets_between_runs_stays(federation: Federations) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda theirs: FixBN(theirs, freeze=["affine"], freeze_round=1),
+        lambda theirs: as_rule(
+            flower.DifferentialPrivacyServerSideFixedClipping(FixBN(theirs, freeze=["affine"]), 0.0, 1e9, 2)
+        ),
+    ],
+)
+def test_what_the_user_sets_between_runs_stays(federation: Federations, make: Any) -> None:
     """Only what the first run left is reset."""
     fed, theirs = federation((8, 12)), flower.FedAdam(eta=0.1)
-    around = MeanStatistics(FixBN(theirs, freeze=["affine"], freeze_round=1))
+    around = make(theirs)
     around.start(fed.grid(), whole(fed), num_rounds=1)
     assert theirs.m_t is not None
     theirs.eta = 0.001
     for _ in range(2):
         result = around.start(fed.grid(), whole(fed), num_rounds=1)
-        expected = MeanStatistics(flower.FedAdam(eta=0.001)).start(fed.grid(), whole(fed), num_rounds=1)
+        expected = make(flower.FedAdam(eta=0.001)).start(fed.grid(), whole(fed), num_rounds=1)
         assert (theirs.eta, same(unpack(result.arrays), unpack(expected.arrays))) == (0.001, True)

@@ -832,7 +832,7 @@ def test_a_client_rule_does_not_take_over_a_key_of_the_library(base: type) -> No
 
 
 class ForgetsACombine(BaseStrategy, Rule):  # type: ignore[misc]
-    def messages(self, round: Any) -> Any:
+    def train_messages(self, round: Any) -> Any:
         return []
 
     def configure_evaluate(self, *given: Any) -> Any:
