@@ -51,7 +51,7 @@ class BaseStrategy(Hooks):
     def __init__(self) -> None:
         self.memory, self.chain, self.base = self.Memory(), (self,), self
         self._unnumbered = set[int]()  # see `Roster`
-        # Of this round, of the last one, and of the last evaluation.
+        # Who is asked in this round, and what became of those asked in the last round and the last evaluation.
         self.asked, self.training, self.evaluation = Asked(), Attendance(), Attendance()
 
     # --- the clients ---

@@ -133,7 +133,7 @@ _Hook = TypeVar("_Hook", bound=Callable[..., object])
 
 
 def mean_is_enough(hook: _Hook) -> _Hook:
-    """Mark a hook that would do the same if each reply were the mean of all, so it does not need the single replies."""
+    """Mark a hook that would do the same if each reply were the mean of all: it does not need the single ones."""
     hook.mean_is_enough = True  # type: ignore[attr-defined]
     return hook
 

@@ -68,7 +68,7 @@ def answers_to(
     problem: Callable[[Reply], str | None],
     before: Sequence[Arrays] = (),
 ) -> tuple[Attendance, list[Reply]]:
-    """Send queries; who has answered them, and the usable answers. `Roster.admit` describes `what` and `asked`.
+    """Send queries, and return who has answered them and the usable answers; for `what` and `asked` see `Roster.admit`.
 
     Answers are also compared with one another and with those `before`: they must have the same form, and must be
     neither absurd nor outside of the bounds.

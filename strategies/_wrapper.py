@@ -26,7 +26,7 @@ _INSTEAD = {
 class Wrapper(Rule):
     """A strategy around another one, which it extends.
 
-    Its hooks are called along with those of the strategies inside, see `Rule`. Evaluation and summary are those of the
+    Its hooks are called along with those of the strategies inside (`_hooks`). Evaluation and summary are those of the
     wrapped strategy. `needs` are the guarantees that the strategies inside must give (`check_composition`), each with
     the second half of the error.
     """

@@ -113,7 +113,7 @@ class FedTAN(FedAvg):
         return carrier.begin(partial(self.run_exchanges, round, carrier))
 
     def run_exchanges(self, round: Round, carrier: Carrier) -> ExchangesDone:
-        """All exchanges of a round. A client without a valid contribution is left out of the rest of the round."""
+        """Run all exchanges of a round. A client without a valid contribution is left out of the rest of the round."""
         report, per_layer = capabilities(round.grid).report, (1 if self.exchange == "fused" else 2) + self.backward
         agreement, remaining, steps = None, None, Counter[str]()
         while remaining != 0:

@@ -145,7 +145,7 @@ class HBNClient(ClientRule):
         self.moments = local.resources.enter_context(MomentRecorder(local.model))
 
     def begin(self, w: Tensors) -> Memo:
-        """The statistics of the first batch, whose gradient was computed under the received model."""
+        """Take the statistics of the first batch, whose gradient was computed under the received model."""
         self.moments.close()
         measured = self.moments.statistics()
         if self.local.config[HYBRID] == "hybrid":
