@@ -12,7 +12,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,8 +39,8 @@ from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
 from .node_state import LOCAL_ARRAYS, NodeState, client_number, partition_metric, round_of, run_of
 from .optimizers import OptimizerSpec
-from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, in_order, rules_for
-from .training import TRAINER, Epochs, Recipe, Trained, Training, count_examples, epoch_of, local_batches
+from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, as_tested, in_order, rules_for
+from .training import TRAINER, Epochs, Recipe, Trained, Training, count_examples, epoch_of, local_batches, reseed
 
 TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
 
@@ -199,13 +199,18 @@ class BNClient(NumPyClient):
         wanted = rules_for(config)
         if self.recipe.keep_momentum and not any(issubclass(rule, KeepOptimizerState) for rule in wanted):
             wanted = in_order([*wanted, KeepOptimizerState])
-        own, sent = self._load(arrays, config), frozenset(arrays)
-        # Until a first round has been saved, only the model has the client's own values.
-        before = {} if own else self._values_besides(sent)
+        local = self._load(arrays, config, extras)
         del arrays  # training needs the memory
+        # Until a first round has been saved, only the model has the client's own values.
+        before = {} if self.state.load(LOCAL_ARRAYS) else self._values_besides(local.sent)
         try:
-            with ExitStack() as resources:
-                local = self._local(config, sent, {} if extras is None else extras, resources, exchange)
+            with local.resources:
+                local.layerwise = LayerwiseStep(
+                    exchange,
+                    examples=self.num_examples,
+                    partition=self.identity.get(protocol.PARTITION),
+                    own_min_batch=self.min_batch,
+                )
                 rules = [rule(local) for rule in wanted]
                 trained = TRAINER.get()(self._training(local, rules))
                 return self._update(local, rules, trained)
@@ -219,16 +224,14 @@ class BNClient(NumPyClient):
         With several test sets, metrics of the second and later ones have names that begin with the set's name.
         """
         rules = rules_for(config)
-        self._load(arrays, config)
-        model = self.model
-        if config.get(protocol.REESTIMATE):
-            model = copy.deepcopy(model)  # the next client may use the same model
-            model.load_state_dict(self._statistics(rules, arrays.keys(), config, pooled=True)[0], strict=False)
-        sets = self._test_sets(config)
-        different = {id(batches): batches for batches in sets.values()}  # a set may have several names
-        measured = {
-            key: self._evaluate_on(model, batches, rules, arrays.keys(), config) for key, batches in different.items()
-        }
+        local, model = self._load(arrays, config), self.model
+        with local.resources:
+            if config.get(protocol.REESTIMATE):
+                model = copy.deepcopy(model)  # the next client may use the same model
+                model.load_state_dict(self._statistics(rules, local, pooled=True)[0], strict=False)
+            sets = self._test_sets(config)
+            different = {id(batches): batches for batches in sets.values()}  # a set may have several names
+            measured = {key: self._evaluate_on(model, batches, rules, local) for key, batches in different.items()}
         first = next(iter(sets), "")
         return {
             key if name == first else f"{name}-{key}": value
@@ -239,8 +242,9 @@ class BNClient(NumPyClient):
     def statistics_round(self, arrays: Arrays, config: Config) -> Update:
         """The mean batch statistics of the client's training data; `num-examples` is the number of batches."""
         rules = rules_for(config)
-        self._load(arrays, config)
-        statistics, batches = self._statistics(rules, arrays.keys(), config)
+        local = self._load(arrays, config)
+        with local.resources:
+            statistics, batches = self._statistics(rules, local)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
     def measure_round(self, config: Config, extras: dict[str, Arrays] | None = None) -> Update:
@@ -250,16 +254,16 @@ class BNClient(NumPyClient):
                 f"it has {examples} training examples and sends no statistics of fewer than {self.min_batch}, which "
                 f"would reveal them; use more examples, or allow it by min-batch={examples} in this node's config"
             )
-        self.state, rules = NodeState(self.state.records, run_of(config)), rules_for(config)
-        found: dict[str, np.ndarray] = {}
-        with ExitStack() as resources, self._random_streams("measure", config, self.train_data):
-            local = self._local(config, (), extras or {}, resources)
+        rules = rules_for(config)
+        local = self._local_round((), config, extras)
+        measured: dict[str, np.ndarray] = {}
+        with local.resources, self._random_streams("measure", config, self.train_data):
             for rule in rules:
                 others = [other for other in rules if other is not rule]
-                found |= rule.measure(replace(local, epoch=functools.partial(self._tested_epoch, others, local)))
-        if not found:
+                measured |= rule.measure(replace(local, epoch=functools.partial(_tested_epoch, others, local)))
+        if not measured:
             raise MessageError("it is asked to measure, and the message has no key of a client rule that measures")
-        return Update(found, {protocol.NUM_EXAMPLES: examples}, {})
+        return Update(measured, {protocol.NUM_EXAMPLES: examples}, {})
 
     def sums(self) -> np.ndarray:
         """The answer to `query.sums`."""
@@ -295,43 +299,41 @@ class BNClient(NumPyClient):
 
     # --- the parts of a round, in their order ---
 
-    def _load(self, arrays: Arrays, config: Config) -> Arrays:
-        """Load the received arrays, and the client's own values for all others; returns the latter."""
+    def _load(self, arrays: Arrays, config: Config, extras: dict[str, Arrays] | None = None) -> LocalRound:
+        """Load the received arrays, and the client's own values for all others."""
         if negative := negative_variance(arrays):
             raise MessageError(
                 f"the model from the server is unusable: {negative}. Neither a server optimiser (FedAdam, ...) nor "
                 "noise may change statistics: wrap the optimiser as MeanStatistics(FedAdam(...)), and hide statistics "
                 "from a mod that adds noise (docs/privacy.md)"
             )
-        run = run_of(config)
-        self.state = NodeState(self.state.records, run)
-        own, stays = self.state.load(LOCAL_ARRAYS), protocol.kept_keys(config, self.roles)
+        local, stays = self._local_round(arrays, config, extras), protocol.kept_keys(config, self.roles)
         if stays and (problem := self._tensors.form.kept_problem(stays, arrays)):
             raise MessageError(problem)
         # Other projects' strategies may keep batch norm on the clients without saying so.
         ours = not {protocol.RUN, protocol.KEPT}.isdisjoint(config)
         roles = {*Role} - {Role.COUNTER} if ours else {Role.WEIGHTS}
         needed = {key for key, role in self.roles.items() if role in roles and key not in stays}
-        self._tensors.load_all(arrays, own, self._number, run, needed)
-        return own
+        self._tensors.load_all(arrays, self.state.load(LOCAL_ARRAYS), self._number, run_of(config), needed)
+        return local
 
     def _values_besides(self, sent: Collection[str]) -> Arrays:
         """The values of the arrays that the server has not sent, which stay on the client."""
         return self._tensors.values_of([key for key in self.roles if key not in sent])
 
-    def _local(
-        self,
-        config: Config,
-        sent: Collection[str],
-        records: dict[str, Arrays],
-        resources: ExitStack,
-        exchange: Exchange = no_exchange,
-    ) -> LocalRound:
+    def _local_round(self, sent: Iterable[str], config: Config, extras: dict[str, Arrays] | None) -> LocalRound:
         """The round as client rules see it."""
-        partition = self.identity.get(protocol.PARTITION)
-        step = LayerwiseStep(exchange, examples=self.num_examples, partition=partition, own_min_batch=self.min_batch)
-        epoch, seed = functools.partial(self._epoch, round_of(config)), self._seed("rules", config)
-        return LocalRound(config, sent, records, self.state, self.model, self.roles, step, resources, epoch, seed)
+        self.state = NodeState(self.state.content, run_of(config))
+        return LocalRound(
+            config=config,
+            sent=frozenset(sent),
+            records={} if extras is None else extras,  # the dict itself: later messages of the round add to it
+            state=self.state,
+            model=self.model,
+            roles=self.roles,
+            epoch=functools.partial(self._epoch, round_of(config)),
+            seed=self._seed("rules", config),
+        )
 
     def _training(self, local: LocalRound, rules: Sequence[ClientRule]) -> Training:
         """What the round's training needs; the model is loaded."""
@@ -352,7 +354,8 @@ class BNClient(NumPyClient):
                 "the strategy computes the gradient of a round's first step with exchanges, and this client makes no "
                 "step; expected epochs or steps above zero"
             )
-        batch_size = getattr(self.train_data, "batch_size", None)
+        batch_size, seed = getattr(self.train_data, "batch_size", None), self._seed("model", config)
+        reseed(self.train_data, seed)
         return Training(
             model=self.model,
             batches=pairs,
@@ -363,7 +366,8 @@ class BNClient(NumPyClient):
             frozen=frozen,
             gradient=self.recipe.gradient(batch_size, plain=any(rule.trains_alone for rule in rules)),
             first_step=first_step,
-            seed=self._seed("model", config, self.train_data),
+            records=local.records,
+            seed=seed,
         )
 
     def _update(self, local: LocalRound, rules: Sequence[ClientRule], trained: Trained) -> Update:
@@ -398,16 +402,11 @@ class BNClient(NumPyClient):
         return data if isinstance(data, Mapping) else {"": data}
 
     def _evaluate_on(
-        self,
-        model: nn.Module,
-        batches: Iterable[Batch],
-        rules: Iterable[type[ClientRule]],
-        sent: Collection[str],
-        config: Config,
+        self, model: nn.Module, batches: Iterable[Batch], rules: Iterable[type[ClientRule]], local: LocalRound
     ) -> Metrics:
         """The metrics on one test set."""
-        with ExitStack() as resources, self._random_streams("evaluate", config, batches):
-            pairs = self._test_batches(batches, rules, sent, config, resources)
+        with self._random_streams("evaluate", local.config, batches):
+            pairs = as_tested(self._pairs(batches), rules, local)
             return evaluate(model, pairs, self.eval_loss, self._tensors.device, self.metrics, task=self.task)
 
     # --- data and random numbers ---
@@ -418,41 +417,24 @@ class BNClient(NumPyClient):
     def _epoch(self, server_round: int, number: int) -> Iterator[Batch]:
         return self._pairs(epoch_of(self.train_data, server_round, number))
 
-    def _tested_epoch(self, rules: Iterable[type[ClientRule]], local: LocalRound, number: int) -> Iterator[Batch]:
-        batches = epoch_of(self.train_data, round_of(local.config), number)
-        return iter(self._test_batches(batches, rules, local.sent, local.config, local.resources))
-
     def _statistics(
-        self, rules: Iterable[type[ClientRule]], sent: Collection[str], config: Config, *, pooled: bool = False
+        self, rules: Iterable[type[ClientRule]], local: LocalRound, *, pooled: bool = False
     ) -> tuple[dict[str, torch.Tensor], int]:
         """The statistics of the client's training inputs under the loaded model, and the number of batches."""
-        epoch = local_batches(self.train_data, round_of(config), epochs=1, steps=None)
-        with ExitStack() as resources, self._random_streams("statistics", config, self.train_data):
-            pairs = self._test_batches(epoch, rules, sent, config, resources)
+        epoch = local_batches(self.train_data, round_of(local.config), epochs=1, steps=None)
+        with self._random_streams("statistics", local.config, self.train_data):
+            pairs = as_tested(self._pairs(epoch), rules, local)
             return reestimate(self.model, pairs, self._tensors.device, pooled=pooled)
-
-    def _test_batches(
-        self,
-        batches: Iterable[Batch],
-        rules: Iterable[type[ClientRule]],
-        sent: Collection[str],
-        config: Config,
-        resources: ExitStack,
-    ) -> Iterable[Batch]:
-        """The batches of an evaluation, whose inputs the client rules change."""
-        # In most evaluations there is no rule, and the training examples need no counting.
-        changes = [rule.own_inputs(self._local(config, sent, {}, resources)) for rule in rules]
-        pairs = self._pairs(batches)
-        return ((functools.reduce(lambda value, change: change(value), changes, x), y) for x, y in pairs)
 
     def _random_streams(self, purpose: str, config: Config, loader: object = None) -> AbstractContextManager[None]:
         """Make random numbers, including a DataLoader's, depend only on purpose, round and client."""
-        return seeding.streams(self._seed(purpose, config, loader), self._tensors.device)
+        seed = self._seed(purpose, config)
+        reseed(loader, seed)
+        return seeding.streams(seed, self._tensors.device)
 
-    def _seed(self, purpose: str, config: Config, loader: object = None) -> int:
-        seed = seeding.seed_for(self.seed, purpose, round_of(config), self._number)
-        batches = getattr(loader, "batch_sampler", None)
-        for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
-            if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
-                generator.manual_seed(seed)
-        return seed
+    def _seed(self, purpose: str, config: Config) -> int:
+        return seeding.seed_for(self.seed, purpose, round_of(config), self._number)
+
+
+def _tested_epoch(rules: Iterable[type[ClientRule]], local: LocalRound, number: int) -> Iterator[Batch]:
+    return as_tested(local.epoch(number), rules, local)

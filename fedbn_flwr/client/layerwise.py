@@ -225,7 +225,7 @@ def train_by_messages(
                 "train concurrently, so make_client must return clients with separate models"
             )
     else:
-        parked.client.state.records = context.state
+        parked.client.state.content = context.state
         parked.extras.update(extras)
     if (contribution := parked.advance(agreement)) is not None:
         parked_rounds[place] = parked

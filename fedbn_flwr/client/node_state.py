@@ -57,9 +57,9 @@ def client_number(context: Context) -> int:
     return int(context.node_config.get("partition-id", context.node_id))
 
 
-def _owner(records: RecordDict) -> Config:
+def _owner(state: RecordDict) -> Config:
     """The name of the run that a state belongs to and, in a folder, its round."""
-    return configs_in(records).get(_RUN, {})
+    return configs_in(state).get(_RUN, {})
 
 
 class NodeState:
@@ -68,23 +68,23 @@ class NodeState:
     If the state belongs to another training run than `run`, it is deleted; with None this is not checked.
     """
 
-    def __init__(self, records: RecordDict, run: str | None = None) -> None:
-        self.records = records
-        if run is not None and _owner(records).get("name") != run:
+    def __init__(self, content: RecordDict, run: str | None = None) -> None:
+        self.content = content
+        if run is not None and _owner(content).get("name") != run:
             self.forget("")
-            records[_RUN] = ConfigRecord({"name": run})
+            content[_RUN] = ConfigRecord({"name": run})
 
     def load(self, name: str) -> Arrays:
         """The arrays stored as `name`; empty if there are none."""
-        return unpack(arrays_in(self.records).get(_ARRAYS + name, {}))
+        return unpack(arrays_in(self.content).get(_ARRAYS + name, {}))
 
     def save(self, name: str, arrays: Arrays) -> None:
-        self.records[_ARRAYS + name] = pack(arrays)
+        self.content[_ARRAYS + name] = pack(arrays)
 
     def forget(self, name: str) -> None:
         """Delete the arrays stored as names that begin with `name`."""
-        for key in [key for key in self.records if key.startswith(_ARRAYS + name)]:
-            del self.records[key]
+        for key in [key for key in self.content if key.startswith(_ARRAYS + name)]:
+            del self.content[key]
 
 
 @contextmanager

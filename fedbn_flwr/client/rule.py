@@ -14,6 +14,7 @@ element alone, and reads the memo and the config, but no attribute that differs 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -83,11 +84,12 @@ class LocalRound:
     state: NodeState  # arrays that the client keeps between rounds
     model: nn.Module
     roles: Mapping[str, Role]  # the roles of the model's tensors, by key
-    layerwise: LayerwiseStep  # the first step of a round with exchanges, with this client's options
-    resources: ExitStack  # closed when the round ends, with the error if it fails
     # One pass over the client's batches (inputs, targets), by a number, on which the order of the examples depends.
     epoch: Callable[[int], Iterator[Batch]]
     seed: int  # for a rule's own generators; it depends on the client's seed, the round and the client
+    resources: ExitStack = field(default_factory=ExitStack)  # closed when the round ends, with the error if it fails
+    # The first step of a round with exchanges, with this client's options; only rounds that train have it.
+    layerwise: LayerwiseStep = field(init=False)
     optimizer: LocalOptimizer = field(init=False)  # has the parameters that train; set after the rules are made
 
     def received(self, w: Tensors) -> Tensors:
@@ -224,6 +226,12 @@ def is_known(key: str) -> bool:
 def in_order(rules: Iterable[type[ClientRule]]) -> list[type[ClientRule]]:
     """Each rule once, in the order in which their hooks are called."""
     return sorted({*rules}, key=lambda rule: (rule.order, rule.__name__))
+
+
+def as_tested(batches: Iterable[Batch], rules: Iterable[type[ClientRule]], local: LocalRound) -> Iterator[Batch]:
+    """Batches (inputs, targets) as in the client's evaluations, whose inputs the client rules change."""
+    changes = [rule.own_inputs(local) for rule in rules]
+    return ((functools.reduce(lambda value, change: change(value), changes, x), y) for x, y in batches)
 
 
 class KeepOptimizerState(ClientRule):

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Outputs, Value, count, first, map_tensors
 from fedbn_flwr.extensions import part
+from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 
@@ -65,6 +66,14 @@ def count_examples(data: Epochs | Iterable[Batch], pairs: Callable[[Iterable[Bat
 def epoch_of(data: Epochs | Iterable[Batch], server_round: int, epoch: int) -> Iterable[Batch]:
     """One pass over the data; the numbers of a round's passes begin at 0."""
     return data.epoch(server_round, epoch) if hasattr(data, "epoch") else data
+
+
+def reseed(loader: object, seed: int) -> None:
+    """Seed the generators of a DataLoader and its samplers; other data have none."""
+    batches = getattr(loader, "batch_sampler", None)
+    for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+        if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
+            generator.manual_seed(seed)
 
 
 def local_batches(
@@ -175,6 +184,8 @@ class Training:
     gradient, first_step
         `gradient` computes the loss and gradients of a batch. `first_step`, if it is given, does so for the first batch
         (FedTAN exchanges with the other clients there).
+    records
+        The records of arrays that the rules have; the last message of a layer-wise round adds some.
     seed
         For all random draws, including those of the batches.
     """
@@ -188,6 +199,7 @@ class Training:
     frozen: frozenset[Role] = frozenset()
     gradient: Gradient = backpropagate
     first_step: Gradient | None = None
+    records: dict[str, Arrays] = field(default_factory=dict)
     seed: int = 0
 
 

@@ -65,7 +65,7 @@ class Cohort(Session[Contributions, Mapping[int, Message]]):
             agreement = exchange({node_of[row]: contribution for row, contribution in contributions.items()})
             for row, node in node_of.items():
                 if node in self._last:  # the train messages bring the last agreement, and records for the rules
-                    row.training.rules[0].local.records.update(other_arrays(self._last[node].content))
+                    row.training.records.update(other_arrays(self._last[node].content))
             return agreement
 
         try:

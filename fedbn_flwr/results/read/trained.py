@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from fedbn_flwr.client.rule import ClientRule, LocalRound, in_order
 from fedbn_flwr.data.batches import Standardiser
 from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.exchange.step import LayerwiseStep, no_exchange
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
@@ -127,7 +125,7 @@ def _personal(
         nothing()
     local = LocalRound(
         config=dict.fromkeys(rules, True), sent=arrays.keys(), records={}, state=state, model=model, roles=kinds,
-        layerwise=LayerwiseStep(no_exchange), resources=ExitStack(), epoch=nothing, seed=0,
+        epoch=nothing, seed=0,
     )  # fmt: skip
     for rule in in_order(
         cast(type[ClientRule], named.load("own_inputs of model.json", name)) for name in rules.values()
