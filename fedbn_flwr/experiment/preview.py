@@ -21,7 +21,7 @@ from .file.layers import Setting, settings_of
 from .listeners.evaluate import Evaluate
 from .parts import Parts, counts_of
 from .prepare import prepare
-from .run.at_once import clients_at_once, why_one
+from .run.at_once import best_at_once, why_one
 from .settings import Experiment, Settings
 
 
@@ -108,7 +108,7 @@ def _together(prepared: Parts) -> str:
         return ""
     if (problem := why_one(prepared)) is not None:
         return f"clients train one after the other: {problem}"
-    if (clients := min(clients_at_once(prepared), prepared.run.clients)) == 1:
+    if (clients := min(best_at_once(prepared), prepared.run.clients)) == 1:
         return "each process trains one client at a time"
     copies = 3 if prepared.run.train.momentum else 2  # values, gradients and momentum
     size = copies * clients * sum(value.nbytes for value in prepared.model.parameters())

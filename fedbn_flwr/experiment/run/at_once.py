@@ -19,13 +19,17 @@ _WORKERS = 4  # about as fast as ten clients at once
 
 
 def clients_at_once(parts: Parts) -> int:
+    number = best_at_once(parts)
+    return 1 if parts.run.engine.together == "auto" and number > 1 and why_one(parts) is not None else number
+
+
+def best_at_once(parts: Parts) -> int:
+    """The number that the run sets or, for "auto", the fastest one if the clients can train at once (`why_one`)."""
     engine = parts.run.engine
     if engine.together != "auto":
         return engine.together
     workers_are_faster = engine.name != "local" or engine.workers not in (0, "auto") or workers_of(parts.run) > _WORKERS
-    if workers_are_faster or parts.device.type != "cpu" or why_one(parts) is not None:
-        return 1
-    return min(_BEST, parts.run.clients)
+    return 1 if workers_are_faster or parts.device.type != "cpu" else min(_BEST, parts.run.clients)
 
 
 def why_one(parts: Parts) -> str | None:

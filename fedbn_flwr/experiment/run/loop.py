@@ -27,7 +27,6 @@ from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import broken, restore
-from fedbn_flwr.tasks import Task
 
 from ..listeners.dynamics import Dynamics
 from ..listeners.evaluate import Best, Evaluate, renamed, values_of
@@ -114,6 +113,7 @@ def listeners_of(running: Running, progress: Reporter, ends: float) -> list[List
 
 
 def train_round(running: Running, before: FinishedRound, listeners: Sequence[Listener] = ()) -> FinishedRound:
+    """Train the round after `before`."""
     run, rule, number = running.run, running.prepared.rule, before.number + 1
     config = ConfigRecord({**running.config, protocol.CHECKPOINT_ROUND: before.checkpoint_round})
     switched = any(number >= (link.memory.switch_round or math.inf) for link in rule.chain)
@@ -124,18 +124,14 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
         listener.on_messages(running)
     replies = running.grid.send_and_receive(messages, timeout=run.engine.timeout)
     try:
-        found, metrics = rule.aggregate_train(number, replies)
+        new, metrics = rule.aggregate_train(number, replies)
     except Diverged as error:
         raise Diverged(f"{error}{running.prepared.advice_on_targets()}") from None
-    arrays = before.arrays if found is None else found
+    arrays = before.arrays if new is None else new
     used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.base.training.used]
     trained = [rule.base.roster.client(reply.metadata.src_node_id) for reply in used]
     numbers = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
-    named = partial(
-        _in_history, task=running.prepared.task, metrics=[*map(evaluation.name_of, running.prepared.metrics)]
-    )
-    line: dict[str, object] = {"round": number, "clients": len(trained)}
-    line |= renamed(numbers, named)
+    in_history = partial(_in_history, running.prepared)
     is_last = number == run.rounds
     return FinishedRound(
         number,
@@ -145,14 +141,14 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
         is_last=is_last,
         trained={**before.trained, **dict.fromkeys(trained, number)},
         replies=used if run.evaluate.dynamics else (),
-        line=line,
-        clients={} if "inside" in broken(rule) else values_of(used, "examples", named),
+        line={"round": number, "clients": len(trained), **renamed(numbers, in_history)},
+        clients={} if "inside" in broken(rule) else values_of(used, "examples", in_history),
         checkpoint_round=before.checkpoint_round,
     )
 
 
-def _in_history(key: str, task: Task, metrics: Sequence[str]) -> str:
-    """The name of a training metric in the history; the round's other metrics must have other names."""
+def _in_history(prepared: Parts, key: str) -> str:
+    """The name of a training metric in the history, where evaluation has taken some names."""
     name = key.replace("-", "_")
-    is_free = name.startswith("train_") or not (name in metrics or is_taken(name, task))
-    return name if is_free else f"train_{name}"
+    of_evaluation = is_taken(name, prepared.task) or name in map(evaluation.name_of, prepared.metrics)
+    return f"train_{name}" if of_evaluation and not name.startswith("train_") else name

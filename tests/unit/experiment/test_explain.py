@@ -12,7 +12,7 @@ from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.layers import load_experiment, settings_of
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.preview import explain
-from fedbn_flwr.experiment.run import side_by_side
+from fedbn_flwr.experiment.run import at_once, side_by_side
 from fedbn_flwr.experiment.run.at_once import clients_at_once
 from fedbn_flwr.experiment.run.launch import carry_out
 
@@ -107,6 +107,15 @@ def test_as_many_clients_at_once_as_is_fast(
     assert explain(experiment)[0].together.startswith(expected)
     (parts,) = prepare(experiment)
     assert clients_at_once(parts) == clients
+
+
+def test_whether_clients_can_train_at_once_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(at_once, "part", lambda *_: asked.append)
+    monkeypatch.setattr(side_by_side, "cores", lambda: 2)
+    (run,) = explain(load_experiment(SMALL, ["model.name=mlp", "engine.together=auto", "engine.workers=auto"]))
+    assert run.together.startswith("4 clients train at once")
+    assert len(asked) == 1
 
 
 def test_every_setting_has_its_origin() -> None:
