@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Message
 from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, build_model, client_app
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.rule import Loss
-from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.exchange.carriers import Answers
+from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError
+from fedbn_flwr.exchange.carriers import Answers, ByMessages
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder.ledger import MeteredGrid
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import FedAvg, Round, Wrapper
 from tests.support.cohort import run_cohort
 from tests.support.federations import Forgetful, last_model, nodes_in_means, same
 from tests.support.models import two_norms, two_norms_with_dropout
@@ -276,6 +277,28 @@ def test_a_client_with_another_model_is_named(federation: Federations, flower_lo
         FedTAN(fraction_evaluate=0.0, min_train_nodes=3).start(
             LocalGrid(client_app(make), 3), fed.arrays(), num_rounds=1
         )
+
+
+class SkipsTheFirst(Wrapper):
+    def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
+        if round.number == 1:
+            raise RoundSkipped("it is the first")
+        return messages
+
+
+def test_the_carrier_of_a_skipped_round_has_no_part_in_a_round_without_exchanges(federation: Federations) -> None:
+    fed = federation((6, 6), batches=1, model=two_norms, lr=0.1, steps=1)
+    finished: list[int] = []
+
+    class Noting(ByMessages):
+        def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
+            finished.append(len(replies))
+            return super().finish(replies)
+
+    rule = FedTANII(fraction_evaluate=0.0, fedtan_rounds=1)
+    rule.base.service = partial(Noting, continue_parked=None)
+    SkipsTheFirst(rule).start(fed.grid(), fed.arrays(), num_rounds=2)
+    assert finished == []
 
 
 def test_fedtan_ii_is_fedtan_then_frozen_statistics(federation: Federations) -> None:
