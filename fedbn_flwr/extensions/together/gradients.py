@@ -94,9 +94,9 @@ def by_autograd(forward: Forward, subject: Any, tensors: Tensors, *inputs: Any) 
 
     def backward(d: Tensor, needed: bool) -> tuple[Sequence[Tensor | None], Tensors]:
         with_gradient = [*leaves.values(), *(each for each in values if isinstance(each, Tensor))]
-        found = iter(torch.autograd.grad(y, with_gradient, d))
-        gradients = dict(zip(leaves, found, strict=False))
-        return [next(found) if isinstance(each, Tensor) else None for each in values], gradients
+        left = iter(torch.autograd.grad(y, with_gradient, d))
+        gradients = dict(zip(leaves, left, strict=False))
+        return [next(left) if isinstance(each, Tensor) else None for each in values], gradients
 
     return y.detach(), backward
 

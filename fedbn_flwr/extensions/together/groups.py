@@ -1,8 +1,8 @@
 """The rounds of several clients in one training loop, whose tensors have a leading axis for the clients.
 
 Rounds with equal networks, losses, optimisers and client rules form a group, and a group takes a step in one pass.
-Clients may have different numbers and shapes of batches: in each pass, the clients whose next
-batches have the same shape take their steps. Clients are independent, so this does not change the results.
+Clients may have different numbers and shapes of batches: in each pass, the clients whose next batches have the same
+shape take their steps. Clients are independent, so this does not change the results.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Row(Waiting):
 
     @property
     def remembered(self) -> Hashable:
-        """What the client rules remember, without the values: a rule may remember less in a client's first round."""
+        """The names of what the client rules remember; in a client's first round a rule may remember less."""
         return tuple((number, key, *tensors) for number, memo in enumerate(self.memos) for key, tensors in memo.items())
 
     def begin(self) -> None:
-        """Begin the client rules: before the first step, and after its exchanges."""
+        """Begin the client rules and the momentum; if the first step exchanges, after its exchanges."""
         training = self.training
         self.memos = [rule.begin(training.optimizer.parameters) for rule in training.rules]
         state, self.momentum = training.optimizer.torch.state, {}
@@ -103,7 +103,7 @@ class Row(Waiting):
 
 @torch.no_grad()
 def row_of(training: Training) -> Row | str:
-    """The round as a row, or why its client must train alone."""
+    """The round as a row, with its batches loaded, or why its client must train alone."""
     if isinstance(network := network_for(training), str):
         return network
     with seeding.streams(training.seed, training.device):

@@ -21,8 +21,8 @@ from .groups import Row, network_for, row_of, train_rows
 from .lanes import Lane, lane_of, no_lane, train_lanes
 from .waiting import Waiting
 
-_MOST = 100  # clients, since their calls are nested
-_CALLS = 50  # of a client
+_MOST = 100  # clients at a time, since their calls are nested
+_CALLS = 50  # nested calls for each client, at most
 
 
 class TogetherPool(Pool):
@@ -47,32 +47,44 @@ def answer_together(
     nodes: Nodes, messages: Sequence[Message], train_all: Callable[[Sequence[Waiting]], object]
 ) -> Sequence[Message]:
     """The replies, in any order. `train_all` trains the rounds of all messages as soon as they are loaded."""
-    left, waiting, replies = iter(messages), list[Waiting](), list[Message]()
-
-    def answer() -> None:
-        for message in left:
-            replies.append(nodes.answer(message))
-
-    def trainer(training: Training) -> Trained:
-        if isinstance(own := loaded(training), str):
-            return train(training)
-        waiting.append(own)
-        answer()
-        if waiting:  # so this client is the last one
-            try:
-                train_all(waiting)
-            finally:
-                waiting.clear()
-        return own.finished()
-
-    calls, before = _CALLS * len(messages), TRAINER.set(trainer)
+    answers = _Answers(nodes, messages, train_all)
+    calls, before = _CALLS * len(messages), TRAINER.set(answers.train)
     sys.setrecursionlimit(sys.getrecursionlimit() + calls)
     try:
-        answer()
+        answers.answer_rest()
     finally:
         sys.setrecursionlimit(sys.getrecursionlimit() - calls)  # parked rounds may have raised it too
         TRAINER.reset(before)
-    return replies
+    return answers.replies
+
+
+class _Answers:
+    """The answers to messages, each of which is handled inside the training of the one before."""
+
+    def __init__(
+        self, nodes: Nodes, messages: Sequence[Message], train_all: Callable[[Sequence[Waiting]], object]
+    ) -> None:
+        self._nodes, self._rest, self._train_all = nodes, iter(messages), train_all
+        self._waiting: list[Waiting] = []
+        self.replies: list[Message] = []
+
+    def answer_rest(self) -> None:
+        """Answer the messages that no call has begun yet."""
+        for message in self._rest:
+            self.replies.append(self._nodes.answer(message))
+
+    def train(self, training: Training) -> Trained:
+        """Train this round, as a `Trainer`: the rounds of the other messages are loaded first."""
+        if isinstance(own := loaded(training), str):
+            return train(training)
+        self._waiting.append(own)
+        self.answer_rest()
+        if self._waiting:  # so this client is the last one
+            try:
+                self._train_all(self._waiting)
+            finally:
+                self._waiting.clear()
+        return own.finished()
 
 
 def loaded(training: Training) -> Waiting | str:

@@ -50,7 +50,7 @@ class Cohort(Session[Contributions, Mapping[int, Message]]):
         return {node: self.result.result()[node] for node in messages} if self._trained else None
 
     def _answer(self, exchange: Callable[[Contributions], Agreement]) -> Mapping[int, Message]:
-        """The work: answer all clients; in their training `exchange` waits for agreements."""
+        """Answer all clients; in their training `exchange` waits for agreements."""
         messages = [_train_message(query) for query in self.queries.values()]
         replies = answer_together(self.nodes, messages, functools.partial(self._train, exchange))
         return {reply.metadata.src_node_id: reply for reply in replies}
@@ -59,17 +59,9 @@ class Cohort(Session[Contributions, Mapping[int, Message]]):
         rows = [each for each in waiting if isinstance(each, Row)]
         if len(rows) < len(self.queries):
             return  # some cannot train together, or have failed
-        node_of = dict(zip(rows, self.queries, strict=True))
-
-        def ask(contributions: Mapping[Row, Contribution]) -> Agreement:
-            agreement = exchange({node_of[row]: contribution for row, contribution in contributions.items()})
-            for row, node in node_of.items():
-                if node in self._last:  # the train messages bring the last agreement, and records for the rules
-                    row.training.records.update(other_arrays(self._last[node].content))
-            return agreement
-
+        node_of = dict(zip(rows, self.queries, strict=True))  # rounds wait in the order of their messages
         try:
-            train_exchanging(rows, ask)
+            train_exchanging(rows, functools.partial(self._ask, exchange, node_of))
         except Exception as error:
             leave_alone(rows, error)
             return
@@ -77,6 +69,18 @@ class Cohort(Session[Contributions, Mapping[int, Message]]):
         for row, node in node_of.items():
             if node not in self._last:
                 row.trained = None  # it was left out, so its round must fail, and leave its state as it is
+
+    def _ask(
+        self,
+        exchange: Callable[[Contributions], Agreement],
+        node_of: Mapping[Row, int],
+        contributions: Mapping[Row, Contribution],
+    ) -> Agreement:
+        agreement = exchange({node_of[row]: contribution for row, contribution in contributions.items()})
+        for row, node in node_of.items():
+            if node in self._last:  # the train messages bring the last agreement, and records for the rules
+                row.training.records.update(other_arrays(self._last[node].content))
+        return agreement
 
 
 class CohortPool(TogetherPool):

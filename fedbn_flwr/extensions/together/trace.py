@@ -40,31 +40,31 @@ class Network:
     def __init__(self, model: nn.Module) -> None:
         self.operations: list[Operation] = []
         self._layers: dict[str, nn.Module] = {}  # without the model, which may be deleted
-        places: dict[fx.Node, Value] = {}
-        covered: set[str] = set()
+        values: dict[fx.Node, Value] = {}
+        covered: set[str] = set()  # the keys of the layers' tensors
         modules = dict(model.named_modules())
         if replaced := [name for name, module in modules.items() if "forward" in vars(module)]:
             raise NotImplementedError(f"{replaced[0] or 'the model'!r} has a forward of its own")
         for node in _trace(model).nodes:
-            if node.op == "placeholder" and not places:
-                places[node] = Value(0)
+            if node.op == "placeholder" and not values:
+                values[node] = Value(0)
                 continue
             if node.op == "output" and isinstance(node.args[0], fx.Node):
-                self.result = places[node.args[0]]
+                self.result = values[node.args[0]]
                 break
-            arguments = [places[each] if isinstance(each, fx.Node) else each for each in node.args]
+            arguments = [values[each] if isinstance(each, fx.Node) else each for each in node.args]
             operation = _operation(node, modules, arguments)
-            used_once = all(len(each.users) == 1 for each in places)  # the values so far
+            used_once = all(len(each.users) == 1 for each in values)  # the values so far
             if _works_in_place(node, operation.subject) and not (operation.kind in RELU and used_once):
                 raise NotImplementedError(f"{node.name!r} changes a value in place that may be used elsewhere")
             if operation.name:
                 self._layers[operation.name] = module = operation.subject
-                own = {f"{operation.name}.{key}" for key, _ in (*module.named_parameters(), *module.named_buffers())}
-                if own & covered:
+                keys = {f"{operation.name}.{key}" for key, _ in (*module.named_parameters(), *module.named_buffers())}
+                if keys & covered:
                     raise NotImplementedError(f"{operation.name!r} is used more than once")
-                covered |= own
+                covered |= keys
             self.operations.append(operation)
-            places[node] = Value(len(self.operations))
+            values[node] = Value(len(self.operations))
         self._places, self._hooks = places_of(model), hook_places(model)  # finding them takes longer than a look
         first: dict[int, str] = {}  # the first key of each tensor, by its address
         for key, tensor in self.tensors().items():
@@ -206,12 +206,12 @@ class Computation:
 
     def _gradients(self, backwards: Sequence[Backward], of_outputs: Tensor) -> dict[str, Tensor]:
         left: dict[int, Tensor] = {self._result: of_outputs}  # gradients of values
-        found: dict[str, Tensors] = {}  # gradients of tensors, by layer
+        by_layer: dict[str, Tensors] = {}  # gradients of tensors
         for place in range(len(backwards), 0, -1):
             if place in left:
                 operation, _, needed = self._layers[place - 1]
-                of_inputs, found[operation.name] = backwards[place - 1](left.pop(place), needed)
+                of_inputs, by_layer[operation.name] = backwards[place - 1](left.pop(place), needed)
                 for value, gradient in zip(operation.arguments, of_inputs, strict=False):
                     if gradient is not None:  # constants have none
                         left[value] = left[value] + gradient if value in left else gradient
-        return {key: found[name][part] for key, name, part in self._names if part in found.get(name, ())}
+        return {key: by_layer[name][part] for key, name, part in self._names if part in by_layer.get(name, ())}
