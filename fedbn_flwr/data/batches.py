@@ -136,7 +136,7 @@ class ClientBatches:
 
     Order and augmentation are functions of (seed, round, client, epoch, batch). `cut` is the side in pixels of random
     square crops, which are not resized. `own` are augmentations of the user, applied last. `targets` are the moments
-    of numbers to predict, which become numbers of mean zero and deviation one.
+    of regression targets, which are scaled to mean zero and deviation one.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from .moments import moments_from, sums_of
 
 _MOST = 2**28  # bytes of an array that its checksum reads
 
-BINS = 10  # of the numbers to predict, where examples are drawn or divided in proportion to their targets
+BINS = 10  # of regression targets, where examples are drawn or divided in proportion to their targets
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def numbers(values: Sequence[str], names: Sequence[str]) -> Tensor:
 class DataForm:
     """The properties of examples that a model depends on, from a data set or from the settings."""
 
-    classes: int  # the number of classes, of labels, or of numbers to predict
+    classes: int  # the number of classes, of labels, or of regression targets
     shape: tuple[int, ...]  # of the inputs of one example
     task: Task
     tokens: int | None
@@ -118,7 +118,7 @@ class DataSet(DataForm):
     name: str
     train: Examples
     test: Examples
-    class_names: tuple[str, ...]  # or the names of labels, or of numbers to predict
+    class_names: tuple[str, ...]  # or the names of labels, or of regression targets
     domains: Groups | None = None
     groups: Groups | None = None  # sites, patients, users: the clients of a natural partition
     commit: str | None = None  # of the hub's repository that the examples are from
@@ -162,7 +162,7 @@ class DataSet(DataForm):
 
     @cached_property
     def units(self) -> Moments:
-        """The same of the numbers to predict."""
+        """The same of the regression targets."""
         return moments_from([sums_of(self.train.numbers)], self.class_names)
 
     @cached_property  # the runs of an experiment share it

@@ -47,7 +47,7 @@ class Examples:
 
     @property
     def numbers(self) -> Tensor:
-        """float32 [N, K]: the numbers to predict of each example."""
+        """float32 [N, K]: the regression targets of each example."""
         return first(self.targets).reshape(len(self), -1)
 
     @property

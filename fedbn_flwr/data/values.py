@@ -7,8 +7,8 @@ Inputs:
   on. Whole numbers are tokens in [N, T], and pixels from 0 to 255 in arrays of more dimensions
 - several arrays become a dict of tensors
 
-Targets, by the types of the label columns: texts and whole numbers are classes, floats are numbers to predict. Several
-columns of floats are several numbers, several of 0 and 1 several labels. `data.task` decides otherwise.
+Targets, by the types of the label columns: texts and whole numbers are classes, floats are regression targets.
+Several columns of floats are several targets, several of 0 and 1 several labels. `data.task` decides otherwise.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def normalisation_of(run: Settings, dataset: DataSet | Shape, listed: str | None
 
 
 def split_moments(agreed: Moments, data: DataSet | Shape) -> tuple[Moments, Moments]:
-    """The moments of the inputs and of the numbers to predict, from those on which sites agreed."""
+    """The moments of the inputs and of the regression targets, from those on which sites agreed."""
     (means, deviations), n = agreed, data.normalised
     return (means[:n], deviations[:n]), (means[n:], deviations[n:])
 
@@ -246,7 +246,7 @@ def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
         raise SettingsError(f"{given}, which needs data.normalise: moments, but data.normalise is {data.normalise!r}")
     if data.targets and dataset.task is not REGRESSION:
         raise SettingsError(
-            f"data.targets is {data.targets!r}, which is for numbers to predict, but {name!r} has labels for "
+            f"data.targets is {data.targets!r}, which is for regression targets, but {name!r} has labels for "
             f"{dataset.task.name}; leave it out"
         )
     if cut is not None and not dataset.dense:

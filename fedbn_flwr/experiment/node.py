@@ -158,7 +158,7 @@ class ClientParts(RunParts):
         return _not_agreed if self.sends_sums else normalisation_of(self.run, self.dataset, self.listed)
 
     def units(self, config: Config) -> Moments | None:
-        """Mean and deviation of the numbers to predict, if they are scaled."""
+        """Mean and deviation of the regression targets, if they are scaled."""
         if not self.run.data.targets:
             return None
         return split_moments(self._agreed(config), self.dataset)[1] if protocol.MEANS in config else self.dataset.units

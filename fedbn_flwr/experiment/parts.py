@@ -98,7 +98,7 @@ class Parts(RunParts):
 
     @property
     def units(self) -> Moments | None:
-        """Mean and deviation of the numbers to predict, if they are scaled."""
+        """Mean and deviation of the regression targets, if they are scaled."""
         if not self.run.data.targets:
             return None
         if self.agreed is not None:
@@ -111,11 +111,11 @@ class Parts(RunParts):
         return self.shape.task
 
     def advice_on_targets(self) -> str:
-        """What to do if numbers to predict are so large that a network at its initial values is far from them."""
+        """What to do if regression targets are so large that a network at its initial values is far from them."""
         if self.task is not REGRESSION or self.dataset is None or self.run.data.targets:
             return ""
         size = float(first(self.dataset.train.targets).double().square().mean()) ** 0.5
-        said = f"The numbers to predict are {size:.3g} in size (root mean square), and a network begins near 0"
+        said = f"The regression targets are {size:.3g} in size (root mean square), and a network begins near 0"
         return f"; or set data.targets: scale. {said}" if size > _LARGE_TARGETS else ""
 
     def work(self) -> list[int] | None:

@@ -363,7 +363,7 @@ def _try_loss(run: Settings, task: Task, outputs: Outputs, targets: Tensor, give
 _COUNTED = {
     "classes": "classes and one label",
     "labels": "labels",
-    "numbers": "numbers to predict",
+    "numbers": "regression targets",
     "": "targets",
 }
 

@@ -25,7 +25,7 @@ INPUTS = [f"x{number}" for number in range(10)]
 
 
 def table(columns: int = 1) -> tuple[Table, Table]:
-    """442 patients: ten inputs, and the progression of diabetes, 25 to 346; a second number to predict is made up."""
+    """442 patients: ten inputs, and the progression of diabetes, 25 to 346; a second target is made up."""
     inputs, targets = sklearn.datasets.load_diabetes(return_X_y=True)
     more = 1e-3 * inputs[:, 2] + 5e-5 * targets / 100
     return inputs.astype(np.float32).astype(float), np.stack([targets, more], 1)[:, :columns]
@@ -128,7 +128,7 @@ def served(
     ("changes", "match"),
     [
         ({"normalise": "unit"}, "needs data.normalise: moments"),
-        ({"task": "classification"}, "is for numbers to predict, but .* has labels for classification"),
+        ({"task": "classification"}, "is for regression targets, but .* has labels for classification"),
     ],
 )
 def test_it_needs_numbers_and_the_moments_of_inputs(changes: dict[str, Any], match: str, tmp_path: Path) -> None:

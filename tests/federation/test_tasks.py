@@ -216,5 +216,5 @@ def test_a_client_of_one_s_own_has_the_figures_of_its_task() -> None:
 
 def test_a_regression_that_diverges_is_told_the_size_of_its_labels(tmp_path: Path) -> None:
     given = settings("diabetes", train={"lr": 10.0, "epochs": 20})
-    with pytest.raises(RunFailed, match=r"or set data\.targets: scale\. The numbers to predict are 1\d\d in size"):
+    with pytest.raises(RunFailed, match=r"or set data\.targets: scale\. The regression targets are 1\d\d in size"):
         run(given, out=tmp_path / "out", progress=False)

@@ -315,7 +315,7 @@ class RunFolder:
         return tuple(known["mean"]), tuple(known["std"])
 
     def units(self) -> Moments | None:
-        """The moments of the numbers to predict, if the run scales them."""
+        """The moments of the regression targets, if the run scales them."""
         known = self.model_description().get("targets")
         return None if known is None else (tuple(known["mean"]), tuple(known["std"]))
 
