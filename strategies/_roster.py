@@ -11,7 +11,7 @@ from fedbn_flwr.errors import LOG, Diverged, MessageError, RunFailed
 from fedbn_flwr.messages.aggregate import large_value
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.quote import one_line
-from fedbn_flwr.messages.reply import Reply, partition_of, read_reply, reason_of, refused
+from fedbn_flwr.messages.reply import Reply, partition_of, read_reply, reason_of, refusal
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Roster:
         """Whose replies are used, and these replies; RunFailed if they are too few, see `admit`."""
         present, problems = self.admit(what, asked, screening.partitions, screening.problems)
         errors = [
-            refused(message, problems[node]) if message.has_content() else message
+            refusal(message, problems[node]) if message.has_content() else message
             for message in screening.messages
             if (node := message.metadata.src_node_id) not in present.nodes
         ]

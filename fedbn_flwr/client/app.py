@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from logging import ERROR
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -69,13 +69,14 @@ class _App(ClientApp):
         super().__init__()
         self._given = make_client, mods
         parameters = inspect.signature(make_client).parameters.values()
-        places = [
+        positional = [
             parameter
             for parameter in parameters
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
-        wants = sum(parameter.default is parameter.empty or parameter.name == "config" for parameter in places)
-        self._make: Callable[..., NumPyClient] = lambda *given: make_client(*given[:wants])
+        # The context and, if there is a parameter for it, the config.
+        wanted = sum(parameter.default is parameter.empty or parameter.name == "config" for parameter in positional)
+        self._make: Callable[..., NumPyClient] = lambda *given: make_client(*given[:wanted])
         kinds = ("train", "evaluate", "query")
         around = mods if isinstance(mods, Mapping) else dict.fromkeys(kinds, mods)
         if unknown := sorted(around.keys() - {*kinds}):
@@ -285,8 +286,8 @@ def _continue_parked(context: Context, agreement: Agreement) -> Contribution:
 
 
 def _train_by_messages(request: Request) -> RecordDict:
-    content, make = request.message.content, request.client  # an _Other raises an error for the keys of exchanges
-    outcome = train_by_messages(make, content, request.config, other_arrays(content), request.context)  # type: ignore[arg-type]
+    make: Callable[[], Any] = request.client  # an _Other raises an error for the keys of exchanges
+    outcome = train_by_messages(make, request.message.content, request.config, request.context)
     return contribution_to_records(outcome) if isinstance(outcome, Contribution) else request.reply(outcome)
 
 
@@ -309,14 +310,14 @@ def _numbers(metrics: Metrics) -> MetricRecord:
 
     Metrics of other types are left out, with a warning.
     """
-    found = {}
+    numbers = {}
     for key, value in metrics.items():
         with suppress(TypeError, ValueError, RuntimeError):  # not numbers
             array = np.asarray(value.tolist() if hasattr(value, "tolist") else value)
             if array.dtype.kind in "biuf" and array.ndim < 2:
-                found[key] = (array * 1).tolist()  # a MetricRecord takes no booleans
-        if key not in found:
+                numbers[key] = (array * 1).tolist()  # a MetricRecord takes no booleans
+        if key not in numbers:
             log_once(
                 f"the metric {key!r} is a {type(value).__name__} and isn't sent; expected a number or a list of them"
             )
-    return MetricRecord(found)
+    return MetricRecord(numbers)

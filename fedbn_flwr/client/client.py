@@ -276,7 +276,7 @@ class BNClient(NumPyClient):
         return [value.copy() for value in self._tensors.values_of(self._sent_keys()).values()]
 
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Metrics]:
-        """Train a round from these arrays; returns the trained ones, the number of examples and metrics."""
+        """Train a round from these arrays, and return the trained ones, the number of examples and metrics."""
         if key := next((key for key in declared("client_mods") if key in config), None):
             raise MessageError(f"{key!r} needs a ClientApp made by fedbn_flwr.client_app")  # only this calls the mod
         update = self.train_round(self._by_key(parameters), config)

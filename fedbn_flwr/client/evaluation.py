@@ -50,7 +50,7 @@ def metric_inputs(task: Task, outputs: Outputs, targets: Value) -> tuple[Tensor,
 
 
 def _needed(task: Task) -> str:
-    """Describes the outputs and targets that the task's metrics need."""
+    """The outputs and targets that the task's metrics need, in words."""
     if not task.form:
         return (
             "a task, such as binary, multilabel or regression, since targets that are not whole numbers do not show it"
@@ -62,7 +62,7 @@ def _needed(task: Task) -> str:
     return "logits [N, C, ...] of at least two classes, and whole numbers [N, ...] or [N, 1, ...]"
 
 
-def _found(value: object) -> str:
+def _form(value: object) -> str:
     return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
@@ -92,8 +92,8 @@ def count_predictions(task: Task, outputs: Tensor, targets: Tensor, *, by_class:
     hits = labels == predictions
     # Counting by class makes the host wait for a GPU.
     counted = (labels[hits], labels, predictions[predictions < classes]) if by_class else ()
-    found = [torch.bincount(part, minlength=classes) for part in counted]
-    return len(labels), hits.sum(), torch.stack(found) if by_class else torch.zeros(3, 0)
+    counts = [torch.bincount(part, minlength=classes) for part in counted]
+    return len(labels), hits.sum(), torch.stack(counts) if by_class else torch.zeros(3, 0)
 
 
 # Metrics that are a ratio for each class: recall, F1 (also called Dice) and intersection over union. The functions take
@@ -207,17 +207,17 @@ class Measurement:
         self._examples: list[tuple[Outputs, Value]] = []
 
     def add(self, outputs: Outputs, targets: Value) -> Counts | None:
-        """Add a batch; returns its counts, or None if its outputs and targets cannot be counted.
+        """Add a batch, and return its counts, or None if its outputs and targets cannot be counted.
 
-        Then the task's metrics are left out, but a metric that was asked for by name raises an error.
+        Without counts the task's metrics are left out, and a metric that was asked for by name raises an error.
         """
-        found = metric_inputs(self.task, outputs, targets)
-        if found is None and self._named:
+        pair = metric_inputs(self.task, outputs, targets)
+        if pair is None and self._named:
             raise SettingsError(
-                f"metric {self._named[0]!r} cannot be computed: the model returned {_found(logits_of(outputs))}, and "
-                f"the targets are {_found(targets)}; expected {_needed(self.task)}; or give a function as metric"
+                f"metric {self._named[0]!r} cannot be computed: the model returned {_form(logits_of(outputs))}, and "
+                f"the targets are {_form(targets)}; expected {_needed(self.task)}; or give a function as metric"
             )
-        countable = found if self.task.form != "numbers" else None
+        countable = pair if self.task.form != "numbers" else None
         self._counts.append(countable and count_predictions(self.task, *countable, by_class=self._by_class))
         if self._needs_all:
             self._examples.append((_on_cpu(logits_of(outputs)), _on_cpu(targets)))
@@ -229,21 +229,21 @@ class Measurement:
         A function that fails is left out too, with a warning, since it may need examples of all classes, which this
         client does not have. With `strict` its error is raised.
         """
-        found = {}
+        values: dict[str, float] = {}
         examples = tuple(map(_concatenate, zip(*self._examples, strict=True)))
         for key, metric in self.metrics.items():
             try:
-                found[key] = float(metric(*examples)) if callable(metric) else self._value_of(metric, examples)
+                values[key] = float(metric(*examples)) if callable(metric) else self._value_of(metric, examples)
             except Exception as error:
                 if strict:
                     raise
                 log_once(f"metric {key} is left out: {in_a_line(error)}")
-        return {key: value for key, value in found.items() if not math.isnan(value)}
+        return {key: value for key, value in values.items() if not math.isnan(value)}
 
     def _value_of(self, name: str, examples: tuple[Outputs, ...]) -> float:
         if name in _OF_ALL:
-            found = metric_inputs(self.task, *examples)
-            return math.nan if found is None else _OF_ALL[name](*found)
+            pair = metric_inputs(self.task, *examples)
+            return math.nan if pair is None else _OF_ALL[name](*pair)
         if None in self._counts:  # a batch had outputs or targets of another form
             return math.nan
         answered, correct, by_class = (sum(parts) for parts in zip(*filter(None, self._counts), strict=True))
@@ -324,10 +324,10 @@ class InUnits:
         self.mean, self.deviation = (torch.tensor(values, dtype=torch.float64) for values in moments)
 
     def __call__(self, model: nn.Module, inputs: object, outputs: Outputs) -> Tensor:
-        found = logits_of(outputs)
-        if not isinstance(found, Tensor):
-            raise SettingsError(f"data.targets is 'scale', which is for a tensor; the model returned {_found(found)}")
-        return found * self.deviation.to(found) + self.mean.to(found)
+        values = logits_of(outputs)
+        if not isinstance(values, Tensor):
+            raise SettingsError(f"data.targets is 'scale', which is for a tensor; the model returned {_form(values)}")
+        return values * self.deviation.to(values) + self.mean.to(values)
 
 
 def _task_from_targets(targets: Value) -> Task:

@@ -35,7 +35,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.messages.reply import arrays_of
+from fedbn_flwr.messages.reply import arrays_of, other_arrays
 
 from .client import BNClient, Update
 from .node_state import NodeState, run_of
@@ -205,10 +205,10 @@ def _end() -> None:
 
 
 def train_by_messages(
-    make: MakeBNClient, content: RecordDict, config: Config, extras: dict[str, Arrays], context: Context
+    make: MakeBNClient, content: RecordDict, config: Config, context: Context
 ) -> Contribution | Update:
     """Begin a round (step 0) or continue it with the result of exchange `step`, up to the next exchange or the end."""
-    step, run = int(config[protocol.EXCHANGE_STEP]), run_of(config)
+    step, run, extras = int(config[protocol.EXCHANGE_STEP]), run_of(config), other_arrays(content)
     state = NodeState(context.state, run)
     if not step:
         context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
@@ -263,7 +263,7 @@ def _place(context: Context) -> tuple[Place, str]:
 def client_without_parked_round(make: Callable[[], Client], config: Config, context: Context) -> Client:
     """Make the client for an ordinary round, and end parked rounds that are out of date.
 
-    The server has continued without the node's own parked round. Those with this client's model are of an earlier run.
+    These are the node's own, without which the server has continued, and those of an earlier run with this model.
     """
     run = run_of(config)
     parked_rounds.take((run or "", context.run_id, context.node_id))

@@ -89,7 +89,7 @@ class NodeState:
 
 @contextmanager
 def stored_state(message: Message, config: Config, context: Context) -> Iterator[None]:
-    """Restores the state from the state folder before a message is handled, and saves it there after training."""
+    """Restore the state from the state folder before a message is handled, and save it there after training."""
     folder, kind = _folder(config, context), message.metadata.message_type
     if folder is None:
         yield
@@ -111,7 +111,7 @@ def stored_state(message: Message, config: Config, context: Context) -> Iterator
 
 
 def return_to_round(config: Config, context: Context) -> dict[str, int]:
-    """Delete the states of rounds after `server-round`, from which the run resumes; report the latest round left."""
+    """Delete the states of rounds after `server-round`, from which the run resumes, and report the latest one left."""
     if (folder := _folder(config, context)) is None:
         return {}
     try:
@@ -133,21 +133,21 @@ def latest_state(folder: Path, token: str, last: int, client: int | None = None)
     """
     if not folder.is_dir():
         raise UserError(f"{str(folder)!r}: there is no such folder; give the one that the node config names as state")
-    found = {int(path.name.removeprefix("client-")): path for path in folder.glob(f"*-{token}/client-*")}
-    if client is None and len(found) == 1:
-        client = next(iter(found))
-    if client is None or client not in found:
-        known = ", ".join(map(str, sorted(found)))
+    folders = {int(path.name.removeprefix("client-")): path for path in folder.glob(f"*-{token}/client-*")}
+    if client is None and len(folders) == 1:
+        client = next(iter(folders))
+    if client is None or client not in folders:
+        known = ", ".join(map(str, sorted(folders)))
         raise UserError(
             f"{str(folder)!r} has states of the clients {known}; give the number of one"
-            if found
+            if folders
             else f"{str(folder)!r} has no state of this run, which would be in a folder *-{token}; give the folder "
             "that the node config names as state, at a site that took part in this run; with a strategy that keeps "
             "nothing there, such as FedAvg, model.safetensors is the site's model"
         )
-    rounds = _rounds(found[client])
+    rounds = _rounds(folders[client])
     if (latest := max((number for number in rounds if number <= last), default=0)) == 0:
-        raise UserError(f"{str(found[client])!r} has no state of round {last} of the model or of an earlier one")
+        raise UserError(f"{str(folders[client])!r} has no state of round {last} of the model or of an earlier one")
     return client, latest, parse(read_store(rounds[latest])["state"], RecordDict)
 
 
@@ -174,20 +174,20 @@ def _rounds(folder: Path) -> dict[int, Path]:
 
 def _restore(folder: Path, context: Context, run: str, last: int) -> None:
     """Load the state of the latest round up to `last`; an empty one if there is none."""
-    stored, records = _rounds(folder), RecordDict()
+    stored, state = _rounds(folder), RecordDict()
     wanted = max((server_round for server_round in stored if server_round <= last), default=0)
     if {"round": 0, **_owner(context.state)} == {"name": run, "round": wanted}:
         return  # the context has this state; reloading it would delete the data of a layer-wise round in progress
     if wanted:
         try:
-            records = parse(read_store(stored[wanted])["state"], RecordDict)
+            state = parse(read_store(stored[wanted])["state"], RecordDict)
         except StorageError as error:
             raise MessageError(
                 f"the node's state {error}; restore the folder from a copy, or start a new run"
             ) from None
-    records.update({name: record for name, record in context.state.items() if name.startswith(protocol.VOLATILE)})
+    state.update({name: record for name, record in context.state.items() if name.startswith(protocol.VOLATILE)})
     context.state.clear()
-    context.state.update(records)
+    context.state.update(state)
 
 
 def _delete_outside(folder: Path, first: int, last: int) -> None:

@@ -101,8 +101,7 @@ def make_optimizer(
 ) -> LocalOptimizer:
     """The optimiser that `spec` describes: a name, a mapping of `name` and options, or a function that makes one.
 
-    `momentum` above zero and `weight_decay` other than None are passed on; an optimiser without them
-    accepts only zero.
+    `momentum` above zero and `weight_decay` other than None are passed on; an optimiser without them accepts only zero.
     """
     given = spec if isinstance(spec, Mapping) else {"name": spec}
     options: dict[str, object] = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}

@@ -31,7 +31,7 @@ class Capabilities:
     """The capabilities of an engine beyond Flower's `Grid`. The methods here suit any grid; engines override them."""
 
     def start(self) -> int | None:
-        """Start the processes that serve nodes. Returns how many nodes they serve at once; None means all."""
+        """Start the processes that serve nodes, and return how many nodes they serve at once; None means all."""
         return None
 
     def observe(self, on_reply: OnReply, given_up: GivenUp = tuple) -> None:
@@ -50,7 +50,7 @@ class Capabilities:
     def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
         """Continue the layer-wise rounds that wait in this engine's processes, up to the next exchange.
 
-        Returns each node's contribution, or the reason why there is none; a node that takes more than `timeout`
+        Return each node's contribution, or the reason why there is none; a node that takes more than `timeout`
         seconds has no entry. An engine that cannot do this returns None, and each node gets a message instead.
         """
         return None

@@ -156,7 +156,7 @@ class LocalGrid(Capabilities, Grid):
         return self._take([key for key in message_ids if self._replies.get(key) is not None])
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send the messages; returns the replies that arrive within `timeout` seconds, in the order of the messages."""
+        """Send the messages, and return the replies that arrive within `timeout` seconds, in the messages' order."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
             message_ids = list(self.push_messages(messages))

@@ -46,7 +46,7 @@ class Served:
     contexts: dict[int, Context] = field(default_factory=dict)
 
     def handle(self, message: Message, context: Context | None) -> tuple[Message, RecordDict | None]:
-        """Answer a message in a worker. Returns the reply and the new state, or None while the state stays here."""
+        """Answer a message in a worker: the reply and the new state, or None while the state stays here."""
         node = message.metadata.dst_node_id
         context = self.contexts.pop(node) if context is None else context
         message.content = OwnContent({**message.content})
@@ -120,7 +120,7 @@ class Pool:
         self.nodes, self.on_reply = nodes, on_reply
 
     def start(self) -> int:
-        """Start the workers, and wait until one is ready. Returns how many nodes are served at once."""
+        """Start the workers, wait until one is ready, and return how many nodes are served at once."""
         return 1
 
     def put(self, messages: Sequence[Message]) -> None:
@@ -129,7 +129,7 @@ class Pool:
             self.on_reply(self.nodes.answer(message))
 
     def serve(self, timeout: float) -> None:
-        """Let workers handle the queue; waits up to `timeout` seconds for the first reply."""
+        """Let workers handle the queue, and wait up to `timeout` seconds for the first reply."""
 
     def drop(self, message_ids: Collection[str]) -> None:
         """Remove messages from the queue. A message that a worker has begun still changes its node's state."""
@@ -154,7 +154,7 @@ class Seat(Generic[W]):
     """A node's place at a worker: for its layer-wise round, or while the worker handles its message."""
 
     worker: W
-    message: Message | None = None  # which the worker handles
+    message: Message | None = None  # the one that the worker is handling
     parked: bool = False  # whether the node's layer-wise round, with its state, is in the worker
 
 
@@ -169,7 +169,7 @@ class WorkerPool(Pool, ABC, Generic[W]):
 
     @abstractmethod
     def wait(self, busy: Sequence[W], timeout: float) -> Iterable[W]:
-        """The workers whose job has a result; waits up to `timeout` seconds for the first."""
+        """Wait up to `timeout` seconds for the first result, and return the workers that have one."""
 
     def start(self) -> int:
         while not any(worker.is_ready for worker in self.workers):
@@ -207,7 +207,7 @@ class WorkerPool(Pool, ABC, Generic[W]):
         return None
 
     def receive(self, timeout: float) -> None:
-        """Start workers where needed, and collect results; waits up to `timeout` seconds for the first."""
+        """Start workers where needed, and collect results; wait up to `timeout` seconds for the first."""
         for worker in self.workers:
             worker.begin()  # all at once, because a process can take seconds until it is ready
         if all(worker.problem for worker in self.workers):

@@ -75,7 +75,7 @@ MakeCarrier = Callable[[Grid, Sequence[Message], float], Carrier]  # for these t
 
 def service() -> MakeCarrier | None:
     """The exchange service from the ServerApp's environment, if there is one; SettingsError if it cannot be used."""
-    return next(filter(None, (found() for found in parts("carriers"))), None)
+    return next(filter(None, (find() for find in parts("carriers"))), None)
 
 
 class ByMessages:

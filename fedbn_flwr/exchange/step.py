@@ -230,7 +230,7 @@ class Exchanges:
         return self.batch
 
     def agree_on(self, kind: str, values: int, **tensors: Tensor) -> tuple[Sequence[Tensor], Agreement]:
-        """Exchange tensors; returns their agreed values and the whole agreement."""
+        """Exchange tensors, and return their agreed values and the whole agreement."""
         self.left -= 1
         agreement = self.ask(kind, values, {name: as_array(tensor) for name, tensor in tensors.items()})
         # PyTorch does not accept read-only arrays, so this copies them.

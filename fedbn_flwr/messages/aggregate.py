@@ -211,7 +211,7 @@ def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | N
 
     With fewer than three replies there is no majority to compare with, so none is absurd.
     """
-    found: dict[int, str] = {}
+    problems: dict[int, str] = {}
     for i, arrays in enumerate(replies) if len(replies) > 2 else ():
         if largest_of(arrays) <= _HUGE:
             continue  # the common case
@@ -223,12 +223,12 @@ def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | N
             changes = [_largest_change(reply[key], sent.get(key)) for reply in replies]
             middle = float(np.median([*changes[:i], *changes[i + 1 :]]))
             if changes[i] > _TIMES * middle:
-                found[i] = (
+                problems[i] = (
                     f"{key!r} changed by up to {changes[i]:.2g}, and by {middle:.2g} in the median of the other "
                     f"clients; expected at most {_TIMES:,} times the median for values this large"
                 )
                 break
-    return found
+    return problems
 
 
 def largest_of(arrays: Arrays) -> float:

@@ -58,8 +58,8 @@ _LAYOUTS: WeakValueDictionary[tuple[str, tuple[str, ...], tuple[tuple[int, ...],
 
 
 def layout_of(dtype: str, keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Layout:
-    if (found := _LAYOUTS.get((dtype, keys, shapes))) is not None:
-        return found
+    if (known := _LAYOUTS.get((dtype, keys, shapes))) is not None:
+        return known
     places, end = {}, 0
     for key, shape in zip(keys, shapes, strict=True):
         places[key] = slice(end, end + math.prod(shape))
@@ -200,11 +200,11 @@ def config_of(content: RecordDict) -> ConfigRecord:
 
 def pack(arrays: Arrays) -> FlowerRecord:
     """An ArrayRecord with copies of these arrays; FlatArrays are not copied."""
-    found = blocks(arrays)
-    made = {key: Array(block, key) for block in found for key in block.layout.places}
-    if len(found) == 1:  # in the order of its keys
-        return ArrayRecord(entries_of(made, found[0]))
-    return ArrayRecord(Entries({key: made[key] for key in arrays}))
+    packed = blocks(arrays)
+    entries = {key: Array(block, key) for block in packed for key in block.layout.places}
+    if len(packed) == 1:  # in the order of its keys
+        return ArrayRecord(entries_of(entries, packed[0]))
+    return ArrayRecord(Entries({key: entries[key] for key in arrays}))
 
 
 def unpack(arrays: Mapping[str, FlowerArray]) -> Arrays:
@@ -233,15 +233,15 @@ def blocks(values: Arrays) -> list[FlatArrays]:
         return [values]
     if other := [key for key, value in values.items() if not isinstance(value, (np.ndarray, np.generic))]:
         raise TypeError(f"{other[0]!r} is a {type(values[other[0]]).__name__}; expected a NumPy array")
-    found = []
+    made = []
     for dtype in dict.fromkeys(value.dtype for value in values.values()):
         own = {key: value for key, value in values.items() if value.dtype == dtype}
         if dtype.hasobject:
             raise TypeError(f"{next(iter(own))!r} holds Python objects; expected an array of numbers")
         where = layout_of(dtype.str, tuple(own), tuple(value.shape for value in own.values()))
         parts = [value.reshape(-1) for value in own.values()]
-        found.append(FlatArrays(where, np.concatenate(parts, dtype=where.dtype)))
-    return found
+        made.append(FlatArrays(where, np.concatenate(parts, dtype=where.dtype)))
+    return made
 
 
 def in_memory(record: FlowerRecord) -> FlowerRecord:

@@ -22,7 +22,7 @@ from fedbn_flwr.errors import MessageError
 from . import protocol
 from .arrays import in_memory
 from .quote import one_line, shown
-from .reply import MOST_EXAMPLES, is_partition, metric_name, partition_of, refused, with_content
+from .reply import MOST_EXAMPLES, is_partition, metric_name, partition_of, refusal, with_content
 
 _LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
 _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits, and -2**63 has no positive counterpart
@@ -61,17 +61,17 @@ def checked_content(content: RecordDict) -> RecordDict:
 
 def _checked_reply(reply: Message) -> Message:
     if not (reply.has_content() or reply.has_error()):
-        return refused(reply, "it has neither content nor an error")
+        return refusal(reply, "it has neither content nor an error")
     if not reply.has_content():  # Flower's strategies log the reason as it is
         reason = one_line(str(reply.error.reason or "")) or f"error code {reply.error.code}"
-        return reply if reason == reply.error.reason else refused(reply, reason, reply.error.code)
+        return reply if reason == reply.error.reason else refusal(reply, reason, reply.error.code)
     try:
         content = checked_content(reply.content)
     except MessageError as error:  # name the client, as the errors from clients do
         partition = partition_of(reply.content)
-        return refused(reply, str(error) if partition is None else f"client {partition}: {error}")
+        return refusal(reply, str(error) if partition is None else f"client {partition}: {error}")
     except Exception:  # the texts of NumPy's and Flower's errors are about their own interfaces
-        return refused(reply, "its content cannot be read")
+        return refusal(reply, "its content cannot be read")
     return reply if content is reply.content else with_content(reply, content)
 
 

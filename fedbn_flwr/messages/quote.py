@@ -1,4 +1,4 @@
-"""Quotes what clients sent in messages to the user: short, on one line, and without control characters."""
+"""Quotes clients' values in messages to the user: short, on one line, and without control characters."""
 
 from __future__ import annotations
 

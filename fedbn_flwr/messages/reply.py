@@ -135,7 +135,7 @@ def reason_of(reply: Message) -> str:
     return next((cure for text, cure in _NO_HANDLER.items() if text in reason), reason)
 
 
-def refused(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECONDITION) -> Message:
+def refusal(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECONDITION) -> Message:
     """The reply as an error with this reason; the original keeps its content."""
     # Not Message(error, reply_to=...), which would change the reply's metadata.
     return Message(error=Error(code, one_line(reason)), metadata=reply.metadata)  # type: ignore[call-overload, no-any-return]

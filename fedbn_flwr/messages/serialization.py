@@ -75,9 +75,9 @@ def _encode(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
             if record != "records" or not key.startswith(protocol.VOLATILE)
         ]
         return record or "dict", pairs
-    found = getattr(value, "dtype", kind.__name__)
+    shown = getattr(value, "dtype", kind.__name__)
     raise ValueError(
-        f"{name.removeprefix('.')} is a {found}, which cannot be saved; expected numbers, texts, arrays of numbers, "
+        f"{name.removeprefix('.')} is a {shown}, which cannot be saved; expected numbers, texts, arrays of numbers, "
         "records, or lists and dicts of these"
     )
 

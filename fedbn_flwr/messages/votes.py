@@ -54,14 +54,14 @@ def _form(key: str, metrics: protocol.Config) -> tuple[int, str]:
     return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"
 
 
-def common_metrics(records: Sequence[protocol.Config]) -> list[MetricRecord]:
-    """The records, reduced to the metrics that are one number in all of them: only these have a mean.
+def common_metrics(replies: Sequence[protocol.Config]) -> list[MetricRecord]:
+    """The metrics of each reply that are one number in all replies: only these have a mean.
 
     A client leaves out a metric that is undefined on its examples, such as the AUC if all have one class.
     """
-    numbers = [{key for key, value in record.items() if not isinstance(value, list)} for record in records]
+    numbers = [{key for key, value in metrics.items() if not isinstance(value, list)} for metrics in replies]
     common = set.intersection(*numbers) if numbers else set()
-    return [MetricRecord({key: value for key, value in record.items() if key in common}) for record in records]
+    return [MetricRecord({key: value for key, value in metrics.items() if key in common}) for metrics in replies]
 
 
 def record_problems(replies: Mapping[int, Reply], name: str, model: Arrays) -> dict[int, str]:

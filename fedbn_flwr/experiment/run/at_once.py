@@ -14,8 +14,8 @@ from fedbn_flwr.extensions import part
 from ..parts import Parts, plain_loss
 from .side_by_side import workers_of
 
-_BEST = 10  # of small networks; fifty take longer, since their values leave the processor's cache
-_WORKERS = 4  # about as fast as ten clients at once
+_BEST = 10  # clients with small networks; fifty take longer, since their values leave the processor's cache
+_WORKERS = 4  # worker processes that are about as fast as ten clients at once
 
 
 def clients_at_once(parts: Parts) -> int:

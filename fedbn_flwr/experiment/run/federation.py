@@ -99,8 +99,8 @@ def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> lis
     """The problems, unless each partition has one node or, without partitions, there is one node for each client."""
     unnumbered = holders.get(None, [])
     if holders.keys() == {None}:
-        found = len(unnumbered)
-        return [] if found == clients else [f"{found} nodes without a partition-id are connected, expected {clients}"]
+        count = len(unnumbered)
+        return [] if count == clients else [f"{count} nodes without a partition-id are connected, expected {clients}"]
     return [f"node {node} has no partition-id, but other nodes have one" for node in unnumbered] + [
         f"partition {partition} is held by {len(held)} nodes, expected one: {held}"
         for partition in range(clients)
@@ -110,9 +110,9 @@ def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> lis
 
 def failures(run: Settings, asked: int, replies: Sequence[Message]) -> list[str]:
     """The problems of the nodes that replied with an error, and of those asked that did not reply."""
-    found = [f"node {reply.metadata.src_node_id}: {reason_of(reply)}" for reply in replies if reply.has_error()]
+    failed = [f"node {reply.metadata.src_node_id}: {reason_of(reply)}" for reply in replies if reply.has_error()]
     silent = asked - len(replies)
-    return [*found, f"{silent} nodes did not answer within {run.engine.timeout:g} s"] if silent > 0 else found
+    return [*failed, f"{silent} nodes did not answer within {run.engine.timeout:g} s"] if silent > 0 else failed
 
 
 def refuse_nodes(problems: Iterable[str]) -> None:
@@ -133,16 +133,16 @@ def agree(running: Running, nodes: Mapping[int, int]) -> Moments:
     questions = [Message(content, node, protocol.SUMS_QUERY) for node in clients]
     columns = parts.shape.normalised + (parts.shape.classes if run.data.targets else 0)
     replies = running.grid.send_and_receive(questions, timeout=run.engine.timeout)
-    found: list[Sums] = []
+    sums: list[Sums] = []
     problems = failures(run, len(clients), replies)
     for reply in filter(Message.has_content, replies):
         try:
-            found.append(_sums_in(reply, columns))
+            sums.append(_sums_in(reply, columns))
         except MessageError as error:
             node = reply.metadata.src_node_id
             problems.append(f"node {node}: client {clients[node]}: {error}")
     refuse_nodes(problems)
-    return moments_from(found)
+    return moments_from(sums)
 
 
 def _sums_in(reply: Message, columns: int) -> Sums:

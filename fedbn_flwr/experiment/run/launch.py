@@ -124,13 +124,13 @@ def run_experiment(
         checksums = {
             examples_of(item.run.data): item.dataset.checksum for item in prepared.values() if item.dataset is not None
         }
-        for run, folder in zip(experiment.runs, folders, strict=True):  # finished runs too: other seeds join their rows
+        for run, folder in zip(experiment.runs, folders, strict=True):  # finished runs too: a report averages all
             folder.check_data(checksums.get(examples_of(run.data)))
         progress.message(f"run folders: {from_here(out)}")
 
         def run_at(place: int, listener: Reporter, ends: float) -> None:
             folder = folders[place]
-            item = prepared.pop(place)  # otherwise it would keep the model of the last round
+            item = prepared.pop(place)  # the dict must not keep the model of a finished run
             given = experiment.runs[place].model_dump(mode="json")
             about = {
                 "data_commit": item.dataset and item.dataset.commit,

@@ -62,7 +62,7 @@ def workers_of(run: Settings) -> int:
 def one_after_another(
     places: Sequence[int], carry_out: CarryOut, progress: Progress, time: Slice, *, is_single: bool
 ) -> dict[int, str]:
-    """Carry out the runs at these places of the experiment in this process; returns the reason of each that failed.
+    """Carry out the runs at these places of the experiment in this process, and return the reason of each that failed.
 
     Divergence is a result too, so the remaining runs are still carried out. The error of a single run is raised.
     """
@@ -88,7 +88,7 @@ def one_after_another(
 def side_by_side(
     places: Sequence[int], carry_out: CarryOut, jobs: int, progress: Progress, time: Slice
 ) -> dict[int, str]:
-    """Carry out the runs at these places of the experiment; returns the reason of each that failed.
+    """Carry out the runs at these places of the experiment, and return the reason of each that failed.
 
     `carry_out(place, reporter, ends)` is called in a process of its own. After Ctrl-C no run begins, and those that
     have begun end after their round.
@@ -99,12 +99,12 @@ def side_by_side(
     news, sent = fork.Pipe(duplex=False)  # for all runs: the system doesn't interleave messages this short
     problems: dict[int, str] = {}
 
-    def end(place: int, found: BaseException | None, lost: str) -> None:
+    def end(place: int, error: BaseException | None, lost: str) -> None:
         running.pop(place).close()
-        problem = f"{lost}; continue with --resume" if lost else str(found or "")
-        if isinstance(found, OutOfTime):
+        problem = f"{lost}; continue with --resume" if lost else str(error or "")
+        if isinstance(error, OutOfTime):
             time.unfinished.append(place)
-        is_stopped = isinstance(found, KeyboardInterrupt | OutOfTime)
+        is_stopped = isinstance(error, KeyboardInterrupt | OutOfTime)
         progress.end(place, "stopped" if is_stopped else failed_because(problem))
         if problem:
             problems[place] = problem

@@ -35,7 +35,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, arrays_problem, cast, squared_distance
 from fedbn_flwr.messages.arrays import config_of, configs_in, pack, unpack, variance_keys
 from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.reply import read_reply, reason_of, refused, sent_model, with_config, with_content
+from fedbn_flwr.messages.reply import read_reply, reason_of, refusal, sent_model, with_config, with_content
 from fedbn_flwr.strategies import Round, Wrapper
 from fedbn_flwr.trees import Json
 
@@ -265,7 +265,7 @@ class MaskedRound:
         for node in [node for node, form in forms.items() if form != most]:
             odd = min(most ^ forms[node], key=str)[0]
             errors.append(
-                refused(
+                refusal(
                     found.pop(node), f"its {odd} differs from most clients' (missing, or of another shape or dtype)"
                 )
             )

@@ -66,7 +66,7 @@ class CohortExchanges(Exchanges):
             x = x * self._real.T.view(*x.shape[:2], *[1] * (x.ndim - 2))
         absent = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
         own = {"momentum": module.momentum, "eps": module.eps, "_check_input_dim": module._check_input_dim}
-        layer: Any = SimpleNamespace(**{**absent, **own, **tensors})
+        layer: Any = SimpleNamespace(**{**absent, **own, **tensors})  # what `normalise` reads and updates
         folded = x.transpose(0, 1)
         return normalise(self, layer, folded.flatten(1, 2)).view(folded.shape).transpose(0, 1)
 

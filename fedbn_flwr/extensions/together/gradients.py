@@ -23,11 +23,11 @@ from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.rule import Loss, Tensors
 from fedbn_flwr.client.training import ONE_VALUE
 
-# Takes the output's gradient, and whether the inputs need gradients. Returns the gradients of the inputs, None for
-# those without one, and of the layer's tensors, by their names in the layer and in their own shapes.
+# A function of the output's gradient, and of whether the inputs need gradients. It returns the gradients of the inputs,
+# None for those without one, and of the layer's tensors, by their names in the layer and in their own shapes.
 Backward = Callable[[Tensor, bool], tuple[Sequence[Tensor | None], Tensors]]
-# Takes a module or function, its shaped tensors (`Network.shaped`) by their names in it, and its inputs
-# [clients, examples, ...]; returns its output.
+# A function of a module or function, its shaped tensors (`Network.shaped`) by their names in it, and its inputs
+# [clients, examples, ...]. It returns the output and its `Backward`.
 Layer = Callable[Concatenate[Any, Tensors, ...], tuple[Tensor, Backward]]
 Forward = Callable[Concatenate[Any, Tensors, ...], Tensor]  # the same without gradients
 

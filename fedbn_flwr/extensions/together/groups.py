@@ -174,10 +174,11 @@ class _Group:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = sorted(rows, key=lambda row: -row.examples)
-        first = self.rows[0]
-        self.training, self.network = first.training, first.network
-        rules = enumerate(self.training.rules)
-        self.adjusting = [place for place, rule in rules if type(rule).adjust is not ClientRule.adjust]
+        self.training, self.network = self.rows[0].training, self.rows[0].network
+        # The numbers of the client rules that change gradients.
+        self.adjusting = [
+            number for number, rule in enumerate(self.training.rules) if type(rule).adjust is not ClientRule.adjust
+        ]
         self.tensors = _stacked([row.tensors for row in self.rows])
         self.total = torch.zeros(len(rows), dtype=torch.float64, device=self.training.device)
 

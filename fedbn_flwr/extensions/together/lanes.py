@@ -1,4 +1,4 @@
-"""Several clients at once on a GPU: each trains a copy of the network on a CUDA stream of its own.
+"""Several clients at once on a GPU: each trains a replica of the network on a CUDA stream of its own.
 
 The kernels of a small network occupy a small part of a GPU. Those of several streams run at the same time, and they are
 the same kernels, so the results are the same too. That needs `train.compile`, which launches all kernels of a step at
@@ -26,8 +26,8 @@ from .waiting import Waiting, leave_alone
 
 
 @dataclass(eq=False)
-class Copy:
-    """A copy of a network, which a client at a time trains, and the stream on which it does."""
+class Replica:
+    """A copy of a network, which one client at a time trains, and the stream on which it does."""
 
     model: nn.Module
     stream: torch.cuda.Stream | None  # None on a CPU
@@ -37,21 +37,21 @@ class Copy:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
-# Copies stay for later rounds, whose recorded passes then need no new recording.
-_copies: WeakKeyDictionary[nn.Module, list[Copy]] = WeakKeyDictionary()
+# Replicas stay for later rounds, whose recorded passes then need no new recording.
+_replicas: WeakKeyDictionary[nn.Module, list[Replica]] = WeakKeyDictionary()
 _drawing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # networks whose passes draw random numbers
 
 
 @dataclass(eq=False)
 class Lane(Waiting):
-    """A round in a copy of its network."""
+    """A round in a replica of its network."""
 
-    copy: Copy
-    own: Training = field(init=False)  # the same round, of the copy
+    replica: Replica
+    own: Training = field(init=False)  # the same round, of the replica
     received: list[Tensor] = field(init=False)  # the values of the network that the round begins with
 
     def __post_init__(self) -> None:
-        training, model = self.training, self.copy.model
+        training, model = self.training, self.replica.model
         with seeding.streams(training.seed, training.device):
             training.batches = [
                 (map_tensors(self._to_device, inputs), map_tensors(self._to_device, targets))
@@ -63,7 +63,7 @@ class Lane(Waiting):
         memo: dict[int, object] = {id(parameter): own for parameter, own in own_parameters}
         self.own = replace(training, model=model, optimizer=copy.deepcopy(training.optimizer, memo))
         self._use(self.own)
-        self.copy.used = True  # last, since loading the batches may fail
+        self.replica.used = True  # last, since loading the batches may fail
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.training.device, non_blocking=True)
@@ -74,10 +74,10 @@ class Lane(Waiting):
             rule.local.optimizer = training.optimizer
 
     def restore(self) -> None:
-        self.copy.used = False
+        self.replica.used = False
         if self.trained is None:
             self._use(self.training)
-        _fill(self.training.model, self.received if self.trained is None else _tensors(self.copy.model))
+        _fill(self.training.model, self.received if self.trained is None else _tensors(self.replica.model))
 
 
 def no_lane(training: Training) -> str | None:
@@ -91,18 +91,18 @@ def no_lane(training: Training) -> str | None:
 
 def lane_of(training: Training) -> Lane | str:
     """The round in a lane, or why its client must train alone."""
-    return no_lane(training) or Lane(training, _free_copy(training))
+    return no_lane(training) or Lane(training, _free_replica(training))
 
 
-def _free_copy(training: Training) -> Copy:
-    copies, kind = _copies.setdefault(training.model, []), _kind(training.model)
-    for known in copies:
+def _free_replica(training: Training) -> Replica:
+    replicas, kind = _replicas.setdefault(training.model, []), _kind(training.model)
+    for known in replicas:
         if not known.used and _kind(known.model) == kind:
             return known
     model = copy.deepcopy(training.model)
     stream = torch.cuda.Stream(training.device) if training.device.type == "cuda" else None
-    copies.append(Copy(model, stream))
-    return copies[-1]
+    replicas.append(Replica(model, stream))
+    return replicas[-1]
 
 
 def _kind(model: nn.Module) -> tuple[object, ...]:
@@ -138,14 +138,14 @@ def train_lanes(lanes: Sequence[Lane]) -> None:
 
 
 def _take_turns(lanes: Sequence[Lane]) -> None:
-    streams = [lane.copy.stream for lane in lanes if lane.copy.stream is not None]
+    streams = [lane.replica.stream for lane in lanes if lane.replica.stream is not None]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
     running = {lane: steps(lane.own) for lane in lanes}
     while running:
         for lane in [*running]:
             try:
-                with lane.copy.on_stream():
+                with lane.replica.on_stream():
                     next(running[lane])
             except StopIteration as end:
                 lane.trained = end.value

@@ -84,7 +84,7 @@ class Cohort(Session[Contributions, Mapping[int, Message]]):
 
 
 class CohortPool(TogetherPool):
-    """Serves the nodes in this process, `most` of them at a time."""
+    """A TogetherPool whose clients train together in rounds with exchanges too, a `Cohort` at a time."""
 
     def __init__(self, nodes: Nodes, on_reply: OnReply, most: int) -> None:
         super().__init__(nodes, on_reply, most)
@@ -94,7 +94,7 @@ class CohortPool(TogetherPool):
         step = config_of(messages[0].content).get(protocol.EXCHANGE_STEP) if messages else None
         if step == 0:
             self._begin(messages)
-        elif not step or not self._cohorts:
+        elif not step or not self._cohorts:  # an ordinary round, or clients that are parked one by one
             super().put(messages)
         elif messages[0].metadata.message_type == MessageType.TRAIN:
             self._finish(messages)
@@ -143,7 +143,7 @@ class CohortPool(TogetherPool):
                 self.on_reply(Message(content, reply_to=message))
 
     def _park_each(self, cohort: Cohort, nodes: Iterable[int]) -> Mapping[int, Message]:
-        """Park each client by itself, at the exchange where the cohort was; returns the errors of those that fail."""
+        """Park each client by itself at the exchange where the cohort was, and return the errors of those that fail."""
         replies = {node: self.nodes.answer(cohort.queries[node]) for node in nodes}
         for agreement in cohort.agreements:
             self.nodes.continue_parked([*nodes], agreement)

@@ -108,7 +108,7 @@ def test_clients_may_share_the_model_whose_copies_stay(federation: Federations) 
     expected = models_of(fed, FedBN(), 3)
     found = models_of(fed, FedBN(), 3, grid=fed.grid(app, pool=partial(TogetherPool, most=3)))
     assert all(map(same, found, expected))
-    copies = lanes._copies[shared.model]
+    copies = lanes._replicas[shared.model]
     assert len(copies) == 3
     assert not any(each.used for each in copies)
 
@@ -164,4 +164,4 @@ def test_a_round_whose_batches_cannot_be_read_leaves_its_copy_free() -> None:
     training.batches = ({}["no"] for _ in range(1))
     with pytest.raises(KeyError):
         lane_of(training)
-    assert not any(each.used for each in lanes._copies[training.model])
+    assert not any(each.used for each in lanes._replicas[training.model])
