@@ -76,8 +76,11 @@ def record_problems(replies: Mapping[int, Reply], name: str, model: Arrays) -> d
     read = {node: reply.records[name] for node, reply in replies.items() if name in reply.records}
     votes = Counter(frozenset(arrays) for arrays in read.values() if arrays.keys() <= like.keys())
     keys = max(votes, key=lambda keys: (votes[keys], len(keys)), default=frozenset(like))
-    faults = {node: arrays_problem(arrays, like, keys) or overflow(arrays, {}) for node, arrays in read.items()}
-    problems |= {node: problem for node, problem in faults.items() if problem is not None}
+    problems |= {
+        node: problem
+        for node, arrays in read.items()
+        if (problem := arrays_problem(arrays, like, keys) or overflow(arrays, {})) is not None
+    }
     left = [node for node in read if node not in problems]
     far = absurd([read[node] for node in left], {})
     problems |= {left[i]: problem for i, problem in far.items()}
@@ -100,8 +103,9 @@ def arrays_problems(replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str
         votes, key=lambda candidate: (votes[candidate], candidate == of_sent, len(candidate), candidate), default=()
     )
     like = next((reply.arrays for node, reply in replies.items() if forms[node] == most), {})
-    faults = {node: arrays_problem(reply.arrays, like) for node, reply in replies.items()}
-    return {node: problem for node, problem in faults.items() if problem is not None}
+    return {
+        node: problem for node, reply in replies.items() if (problem := arrays_problem(reply.arrays, like)) is not None
+    }
 
 
 def overflow(arrays: Arrays, sent: Arrays) -> str | None:
@@ -117,6 +121,8 @@ def overflow(arrays: Arrays, sent: Arrays) -> str | None:
             change = value - sent[key] if key in sent and sent[key].shape == value.shape else value
         most, limit = float(np.abs(change).max()), math.sqrt(np.finfo(value.dtype).max) / 10
         if not most <= limit:
-            why = "larger changes overflow when squared"
-            return f"{key!r} changed by up to {most:.2g}; expected at most {limit:.2g}, since {why}"
+            return (
+                f"{key!r} changed by up to {most:.2g}; expected at most {limit:.2g}, since larger changes overflow "
+                "when squared"
+            )
     return None

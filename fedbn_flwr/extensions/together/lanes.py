@@ -99,9 +99,8 @@ def _free_replica(training: Training) -> Replica:
     for known in replicas:
         if not known.used and _kind(known.model) == kind:
             return known
-    model = copy.deepcopy(training.model)
     stream = torch.cuda.Stream(training.device) if training.device.type == "cuda" else None
-    replicas.append(Replica(model, stream))
+    replicas.append(Replica(copy.deepcopy(training.model), stream))
     return replicas[-1]
 
 
