@@ -57,8 +57,8 @@ class Update:
 class BNClient(NumPyClient):
     """Trains `model` on `train_data` and evaluates it on `eval_data`.
 
-    The server decides which arrays are sent: the client loads the arrays that it receives and sends the same ones
-    back. It keeps all other arrays, for instance the counters of batch norm, in its state.
+    The server decides which arrays are sent: the client loads the arrays that it receives and sends the same ones back.
+    It keeps all other arrays, for instance the counters of batch norm, in its state.
 
     Parameters
     ----------
@@ -87,8 +87,8 @@ class BNClient(NumPyClient):
     keep_momentum
         Keep the optimiser's state (momentum, Adam's moments) from round to round, in the client's state.
     clip
-        Scale the gradients of a step so that their norm over all parameters is at most this, after all other changes
-        of the gradients (Scaffold's correction, FedProx's term, FedWon's clipping).
+        Scale the gradients of a step so that their norm over all parameters is at most this, after all other changes of
+        the gradients (Scaffold's correction, FedProx's term, FedWon's clipping).
     task
         "classification", "segmentation", "binary", "multilabel" or "regression", which has a loss and the metrics that
         evaluation reports. By default classification or segmentation, if targets are whole numbers.
@@ -106,8 +106,8 @@ class BNClient(NumPyClient):
         Use this memory format in convolutions. A CPU then trains most networks faster, and the last bits of results
         change. The network's code must use `reshape` on images, not `view`. Messages always have contiguous arrays.
     precision
-        With torch.bfloat16, training passes run under PyTorch's autocast. Weights, their gradients, statistics and
-        SGD stay in float32, and so do evaluation and FedTAN's first step.
+        With torch.bfloat16, training passes run under PyTorch's autocast. Weights, their gradients, statistics and SGD
+        stay in float32, and so do evaluation and FedTAN's first step.
     compile
         Compile the computation of loss and gradients, for batches of `train_data.batch_size` examples or, if this is
         not known, as many as the first batch has. The start takes up to a minute, and the last bits of results change.

@@ -1,7 +1,7 @@
 """The client's side of a layer-wise round: the round is parked between two messages.
 
-The round runs in a thread of its own and is parked inside `exchange`. The next message may reach another process of
-the node, so a parked round is only a cache: the client's state has what a replay needs, the model and all agreements so
+The round runs in a thread of its own and is parked inside `exchange`. The next message may reach another process of the
+node, so a parked round is only a cache: the client's state has what a replay needs, the model and all agreements so
 far. Batches and random draws depend on round and client alone, so a replay computes the same numbers.
 """
 
@@ -263,7 +263,7 @@ def _place(context: Context) -> tuple[Place, str]:
 def client_without_parked_round(make: Callable[[], Client], config: Config, context: Context) -> Client:
     """Make the client for an ordinary round, and end parked rounds that are out of date.
 
-    These are the node's own, without which the server has continued, and those of an earlier run with this model.
+    The server has continued without the node's own. Others with this client's model are of an earlier run.
     """
     run = run_of(config)
     parked_rounds.take((run or "", context.run_id, context.node_id))

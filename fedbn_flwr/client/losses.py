@@ -30,9 +30,9 @@ def cross_entropy(
     For a segmentation model it is divided by the number of pixels whose label is not 255. In classification 255 is an
     ordinary class, since ImageNet has a thousand. Class numbers may have a channel of their own, [N, 1, ...].
 
-    torch.nn.CrossEntropyLoss divides by the sum of the examples' weights instead. Then the weights of a batch with
-    one class have no effect, and the mean over a data set depends on how it is divided into batches; FedTAN and
-    evaluation need a loss whose mean does not.
+    torch.nn.CrossEntropyLoss divides by the sum of the examples' weights instead. Then the weights of a batch with one
+    class have no effect, and the mean over a data set depends on how it is divided into batches; FedTAN and evaluation
+    need a loss whose mean does not.
     """
     logits, weight = logits_of(logits), class_weights
     if not isinstance(logits, Tensor):

@@ -10,7 +10,7 @@ after each round in which it trained:
 
 The server draws the token when a training run begins and saves it in its checkpoint, so the states of two runs are
 never confused. To train in round r, a client starts with the state of its latest round before r; to evaluate in round
-r, with that of its latest round up to r. So a server that resumes from an older checkpoint gets the same results.
+r, with the state of its latest round up to r. So a server that resumes from an older checkpoint gets the same results.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ Tensors = Mapping[str, Tensor]  # parameters or gradients, by the parameters' na
 Memo = Mapping[str, Tensors]  # what a client rule remembers from its `begin` to its `finish`, by name
 
 MODEL = "arrays"  # the record with the model, in messages as in replies
-MEASURING = ~0  # the number of a pass that measures the data; 0, 1, ... are those of a round's training
+MEASURING = ~0  # the number of a pass that measures the data; passes of a round's training are 0, 1, ...
 
 # --- arithmetic on named tensors ---
 
@@ -84,7 +84,7 @@ class LocalRound:
     state: NodeState  # arrays that the client keeps between rounds
     model: nn.Module
     roles: Mapping[str, Role]  # the roles of the model's tensors, by key
-    # One pass over the client's batches (inputs, targets), by a number, on which the order of the examples depends.
+    # One pass over the client's batches (inputs, targets); the order of the examples depends on its number.
     epoch: Callable[[int], Iterator[Batch]]
     seed: int  # for a rule's own generators; it depends on the client's seed, the round and the client
     resources: ExitStack = field(default_factory=ExitStack)  # closed when the round ends, with the error if it fails
@@ -142,7 +142,7 @@ class ClientRule:
 
     @classmethod
     def own_inputs(cls, local: LocalRound) -> Callable[[Inputs], Inputs]:
-        """A function of inputs: how this client changes those of evaluations and measurements.
+        """A function of inputs: how this client changes the inputs of evaluations and measurements.
 
         Evaluations select a rule by the keys in `Traits.own_inputs`. The client's model after the run changes inputs in
         the same way; there is no training data then, so keep in `local.state` what the function needs of it.

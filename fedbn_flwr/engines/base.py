@@ -50,8 +50,8 @@ class Capabilities:
     def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
         """Continue the layer-wise rounds that wait in this engine's processes, up to the next exchange.
 
-        Return each node's contribution, or the reason why there is none; a node that takes more than `timeout`
-        seconds has no entry. An engine that cannot do this returns None, and each node gets a message instead.
+        Return each node's contribution, or the reason why there is none; a node that takes more than `timeout` seconds
+        has no entry. An engine that cannot do this returns None, and each node gets a message instead.
         """
         return None
 

@@ -1,17 +1,17 @@
 """One training step whose gradient is that of batch norm over the batches of all clients.
 
-FedTAN (Wang, Shi, Chang, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", Algorithms 2 and
-3): forward, each batch norm averages its batch mean and variance over the clients; backward, the gradients with
-respect to both. Paper's symbols: y the layer's input, mu and var the global statistics, p_i a client's weight, F_i
-its loss. B_i is the number of examples in its batch, v_i the number of values per channel in the layer's input.
+FedTAN (Wang, Shi, Chang, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", Algorithms 2 and 3):
+forward, each batch norm averages its batch mean and variance over the clients; backward, the gradients with respect to
+both. Paper's symbols: y the layer's input, mu and var the global statistics, p_i a client's weight, F_i its loss. B_i
+is the number of examples in its batch, v_i the number of values per channel in the layer's input.
 
 The union that the clients represent has each example of client i with the weight p_i / B_i, so each of its values has
 this weight in mu and var. Among all values client i then has the share q_i, and r is the mean of v_i / B_i:
 
     q_i = p_i v_i / (B_i r)      r = sum_i p_i v_i / B_i      mu = sum_i q_i mu_i
 
-If all clients have examples of one size, r is that size, q_i is p_i, and B_i r is v_i. In padded series, of which
-only the real positions count (norms.variants), it is not: v_i depends on the lengths in the batch.
+If all clients have examples of one size, r is that size, q_i is p_i, and B_i r is v_i. In padded series, of which only
+the real positions count (norms.variants), it is not: v_i depends on the lengths in the batch.
 
 The model stays unchanged: only during the step, each batch norm has another `forward`. Per layer
 
@@ -25,8 +25,8 @@ The direct gradients that are exchanged follow from those of gamma and beta, whi
     dF_i/dmu  = -gamma / sqrt(var + eps) * dF_i/dbeta
     dF_i/dvar = -gamma / (2 (var + eps)) * dF_i/dgamma
 
-The gradient of the mean must be this direct one: adding dF_i/dvar * dvar/dmu, which is zero over all clients
-but not over one, breaks the equality.
+The gradient of the mean must be this direct one: adding dF_i/dvar * dvar/dmu, which is zero over all clients but not
+over one, breaks the equality.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class LayerwiseStep:
     fused
         Send mean and variance together (2L exchanges for L layers), or one after the other as in the paper (3L).
     backward
-        Also exchange gradients. Without it each client uses its own gradients instead of the clients' mean: the
-        papers' "FedAvg + Algorithm 2".
+        Also exchange gradients. Without it each client uses its own gradients instead of the clients' mean: the papers'
+        "FedAvg + Algorithm 2".
     examples, partition
         The client's number of examples and its partition, which each contribution contains.
     min_batch, own_min_batch
@@ -298,7 +298,7 @@ def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], T
             layer.__dict__.pop("forward", None)
 
 
-# For each model, the inputs and layers for which `count_calls` counted last, and the number.
+# What `count_calls` found last for each model: the form of its inputs with the layers' names, and the number of calls.
 _calls: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
 
 

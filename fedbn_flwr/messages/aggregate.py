@@ -53,10 +53,10 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
 def pooled_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
     """The weighted mean, but with pooled running variances, which include the variance between the clients' means.
 
-    With p_i the weights divided by their sum, mu = sum_i p_i mu_i and var = sum_i p_i (var_i + (mu_i - mu)^2). If
-    mu_i and var_i are mean and biased variance of client i's n_i values, and p_i = n_i / n, these are the moments of
-    all values together. A `running_var` of PyTorch is not quite that: it averages the *unbiased* variances of batches.
-    So, as in the plain mean, the variance within the clients is too large by the factor B / (B - 1), with B values per
+    With p_i the weights divided by their sum, mu = sum_i p_i mu_i and var = sum_i p_i (var_i + (mu_i - mu)^2). If mu_i
+    and var_i are mean and biased variance of client i's n_i values, and p_i = n_i / n, these are the moments of all
+    values together. A `running_var` of PyTorch is not quite that: it averages the *unbiased* variances of batches. So,
+    as in the plain mean, the variance within the clients is too large by the factor B / (B - 1), with B values per
     channel in a batch, and the variance between the batches of one client is missing.
 
     The result is never below the mean of the variances, and it is finite even if a client's mean is huge.
@@ -206,8 +206,8 @@ def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | N
 
     The change alone is not enough. An honest client may train an array that the others have frozen, or its data may
     have other units. In a run that diverged on some clients, their changes were 2.5 million times as large. The value
-    says more: features of up to 1e12 have variances of up to 1e24, the largest weight of a run that diverged was
-    1.9e9, and a client above 7e12 is about to send NaN. If all clients had such values, their changes would be alike.
+    says more: features of up to 1e12 have variances of up to 1e24, the largest weight of a run that diverged was 1.9e9,
+    and a client above 7e12 is about to send NaN. If all clients had such values, their changes would be alike.
 
     With fewer than three replies there is no majority to compare with, so none is absurd.
     """

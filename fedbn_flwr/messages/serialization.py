@@ -1,8 +1,8 @@
 """Converts values to bytes and back, bit for bit and without pickle.
 
-A value is a number, a text, bytes, an array, a record of Flower, or a list, tuple, set or dict of values. The bytes
-are a safetensors file: its tensors are the arrays, and its metadata is everything else as JSON. A value that JSON
-cannot represent becomes a pair (kind, content). A store (storage.py) adds a checksum.
+A value is a number, a text, bytes, an array, a record of Flower, or a list, tuple, set or dict of values. The bytes are
+a safetensors file: its tensors are the arrays, and its metadata is everything else as JSON. A value that JSON cannot
+represent becomes a pair (kind, content). A store (storage.py) adds a checksum.
 """
 
 from __future__ import annotations

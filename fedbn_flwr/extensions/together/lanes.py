@@ -27,7 +27,7 @@ from .waiting import Waiting, leave_alone
 
 @dataclass(eq=False)
 class Replica:
-    """A copy of a network, which one client at a time trains, and the stream on which it does."""
+    """A copy of a network for one client at a time, and the stream on which it trains."""
 
     model: nn.Module
     stream: torch.cuda.Stream | None  # None on a CPU

@@ -59,7 +59,7 @@ def answer_together(
 
 
 class _Answers:
-    """The answers to messages, each of which is handled inside the training of the one before."""
+    """Answers messages in nested calls: each message is handled where the client before it would train."""
 
     def __init__(
         self, nodes: Nodes, messages: Sequence[Message], train_all: Callable[[Sequence[Waiting]], object]

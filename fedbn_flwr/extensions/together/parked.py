@@ -39,7 +39,7 @@ class Cohort(Session[Contributions, Mapping[int, Message]]):
     def __init__(self, nodes: Nodes, queries: Sequence[Message]) -> None:
         super().__init__(self._answer)
         self.nodes, self.queries = nodes, {query.metadata.dst_node_id: query for query in queries}
-        self.agreements: list[Agreement] = []  # of the exchanges before the one for which the clients wait
+        self.agreements: list[Agreement] = []  # of the exchanges that have ended
         self._last: Mapping[int, Message] = {}  # the train messages that end the round, by node
         self._trained = False
 
