@@ -7,9 +7,7 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.recording import History
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.results.folder import RunFolder
-from tests.support.command import FEDBN, PATIENCE, PROGRAM, environment, python
+from tests.support.command import FEDBN, python, signalled
 
 TEXT = """
 name: mine
@@ -87,22 +85,15 @@ def test_the_command_after_a_failure_continues_with_an_edited_module(tmp_path: P
 
 def test_ctrl_c_prints_the_round_and_the_command(tmp_path: Path) -> None:
     text = "{name: long, rounds: 5000, clients: 2, data: {examples: 40}, train: {steps: 1}, engine: {workers: 0}}"
-    words = [*PROGRAM, "run", text, "--out", "my runs"]
-    with subprocess.Popen(words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + PATIENCE
-        while not list(tmp_path.glob("my runs/*/history.jsonl")):
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        error = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == 130
+    words = ["run", text, "--out", "my runs"]
+    done = signalled(signal.SIGINT, lambda: list(tmp_path.glob("my runs/*/history.jsonl")), FEDBN, *words, cwd=tmp_path)
+    assert done.returncode == 130
     (folder,) = (path.parent for path in tmp_path.glob("my runs/*/summary.json"))
     last = RunFolder(folder).history()[-1]["round"]
-    assert f"fedbn: stopped\n{folder.name} stopped after round {last} of 5000; continue with: " in error
-    assert hint_of(error) == ["fedbn", "run", text, "--out", "my runs", "--resume"]
+    assert f"fedbn: stopped\n{folder.name} stopped after round {last} of 5000; continue with: " in done.stderr
+    assert hint_of(done.stderr) == ["fedbn", "run", text, "--out", "my runs", "--resume"]
     assert (tmp_path / "my runs" / "report.html").exists()
-    assert "changed since" not in error
+    assert "changed since" not in done.stderr
 
 
 def test_a_stop_before_the_first_round_has_no_report(

@@ -8,9 +8,7 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,7 @@ from fedbn_flwr.strategies import (
     restore,
     state_of,
 )
-from tests.support.command import PATIENCE, PROGRAM, ROOT, environment
+from tests.support.command import FEDBN, ROOT, signalled
 from tests.support.records import content
 from tests.support.runs import saved_round
 from tests.support.sessions import (
@@ -411,20 +409,11 @@ def test_a_killed_command_leaves_a_folder_that_resumes(
     """The moment of the signal is arbitrary."""
     words, straight = command
     stopped = tmp_path / "stopped"
-    with subprocess.Popen(
-        [*PROGRAM, *words, "--out", str(stopped)],
-        cwd=ROOT, env=environment(PAUSE="0.2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        run = RunFolder(stopped / "FedBN")
-        deadline = time.monotonic() + PATIENCE
-        while saved_round(run.path) < 2:
-            assert time.monotonic() < deadline, "no two rounds"
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.01)
-        process.send_signal(sent)
-        _, error = process.communicate(timeout=PATIENCE)
-    assert process.returncode == (-signal.SIGKILL if sent == signal.SIGKILL else 130), error
-    assert "Traceback" not in error
+    run = RunFolder(stopped / "FedBN")
+    given = [*words, "--out", stopped]
+    done = signalled(sent, lambda: saved_round(run.path) >= 2, FEDBN, *given, cwd=tmp_path, PAUSE="0.2")
+    assert done.returncode == (-signal.SIGKILL if sent == signal.SIGKILL else 130), done.stderr
+    assert "Traceback" not in done.stderr
     assert summary_of(run.path).status == ("running" if sent == signal.SIGKILL else "interrupted")
     assert 2 <= saved_round(run.path) < 20
     assert cli.main([*words, "--out", str(stopped), "--resume"]) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fedbn_flwr.experiment.file.layers import parse_overrides, parse_yaml, read_
 from fedbn_flwr.experiment.run import launch as run_module
 from fedbn_flwr.experiment.run.side_by_side import jobs_of
 from fedbn_flwr.results.folder import RunFolder
-from tests.support.command import PATIENCE, PROGRAM, ROOT, environment, python
+from tests.support.command import FEDBN, PROGRAM, environment, python, signalled
 from tests.support.network import wait_for
 from tests.support.runs import is_finished, saved_round
 from tests.support.sessions import outcome
@@ -103,12 +102,8 @@ def test_the_line_of_a_failed_run_has_the_reason(jobs: str, tmp_path: Path, caps
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_run_goes_on_when_the_reader_of_its_output_has_ended(jobs: str, tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text(EXPERIMENT)
-    command = [*PROGRAM, "run", "experiment.yaml", "--jobs", jobs, "--out", "out"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, env=environment()) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.stdout.close()
-        process.wait(PATIENCE)
+    ended = "import os; reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader)\n"
+    python(ended + FEDBN, "run", "experiment.yaml", "--jobs", jobs, "--out", "out", cwd=tmp_path)
     assert all(is_finished(tmp_path / "out" / name) for name in NAMES)
 
 
@@ -176,19 +171,11 @@ def test_all_runs_continue_after_a_stop(sent: signal.Signals, straight: Path, tm
     """The moment of the signal is arbitrary."""
     (tmp_path / "e.yaml").write_text(EXPERIMENT)
     words = ["run", str(tmp_path / "e.yaml"), "--jobs", "2", "--out", str(tmp_path / "out")]
-    with subprocess.Popen(
-        [*PROGRAM, *words],
-        cwd=ROOT, env=environment(PAUSE="0.2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        deadline = time.monotonic() + PATIENCE
-        while not saved_round(tmp_path / "out" / NAMES[0]):
-            assert time.monotonic() < deadline, "no round"
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.005)
-        process.send_signal(sent)
-        _, error = process.communicate(timeout=PATIENCE)  # also the processes of the runs have ended then
-    assert process.returncode == (-signal.SIGKILL if sent == signal.SIGKILL else 130), error
-    assert "Traceback" not in error
+    stopped = signalled(
+        sent, lambda: saved_round(tmp_path / "out" / NAMES[0]), FEDBN, *words, cwd=tmp_path, PAUSE="0.2"
+    )
+    assert stopped.returncode == (-signal.SIGKILL if sent == signal.SIGKILL else 130), stopped.stderr
+    assert "Traceback" not in stopped.stderr
     assert cli.main([*words, "--resume"]) == 0
     assert [outcome(tmp_path / "out" / name) for name in NAMES] == [outcome(straight / name) for name in NAMES]
 

@@ -8,10 +8,15 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from fedbn_flwr.extensions import declared
 
@@ -66,6 +71,27 @@ def python(code: str, *words: str | Path, cwd: Path, **more: str) -> subprocess.
         print(json.dumps(request), file=server.stdin, flush=True)
         status = int(server.stdout.readline())
         return subprocess.CompletedProcess(request["words"], status, output.read_text(), error.read_text())
+
+
+def signalled(
+    sent: signal.Signals, when: Callable[[], Any], code: str, *words: str | Path, cwd: Path, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """As `python`, with a signal as soon as `when()` is true; the processes that it started have ended too."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+        fifo = Path(folder, "alive")
+        os.mkfifo(fifo)
+        begin = f"import os; os.write(os.open({str(fifo)!r}, os.O_WRONLY), b'%d\\n' % os.getpid())\n"
+        running = pool.submit(python, begin + code, *words, cwd=cwd, **more)
+        with fifo.open("rb") as alive:  # its processes inherit the other end
+            process = int(alive.readline())
+            deadline = time.monotonic() + PATIENCE
+            while not when():
+                assert time.monotonic() < deadline, "it is not true"
+                assert not running.done(), running.result()
+                time.sleep(0.005)
+            os.kill(process, sent)
+            alive.read()
+        return running.result()
 
 
 def commands_of(page: str) -> list[list[str]]:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,11 +113,22 @@ def _quiet_flower() -> Iterator[None]:
     logger.setLevel(before)
 
 
+PICTURES = write._pictures
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _drawing() -> Iterator[pytest.MonkeyPatch]:
+def _undrawn() -> Iterator[None]:
     """The reports of runs have no pictures: drawing takes four fifths of the processor time of a short run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write, "_pictures", lambda rows, form: ({}, ""))
+        yield
+
+
+@contextmanager
+def drawing() -> Iterator[pytest.MonkeyPatch]:
+    """Reports have pictures, a dozen each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write, "_pictures", PICTURES)
         yield patch
 
 
@@ -128,12 +140,19 @@ def _unsynced() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def pictures(_drawing: pytest.MonkeyPatch) -> Iterator[None]:
-    """The reports of the module's tests have pictures, which they look at."""
-    _drawing.undo()
-    yield
-    _drawing.setattr(write, "_pictures", lambda rows, form: ({}, ""))
+@pytest.fixture
+def pictures() -> Iterator[None]:
+    """The test looks at pictures of a report."""
+    with drawing():
+        yield
+
+
+@pytest.fixture
+def plots() -> Iterator[None]:
+    """The test looks at the files with pictures, and not at those in the page, which are most of them."""
+    with drawing() as patch:
+        patch.setattr(write, "_pictures_of_page", lambda rows, form: ())
+        yield
 
 
 @pytest.fixture

@@ -35,10 +35,9 @@ from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import DEFAULT
 from fedbn_flwr.results.report.write import page, write_report
 from fedbn_flwr.results.yaml_text import LENGTH, dump_yaml, parse_yaml
+from tests.support.fixtures import drawing
 from tests.support.fuzz import cases, changed, check_refusal, damaged
 from tests.support.hostile import kept_log
-
-pytestmark = pytest.mark.usefixtures("pictures")
 
 EXPERIMENT = (
     "{name: whole, rounds: 2, clients: 2, train: {steps: 1}, engine: {workers: 0}, strategy: {name: FedBN}, evaluate: "
@@ -220,7 +219,7 @@ def test_any_accepted_reply_leaves_a_folder_that_is_read_and_resumed(
 ) -> None:
     folder = RunFolder(tmp_path_factory.getbasetemp() / "added" / "run")
     shutil.rmtree(folder.path, ignore_errors=True)
-    with kept_log():
+    with kept_log(), drawing():
         carry_out_with(folder, more, kind, who, added)
 
 

@@ -19,8 +19,6 @@ from fedbn_flwr.results.report.tables import client_table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
-pytestmark = pytest.mark.usefixtures("pictures")
-
 
 @pytest.mark.parametrize(
     ("values", "metric", "expected"),
@@ -65,6 +63,7 @@ def write_clients(folder: Path, label: str, accuracies: list[float], seed: int =
     (folder / "clients.jsonl").write_text(json.dumps({"round": 3, "clients": clients}) + "\n")
 
 
+@pytest.mark.usefixtures("plots")
 def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
     write_clients(tmp_path / "runs" / "a", "FedBN", [0.5, 0.75, 1.0], seed=0)
     write_clients(tmp_path / "runs" / "b", "FedBN", [0.25, 0.75, 1.0], seed=1)
@@ -83,6 +82,7 @@ def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
         assert len(picture.convert("RGB").getcolors(2**20) or ()) > 50
 
 
+@pytest.mark.usefixtures("plots")
 def test_tables_and_the_plot_have_the_main_figure_and_the_metrics_of_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     write_run(folder, "FedBN", metrics=("kappa",))
@@ -101,6 +101,7 @@ def test_tables_and_the_plot_have_the_main_figure_and_the_metrics_of_the_run(tmp
         assert picture.width < 3000
 
 
+@pytest.mark.usefixtures("plots")
 def test_without_values_of_clients_there_is_neither(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "c", "FedAvg")
     text = write_report([tmp_path / "runs"], tmp_path / "out")

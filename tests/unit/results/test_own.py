@@ -20,8 +20,6 @@ from fedbn_flwr.results.report.tables import DEFAULT, ReportForm, as_measured, c
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
-pytestmark = pytest.mark.usefixtures("pictures")
-
 OWN, GLOBAL = "accuracy on own data", "accuracy"
 CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"task": None}, "accuracy", OWN),
@@ -41,6 +39,7 @@ def write_both(folder: Path, main: str = "accuracy", own: float | None = 0.5, **
     write_run(folder / "b", "FedBN", personal=True, **{main: 0.5, f"clients_own_{main}": 0.875}, **more)
 
 
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize(("kind", "main", "title"), CASES, ids=[main for _, main, _ in CASES])
 def test_if_a_run_personalises_the_metric_on_own_examples_is_first_everywhere(
     tmp_path: Path, kind: dict[str, Any], main: str, title: str
@@ -86,6 +85,7 @@ def test_a_run_that_was_not_evaluated_does_not_decide(tmp_path: Path) -> None:
     assert table(rows_of(tmp_path))[0][1] == OWN
 
 
+@pytest.mark.usefixtures("pictures")
 def test_columns_choose_the_table_the_curves_and_the_comparison(tmp_path: Path) -> None:
     for seed in (0, 1):
         for label, values in (("FedAvg", (0.75, 0.5)), ("FedBN", (0.5, 0.875))):

@@ -19,6 +19,7 @@ from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import as_markdown, as_text, table
 from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.results.text import in_plot
+from tests.support.fixtures import drawing
 from tests.support.runs import TRAFFIC, write_run
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -247,7 +248,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report on runs with hostile names."""
     folder = tmp_path_factory.mktemp("hostile")
     write_hostile(folder / "runs")
-    write_report([folder / "runs"], folder / "out")
+    with drawing():
+        write_report([folder / "runs"], folder / "out")
     return folder
 
 

@@ -23,8 +23,6 @@ from fedbn_flwr.results.report.tables import ReportForm, paired
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
-pytestmark = pytest.mark.usefixtures("pictures")
-
 ACCURACIES = {"FedAvg & co": (0.70, 0.72, 0.74), "Fix_BN 100%": (0.75, 0.74, 0.80), "[c] Fed#TAN": (0.9, 0.9, 0.9)}
 
 

@@ -16,8 +16,6 @@ from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.report.pictures import class_colours, partitions_plot
 from fedbn_flwr.results.report.tables import partition_table
 
-pytestmark = pytest.mark.usefixtures("pictures")
-
 SMALL = PartitionCounts("mine: iid, clients=2, seed=0", ("cat", "dog", "owl"), ((3, 0, 1), (0, 12, 0)))
 
 

@@ -32,8 +32,6 @@ from fedbn_flwr.results.report.tables import (
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import write_run
 
-pytestmark = pytest.mark.usefixtures("pictures")
-
 
 def domain_tables(rows: list[Row]) -> list[Lines]:
     return [domain_table(rows, *each)[1] for each in by_domain(rows).items()]
@@ -120,12 +118,14 @@ def test_without_domains_there_is_one_table(tmp_path: Path) -> None:
     assert page.read_text().count("|---|") == 1
 
 
+@pytest.mark.usefixtures("plots")
 def test_runs_that_stop_before_their_first_evaluation_have_a_report(tmp_path: Path) -> None:
     write_run(tmp_path / "run", "FedAvg", lines=[{"train_loss": 2.0}, {"train_loss": 1.0}], status="interrupted")
     assert "FedAvg [interrupted]" in write_report([tmp_path], tmp_path)
     assert (tmp_path / "report.png").exists()
 
 
+@pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize("count", [3, 6])
 def test_page_text_and_plot_show_the_domains(tmp_path: Path, count: int) -> None:
     labels = ("FedAvg+BN", "FedAvg+GN", "SiloBN", "FixBN", "FedBN", "FedWon", "FedProx", "Standalone", "FedTAN")
@@ -184,6 +184,7 @@ def test_fractions_of_several_seeds_have_a_deviation_and_counts_if_they_differ()
     assert [as_measured(rounds, [100, end]) for end in (100, 102)] == ["100", "101 ± 1"]
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_metric_of_the_user_may_be_infinite(tmp_path: Path) -> None:
     known = {"published": {"odd": [1.0, 0.5], "dice": [0.5, 0.1], "source": "Paper"}}
     for steps in (1, 2):
@@ -204,6 +205,7 @@ def change_summary(run: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
+@pytest.mark.usefixtures("plots")
 def test_the_command_writes_into_a_new_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

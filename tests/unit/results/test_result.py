@@ -23,8 +23,6 @@ from fedbn_flwr.norms.convert import NORMS
 from tests.support.images import write_parquet
 from tests.support.runs import write_run
 
-pytestmark = pytest.mark.usefixtures("pictures")
-
 SMALL: dict[str, Any] = {
     "rounds": 2,
     "clients": 2,
