@@ -17,6 +17,7 @@ from .memory import peak
 from .sharing import Rounds
 
 
+@pytest.mark.slow
 def test_figures_are_printed_as_json() -> None:
     words = ["exchange", "overhead", "--json", "--repeats", "1", "--steps", "1", "--workers", "1"]
     command = [sys.executable, "-m", "benchmarks.speed", *words]

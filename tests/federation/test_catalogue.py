@@ -39,7 +39,15 @@ def check(experiment: Experiment, out: Path) -> None:
     shutil.rmtree(out)  # all models together have tens of gigabytes
 
 
-@pytest.mark.parametrize("name", shipped_experiments())
+# One or two of each folder.
+QUICK = ("demo", "quick", "fedbs/mnist", "fedtan/mnist", "fedtan/one-step", "fedwon/participation", "fixbn/table1",
+         "fixbn/clients", "ours/label-skew", "ours/heart")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in shipped_experiments()],
+)
 def test_the_last_run_of_each_experiment_finishes(name: str, tmp_path: Path) -> None:
     """The last one is the rule of the paper in most files."""
     *_, last = smoke_runs(name)

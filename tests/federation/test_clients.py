@@ -132,6 +132,7 @@ def test_a_resumed_run_has_the_same_best_round_and_files(workers: int, tmp_path:
 # --- new clients -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_newcomer_s_accuracies_are_those_of_the_page(tmp_path: Path) -> None:
     (text,) = (block for block in PAGE if "unseen" in block)
     found = summary(carried_out(text, tmp_path, "only=FedBN", "engine.workers=0")["FedBN"])

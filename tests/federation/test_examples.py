@@ -23,7 +23,9 @@ BETTER = {
 }
 
 
-@pytest.mark.parametrize("name", BETTER)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("series", "text"))) for name in BETTER]
+)
 def test_an_example_shows_what_its_page_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     experiment = importlib.import_module(name).EXPERIMENT

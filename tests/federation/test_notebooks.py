@@ -18,10 +18,8 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 QUIET = {"PYDEVD_DISABLE_FILE_VALIDATION": "1", "FLWR_TELEMETRY_ENABLED": "0"}
 
 
-@pytest.mark.parametrize(
-    "file",
-    [pytest.param(file, marks=[pytest.mark.slow] * (file.stem != "batch_norm"), id=file.stem) for file in NOTEBOOKS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_a_notebook_runs(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in QUIET.items():
         monkeypatch.setenv(key, value)

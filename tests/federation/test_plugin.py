@@ -181,6 +181,7 @@ def test_fedtan_draws_the_same_in_any_process(
         assert len(exchanges) == 2 * CLIENTS, "both caches served exchanges of each client"
 
 
+@pytest.mark.slow
 def test_the_guide_s_code_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,8 +6,6 @@ import functools
 import json
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -21,6 +19,7 @@ from fedbn_flwr import Result, Results, Settings, cli, run, run_all
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.content import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.settings import Changes, Data, Engine, Model, Train
+from tests.support.command import ROOT, python
 from tests.support.images import write_parquet
 
 TINY: dict[str, Any] = {"rounds": 1, "clients": 2, "train": {"steps": 1}, "engine": {"workers": 0, "device": "cpu"}}
@@ -156,8 +155,7 @@ def test_a_run_of_a_class_inside_a_function_is_resumed_with_the_same_class_alone
     kept = run(TINY, model=of_width(6), out=tmp_path, progress=False)
     name = kept.config["model"]["name"]
     assert re.fullmatch(rf"{__name__}:of_width\.<locals>\.Wide@[0-9a-f]{{8}}", name)
-    code = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(kept.folder.parent)]
-    found = subprocess.run(code, capture_output=True, text=True)
+    found = python(IN_ANOTHER_PROCESS, kept.folder.parent, cwd=ROOT)
     unknown, changed, again = found.stdout.splitlines()
     assert unknown.startswith(f"model.name={name!r} was defined inside a function and given to run(), and this process")
     assert f"model.name was {name!r} and is {name.partition('@')[0]!r}"[:-1] in changed

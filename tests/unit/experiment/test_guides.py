@@ -63,6 +63,7 @@ def test_data_shows_what_becomes_of_the_columns_of_its_table(tmp_path: Path, mon
     page.command("fedbn explain patients.yaml", shown)
 
 
+@pytest.mark.slow
 def test_a_lower_rate_after_the_freeze_costs_fixbn_two_points_on_the_page_of_experiments(tmp_path: Path) -> None:
     text = next(text for guide, kind, text in BLOCKS if (guide, kind) == ("experiments", "yaml"))
     (change,) = (line.split()[4] for _, _, line in BLOCKS if "schedule.switch" in line)
@@ -81,7 +82,7 @@ def test_sweeps_counts_the_trainings_of_its_experiment() -> None:
     assert runs == {"FedAvg+BN": 2 * 2 * 3, "FixBN": 2 * 3 * 3, "Centralised": 2 * 3}, "values, rates and seeds"
 
 
-@pytest.mark.parametrize(("guide", "count"), [("experiments", 2), ("sweeps", 1)])
+@pytest.mark.parametrize(("guide", "count"), [("experiments", 2), pytest.param("sweeps", 1, marks=pytest.mark.slow)])
 def test_a_guide_prints_what_it_shows(guide: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page says under which name its first experiment is saved."""
     monkeypatch.chdir(tmp_path)

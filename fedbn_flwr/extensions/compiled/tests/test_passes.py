@@ -86,8 +86,14 @@ def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(a[key] - b[key]).max()) for key in a)
 
 
+# FedTAN's steps are layer-wise, FixBN's have frozen statistics in the second round, and HeteroBN's another normaliser.
+QUICK = ("FedAvg", "FedTAN", "FixBN", "HeteroBN")
+
+
 @compiles
-@pytest.mark.parametrize("rule", sorted(STRATEGIES))
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=[pytest.mark.slow] * (rule not in QUICK)) for rule in sorted(STRATEGIES)]
+)
 def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, flower_log: pytest.LogCaptureFixture) -> None:
     """They differ by no more than what a change of the initial weights' last bits makes, times ten."""
     first = dict(initial_arrays(net(norm=NORMS.get(rule, "bn"))))
